@@ -1,0 +1,197 @@
+"""The public face: prepare and friends (floor 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.config import Config
+from hetero.device import open_device
+from hetero.errors import StateError
+from hetero.train.check import MARK, check_model, check_pair
+from hetero.train.engine import Engine, Tuning, draw
+from hetero.train.optimizer import Optimizer
+from hetero.types import Kind, Lane, Tier
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    **settings: Any,
+) -> Any:
+    """Make ``model`` train, or run, inside a byte budget; it is hooked in place.
+
+    Args:
+        model: any ``nn.Module`` of plain dense parameters.
+        optimizer: an elementwise ``torch.optim`` optimizer over the model's parameters. Without
+            one the model is for inference.
+        config: a `Config`, a mapping, or the path of a TOML file; ``settings`` go on top.
+        settings: fields of `Config`, as ``hbm="20GiB"``.
+
+    Returns:
+        ``(model, optimizer)``, the same model and a `hetero.Optimizer`; without an optimizer, the
+        model alone.
+
+    Raises:
+        ConfigError: a setting, the model or the optimizer cannot be honoured.
+        BudgetError: the budgets cannot hold what is needed; it names the smallest that can.
+        StateError: the model or the optimizer is prepared already.
+    """
+    return prepare_tuned(model, optimizer, Config.load(config, **settings), None)
+
+
+def prepare_tuned(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    tuning: Tuning | None,
+) -> Any:
+    """Carry out `prepare` with choices that change no number (tests and benchmarks)."""
+    check_model(model)
+    inner = check_pair(model, optimizer)
+    device = open_device(config.device)
+    engine = Engine(model, inner, config, device, draw(model, inner, config), tuning)
+    engine.build()
+    return model if inner is None else (model, engine.optimizer)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """Return the engine of a prepared model, or raise StateError."""
+    engine = model.__dict__.get(MARK) if isinstance(model, nn.Module) else None
+    if engine is None:
+        raise StateError("the model is not prepared", advice="call hetero.prepare(model, ...) first")
+    return engine  # type: ignore[no-any-return]
+
+
+def backward(loss: torch.Tensor) -> None:
+    """Run backward from a scalar loss; the same as ``loss.backward()`` in fp32."""
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise StateError(
+            f"backward needs a scalar loss with a graph; this one has shape {list(loss.shape)} and"
+            f" requires_grad={loss.requires_grad}",
+            advice="reduce the loss, and compute it with gradients enabled",
+        )
+    loss.backward()
+
+
+def gathered(
+    what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
+) -> AbstractContextManager[None]:
+    """Hold parameters full and current inside a ``with`` block.
+
+    Args:
+        what: a prepared model, one of its modules, a parameter, or several parameters.
+        write: in-place writes go home on exit; without it a write is undone and a StateError.
+
+    Raises BudgetError when they do not fit the device at once: gather fewer.
+    """
+    if isinstance(what, nn.Module):
+        params = list(what.parameters())
+    else:
+        params = [what] if isinstance(what, nn.Parameter) else list(what)
+    return _gathered(params, write)
+
+
+@contextmanager
+def _gathered(params: list[nn.Parameter], write: bool) -> Iterator[None]:
+    owners = {id(o): o for p in params if (o := getattr(type(p), "hetero_runtime", None))}
+    if len(owners) > 1:
+        raise StateError("the parameters are of several prepared models", advice="gather each alone")
+    if not owners:
+        yield  # plain and resident parameters are always gathered
+        return
+    (runtime,) = owners.values()
+    with runtime.gathered([p for p in params if id(p) in runtime.swizzle.index], write=write):
+        yield
+
+
+@contextmanager
+def empty_init() -> Iterator[None]:
+    """Build modules on the meta device: shapes and names of a model of any size, no memory."""
+    with torch.device("meta"):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What is where, and what the last whole step moved; sizes in bytes."""
+
+    device: str
+    mode: str
+    update_place: str
+    chunk_bytes: int
+    steps: int
+    activation_bytes: int
+    tiers: dict[str, dict[str, int | None]]
+    """Per tier: ``budget``, ``used``, ``peak`` and one entry per kind."""
+    units: dict[str, str]
+    """Per unit, "resident" or "home"."""
+    h2d_bytes: int
+    d2h_bytes: int
+    hits: int
+    misses: int
+    fetches: int
+    evictions: int
+    schedule: str
+
+
+def status(model: nn.Module) -> Status:
+    """Return residency, bytes per tier and kind, traffic and misses of the last step."""
+    engine = engine_of(model)
+    plan, stats, ledger = engine.blueprint, engine.stats, engine.ledger
+    tiers: dict[str, dict[str, int | None]] = {}
+    for tier in (Tier.HBM, Tier.HOST):
+        row: dict[str, int | None] = {
+            "budget": ledger.budgets.get(tier),
+            "used": ledger.used(tier),
+            "peak": ledger.peak(tier),
+        }
+        row.update({kind.value: ledger.used(tier, kind) for kind in Kind})
+        tiers[tier.name] = row
+    paged = engine.mode == "paged"
+    here = set(engine.manager.replicas) if paged else {b.id for b in plan.layout.buckets}
+    names = plan.layout.unit_names
+    schedule = engine.runtime.train.schedule if paged else None
+    return Status(
+        device=engine.device.name,
+        mode=engine.mode,
+        update_place="home" if paged else "in place",
+        chunk_bytes=4 * plan.layout.chunk_numel,
+        steps=engine.steps,
+        activation_bytes=engine.activation_bytes,
+        tiers=tiers,
+        units={
+            names[i]: "resident" if all(b in here for b in needs) else "home"
+            for i, needs in enumerate(plan.needs)
+        },
+        h2d_bytes=stats.n_bytes[Lane.H2D],
+        d2h_bytes=stats.n_bytes[Lane.D2H],
+        hits=stats.counts["hit"],
+        misses=stats.counts["miss"],
+        fetches=stats.counts["fetch"],
+        evictions=stats.counts["evict"],
+        schedule=schedule.show(names) if schedule else "",
+    )
+
+
+def release(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
+    """Turn a prepared model back into a plain one.
+
+    Returns ``(model, plain optimizer with its states)``, or the model when it was prepared alone.
+    """
+    engine = engine_of(model)
+    if optimizer is not None and optimizer is not engine.optimizer:
+        raise StateError(
+            "the optimizer was not prepared with this model",
+            advice="pass the optimizer that prepare returned with it",
+        )
+    engine.release()
+    return model if engine.inner is None else (model, engine.inner)

@@ -1,0 +1,229 @@
+"""Settings: parsed once, checked together, frozen (floor 0, no torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from hetero.errors import ConfigError
+from hetero.types import format_bytes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover - python 3.10
+    import tomli as tomllib
+
+UNITS = {
+    **{"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+}
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(" + "|".join(UNITS) + ")")
+DEVICES = ("cuda", "cpu", "cpu:sim")
+NOT_YET = {  # named in the public face; each arrives with its part of the library
+    "nvme": "the disk tier",
+    "nvme_bytes": "the disk tier",
+    "activations": "activation policies",
+    "micro_batch": "layer-major micro-batching",
+    "mesh": "several ranks",
+    "profile": "hardware profiles",
+    "max_grad_norm": "clipping inside step(); call optimizer.clip_grad_norm_ instead",
+    "weights": "streaming safetensors into the homes",
+}
+
+
+def parse_bytes(value: object, key: str = "size") -> int:
+    """Return a byte count from an int or a string such as ``"20GiB"`` or ``"1.5GB"``.
+
+    Raises ConfigError for anything else, zero and negative numbers included.
+    """
+    forms = "a positive int (bytes) or a string such as '20GiB', '512MiB' or '8GB'"
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    match = SIZE.fullmatch(value) if isinstance(value, str) else None
+    n_bytes = int(float(match[1]) * UNITS[match[2]]) if match else 0
+    if n_bytes > 0:
+        return n_bytes
+    understood = f"; understood {n_bytes} bytes" if match else "; no bytes understood"
+    raise ConfigError(f"{key}={value!r} is not a size{understood}", advice=f"{key} takes {forms}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Settings of `hetero.prepare`; sizes are ints here, whatever form they were given in."""
+
+    device: Any = None
+    """"cuda", "cpu", "cpu:sim", a device object, or None: CUDA when there is one, else CPU."""
+    hbm: int | None = None
+    """Budget in bytes for everything on the device; None: all of it, which on "cpu" is `host`."""
+    host: int | None = None
+    """Budget in bytes for RAM; None: what the machine or the container leaves free."""
+    precision: str = "fp32"
+    """Compute precision of the parameters as given; "fp32" keeps every parameter's own dtype."""
+    chunk_bytes: int | None = None
+    """Bytes of a chunk of 4-byte elements, a multiple of 64; None: chosen for under 1 % waste."""
+    units: tuple[str, ...] | None = None
+    """Names (or glob patterns) of the modules fetched as a whole; None: found in the model."""
+
+    @classmethod
+    def load(cls, source: Config | Mapping[str, Any] | str | Path | None = None, **settings: Any) -> Config:
+        """Build a Config from another one, a mapping or a TOML file, with ``settings`` on top.
+
+        Raises one ConfigError that lists every problem found.
+        """
+        given: dict[str, Any] = {}
+        if isinstance(source, Config):
+            given.update({f.name: getattr(source, f.name) for f in dataclasses.fields(cls)})
+        elif isinstance(source, (str, Path)):
+            given.update(read_toml(Path(source)))
+        elif isinstance(source, Mapping):
+            given.update(source)
+        elif source is not None:
+            raise ConfigError(
+                f"config={source!r} is a {type(source).__name__}",
+                advice="pass a hetero.Config, a mapping, or the path of a TOML file",
+            )
+        given.update(settings)
+        return cls(**checked(given, [f.name for f in dataclasses.fields(cls)]))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the settings of a TOML file; ConfigError names the line and column of a mistake."""
+    try:
+        settings = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"config file {path}: {error}", advice="fix the TOML syntax") from error
+    if not settings:
+        raise ConfigError(f"config file {path} is empty", advice='write settings, as hbm = "20GiB"')
+    return settings
+
+
+def checked(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Return clean settings, or raise one ConfigError with all problems."""
+    known = list(known)
+    problems: list[str] = []
+    clean: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            problems.append(unknown_key(key, known))
+            continue
+        try:
+            clean[key] = check_one(key, value)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("; ".join(problems), advice=f"known settings: {', '.join(known)}")
+    return clean
+
+
+def unknown_key(key: str, known: list[str]) -> str:
+    if key in NOT_YET:
+        return f"{key}= is not available in this version ({NOT_YET[key]})"
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f", did you mean {near[0]}?" if near else ""
+    return f"unknown setting {key!r}{hint}"
+
+
+def check_one(key: str, value: Any) -> Any:
+    """Return one setting in its clean form."""
+    if key in ("hbm", "host"):
+        return None if value is None else parse_bytes(value, key)
+    if key == "chunk_bytes":
+        return None if value is None else check_chunk_bytes(parse_bytes(value, key))
+    if key == "precision" and value != "fp32":
+        raise ConfigError(
+            f"precision={value!r} is not available in this version",
+            advice="precision takes 'fp32'; autocast inside the model works",
+        )
+    if key == "device" and isinstance(value, str) and value not in DEVICES:
+        raise ConfigError(f"device={value!r} is unknown", advice=f"device takes one of {DEVICES}")
+    if key == "units" and value is not None:
+        if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+            raise ConfigError(f"units={value!r}", advice="units takes a list of module names")
+        return tuple(value)
+    return value
+
+
+def check_chunk_bytes(n_bytes: int) -> int:
+    if n_bytes % 64:
+        near = max(64, round(n_bytes / 64) * 64)
+        raise ConfigError(
+            f"chunk_bytes={n_bytes} is not a multiple of 64",
+            advice=f"a chunk holds a multiple of 16 elements; the nearest value is {near}",
+        )
+    return n_bytes
+
+
+class HostLimit(NamedTuple):
+    """How much RAM this process may use, and who says so."""
+
+    n_bytes: int
+    source: str
+
+
+def host_limit(root: Path = Path("/")) -> HostLimit:
+    """Return the RAM this process may still take: the least of free memory and cgroup limits.
+
+    ``psutil`` reports the whole machine inside a container, so every ancestor cgroup is read, in
+    version 2 (``memory.max``) and version 1 (``memory.limit_in_bytes``) form. ``root`` is where
+    /proc and /sys are looked up.
+    """
+    best = HostLimit(psutil.virtual_memory().available, "free memory of the machine")
+    for folder, limit_name, used_name in cgroup_folders(root):
+        limit = read_number(folder / limit_name)
+        if limit is None or limit >= 2**62:  # version 1 writes 2^63 - 4096 for "no limit"
+            continue
+        left = max(0, limit - (read_number(folder / used_name) or 0))
+        if left < best.n_bytes:
+            best = HostLimit(left, str(folder / limit_name))
+    return best
+
+
+def cgroup_folders(root: Path) -> list[tuple[Path, str, str]]:
+    """Return (folder, limit file, usage file) of every memory cgroup above this process."""
+    found: list[tuple[Path, str, str]] = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        _, controllers, name = (line.split(":", 2) + ["", ""])[:3]
+        if controllers == "":
+            base, files = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        parts = [part for part in name.split("/") if part not in ("", "..")]
+        for depth in range(len(parts) + 1):
+            found.append((base.joinpath(*parts[:depth]), *files))
+    return found
+
+
+def read_number(path: Path) -> int | None:
+    """Return the integer in a small file, or None where there is none ("max", missing)."""
+    try:
+        return int(path.read_text().strip())
+    except (OSError, ValueError):
+        return None
+
+
+def paranoid() -> bool:
+    """Return whether HETERO_PARANOID asks for poison, digests and invariants."""
+    return os.environ.get("HETERO_PARANOID", "0") not in ("", "0")
+
+
+def describe_limit(limit: HostLimit) -> str:
+    """Return a limit for people: ``"23.5 GiB (free memory of the machine)"``."""
+    return f"{format_bytes(limit.n_bytes)} ({limit.source})"

@@ -1,0 +1,426 @@
+"""The only door to CUDA, and its fake twins (floor 0).
+
+Three backends behind one face: ``CudaDevice``; ``CpuDevice``, where HBM and HOST are the same RAM
+and copies are immediate; and ``SimDevice`` ("cpu:sim"), which defers copies on seeded fake
+streams, poisons what is not there yet, bounds its HBM arena physically and can model link rates on
+a virtual clock. It is the race detector of the tests and a tool for users.
+
+[Note: one ordering rule]  Whoever reads bytes that a lane writes waits for the copy's ticket;
+whoever overwrites bytes passes the ticket of their last reader as ``after``. There is no other
+synchronisation anywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hetero.errors import ConfigError, TransferError
+from hetero.types import Lane
+
+POISON = 0xFF  # a NaN in every float format, -1 in every int format
+COPY_LANES = (Lane.H2D, Lane.D2H)
+
+
+class Ticket:
+    """Handle of something asynchronous; ``end`` is its end in seconds of the device's clock."""
+
+    __slots__ = ("done", "end", "event", "lane")
+
+    def __init__(self, lane: Lane, end: float, *, done: bool = False, event: object = None) -> None:
+        self.lane = lane
+        self.end = end
+        self.done = done
+        self.event = event
+
+
+class Device(Protocol):
+    """What the mechanism may ask of a device. Bytes are 1-D uint8 tensors."""
+
+    name: str
+    torch_device: torch.device
+    same_ram: bool
+
+    def slab(self, n_bytes: int) -> Slab:
+        """Return zeroed HOST memory, page-locked where that means something."""
+
+    def arena(self, n_bytes: int) -> Slab:
+        """Return device memory for frames; its storages are carved by `Slab.carve`."""
+
+    def copy(self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        """Queue a copy of equally many bytes on a lane, behind ``after``."""
+
+    def wait(self, ticket: Ticket) -> None:
+        """Make compute that is queued from now on run after the ticket."""
+
+    def sync(self, ticket: Ticket) -> None:
+        """Block the host until the ticket is done."""
+
+    def query(self, ticket: Ticket) -> bool:
+        """Return whether the ticket is done, without blocking."""
+
+    def mark(self) -> Ticket:
+        """Return a ticket for all compute queued so far."""
+
+    def poison(self, dst: torch.Tensor) -> None:
+        """Fill bytes that nobody may read with NaN."""
+
+    def check_read(self, src: torch.Tensor) -> None:
+        """Raise TransferError where a copy into ``src`` is known to be still queued."""
+
+    def now(self) -> float:
+        """Return seconds of the device's clock."""
+
+    def total_bytes(self) -> int | None:
+        """Return the physical size of HBM; None where it is RAM."""
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of the allocator's peak."""
+
+    def allocated_peak(self) -> int | None:
+        """Return the allocator's peak since `reset_peak`; None where there is no such count."""
+
+    def close(self) -> None:
+        """Finish everything queued."""
+
+
+@dataclass(slots=True)
+class Slab:
+    """A block of memory of exactly ``n_bytes``, cut into storages of their own by `carve`."""
+
+    n_bytes: int
+    block: torch.Tensor
+    mapping: mmap.mmap | None = None
+    registered: bool = False
+
+    def carve(self, offset: int, n_bytes: int) -> torch.Tensor:
+        """Return bytes [offset, offset + n_bytes) as a tensor with its own StorageImpl.
+
+        Two carvings of the same range are two storages, so each one's use count tells whether
+        somebody still holds a view of it.
+        """
+        if n_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self.block.device)
+        if self.mapping is not None:
+            return torch.frombuffer(self.mapping, dtype=torch.uint8, count=n_bytes, offset=offset)
+        piece = self.block[offset : offset + n_bytes]
+        return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(piece))
+
+
+def map_slab(n_bytes: int) -> Slab:
+    """Map zeroed anonymous memory of exactly ``n_bytes``; pages cost RAM when first touched."""
+    mapping = mmap.mmap(-1, max(n_bytes, 1))
+    return Slab(n_bytes, torch.frombuffer(mapping, dtype=torch.uint8), mapping)
+
+
+def use_count(piece: torch.Tensor) -> int:
+    """Return how many tensors and handles share the storage of ``piece``."""
+    return int(torch._C._storage_Use_Count(piece.untyped_storage()._cdata))
+
+
+class CpuDevice:
+    """Everything in RAM; copies are done when they are asked for."""
+
+    name = "cpu"
+    same_ram = True
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self._done = Ticket(Lane.COMPUTE, 0.0, done=True)
+
+    def slab(self, n_bytes: int) -> Slab:
+        return map_slab(n_bytes)
+
+    def arena(self, n_bytes: int) -> Slab:
+        return map_slab(n_bytes)
+
+    def copy(self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        dst.copy_(src)
+        return self._done
+
+    def wait(self, ticket: Ticket) -> None: ...
+
+    def sync(self, ticket: Ticket) -> None: ...
+
+    def query(self, ticket: Ticket) -> bool:
+        return True
+
+    def mark(self) -> Ticket:
+        return self._done
+
+    def poison(self, dst: torch.Tensor) -> None:
+        dst.fill_(POISON)
+
+    def check_read(self, src: torch.Tensor) -> None: ...
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def total_bytes(self) -> int | None:
+        return None
+
+    def reset_peak(self) -> None: ...
+
+    def allocated_peak(self) -> int | None:
+        return None
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Deferred:
+    ticket: Ticket
+    dst: torch.Tensor
+    src: torch.Tensor
+    after: tuple[Ticket, ...]
+    digest: int | None
+
+
+class SimDevice(CpuDevice):
+    """"cpu:sim": deferred copies on seeded fake streams, poisoned destinations, modelled links.
+
+    Args:
+        seed: order in which idle streams make progress by themselves.
+        h2d_bytes_per_second, d2h_bytes_per_second: link rates on the virtual clock; None: instant.
+        checked: also digest every source, so that a source changed in flight (write after read)
+            is a TransferError and not only a wrong number.
+        lazy: how often a stream makes progress unasked, in [0, 1].
+
+    Time is virtual: `compute` advances it, waiting for a ticket advances it to the ticket's end,
+    and no core is used by a copy's duration.
+    """
+
+    name = "cpu:sim"
+    same_ram = False
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        h2d_bytes_per_second: float | None = None,
+        d2h_bytes_per_second: float | None = None,
+        checked: bool = False,
+        lazy: float = 0.25,
+    ) -> None:
+        super().__init__()
+        self.rates = {Lane.H2D: h2d_bytes_per_second, Lane.D2H: d2h_bytes_per_second}
+        self.checked = checked
+        self.clock_seconds = 0.0
+        self._random = random.Random(seed)
+        self._lazy = lazy
+        self._queues: dict[Lane, deque[_Deferred]] = {lane: deque() for lane in COPY_LANES}
+        self._free_at = dict.fromkeys(COPY_LANES, 0.0)
+
+    def compute(self, seconds: float) -> None:
+        """Let the modelled compute stream work for ``seconds``."""
+        self.clock_seconds += seconds
+
+    def copy(self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        self._tick()
+        after = tuple(after)
+        rate = self.rates[lane]
+        start = max(self._free_at[lane], self.clock_seconds, *(t.end for t in after), 0.0)
+        end = start + (src.numel() / rate if rate else 0.0)
+        self._free_at[lane] = end
+        ready = all(t.done for t in after)
+        digest = _crc(src) if self.checked and ready and not self._written(src) else None
+        if self.checked:
+            self._refuse_reuse(dst, after)
+        if ready:
+            dst.fill_(POISON)
+        ticket = Ticket(lane, end)
+        self._queues[lane].append(_Deferred(ticket, dst, src, after, digest))
+        return ticket
+
+    def wait(self, ticket: Ticket) -> None:
+        self._run_to(ticket)
+        self.clock_seconds = max(self.clock_seconds, ticket.end)
+
+    sync = wait
+
+    def query(self, ticket: Ticket) -> bool:
+        self._tick()
+        return ticket.done
+
+    def mark(self) -> Ticket:
+        # Compute runs at once in this process, so everything queued so far has happened.
+        self._tick()
+        return Ticket(Lane.COMPUTE, self.clock_seconds, done=True)
+
+    def now(self) -> float:
+        return self.clock_seconds
+
+    def close(self) -> None:
+        for queue in self._queues.values():
+            while queue:
+                self._step(queue)
+
+    def _tick(self) -> None:
+        if self._random.random() < self._lazy:
+            queue = self._queues[self._random.choice(COPY_LANES)]
+            if queue:
+                self._step(queue)
+
+    def _run_to(self, ticket: Ticket) -> None:
+        while not ticket.done:
+            queue = self._queues.get(ticket.lane)
+            if not queue:
+                raise TransferError(f"deadlock: a ticket of lane {ticket.lane.value} cannot fire")
+            self._step(queue)
+
+    def _step(self, queue: deque[_Deferred]) -> None:
+        item = queue.popleft()
+        for ticket in item.after:
+            self._run_to(ticket)
+        if item.digest is not None and _crc(item.src) != item.digest:
+            raise TransferError(
+                "write after read: the source of a copy changed while the copy was in flight",
+                advice="the writer must pass the copy's ticket as after=",
+            )
+        item.dst.copy_(item.src)
+        item.ticket.done = True
+
+    def _written(self, src: torch.Tensor) -> bool:
+        return any(_overlap(item.dst, src) for q in self._queues.values() for item in q)
+
+    def _refuse_reuse(self, dst: torch.Tensor, after: tuple[Ticket, ...]) -> None:
+        """Refuse to overwrite bytes that a queued copy still reads or writes."""
+        for lane, queue in self._queues.items():
+            for item in queue:
+                if item.ticket in after or not (_overlap(item.src, dst) or _overlap(item.dst, dst)):
+                    continue
+                raise TransferError(
+                    f"early reuse: bytes are overwritten while a copy on {lane.value} uses them",
+                    advice="pass the ticket of that copy as after=",
+                )
+
+    def check_read(self, src: torch.Tensor) -> None:
+        """Raise TransferError when a queued copy has yet to write what is about to be read."""
+        if self._written(src):
+            raise TransferError(
+                "read before ready: a copy into these bytes is still queued",
+                advice="wait for the ticket of the copy first",
+            )
+
+
+def _crc(piece: torch.Tensor) -> int:
+    return zlib.crc32(piece.detach().contiguous().view(torch.uint8).numpy())
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a0, b0 = a.data_ptr(), b.data_ptr()
+    return a0 < b0 + b.numel() * b.element_size() and b0 < a0 + a.numel() * a.element_size()
+
+
+class CudaDevice:
+    """One CUDA device: a persistent stream per copy lane, events as tickets."""
+
+    same_ram = False
+
+    def __init__(self, index: int | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device='cuda', but torch {torch.__version__} sees no CUDA device",
+                advice="install a CUDA build of torch and a driver, or use device='cpu'",
+            )
+        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self.name = str(self.torch_device)
+        self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
+
+    def slab(self, n_bytes: int) -> Slab:
+        # torch's page-locked allocator rounds to powers of two; mapping and registering is exact.
+        slab = map_slab(n_bytes)
+        status = torch.cuda.cudart().cudaHostRegister(slab.block.data_ptr(), max(n_bytes, 1), 0)
+        slab.registered = int(status) == 0  # refused: pageable, which is slower and still right
+        return slab
+
+    def arena(self, n_bytes: int) -> Slab:
+        block = torch.empty(max(n_bytes, 1), dtype=torch.uint8, device=self.torch_device)
+        return Slab(n_bytes, block)
+
+    def copy(self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+        stream = self._streams[lane]
+        for ticket in after:
+            if ticket.event is not None:
+                stream.wait_event(ticket.event)
+        with torch.cuda.stream(stream):
+            dst.copy_(src, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return Ticket(lane, 0.0, event=event)
+
+    def wait(self, ticket: Ticket) -> None:
+        if ticket.event is not None:
+            torch.cuda.current_stream(self.torch_device).wait_event(ticket.event)
+
+    def sync(self, ticket: Ticket) -> None:
+        if ticket.event is not None:
+            ticket.event.synchronize()
+
+    def query(self, ticket: Ticket) -> bool:
+        return ticket.event is None or bool(ticket.event.query())
+
+    def mark(self) -> Ticket:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return Ticket(Lane.COMPUTE, 0.0, event=event)
+
+    def poison(self, dst: torch.Tensor) -> None:
+        dst.fill_(POISON)
+
+    def check_read(self, src: torch.Tensor) -> None: ...
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def total_bytes(self) -> int | None:
+        return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def allocated_peak(self) -> int | None:
+        return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+def release_slab(slab: Slab) -> None:
+    """Undo page-locking; the memory itself goes when its last tensor does."""
+    if slab.registered:
+        torch.cuda.cudart().cudaHostUnregister(slab.block.data_ptr())
+        slab.registered = False
+
+
+def trim_heap() -> None:
+    """Hand freed heap pages back to the system, so that moved parameters do not count twice."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return  # not glibc: nothing to trim
+
+
+def open_device(spec: object = None) -> Device:
+    """Return the device that a `Config.device` names; an object is taken as it is."""
+    if spec is None:
+        spec = "cuda" if torch.cuda.is_available() else "cpu"
+    if spec == "cpu":
+        return CpuDevice()
+    if spec == "cpu:sim":
+        return SimDevice()
+    if spec == "cuda":
+        return CudaDevice()
+    if isinstance(spec, (CpuDevice, CudaDevice)):
+        return spec
+    raise ConfigError(f"device={spec!r} is unknown", advice="use 'cuda', 'cpu' or 'cpu:sim'")

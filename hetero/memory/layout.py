@@ -1,0 +1,210 @@
+"""The layout: units -> buckets -> fixed-size chunks; tensors may straddle (floor 1, mechanism).
+
+A bucket is one flat index space. Its tensors lie back to back, each aligned to ``ALIGN`` elements,
+and its chunks cut the space every ``chunk_numel`` elements, so only the last chunk of a bucket
+carries waste. Every kind (PARAM, GRAD, the optimizer's STATE) of a bucket shares the space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hetero.errors import ConfigError
+
+ALIGN = 16
+MAX_CHUNK_NUMEL = 16 * 2**20  # 64 MiB of 4-byte elements: past the knee of every link measured
+MIN_CHUNK_NUMEL = 1024
+WASTE = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """What the layout needs to know of a parameter: ``shape``, dense ``stride``, ``dtype``."""
+
+    name: str
+    unit: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One tensor's place: elements ``[offset, offset + numel)`` of its bucket.
+
+    ``index`` is the parameter's in its model, ``position`` the segment's in its bucket.
+    """
+
+    index: int
+    position: int
+    spec: ParamSpec
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.spec.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The state of one unit's parameters of one treatment and dtype, as one flat index space."""
+
+    id: int
+    unit: int
+    dtype: torch.dtype
+    trainable: bool
+    segments: tuple[Segment, ...]
+    n_chunks: int
+    chunk_numel: int
+    first_chunk: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the index space, the tail of the last chunk included."""
+        return self.n_chunks * self.chunk_numel
+
+    @property
+    def n_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def granules(self) -> int:
+        """Frames of the 1-byte class that the bucket's PARAM chunks fill."""
+        return self.n_chunks * self.dtype.itemsize
+
+    def chunks_of(self, start: int, end: int) -> range:
+        """Return the chunk ids that elements [start, end) of the index space touch."""
+        if end <= start:
+            return range(0)
+        first = self.first_chunk + start // self.chunk_numel
+        return range(first, self.first_chunk + (end - 1) // self.chunk_numel + 1)
+
+    @property
+    def chunks(self) -> range:
+        return range(self.first_chunk, self.first_chunk + self.n_chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All buckets of a model; ``home[i]`` is the (bucket, segment) of parameter ``i``."""
+
+    chunk_numel: int
+    buckets: tuple[Bucket, ...]
+    home: tuple[tuple[int, Segment], ...]
+    unit_names: tuple[str, ...]
+
+    @property
+    def n_chunks(self) -> int:
+        return sum(bucket.n_chunks for bucket in self.buckets)
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of the parameters themselves, without waste."""
+        return sum(s.spec.numel * s.spec.dtype.itemsize for b in self.buckets for s in b.segments)
+
+    @property
+    def waste(self) -> float:
+        """Share of the PARAM chunks that holds no parameter."""
+        held = sum(bucket.n_bytes for bucket in self.buckets)
+        return 1 - self.param_bytes / held if held else 0.0
+
+
+def dense_stride(name: str, shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides under which a tensor fills its segment without gaps.
+
+    A dense non-overlapping tensor (contiguous, channels_last, transposed) keeps its own strides;
+    any other is laid out contiguously.
+    """
+    order = sorted(range(len(shape)), key=lambda d: (stride[d], shape[d]))
+    expected = 1
+    for dim in order:
+        if shape[dim] == 1:
+            continue
+        if stride[dim] != expected:
+            return contiguous_stride(shape)
+        expected *= shape[dim]
+    return tuple(stride)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def packed_numel(specs: Iterable[ParamSpec]) -> int:
+    """Return the elements that tensors fill back to back, each aligned to ALIGN elements."""
+    return sum(-(-spec.numel // ALIGN) * ALIGN for spec in specs)
+
+
+def groups_of(specs: Sequence[ParamSpec]) -> list[list[int]]:
+    """Return parameter indices per (unit, treatment, dtype), in the order of first appearance."""
+    groups: dict[tuple[int, bool, torch.dtype], list[int]] = {}
+    for index, spec in enumerate(specs):
+        groups.setdefault((spec.unit, spec.trainable, spec.dtype), []).append(index)
+    return [groups[key] for key in sorted(groups, key=lambda k: (k[0], groups[k][0]))]
+
+
+def waste_of(specs: Sequence[ParamSpec], chunk_numel: int) -> float:
+    """Return the share of chunk bytes that a chunk size would leave unused."""
+    held = used = 0
+    for group in groups_of(specs):
+        size = specs[group[0]].dtype.itemsize
+        used += size * sum(specs[i].numel for i in group)
+        held += size * -(-packed_numel(specs[i] for i in group) // chunk_numel) * chunk_numel
+    return 1 - used / held if held else 0.0
+
+
+def choose_chunk_numel(specs: Sequence[ParamSpec]) -> int:
+    """Return the largest power of two of elements whose waste stays under half a per cent."""
+    numel = MAX_CHUNK_NUMEL
+    while numel > MIN_CHUNK_NUMEL and waste_of(specs, numel) > WASTE:
+        numel //= 2
+    return numel
+
+
+def build_layout(
+    specs: Sequence[ParamSpec], unit_names: Sequence[str], chunk_bytes: int | None = None
+) -> Layout:
+    """Lay the parameters out; ``chunk_bytes`` is the size of a chunk of 4-byte elements."""
+    if chunk_bytes is not None and (chunk_bytes < 4 * ALIGN or chunk_bytes % (4 * ALIGN)):
+        raise ConfigError(f"chunk_bytes={chunk_bytes}", advice="use a positive multiple of 64")
+    chunk_numel = chunk_bytes // 4 if chunk_bytes else choose_chunk_numel(specs)
+    buckets: list[Bucket] = []
+    home: dict[int, tuple[int, Segment]] = {}
+    first_chunk = 0
+    for group in groups_of(specs):
+        offset, segments = 0, []
+        for index in group:
+            segments.append(Segment(index, len(segments), specs[index], offset))
+            offset += -(-specs[index].numel // ALIGN) * ALIGN
+        first = specs[group[0]]
+        n_chunks = max(1, -(-offset // chunk_numel))
+        bucket = Bucket(
+            id=len(buckets),
+            unit=first.unit,
+            dtype=first.dtype,
+            trainable=first.trainable,
+            segments=tuple(segments),
+            n_chunks=n_chunks,
+            chunk_numel=chunk_numel,
+            first_chunk=first_chunk,
+        )
+        first_chunk += n_chunks
+        home.update({s.index: (bucket.id, s) for s in segments})
+        buckets.append(bucket)
+    ordered = tuple(home[i] for i in range(len(specs)))
+    return Layout(chunk_numel, tuple(buckets), ordered, tuple(unit_names))

@@ -1,0 +1,54 @@
+"""The ledger: every byte of every tier, charged before it moves (floor 1, mechanism)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from hetero.errors import BudgetError, StateError
+from hetero.types import Kind, Tier, format_bytes
+
+
+class Ledger:
+    """Charges and credits per (tier, kind); a tier without a budget is only counted."""
+
+    def __init__(self, budgets: Mapping[Tier, int | None]) -> None:
+        self.budgets = dict(budgets)
+        self._used: Counter[tuple[Tier, Kind]] = Counter()
+        self._peak: Counter[Tier] = Counter()
+
+    def charge(self, tier: Tier, kind: Kind, n_bytes: int, what: str) -> None:
+        """Debit ``n_bytes`` or raise BudgetError naming ``what`` and the shortfall."""
+        used, budget = self.used(tier), self.budgets.get(tier)
+        if budget is not None and used + n_bytes > budget:
+            short = used + n_bytes - budget
+            raise BudgetError(
+                f"{what} needs {format_bytes(n_bytes)} of {tier.name}; {format_bytes(budget - used)}"
+                f" of {format_bytes(budget)} are free, {short} bytes short",
+                advice=f"raise {tier.name.lower()}= to at least {used + n_bytes} bytes",
+                tier=tier.name,
+                needed_bytes=used + n_bytes,
+            )
+        self._used[tier, kind] += n_bytes
+        self._peak[tier] = max(self._peak[tier], used + n_bytes)
+
+    def credit(self, tier: Tier, kind: Kind, n_bytes: int) -> None:
+        """Give back what was charged; more than was charged is a StateError."""
+        if self._used[tier, kind] < n_bytes:
+            raise StateError(f"{tier.name} {kind.value}: gave back {n_bytes} bytes, more than held")
+        self._used[tier, kind] -= n_bytes
+
+    def used(self, tier: Tier, kind: Kind | None = None) -> int:
+        """Return the bytes charged now, of one kind or of all."""
+        if kind is not None:
+            return self._used[tier, kind]
+        return sum(n for (t, _), n in self._used.items() if t is tier)
+
+    def peak(self, tier: Tier) -> int:
+        """Return the most bytes ever charged to a tier at once."""
+        return self._peak[tier]
+
+    def free(self, tier: Tier) -> int | None:
+        """Return the bytes left under the budget, None where there is no budget."""
+        budget = self.budgets.get(tier)
+        return None if budget is None else budget - self.used(tier)

@@ -1,0 +1,444 @@
+"""The chunk manager: pins, fetches, flushes and evicts; nothing else changes a copy (floor 1).
+
+[Note: leases]  A view of a weight can outlive its pin (``p.detach()`` kept by a logger, a unit that
+returns ``latents.expand(...)``). Every replica has a storage of its own; its frames are reused only
+when the storage's use count is back at its baseline. Until then they stay charged.
+
+[Note: shown bytes]  Writes through an alias that autograd does not count (``p.data.clamp_()``)
+leave no trace. A replica whose alias left an access is *shown*, and what is shown is flushed before
+it is dropped and before anybody reads the home.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from hetero.config import paranoid
+from hetero.device import Device, Slab, Ticket, use_count
+from hetero.errors import BudgetError, TransferError
+from hetero.memory.chunk import CopyTable
+from hetero.memory.frame import FrameMap, Place
+from hetero.memory.layout import Bucket, Layout
+from hetero.memory.ledger import Ledger
+from hetero.memory.link import Link
+from hetero.memory.slab import Home, HomeStore
+from hetero.types import CopyState, Kind, Lane, Tier, format_bytes
+
+PARAM = Kind.PARAM.value
+
+
+class Replica:
+    """The contiguous HBM run of one bucket's PARAM chunks, with a prebuilt view per parameter."""
+
+    __slots__ = ("baseline", "bucket", "bytes", "cdata", "flat", "idle", "pins", "ready", "shown")
+    __slots__ += ("stamp", "start", "views")
+
+    def __init__(self, bucket: Bucket, start: int, piece: torch.Tensor) -> None:
+        self.bucket = bucket
+        self.start = start
+        self.bytes = piece
+        self.flat = piece.view(bucket.dtype)
+        self.views = [
+            torch.as_strided(self.flat, s.spec.shape, s.spec.stride, s.offset)
+            for s in bucket.segments
+        ]
+        self.cdata = piece.untyped_storage()._cdata
+        self.pins = 0
+        self.stamp = 0
+        self.ready: Ticket | None = None
+        self.idle: Ticket | None = None
+        self.shown = False
+        self.baseline = use_count(piece)
+
+    @property
+    def leased(self) -> bool:
+        """Whether somebody outside still holds a view; only meaningful while unbound."""
+        return int(torch._C._storage_Use_Count(self.cdata)) > self.baseline
+
+
+class ChunkManager:
+    """Residency of all buckets' PARAM copies between HOST homes and HBM frames."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        device: Device,
+        ledger: Ledger,
+        link: Link,
+        store: HomeStore,
+        limit: int,
+        ceiling: int,
+        next_use: Callable[[int], float],
+    ) -> None:
+        self.layout = layout
+        self.device = device
+        self.ledger = ledger
+        self.link = link
+        self.frames = FrameMap(limit)
+        self.table = CopyTable(layout.n_chunks)
+        self.replicas: dict[int, Replica] = {}
+        self.counts: Counter[str] = Counter()
+        self.next_use = next_use
+        self.by_storage: dict[int, Replica] = {}
+        self._store = store
+        self.ceiling = ceiling  # frames there are; `frames.limit` of them are in use
+        self._arena: Slab = device.arena(ceiling * layout.chunk_numel)
+        self._shells: dict[tuple[int, int], Replica] = {}
+        self._landing: dict[int, Ticket] = {}  # flushes into a home that are still under way
+        self._vacated: list[tuple[int, int, Ticket]] = []  # freed frames that may still be read
+        self._digests: dict[int, int] = {}
+        self._shown_homes: dict[int, int] = {}
+        self._paranoid = paranoid()
+        self._clock = 0
+
+    # -- pins ------------------------------------------------------------------------------------
+
+    def pin(self, ids: Sequence[int], why: str) -> None:
+        """Make the buckets resident and hold them; a miss is fetched on demand.
+
+        Raises BudgetError, with nothing pinned, when they do not fit beside what is held.
+        """
+        held: list[Replica] = []
+        try:
+            self._hold(ids, why, held)
+        except BudgetError:
+            # What is held may stand in the middle of the free frames: start over from empty ones.
+            for replica in held:
+                replica.pins -= 1
+            held.clear()
+            self._make_room(sum(self.layout.buckets[b].granules for b in ids))
+            try:
+                self._hold(ids, why, held)
+            except BudgetError:
+                for replica in held:
+                    replica.pins -= 1
+                raise
+        self._clock += 1
+        for replica in held:
+            replica.stamp = self._clock
+            if replica.ready is not None:
+                self._arrive(replica)
+            if self._paranoid:
+                self.device.check_read(replica.bytes)
+
+    def unpin(self, ids: Iterable[int]) -> None:
+        """Let go of one pin per bucket; at zero, note when the device is done with the frames.
+
+        The caller has taken the parameters off the replica before (see [Note: leases]).
+        """
+        for bucket_id in ids:
+            replica = self.replicas[bucket_id]
+            replica.pins -= 1
+            if replica.pins == 0:
+                replica.idle = self.device.mark()
+                if replica.leased:
+                    replica.shown = True
+
+    # -- movements -------------------------------------------------------------------------------
+
+    def prefetch(self, bucket_id: int, start: int, why: str = "plan") -> bool:
+        """Fetch a bucket into the frames at ``start``; False when something there must stay."""
+        bucket = self.layout.buckets[bucket_id]
+        if bucket_id in self.replicas or start + bucket.granules > self.frames.limit:
+            return False
+        runs = self.frames.overlapping(start, bucket.granules)
+        if any(self._worth(run.owner) is None for run in runs):
+            return False
+        self._fetch(bucket, Place(start, tuple(run.owner for run in runs)), why)
+        return True
+
+    def evict(self, bucket_id: int, why: str = "evict") -> None:
+        """Drop an unpinned replica, flushing it first if it was written or shown."""
+        replica = self.replicas[bucket_id]
+        if replica.ready is not None:
+            self._arrive(replica)
+        flushed = self._flush(replica)
+        if flushed is not None:
+            self._land(bucket_id)
+        self._drop(replica, why)
+
+    def write(self, bucket_id: int, start: int, end: int) -> None:
+        """Note that elements [start, end) of a resident bucket were written on HBM."""
+        for chunk in self.layout.buckets[bucket_id].chunks_of(start, end):
+            self.table.transition(chunk, Tier.HBM, CopyState.DIRTY, "write")
+
+    def settle(self, bucket_id: int) -> None:
+        """Bring the home up to date and wait until it is; the replica stays."""
+        replica = self.replicas.get(bucket_id)
+        if replica is not None:
+            if replica.ready is not None:
+                self._arrive(replica)
+            self._flush(replica)
+            replica.shown = replica.leased
+        self._land(bucket_id)
+        self._follow_home(bucket_id)
+
+    def renew(self, bucket_id: int) -> None:
+        """The home was written: discard the replica, or refresh it where somebody looks at it."""
+        self._digest(bucket_id)
+        if bucket_id in self._shown_homes:
+            self._shown_homes[bucket_id] = self._home_version(bucket_id)
+        replica = self.replicas.get(bucket_id)
+        if replica is None:
+            return
+        if replica.ready is not None:
+            self._arrive(replica)
+        if replica.pins or replica.leased:
+            self._fill(replica, (self.device.mark(),), "refresh")
+            self._arrive(replica)
+        else:
+            self._drop(replica, "discard")
+
+    def give_up(self, bucket_id: int) -> None:
+        """Drop an unpinned replica together with what was written to it."""
+        self._drop(self.replicas[bucket_id], "discard")
+
+    def show_home(self, bucket_id: int) -> None:
+        """The caller hands out the home's tensors: from now on their versions are followed."""
+        self._shown_homes[bucket_id] = self._home_version(bucket_id)
+
+    def home(self, bucket_id: int) -> Home:
+        """Return the PARAM home of a bucket; `settle` it before reading."""
+        return self._store.homes[PARAM, bucket_id]
+
+    def resize(self, limit: int) -> bool:
+        """Change the number of frames; False, and nothing changed, while replicas are held."""
+        if any(r.pins or r.leased for r in self.replicas.values()):
+            return False
+        for bucket_id in list(self.replicas):
+            self.evict(bucket_id)
+        n_bytes = limit * self.layout.chunk_numel
+        if n_bytes > self._arena.n_bytes:
+            self._shells.clear()
+            self.by_storage.clear()
+            self._arena = self.device.arena(n_bytes)
+        self.frames = FrameMap(limit)
+        self.ceiling = limit
+        return True
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of device memory that the frames lie in."""
+        return self._arena.n_bytes
+
+    def close(self) -> None:
+        """Finish every copy; the homes then hold the current values."""
+        for bucket_id in list(self.replicas):
+            self.settle(bucket_id)
+        self.device.close()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _hold(self, ids: Sequence[int], why: str, held: list[Replica]) -> None:
+        for bucket_id in ids:
+            if self._shown_homes:
+                self._follow_home(bucket_id)
+            replica = self.replicas.get(bucket_id)
+            if replica is None:
+                self.counts["miss"] += 1
+                replica = self._fetch_anywhere(self.layout.buckets[bucket_id], why)
+            else:
+                self.counts["hit"] += 1
+            replica.pins += 1
+            held.append(replica)
+
+    def _make_room(self, granules: int) -> None:
+        """Evict whatever may leave, and take as many more frames as the ceiling allows."""
+        for bucket_id, replica in list(self.replicas.items()):
+            if not replica.pins and not replica.leased:
+                self.evict(bucket_id)
+        self.frames.limit = min(self.ceiling, max(self.frames.limit, self.frames.used + granules))
+
+    def _worth(self, bucket_id: int) -> tuple[float, float] | None:
+        replica = self.replicas[bucket_id]
+        if replica.pins or replica.leased:
+            return None
+        return (self.next_use(bucket_id), -replica.stamp)
+
+    def _fetch_anywhere(self, bucket: Bucket, why: str) -> Replica:
+        place = self.frames.place(bucket.granules, self._worth)
+        if place is None:
+            raise self._no_room(bucket)
+        return self._fetch(bucket, place, why)
+
+    def _fetch(self, bucket: Bucket, place: Place, why: str) -> Replica:
+        # 1. let the present owners go
+        for owner in place.evict:
+            self.evict(owner)
+        # 2. debit the frames when the transfer is queued, not when it lands
+        self.ledger.charge(Tier.HBM, Kind.PARAM, self._frame_bytes(bucket), f"bucket {bucket.id}")
+        self.frames.take(bucket.id, place.start, bucket.granules)
+        # 3. queue the copy behind the frames' last readers and behind a flush into our home
+        replica = self._shell(bucket, place.start)
+        self.replicas[bucket.id] = replica
+        after = self._readers(place.start, place.start + bucket.granules)
+        if bucket.id in self._landing:
+            after.append(self._landing[bucket.id])
+        self._fill(replica, after, why)
+        self.counts["fetch"] += 1
+        return replica
+
+    def _fill(self, replica: Replica, after: Iterable[Ticket], why: str) -> None:
+        bucket = replica.bucket
+        if self._paranoid:
+            self._check_digest(bucket.id)
+        for chunk in bucket.chunks:
+            self.table.transition(chunk, Tier.HBM, CopyState.FILLING, "fetch")
+        n_bytes = bucket.segments[-1].end * bucket.dtype.itemsize
+        replica.ready = self.link.move(
+            Lane.H2D,
+            replica.bytes[:n_bytes],
+            self.home(bucket.id).bytes[:n_bytes],
+            after=after,
+            subject=self.layout.unit_names[bucket.unit],
+            why=why,
+        )
+
+    def _arrive(self, replica: Replica) -> None:
+        """Make compute wait for the fetch; from here on the copy may be read."""
+        if replica.ready is not None:
+            self.device.wait(replica.ready)
+            replica.ready = None
+        for chunk in replica.bucket.chunks:
+            self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "ready")
+
+    def _flush(self, replica: Replica) -> Ticket | None:
+        """Queue the way home of every dirty chunk, and of all chunks of what was shown."""
+        bucket = replica.bucket
+        if replica.shown:
+            self.write(bucket.id, 0, bucket.segments[-1].end)
+        dirty = [c for c in bucket.chunks if self.table.state(c, Tier.HBM) is CopyState.DIRTY]
+        if not dirty:
+            return None
+        done = self.device.mark()
+        size, home = bucket.chunk_numel * bucket.dtype.itemsize, self.home(bucket.id)
+        self._land(bucket.id)
+        for first, end in _runs(dirty):
+            for chunk in range(first, end):
+                self.table.transition(chunk, Tier.HBM, CopyState.FLUSHING, "flush")
+                self.table.transition(chunk, Tier.HOST, CopyState.FILLING, "fetch")
+            piece = slice((first - bucket.first_chunk) * size, (end - bucket.first_chunk) * size)
+            self._landing[bucket.id] = self.link.move(
+                Lane.D2H,
+                home.bytes[piece],
+                replica.bytes[piece],
+                after=(done,),
+                subject=self.layout.unit_names[bucket.unit],
+                why="flush",
+            )
+        self.counts["flush"] += 1
+        return self._landing[bucket.id]
+
+    def _land(self, bucket_id: int) -> None:
+        """Wait for a flush into the home, if one is under way."""
+        ticket = self._landing.pop(bucket_id, None)
+        if ticket is None:
+            return
+        self.device.sync(ticket)
+        for chunk in self.layout.buckets[bucket_id].chunks:
+            if self.table.state(chunk, Tier.HOST) is CopyState.FILLING:
+                self.table.transition(chunk, Tier.HOST, CopyState.CLEAN, "ready")
+            if self.table.state(chunk, Tier.HBM) is CopyState.FLUSHING:
+                self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "ready")
+        self._digest(bucket_id)
+
+    def _drop(self, replica: Replica, why: str) -> None:
+        bucket = replica.bucket
+        for chunk in bucket.chunks:
+            self.table.transition(chunk, Tier.HBM, CopyState.ABSENT, why)
+        self.counts[why] += 1
+        replica.shown = False
+        del self.replicas[bucket.id]
+        self.frames.drop(bucket.id)
+        self.ledger.credit(Tier.HBM, Kind.PARAM, self._frame_bytes(bucket))
+        if self._paranoid or self.device.name == "cpu:sim":
+            self.device.poison(replica.bytes)
+            replica.idle = self.device.mark()
+        if replica.idle is not None:
+            self._vacated.append((replica.start, replica.start + bucket.granules, replica.idle))
+            replica.idle = None
+
+    def _readers(self, start: int, end: int) -> list[Ticket]:
+        """Return the tickets of the last readers of frames [start, end) that are still at it.
+
+        [Note: idle before write]  A frame is rewritten only after its `idle` ticket: the compute
+        stream may still read what the host has long let go.
+        """
+        self._vacated = [row for row in self._vacated if not self.device.query(row[2])]
+        return [ticket for s, e, ticket in self._vacated if s < end and start < e]
+
+    def _shell(self, bucket: Bucket, start: int) -> Replica:
+        """Return the replica of a bucket at an address, with its views built once."""
+        shell = self._shells.get((bucket.id, start))
+        if shell is None:
+            size = self.layout.chunk_numel
+            piece = self._arena.carve(start * size, bucket.granules * size)
+            shell = self._shells[bucket.id, start] = Replica(bucket, start, piece)
+            self.by_storage[shell.cdata] = shell
+        shell.pins = 0
+        return shell
+
+    def _frame_bytes(self, bucket: Bucket) -> int:
+        return bucket.granules * self.layout.chunk_numel
+
+    def _no_room(self, bucket: Bucket) -> BudgetError:
+        size = self.layout.chunk_numel
+        name = self.layout.unit_names[bucket.unit]
+        pinned = sum(self._frame_bytes(r.bucket) for r in self.replicas.values() if r.pins)
+        leased = sum(
+            self._frame_bytes(r.bucket) for r in self.replicas.values() if not r.pins and r.leased
+        )
+        need, have = self._frame_bytes(bucket), self.frames.limit * size
+        advice = f"raise hbm= by at least {format_bytes(max(need + pinned + leased - have, need))}"
+        if leased:
+            advice += "; or drop the views of parameters that are kept outside (p.detach(), p.data)"
+        return BudgetError(
+            f"unit {name!r} needs {format_bytes(need)} of frames; of {format_bytes(have)},"
+            f" {format_bytes(pinned)} are pinned and {format_bytes(leased)} are held as leases by"
+            " views of parameters that are still alive",
+            advice=advice,
+            moves=self.table.moves(),
+            tier="HBM",
+            needed_bytes=need + pinned + leased,
+        )
+
+    def _home_version(self, bucket_id: int) -> int:
+        return sum(segment._version for segment in self.home(bucket_id).segments)
+
+    def _follow_home(self, bucket_id: int) -> None:
+        """Drop a replica whose home was written through a tensor of a state dict."""
+        seen = self._shown_homes.get(bucket_id)
+        if seen is not None and seen != self._home_version(bucket_id):
+            self.renew(bucket_id)
+
+    def _digest(self, bucket_id: int) -> None:
+        if self._paranoid:
+            self._digests[bucket_id] = zlib.crc32(self.home(bucket_id).bytes.numpy())
+
+    def _check_digest(self, bucket_id: int) -> None:
+        """Compare a home with its digest; homes that were shown may change unseen."""
+        known = self._digests.get(bucket_id)
+        if known is None or bucket_id in self._shown_homes or bucket_id in self._landing:
+            return
+        if zlib.crc32(self.home(bucket_id).bytes.numpy()) != known:
+            raise TransferError(
+                f"the HOST home of bucket {bucket_id} changed while nobody wrote to it",
+                advice="look for code that writes to memory it does not own",
+                moves=self.table.moves(),
+            )
+
+
+def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ascending chunk ids as [first, end) runs, so that neighbours move in one copy."""
+    runs: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if runs and runs[-1][1] == chunk:
+            runs[-1] = (runs[-1][0], chunk + 1)
+        else:
+            runs.append((chunk, chunk + 1))
+    return runs

@@ -1,0 +1,185 @@
+"""The one owner of saved-tensor hooks (floor 2).
+
+A saved tensor that lies in a frame is packed as (parameter, offset, shape, stride, version) and
+unpacked through a pin, so frames may be reused between forward and backward and transposed views
+are right. Everything else is delegated to the enclosing pair of hooks (torch applies only the
+innermost pair), or kept, with torch's own check against in-place changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from hetero.errors import StateError
+from hetero.train.swizzle import plainly
+
+_autograd = torch._C._autograd
+_top = _autograd._top_saved_tensors_default_hooks
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace"
+    " operation: {what} is at version {now}; expected version {then} instead"
+)
+
+
+class Saved(NamedTuple):
+    """A saved view of a parameter; ``offset`` counts elements from the parameter's first."""
+
+    index: int
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    version: int
+
+
+class Delegated(NamedTuple):
+    """What the enclosing hooks made of a tensor, and how they read it back."""
+
+    unpack: Callable[[Any], torch.Tensor]
+    packed: Any
+
+
+class Kept(NamedTuple):
+    """A tensor as it is, with the version it had."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class Swizzled(Protocol):
+    """What packing asks of the runtime."""
+
+    def locate(self, tensor: torch.Tensor, cdata: int) -> Saved | None:
+        """Return where a tensor with storage ``cdata`` lies in a frame, None for any other."""
+
+    def resolve(self, saved: Saved) -> torch.Tensor:
+        """Return the saved view, pinned in again."""
+
+
+class Footprint:
+    """Bytes that autograd keeps between forward and backward, by distinct storage."""
+
+    __slots__ = ("_seen", "largest_bytes", "live_bytes", "output_bytes", "peak_bytes")
+    __slots__ += ("recompute_bytes",)
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self.recompute_bytes = 0
+        self.largest_bytes = 0
+        self.output_bytes = 0
+        self.live_bytes = 0
+        self._seen: set[int] = set()
+
+    @property
+    def bound_bytes(self) -> int:
+        """Bytes kept at the peak, with a bound on temporaries.
+
+        Measured: storages saved, storages recomputed at once, the model's outputs. Bounded: two
+        tensors of the largest size in flight in backward, and the loss's copy and gradient of the
+        outputs (a head's float upcast peaks at three times its logits).
+        """
+        kept = self.peak_bytes + self.recompute_bytes
+        return kept + 2 * self.largest_bytes + 3 * self.output_bytes
+
+    def saw(self, cdata: int, n_bytes: int) -> None:
+        """Count a saved storage once."""
+        self.largest_bytes = max(self.largest_bytes, n_bytes)
+        if cdata in self._seen:
+            return
+        self._seen.add(cdata)
+        self.live_bytes += n_bytes
+        if torch._C._current_graph_task_id() != -1:
+            self.recompute_bytes = max(self.recompute_bytes, self.live_bytes)
+        else:
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def settle(self) -> None:
+        """A backward pass, or the recomputation of a unit, is over: what it kept is gone."""
+        self._seen.clear()
+        self.live_bytes = 0
+
+    def restart(self) -> None:
+        """Begin a new measurement."""
+        self.peak_bytes = self.recompute_bytes = self.largest_bytes = self.output_bytes = 0
+        self.settle()
+
+
+class Pack:
+    """The pack hook; an instance knows the pair that encloses it."""
+
+    __slots__ = ("_footprint", "_swizzled", "outer")
+
+    def __init__(
+        self,
+        swizzled: Swizzled,
+        footprint: Footprint,
+        outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None,
+    ) -> None:
+        self._swizzled = swizzled
+        self._footprint = footprint
+        self.outer = outer
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        with plainly():
+            storage = tensor.untyped_storage()
+        cdata = storage._cdata
+        saved = self._swizzled.locate(tensor, cdata)
+        if saved is not None:
+            return saved
+        if self.outer is not None:
+            if torch._C._current_graph_task_id() != -1:
+                self._footprint.saw(cdata, storage.nbytes())
+            return Delegated(self.outer[1], self.outer[0](tensor))
+        self._footprint.saw(cdata, storage.nbytes())
+        return Kept(tensor, tensor._version)
+
+
+class SavedTensors:
+    """Pushes and pops our pair of hooks around whatever differentiates parameters."""
+
+    def __init__(self, swizzled: Swizzled) -> None:
+        self.footprint = Footprint()
+        self._swizzled = swizzled
+        self._plain = Pack(swizzled, self.footprint, None)
+
+    def push(self) -> None:
+        """Make our hooks the innermost pair, delegating to the present one."""
+        _autograd._push_saved_tensors_default_hooks(self._pack(), self._unpack)
+
+    def pop(self) -> None:
+        """Take our hooks off again."""
+        _autograd._pop_saved_tensors_default_hooks()
+
+    def foreign(self) -> bool:
+        """Return whether somebody else's hooks are innermost.
+
+        [Note: consistent counting]  A checkpoint counts the tensors its own hooks see, in forward
+        and again in recomputation. A fault inside such a region must leave its pair alone both
+        times; the aliases it keeps are leases.
+        """
+        top = _top(True)
+        return top is not None and not isinstance(top[0], Pack)
+
+    def _pack(self) -> Pack:
+        top = _top(True)
+        if top is None:
+            return self._plain
+        pack = top[0]
+        if isinstance(pack, Pack) and pack._swizzled is self._swizzled:
+            return pack
+        return Pack(self._swizzled, self.footprint, top)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, Saved):
+            return self._swizzled.resolve(packed)
+        if isinstance(packed, Kept):
+            tensor, then = packed
+            if tensor._version != then:
+                what = f"[{tensor.type()} {list(tensor.shape)}]"
+                raise RuntimeError(CHANGED.format(what=what, now=tensor._version, then=then))
+            return tensor
+        if isinstance(packed, Delegated):
+            return packed.unpack(packed.packed)
+        raise StateError(f"a saved tensor came back as {type(packed).__name__}")

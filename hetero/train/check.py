@@ -1,0 +1,131 @@
+"""What is asked of a model and an optimizer before anything is touched (floor 2).
+
+Every check raises before the first allocation, so a refused model is the plain model it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from hetero.errors import ConfigError, StateError
+from hetero.train.optimizer import Optimizer
+from hetero.train.rules import check_optimizer
+
+MARK = "_hetero_engine"
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+_FLOAT8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_"))
+
+
+def check_model(model: object) -> nn.Module:
+    """Return the model, or raise naming the module or the parameter that cannot be prepared."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
+    for name, module in model.named_modules():
+        where = name or "the model"
+        if MARK in module.__dict__:
+            raise StateError(
+                f"{where} is prepared already", advice="call hetero.release(model, optimizer) first"
+            )
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS:
+                raise ConfigError(
+                    f"{where} is wrapped by {kind.__name__}", advice="prepare the inner module"
+                )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{where} is a ScriptModule, which bypasses parameter access",
+                advice="prepare the Python module",
+            )
+    named = list(model.named_parameters())
+    if not named:
+        raise ConfigError("the model has no parameters", advice="there is nothing to page")
+    for name, param in named:
+        check_param(name, param)
+    check_one_device(named)
+    check_overlaps(named)
+    return model
+
+
+def check_param(name: str, param: nn.Parameter) -> None:
+    """Refuse parameters whose bytes are not a plain dense tensor, by name and kind."""
+    kind = ""
+    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        kind = "uninitialized (a lazy module)"
+    elif param.is_meta:
+        kind = "on the meta device"
+    elif param.is_sparse or param.layout is not torch.strided:
+        kind = f"sparse ({param.layout})"
+    elif param.is_quantized or param.is_nested:
+        kind = "quantized" if param.is_quantized else "nested"
+    elif type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:
+        kind = f"a tensor subclass ({type(param).__name__})"
+    elif type(param) is not nn.Parameter:
+        kind = f"a Parameter subclass ({type(param).__name__})"
+    elif param.dtype in _FLOAT8 and param.requires_grad:
+        kind = f"a trainable {param.dtype}"
+    if kind:
+        raise ConfigError(
+            f"parameter {name!r} is {kind}",
+            advice="prepare a model of plain dense parameters; build or load the weights first",
+        )
+
+
+def check_one_device(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    places: dict[torch.device, str] = {}
+    for name, param in named:
+        places.setdefault(param.device, name)
+    if len(places) > 1:
+        listed = ", ".join(f"{name!r} on {place}" for place, name in places.items())
+        raise ConfigError(f"parameters are on several devices: {listed}", advice="use one device")
+
+
+def check_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters that share part of a storage; tied ones are one parameter."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, param in named:
+        if param.numel() == 0:
+            continue
+        last = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))
+        first = param.storage_offset() * param.element_size()
+        end = first + (last + 1) * param.element_size()
+        spans.setdefault(param.untyped_storage()._cdata, []).append((first, end, name))
+    for rows in spans.values():
+        rows.sort()
+        for (_, end, name), (first, _, other) in zip(rows, rows[1:], strict=False):
+            if first < end:
+                raise ConfigError(
+                    f"parameters {name!r} and {other!r} share part of their memory",
+                    advice="tie them (one Parameter under two names) or clone one of them",
+                )
+
+
+def check_pair(model: nn.Module, optimizer: object) -> torch.optim.Optimizer | None:
+    """Return the optimizer, or raise naming why it cannot step this model."""
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, Optimizer):
+        raise StateError(
+            "the optimizer is prepared already", advice="pass the plain torch optimizer"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}", advice="pass a torch.optim optimizer"
+        )
+    check_optimizer(optimizer)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in names:
+                raise ConfigError(
+                    f"parameter {position} of group {number} (shape {list(param.shape)}) is not of"
+                    " the model",
+                    advice="build the optimizer from model.parameters() of this very model",
+                )
+    if not any(p.requires_grad for g in optimizer.param_groups for p in g["params"]):
+        raise ConfigError(
+            "the optimizer has no trainable parameter", advice="prepare without an optimizer"
+        )
+    return optimizer

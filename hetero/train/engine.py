@@ -1,0 +1,519 @@
+"""The engine of one prepared model: what `prepare` builds and `release` takes apart (floor 2).
+
+[Note: where a step updates]  Paged buckets are updated at their HOST homes, resident ones where
+they are. On a CPU both are the same arithmetic. On CUDA they are not known to be, so the choice is
+made once, at prepare, and reported as the update place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.config import Config, describe_limit, host_limit
+from hetero.device import Device, trim_heap
+from hetero.errors import BudgetError, ConfigError, StateError
+from hetero.events import EventLog
+from hetero.memory.frame import FrameMap
+from hetero.memory.layout import Layout, ParamSpec, build_layout, dense_stride
+from hetero.memory.ledger import Ledger
+from hetero.memory.link import Link
+from hetero.memory.manager import PARAM, ChunkManager
+from hetero.memory.slab import HomeStore
+from hetero.plan.planner import Planner
+from hetero.plan.schedule import Schedule, Shape
+from hetero.plan.trace import Trace
+from hetero.train import swizzle
+from hetero.train.check import MARK
+from hetero.train.grads import GradStore, LazyGrad
+from hetero.train.hooks import Hooks
+from hetero.train.optimizer import Optimizer
+from hetero.train.rules import SCALARS, Updater, make_worker, raw_step
+from hetero.train.runtime import Runtime
+from hetero.train.tracer import Cursor
+from hetero.train.units import Unit, assign, find_units
+from hetero.types import Kind, Lane, Tier, format_bytes
+
+CUDA_MARGIN = 0.05  # of the allocator's peak: segments are not perfectly reused
+CUDA_RESIDENT = 1.5  # a model is kept on the device when its states fit this many times
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """What is decided before anything is touched."""
+
+    units: tuple[Unit, ...]
+    layout: Layout
+    needs: tuple[tuple[int, ...], ...]
+    state_bytes: int
+    """Bytes of optimizer states for all trainable buckets."""
+
+    @property
+    def granule_bytes(self) -> int:
+        return self.layout.chunk_numel
+
+    def granules(self, unit: int) -> int:
+        """Frames that a unit's access pins."""
+        return sum(self.layout.buckets[b].granules for b in self.needs[unit])
+
+    @property
+    def widest(self) -> int:
+        """The unit that pins most frames."""
+        return max(range(len(self.units)), key=self.granules)
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes of parameters, gradients and states at home."""
+        params = sum(b.n_bytes for b in self.layout.buckets)
+        return params + sum(b.n_bytes for b in self.layout.buckets if b.trainable) + self.state_bytes
+
+
+@dataclass(slots=True)
+class Tuning:
+    """What tests vary and planning chooses: nothing here changes a number."""
+
+    depth: int | None = None
+    """Accesses to look ahead; None: as many as frames allow."""
+    victim: Any = None
+    """Overrides next use in eviction: bucket id -> distance (larger leaves first)."""
+    schedule: Any = None
+    """Overrides planning: (trace, shapes, limit) -> Schedule."""
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Traffic and misses of the last whole step."""
+
+    n_bytes: Counter[Lane] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> Blueprint:
+    """Find the units, lay out the buckets and size the states; touches nothing."""
+    owned = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
+    units, home = assign(model, find_units(model, config.units))
+    specs = [
+        ParamSpec(
+            name=name,
+            unit=home[name],
+            shape=tuple(p.shape),
+            stride=dense_stride(name, p.shape, p.stride()),
+            dtype=p.dtype,
+            trainable=p.requires_grad or id(p) in owned,
+        )
+        for name, p in model.named_parameters()
+    ]
+    layout = build_layout(specs, [unit.name or "model" for unit in units], config.chunk_bytes)
+    bucket_of = {id(p): layout.home[i][0] for i, p in enumerate(model.parameters())}
+    needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
+    per_element = state_bytes_per_element(optimizer) if optimizer else {}
+    states = sum(
+        b.numel * per_element.get(b.dtype, 0) for b in layout.buckets if b.trainable
+    )
+    return Blueprint(tuple(units), layout, needs, states)
+
+
+def unit_needs(
+    index: int, unit: Unit, layout: Layout, bucket_of: dict[int, int]
+) -> tuple[int, ...]:
+    """Return the buckets that a unit's access pins, those of parameters tied elsewhere too."""
+    if unit.module is None:
+        return tuple(b.id for b in layout.buckets if b.unit == index)
+    return tuple(sorted({bucket_of[id(p)] for p in unit.module.parameters()}))
+
+
+def state_bytes_per_element(optimizer: torch.optim.Optimizer) -> dict[torch.dtype, int]:
+    """Return the bytes of state an element costs, per dtype, by stepping a tiny parameter."""
+    worker, step = make_worker(optimizer), raw_step(type(optimizer))
+    found: dict[torch.dtype, int] = {}
+    for group in optimizer.param_groups:
+        for dtype in {p.dtype for p in group["params"]} - set(found):
+            probe = torch.zeros(4, 4, dtype=dtype)
+            probe.grad = torch.zeros_like(probe)
+            flags = {k: v for k, v in group.items() if k != "lr"}
+            worker.param_groups = [{**flags, "lr": 0.0, "params": [probe]}]
+            with torch.no_grad():
+                step(worker)
+            found[dtype] = sum(
+                v.element_size()
+                for k, v in worker.state[probe].items()
+                if k not in SCALARS and isinstance(v, torch.Tensor) and v.shape == probe.shape
+            )
+            worker.state.clear()
+    return found
+
+
+class Engine:
+    """Everything of one prepared model; `mode` is "paged" or "resident"."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: Config,
+        device: Device,
+        blueprint: Blueprint,
+        tuning: Tuning | None = None,
+    ) -> None:
+        self.model = model
+        self.inner = optimizer
+        self.config = config
+        self.device = device
+        self.blueprint = blueprint
+        self.tuning = tuning or Tuning()
+        self.params = list(model.parameters())
+        self.hooks = Hooks()
+        self.log = EventLog()
+        self.stats = StepStats()
+        self.steps = 0
+        self.activation_bytes = 0
+        self.mode = "paged"
+        self.optimizer: Optimizer | None = None
+        self._index = {id(p): i for i, p in enumerate(self.params)}
+        self._measured = False
+        self._grads_before: dict[int, torch.Tensor] = {}
+        self._budget()
+
+    # -- building --------------------------------------------------------------------------------
+
+    def _budget(self) -> None:
+        """Decide the mode and refuse what cannot fit; nothing has been touched yet."""
+        hbm, plan = self.config.hbm, self.blueprint
+        total = self.device.total_bytes()
+        if hbm is not None and total is not None and hbm > total:
+            raise ConfigError(
+                f"hbm={format_bytes(hbm)} is more than the device has ({format_bytes(total)})",
+                advice=f"hbm= takes at most {total} bytes",
+            )
+        cuda = self.device.torch_device.type == "cuda"
+        if hbm is None and cuda:
+            hbm = int(0.95 * torch.cuda.mem_get_info(self.device.torch_device)[0])
+        self.hbm = hbm
+        if hbm is None or (cuda and hbm >= CUDA_RESIDENT * plan.home_bytes):
+            self.mode = "resident"
+        self.buffer_bytes = sum(b.nbytes for b in self.model.buffers())
+        self._check_hbm()
+        self._check_host()
+
+    def _check_hbm(self) -> None:
+        if self.mode == "resident" or self.hbm is None:
+            return
+        plan = self.blueprint
+        least = plan.granules(plan.widest) * plan.granule_bytes + self.buffer_bytes
+        if least > self.hbm:
+            name = plan.units[plan.widest].name or "model"
+            raise BudgetError(
+                f"unit {name!r} needs {format_bytes(least)} of HBM at once; hbm is"
+                f" {format_bytes(self.hbm)}",
+                advice=f"the smallest hbm= that works for the states is {least} bytes; activations"
+                " come on top, or split the unit with units=",
+                tier="HBM",
+                needed_bytes=least,
+            )
+
+    def _check_host(self) -> None:
+        plan, limit = self.blueprint, host_limit()
+        on_cpu = self.device.torch_device.type == "cpu"
+        held = sum(p.nbytes for p in self.params) if self.params[0].device.type == "cpu" else 0
+        frames = (self.hbm or 0) if on_cpu and self.mode == "paged" else 0
+        need = 0 if self.mode == "resident" and not on_cpu else plan.home_bytes
+        if self.config.host is not None and self.config.host > limit.n_bytes + held:
+            raise ConfigError(
+                f"host={format_bytes(self.config.host)} is more than this process may take:"
+                f" {describe_limit(limit)}",
+                advice=f"host= takes at most {limit.n_bytes + held} bytes here",
+            )
+        have = self.config.host if self.config.host is not None else limit.n_bytes + held - frames
+        if need > have:
+            raise BudgetError(
+                f"HOST must hold {format_bytes(need)} of parameters, gradients and states;"
+                f" {format_bytes(have)} are there, {need - have} bytes short",
+                advice="raise host=, train fewer parameters, or use an optimizer with less state",
+                tier="HOST",
+                needed_bytes=need,
+            )
+
+    def build(self) -> None:
+        """Move the parameters to their homes and attach everything; undone on any failure."""
+        self.ledger = Ledger({Tier.HBM: self.hbm, Tier.HOST: self.config.host})
+        self.link = Link(self.device, self.log)
+        self.store = HomeStore(self.device, self.ledger, resident=self.mode == "resident")
+        try:
+            self._move_in()
+            if self.mode == "paged":
+                self._attach()
+            if self.inner is not None:
+                self._wrap_optimizer(self.inner)
+            self.hooks.guard(self.model, self._state_dict_access)
+            object.__setattr__(self.model, MARK, self)
+        except BaseException:
+            self._move_out()
+            raise
+
+    def _move_in(self) -> None:
+        """Copy every parameter to its home and point it there; the originals are freed."""
+        place = self.device.torch_device
+        self._origin = self.params[0].device
+        self.ledger.charge(Tier.HBM, Kind.BUFFER, self.buffer_bytes, "buffers")
+        _move_buffers(self.model, place)
+        for bucket in self.blueprint.layout.buckets:
+            home = self.store.get(Kind.PARAM, PARAM, bucket)
+            for segment, view in zip(bucket.segments, home.segments, strict=True):
+                param = self.params[segment.index]
+                grad, param.grad = param.grad, None
+                view.copy_(param.detach())
+                swizzle.point(param, view)
+                if grad is not None:
+                    self._grads_before[segment.index] = grad.to(place)
+        trim_heap()
+        if self.mode == "resident":
+            self._give_back_grads()
+
+    def _attach(self) -> None:
+        """Make the parameters pages: frames, runtime, hooks."""
+        layout, plan = self.blueprint.layout, self.blueprint
+        room = max(0, (self.hbm or 0) - self.buffer_bytes) // plan.granule_bytes
+        least = plan.granules(plan.widest)
+        # A CUDA arena cannot grow in place, so it leaves room for activations not yet measured.
+        ceiling = room if self.device.torch_device.type == "cpu" else min(room, 2 * least)
+        self.manager = ChunkManager(
+            layout,
+            device=self.device,
+            ledger=self.ledger,
+            link=self.link,
+            store=self.store,
+            limit=least,
+            ceiling=ceiling,
+            next_use=self._next_use,
+        )
+        self.grads = GradStore(
+            self.params, layout, device=self.device, link=self.link, store=self.store
+        )
+        self.runtime = Runtime(
+            layout,
+            plan.needs,
+            device=self.device,
+            manager=self.manager,
+            grads=self.grads,
+            train=Cursor(lambda trace: self._plan(trace, training=True)),
+            evaluate=Cursor(lambda trace: self._plan(trace, training=False)),
+        )
+        self.grads.on_arrival = self.runtime.gradient_arrived
+        self.runtime.on_idle = self._after_evaluation
+        self.hooks.gradients(self.params, self.grads.arrived)
+        self.runtime.attach(self.params)
+        self._give_back_grads()
+        self.hooks.watch(self.model, plan.units, self.runtime)
+        self.device.reset_peak()
+
+    def _give_back_grads(self) -> None:
+        for index, grad in self._grads_before.items():
+            swizzle.set_grad(self.params[index], grad)
+        self._grads_before.clear()
+
+    def _wrap_optimizer(self, inner: torch.optim.Optimizer) -> None:
+        self._raw_step, self._worker = raw_step(type(inner)), make_worker(inner)
+        if self.mode == "paged":
+            self.updater = Updater(
+                inner, self.params, self.blueprint.layout, grads=self.grads, store=self.store
+            )
+        self.optimizer = Optimizer(inner, self)
+        for param, state in self.optimizer.state.items():
+            self.optimizer.state[param] = self.adopt(param, state)
+        inner.state = defaultdict(dict)
+
+    # -- training --------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Update all parameters that have a gradient."""
+        if self.mode == "resident":
+            self._worker.param_groups, self._worker.state = optimizer.param_groups, optimizer.state
+            self._raw_step(self._worker)
+            self.steps += 1
+            return
+        # 1. gradients and written parameters come home
+        self.runtime.quiesce()
+        # 2. the user's rule runs there; versions move as they would in place
+        touched = self.updater.update(optimizer.param_groups, optimizer.state)
+        buckets = sorted({self.blueprint.layout.home[i][0] for i in touched})
+        if touched:
+            torch.autograd.graph.increment_version([self.params[i] for i in touched])
+        # 3. copies on the device are dead, or refreshed where somebody looks at them
+        for bucket in buckets:
+            self.manager.renew(bucket)
+        self._border()
+
+    def _border(self) -> None:
+        """Between two steps: count, fit the frames to what was measured, begin to prefetch."""
+        self.steps += 1
+        counts, n_bytes = self.manager.counts, self.link.n_bytes
+        self.stats = StepStats(Counter(n_bytes), Counter(counts))
+        counts.clear()
+        n_bytes.clear()
+        if self._fit():
+            return
+        self.runtime.saved.footprint.restart()
+        self.runtime.issue(self.runtime.train.border())
+
+    def _fit(self) -> bool:
+        """Give frames what activations leave of the budget; True when the model became resident."""
+        needed = max(self.activation_bytes, self._activations_seen())
+        if self._measured and needed == self.activation_bytes:
+            return False
+        plan, hbm = self.blueprint, self.hbm or 0
+        limit = (hbm - self.buffer_bytes - needed) // plan.granule_bytes
+        least = plan.granules(plan.widest)
+        if limit < least:
+            name = plan.units[plan.widest].name or "model"
+            total = needed + self.buffer_bytes + least * plan.granule_bytes
+            raise BudgetError(
+                f"activations take {format_bytes(needed)} and buffers"
+                f" {format_bytes(self.buffer_bytes)} of hbm={format_bytes(hbm)}; unit {name!r}"
+                f" needs {format_bytes(least * plan.granule_bytes)} of frames beside them",
+                advice=f"raise hbm= to {total} bytes, lower the batch, or checkpoint activations",
+                tier="HBM",
+                needed_bytes=total,
+            )
+        fits = plan.home_bytes + needed + self.buffer_bytes <= hbm
+        if fits and self.device.torch_device.type == "cpu" and self.inner is not None:
+            self._become_resident(needed)
+            return True
+        if not self.manager.resize(limit):
+            return False  # a view is still held: the next border tries again
+        self.ledger.credit(Tier.HBM, Kind.ACTIVATION, self.activation_bytes)
+        self.ledger.charge(Tier.HBM, Kind.ACTIVATION, needed, "activations")
+        self.activation_bytes, self._measured = needed, True
+        self.runtime.train.replan()
+        self.runtime.evaluate.replan()
+        return False
+
+    def _activations_seen(self) -> int:
+        """Return the bytes besides frames and buffers that this step held at its peak."""
+        peak = self.device.allocated_peak()
+        if peak is not None:
+            return int((1 + CUDA_MARGIN) * max(0, peak - self.manager.arena_bytes))
+        trainable = [b.n_bytes for b in self.blueprint.layout.buckets if b.trainable]
+        in_flight = 2 * max(trainable, default=0) if self.inner is not None else 0
+        return self.runtime.saved.footprint.bound_bytes + in_flight
+
+    def _become_resident(self, activation_bytes: int) -> None:
+        """Everything fits beside the activations: the homes become the parameters themselves."""
+        self.activation_bytes, self._measured = activation_bytes, True
+        self._unhook()
+        for index, (bucket, segment) in enumerate(self.blueprint.layout.home):
+            home = self.store.homes[PARAM, bucket]
+            self.runtime.swizzle.restore(index, home.segments[segment.position])
+        for param in self.params:
+            if isinstance(param.grad, LazyGrad):
+                param.grad = param.grad.slot.keep()
+        self.ledger.charge(Tier.HBM, Kind.ACTIVATION, activation_bytes, "activations")
+        self.mode = "resident"
+        self.hooks.guard(self.model, self._state_dict_access)
+
+    def _after_evaluation(self) -> None:
+        if self.inner is None and not self._measured:
+            self._fit()
+
+    def _plan(self, trace: Trace, *, training: bool) -> Schedule:
+        layout, limit = self.blueprint.layout, self.manager.frames.limit
+        shapes = {
+            b.id: Shape(b.granules, training and b.trainable and self.inner is not None)
+            for b in layout.buckets
+        }
+        if self.tuning.schedule is not None:
+            return self.tuning.schedule(trace, shapes, limit)  # type: ignore[no-any-return]
+        return Planner(trace, shapes, FrameMap(limit), limit, self.tuning.depth).build()
+
+    def _next_use(self, bucket: int) -> float:
+        if self.tuning.victim is not None:
+            return float(self.tuning.victim(bucket))
+        return self.runtime.active.next_use(bucket)
+
+    # -- what the optimizer asks -----------------------------------------------------------------
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the model's parameters in its own order."""
+        return iter(self.params)
+
+    def owns(self, param: torch.Tensor) -> bool:
+        """Return whether a parameter belongs to the prepared model."""
+        return id(param) in self._index
+
+    def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with torch's keys whose tensors are the homes' or copies."""
+        if self.mode == "paged":
+            segment = self.blueprint.layout.home[self._index[id(param)]][1]
+            return self.updater.adopt(segment, state, own=True)
+        return {k: _placed(v, param) for k, v in state.items()}
+
+    @contextmanager
+    def _state_dict_access(self) -> Iterator[None]:
+        if self.mode == "resident":
+            yield
+            return
+        with self.runtime.at_home():
+            yield
+
+    # -- taking apart ----------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Give back a plain module and the plain optimizer with its states."""
+        if self.mode == "paged":
+            self.runtime.quiesce()
+        states = dict(self.optimizer.state) if self.optimizer is not None else {}
+        self._move_out()
+        if self.inner is not None:
+            self.inner.state = defaultdict(dict)
+            for param, state in states.items():
+                self.inner.state[param] = {k: _placed(v, param) for k, v in state.items()}
+        if self.optimizer is not None:
+            self.optimizer.state = defaultdict(dict)
+        self.store.close()
+        self.model.__dict__.pop(MARK, None)
+
+    def _unhook(self) -> None:
+        self.hooks.remove()
+        self.grads.reset()
+        self.manager.close()
+
+    def _move_out(self) -> None:
+        """Make every parameter plain again, bucket by bucket, on the device it came from."""
+        paged = hasattr(self, "runtime") and hasattr(self.runtime, "swizzle")
+        if paged and self.mode == "paged":
+            self._unhook()
+        self.hooks.remove()
+        for index, (bucket, segment) in enumerate(self.blueprint.layout.home):
+            home = self.store.homes.get((PARAM, bucket))
+            param = self.params[index]
+            grad = swizzle.get_grad(param)
+            if isinstance(grad, LazyGrad):
+                grad = grad.slot.keep()
+            grad = self._grads_before.pop(index, grad)
+            swizzle.set_grad(param, None)
+            if home is not None:
+                value = home.segments[segment.position].to(self._origin, copy=True)
+                swizzle.plain(param, value)
+            param.grad = None if grad is None else grad.to(self._origin)
+            if segment.position == len(self.blueprint.layout.buckets[bucket].segments) - 1:
+                self.store.drop(PARAM, bucket)
+        _move_buffers(self.model, self._origin)
+
+
+def _move_buffers(model: nn.Module, place: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != place:
+                module._buffers[name] = buffer.to(place)
+
+
+def _placed(value: Any, param: torch.Tensor) -> Any:
+    """Return a state's value as torch keeps it: tensors of a parameter's shape on its device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone() if value.dim() == 0 else value.detach().to(param.device, copy=True)

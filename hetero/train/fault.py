@@ -1,0 +1,136 @@
+"""The fault table: what an access to an unbound parameter does (floor 2).
+
+Metadata never fetches. ``grad`` reaches the gradient and never the weight. What would detach the
+parameter from its home is refused. Everything else pins the bytes and tries again; by then the
+class is that of a bound parameter, whose ``__torch_function__`` is switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from hetero.errors import StateError
+from hetero.train.swizzle import plainly
+
+
+class Faults(Protocol):
+    """What the classes ask of the runtime they belong to."""
+
+    def fault(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Pin every unbound parameter among the arguments and call ``func``."""
+
+    def alias(self, param: nn.Parameter) -> torch.Tensor:
+        """Return ``param.data`` of a bound parameter, noting that it was shown."""
+
+    def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Carry out ``param.data = value``."""
+
+    def geometry(self, param: nn.Parameter) -> torch.Tensor:
+        """Return a meta tensor with the parameter's own shape and strides."""
+
+    def name(self, param: nn.Parameter) -> str:
+        """Return the parameter's name in its model."""
+
+
+T = torch.Tensor
+_PROPERTIES = """shape dtype device layout requires_grad grad grad_fn is_leaf ndim names is_cuda
+is_cpu is_sparse is_sparse_csr is_quantized is_meta is_mps is_xpu is_nested is_mkldnn is_vulkan
+is_ipu is_xla is_mtia is_maia output_nr retains_grad _version _backward_hooks name nbytes itemsize
+_post_accumulate_grad_hooks grad_dtype""".split()
+_METHODS = """size dim ndimension numel nelement element_size get_device is_floating_point
+is_complex is_signed is_inference is_conj is_neg requires_grad_ retain_grad register_hook
+register_post_accumulate_grad_hook __hash__ __len__ has_names _is_view""".split()
+_REFUSED = ("set_", "resize_", "resize_as_", "share_memory_", "__deepcopy__", "__reduce_ex__")
+
+
+def metadata_functions() -> frozenset[Any]:
+    """Return every function that concerns a parameter but not its bytes."""
+    found: set[Any] = {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed}
+    for name in _PROPERTIES:
+        descriptor = getattr(T, name, None)
+        for part in ("__get__", "__set__", "__delete__"):
+            if hasattr(descriptor, part):
+                found.add(getattr(descriptor, part))
+    found.update(getattr(T, name) for name in _METHODS if hasattr(T, name))
+    return frozenset(found)
+
+
+METADATA = metadata_functions()
+GEOMETRY = frozenset({T.stride, T.is_contiguous})
+REFUSED = frozenset(getattr(T, name) for name in _REFUSED if hasattr(T, name))
+_get_data, _set_data = T.data.__get__, T.data.__set__  # type: ignore[attr-defined]
+
+
+def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
+    """Return the classes of ``owner``'s unbound and bound parameters."""
+
+    def refuse(self: nn.Parameter, *_: Any) -> NoReturn:
+        raise StateError(
+            f"parameter {owner.name(self)!r} cannot be copied or pickled while its model is"
+            " prepared",
+            advice="use model.state_dict(), or hetero.release(model, optimizer) first",
+        )
+
+    class PinnedParameter(nn.Parameter):
+        """A parameter whose ``data`` lies in a frame that is held."""
+
+        hetero_runtime = owner
+
+        __torch_function__ = torch._C._disabled_torch_function_impl
+        __deepcopy__ = refuse
+        __reduce_ex__ = refuse  # type: ignore[assignment]
+
+        @property
+        def data(self) -> torch.Tensor:  # type: ignore[override]
+            return owner.alias(self)
+
+        @data.setter
+        def data(self, value: torch.Tensor) -> None:
+            owner.assign(self, value)
+
+    class PagedParameter(nn.Parameter):
+        """A parameter whose bytes are fetched when something needs them."""
+
+        hetero_runtime = owner
+
+        __deepcopy__ = refuse
+        __reduce_ex__ = refuse  # type: ignore[assignment]
+
+        @classmethod
+        def __torch_function__(  # type: ignore[override]
+            cls,
+            func: Callable[..., Any],
+            types: Sequence[type],
+            args: Sequence[Any] = (),
+            kwargs: Mapping[str, Any] | None = None,
+        ) -> Any:
+            kwargs = kwargs or {}
+            if func in METADATA:
+                with plainly():
+                    return func(*args, **kwargs)
+            if args and isinstance(args[0], cls):
+                if func in GEOMETRY:
+                    return func(owner.geometry(args[0]), *args[1:], **kwargs)
+                if func == _set_data:
+                    return owner.assign(args[0], args[1])
+                if func == T.type and len(args) == 1 and not kwargs:
+                    with plainly():
+                        return args[0].type()
+                if func in REFUSED:
+                    raise StateError(
+                        f"{func.__name__} on parameter {owner.name(args[0])!r} would take it off"
+                        " its home",
+                        advice="call hetero.release(model, optimizer) first",
+                    )
+            return owner.fault(func, args, kwargs)
+
+    return PagedParameter, PinnedParameter
+
+
+def read_data(param: nn.Parameter) -> torch.Tensor:
+    """Return the plain ``data`` of a bound parameter."""
+    return _get_data(param)  # type: ignore[no-any-return]

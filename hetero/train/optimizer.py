@@ -1,0 +1,105 @@
+"""The optimizer that users step: a real torch optimizer whose states live at home (floor 2)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hetero.errors import ConfigError
+
+
+class Engine(Protocol):
+    """What the optimizer asks of the engine."""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Update all parameters that have a gradient."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the model's parameters in its own order."""
+
+    def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with torch's keys whose tensors are the homes' or copies."""
+
+    def owns(self, param: torch.Tensor) -> bool:
+        """Return whether a parameter belongs to the prepared model."""
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Steps the given torch optimizer's arithmetic under hetero's budget.
+
+    ``param_groups`` is the original optimizer's list, so schedulers built on either see the same
+    learning rates. ``state[p]`` has torch's keys, shapes and dtypes; its tensors are the homes.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine) -> None:
+        groups = [dict(group) for group in inner.param_groups]
+        super().__init__(groups, dict(inner.defaults))
+        self.inner = inner
+        self._engine = engine
+        self.param_groups = inner.param_groups
+        self.state = defaultdict(dict, {p: dict(state) for p, state in inner.state.items()})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Perform one step; ``closure``, when given, is evaluated first and its loss returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._engine.step(self)
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+        return loss
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients to a global norm and return the norm before clipping.
+
+        The norm is torch's: one norm per whole tensor, then the norm of norms, in the order of
+        ``model.parameters()``; one gradient is on the device at a time.
+        """
+        return nn.utils.clip_grad_norm_(
+            self._engine.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters of the prepared model."""
+        engine = getattr(self, "_engine", None)  # torch's constructor calls this too
+        if engine is not None:
+            params = param_group["params"]
+            for param in [params] if isinstance(params, torch.Tensor) else list(params):
+                if not engine.owns(param):
+                    raise ConfigError(
+                        f"a parameter of shape {list(param.shape)} is not of the prepared model",
+                        advice="prepare the model again with the larger module",
+                    )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this or of the plain torch optimizer; tensors are copied."""
+        groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
+        mine = [len(group["params"]) for group in self.param_groups]
+        if sizes != mine:
+            raise ValueError(
+                f"loaded state dict has parameter groups of sizes {sizes}, the optimizer has {mine}"
+            )
+        ids = chain.from_iterable(group["params"] for group in groups)
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        of_id = dict(zip(ids, params, strict=True))
+        self.state.clear()
+        for key, value in state_dict["state"].items():
+            self.state[of_id[key]] = self._engine.adopt(of_id[key], dict(value))
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update({k: v for k, v in loaded.items() if k != "params"})
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError(
+            "a prepared optimizer cannot be pickled", advice="save optimizer.state_dict()"
+        )
+

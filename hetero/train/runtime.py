@@ -1,0 +1,371 @@
+"""The runtime: where the model's accesses meet memory and plan (floor 2).
+
+`access` is the hot path of the library: demand first (correctness), then look ahead (speed).
+Forward accesses nest with module calls. In backward at most one access is open: it opens when a
+saved weight is unpacked and closes when another unit's is, or when the pass ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from hetero.device import Device
+from hetero.errors import StateError
+from hetero.memory.layout import Layout
+from hetero.memory.manager import ChunkManager
+from hetero.plan.schedule import Op
+from hetero.plan.trace import Access
+from hetero.train import fault, swizzle
+from hetero.train.activation import CHANGED, Saved, SavedTensors
+from hetero.train.grads import GradStore
+from hetero.train.swizzle import Swizzle
+from hetero.train.tracer import Cursor
+from hetero.types import Phase
+
+_task = torch._C._current_graph_task_id
+_functorch = torch._C._functorch.peek_interpreter_stack
+NO_TASK = -1
+_HOMEWARD = (torch.Tensor.detach, torch.Tensor.copy_)
+
+
+class Runtime:
+    """Pins what each access needs, binds its parameters and issues the planned ops."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        needs: Sequence[tuple[int, ...]],
+        *,
+        device: Device,
+        manager: ChunkManager,
+        grads: GradStore,
+        train: Cursor,
+        evaluate: Cursor,
+    ) -> None:
+        self.layout = layout
+        self.needs = needs
+        self.manager = manager
+        self.grads = grads
+        self.train = train
+        self.evaluate = evaluate
+        self.active = train
+        self.on_idle: Callable[[], None] = lambda: None
+        self.swizzle: Swizzle  # set by attach: its classes fault into this runtime
+        self.saved = SavedTensors(self)
+        self._device = device
+        self._open: tuple[int, tuple[int, ...]] | None = None  # the backward access
+        self._graph_task = NO_TASK
+        self._phases: list[Phase] = []
+        self._at_home = False
+
+    def attach(self, params: Sequence[nn.Parameter]) -> None:
+        """Take the parameters over as placeholders; their homes hold the values already."""
+        paged, pinned = fault.paged_classes(self)
+        place = self._device.torch_device
+        self.swizzle = Swizzle(params, self.layout, place, paged, pinned)
+        for index in range(len(params)):
+            self.swizzle.page(index)
+
+    # -- accesses of forward ---------------------------------------------------------------------
+
+    def enter(self, unit: int) -> bool:
+        """Begin a unit's forward: pin, bind, look ahead. Returns whether hooks were pushed."""
+        if _functorch() is not None:
+            raise self._functorch_refusal()
+        self._settle_backward()
+        self.grads.flush_pending()
+        phase = self._phase()
+        buckets = self.needs[unit]
+        self.manager.pin(buckets, phase.value)
+        self._bind(buckets)
+        self._look_ahead(phase, unit, buckets)
+        return self._push()
+
+    def leave(self, unit: int, *, pushed: bool) -> None:
+        """End a unit's forward."""
+        if pushed:
+            self.saved.pop()
+        self._unbind(self.needs[unit])
+
+    def enter_model(self) -> bool:
+        """Begin a call of the whole model: decide the phase, see what is saved between units."""
+        if _functorch() is not None:
+            raise self._functorch_refusal()
+        self._settle_backward()
+        phase = self._phase()
+        if not self._phases and phase is Phase.EVAL:
+            self.issue(self.evaluate.border())
+        self._phases.append(phase)
+        return self._push()
+
+    def leave_model(self, output: object, *, pushed: bool) -> None:
+        """End a call of the whole model."""
+        n_bytes = sum(t.nbytes for t in tree_iter(output) if isinstance(t, torch.Tensor))
+        self.saved.footprint.output_bytes = max(self.saved.footprint.output_bytes, n_bytes)
+        if pushed:
+            self.saved.pop()
+        phase = self._phases.pop() if self._phases else Phase.FORWARD
+        if phase is Phase.EVAL and not self._phases:
+            self.on_idle()
+
+    @contextmanager
+    def lend(self, buckets: Sequence[int], why: str) -> Iterator[None]:
+        """Hold buckets and bind their parameters for the length of a block."""
+        self.manager.pin(buckets, why)
+        self._bind(buckets)
+        try:
+            yield
+        finally:
+            self._unbind(buckets)
+
+    def _push(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        self.saved.push()
+        return True
+
+    def _phase(self) -> Phase:
+        if _task() != NO_TASK:
+            return Phase.BACKWARD
+        if self._phases:
+            return self._phases[-1]
+        return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVAL
+
+    def _bind(self, buckets: Sequence[int]) -> None:
+        for bucket in buckets:
+            self.swizzle.bind(self.manager.replicas[bucket])
+
+    def _unbind(self, buckets: Sequence[int]) -> None:
+        for bucket in buckets:
+            for position in self.swizzle.unbind(bucket):
+                segment = self.layout.buckets[bucket].segments[position]
+                self.manager.write(bucket, segment.offset, segment.end)
+        self.manager.unpin(buckets)
+
+    def _look_ahead(self, phase: Phase, unit: int, buckets: tuple[int, ...]) -> None:
+        self.active = self.evaluate if phase is Phase.EVAL else self.train
+        self.issue(self.active.observe(Access(phase, unit, buckets)))
+
+    def issue(self, ops: Sequence[Op]) -> None:
+        """Carry out planned ops; one that does not fit any more is skipped (it is advice)."""
+        for op in ops:
+            self.manager.prefetch(op.bucket, op.start)
+
+    # -- accesses of backward --------------------------------------------------------------------
+
+    def locate(self, tensor: torch.Tensor, cdata: int) -> Saved | None:
+        """Return where a tensor lies in a parameter's frame or placeholder (see activation.py)."""
+        replica = self.manager.by_storage.get(cdata)
+        if replica is None:
+            index = self.swizzle.by_placeholder.get(cdata)
+            if index is None:
+                return None
+            spec = self.layout.home[index][1].spec
+            then = swizzle.version(self.swizzle.params[index])
+            return Saved(index, 0, spec.shape, spec.stride, then)
+        if tensor.dtype != replica.bucket.dtype:
+            return None  # a view of other bytes: its storage is a lease
+        with swizzle.plainly():
+            offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+        segment = _segment_at(replica.bucket.segments, offset)
+        then = swizzle.version(self.swizzle.params[segment.index])
+        return Saved(segment.index, offset - segment.offset, tuple(size), tuple(stride), then)
+
+    def resolve(self, saved: Saved) -> torch.Tensor:
+        """Return a saved view of a parameter; in backward this is what opens an access."""
+        bucket, segment = self.layout.home[saved.index]
+        now = swizzle.version(self.swizzle.params[saved.index])
+        if now != saved.version:
+            what = f"parameter {segment.spec.name!r} of shape {list(segment.spec.shape)}"
+            raise RuntimeError(CHANGED.format(what=what, now=now, then=saved.version))
+        if _task() == NO_TASK:
+            self.manager.pin((bucket,), "saved")
+            view = self._view(bucket, segment.offset, saved)
+            self.manager.unpin((bucket,))
+            return view
+        self.touch(bucket)
+        return self._view(bucket, segment.offset, saved)
+
+    def touch(self, bucket: int) -> None:
+        """Backward needs a bucket: move the open access to its unit."""
+        if self._open is not None and bucket in self._open[1]:
+            return
+        self.backward_event()
+        self._close_backward()
+        unit = self.layout.buckets[bucket].unit
+        buckets = self.needs[unit] if bucket in self.needs[unit] else (bucket,)
+        self.manager.pin(buckets, Phase.BACKWARD.value)
+        self._open = (unit, buckets)
+        self._look_ahead(Phase.BACKWARD, unit, buckets)
+
+    def backward_event(self) -> None:
+        """Something of ours happens in backward: start flushes, make sure to hear of its end."""
+        task = _task()
+        if task != NO_TASK and task != self._graph_task:
+            self._graph_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self.grads.flush_pending()
+
+    def gradient_arrived(self) -> None:
+        """A gradient is complete; its flush starts at the next event."""
+        task = _task()
+        if task != NO_TASK and task != self._graph_task:
+            self._graph_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._graph_task = NO_TASK
+        self._close_backward()
+        self.grads.flush_pending()
+        self.saved.footprint.settle()
+
+    def _close_backward(self) -> None:
+        if self._open is not None:
+            (_, buckets), self._open = self._open, None
+            self.manager.unpin(buckets)
+
+    def _settle_backward(self) -> None:
+        """Close the backward access: its unit is done, or an error ended the pass."""
+        self._close_backward()
+        if _task() == NO_TASK:
+            self._graph_task = NO_TASK
+
+    def _view(self, bucket: int, offset: int, saved: Saved) -> torch.Tensor:
+        flat = self.manager.replicas[bucket].flat
+        return torch.as_strided(flat, saved.size, saved.stride, offset + saved.offset)
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Let ``detach`` and ``copy_`` of unbound parameters reach the homes (state dicts)."""
+        before, self._at_home = self._at_home, True
+        try:
+            yield
+        finally:
+            self._at_home = before
+
+    def _reach_home(self, func: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
+        """Carry out a state dict's ``detach`` or ``copy_`` on the home itself."""
+        bucket, segment = self.layout.home[self.swizzle.index[id(args[0])]]
+        self.manager.settle(bucket)
+        home = self.manager.home(bucket).segments[segment.position]
+        if func == torch.Tensor.detach:
+            self.manager.show_home(bucket)
+            return home.detach()
+        home.copy_(args[1])
+        torch.autograd.graph.increment_version(args[0])
+        self.manager.renew(bucket)
+        return args[0]  # type: ignore[no-any-return]
+
+    def fault(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function on parameters that are not bound (see fault.py)."""
+        if _functorch() is not None:
+            raise self._functorch_refusal()
+        if self._at_home and func in _HOMEWARD:
+            return self._reach_home(func, args)
+        index = self.swizzle.index
+        places = (index.get(id(v), -1) for v in tree_iter((args, dict(kwargs))))
+        buckets = tuple(dict.fromkeys(self.layout.home[i][0] for i in places if i >= 0))
+        if not buckets:
+            with swizzle.plainly():  # only the class took part, no parameter's bytes
+                return func(*args, **kwargs)
+        phase = self._phase()
+        with self.lend(buckets, "fault"):
+            for bucket in buckets:
+                self._look_ahead(phase, self.layout.buckets[bucket].unit, (bucket,))
+            pushed = not self.saved.foreign() and self._push()
+            try:
+                return func(*args, **kwargs)
+            finally:
+                if pushed:
+                    self.saved.pop()
+
+    def alias(self, param: nn.Parameter) -> torch.Tensor:
+        """Return ``param.data`` of a bound parameter; writes through it leave no trace."""
+        bucket, _ = self.layout.home[self.swizzle.index[id(param)]]
+        self.manager.replicas[bucket].shown = True
+        return fault.read_data(param)
+
+    def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Carry out ``param.data = value`` by copying; a change of geometry is refused."""
+        bucket, segment = self.layout.home[self.swizzle.index[id(param)]]
+        spec, place = segment.spec, self._device.torch_device
+        if tuple(value.shape) != spec.shape or value.dtype != spec.dtype or value.device != place:
+            raise StateError(
+                f"parameter {spec.name!r} is {spec.dtype} {list(spec.shape)} on {place}; data of"
+                f" {value.dtype} {list(value.shape)} on {value.device} cannot replace it",
+                advice="convert the model before hetero.prepare, or release it first",
+            )
+        with torch.no_grad(), self.lend((bucket,), "assign"):
+            view = self.manager.replicas[bucket].views[segment.position]
+            if view.data_ptr() != value.data_ptr():
+                view.copy_(value)
+            self.manager.write(bucket, segment.offset, segment.end)
+
+    def geometry(self, param: nn.Parameter) -> torch.Tensor:
+        """Return a meta tensor with the parameter's own shape and strides."""
+        spec = self.layout.home[self.swizzle.index[id(param)]][1].spec
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+
+    def name(self, param: nn.Parameter) -> str:
+        """Return the parameter's name in its model."""
+        return self.layout.home[self.swizzle.index[id(param)]][1].spec.name
+
+    @contextmanager
+    def gathered(self, params: Sequence[nn.Parameter], *, write: bool) -> Iterator[None]:
+        """Hold parameters, full and current, for the length of a block."""
+        home, held = self.layout.home, self.swizzle.params
+        indices = [self.swizzle.index[id(p)] for p in params]
+        buckets = tuple(dict.fromkeys(home[i][0] for i in indices))
+        self.quiesce()
+        with self.lend(buckets, "gathered"):
+            before = {i: swizzle.version(held[i]) for i in indices}
+            yield
+            changed = [i for i, v in before.items() if swizzle.version(held[i]) != v]
+            if write:
+                for bucket, segment in (home[i] for i in indices):
+                    self.manager.write(bucket, segment.offset, segment.end)
+        if changed and not write:
+            for bucket in {home[i][0] for i in changed}:
+                self.manager.give_up(bucket)
+            names = ", ".join(repr(home[i][1].spec.name) for i in changed)
+            raise StateError(
+                f"parameter {names} was written inside gathered(write=False); the write is undone",
+                advice="use hetero.gathered(..., write=True)",
+            )
+        for bucket in buckets:
+            self.manager.settle(bucket)
+
+    # -- borders ---------------------------------------------------------------------------------
+
+    def quiesce(self) -> None:
+        """Bring every gradient and every written parameter home (before a step or a read)."""
+        self._settle_backward()
+        self.grads.flush_pending()
+        for bucket in list(self.manager.replicas):
+            self.manager.settle(bucket)
+
+    def _functorch_refusal(self) -> StateError:
+        return StateError(
+            "functorch transforms (torch.func.grad, vmap, ...) do not see paged parameters",
+            advice="use plain autograd, or hetero.release the model first",
+        )
+
+
+def _segment_at(segments: Sequence[Any], offset: int) -> Any:
+    """Return the segment that holds an element offset."""
+    low, high = 0, len(segments) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if segments[middle].offset <= offset:
+            low = middle
+        else:
+            high = middle - 1
+    return segments[low]

@@ -1,0 +1,123 @@
+"""Binding parameters to frames: the only place that assigns ``param.data`` (floor 2).
+
+A bound parameter is a view into its replica. An unbound one is a single NaN, expanded to the
+parameter's shape, under a class whose ``__torch_function__`` faults the bytes in (fault.py). The
+class follows the binding, not residency, so nothing outside an access reads a frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hetero.memory.layout import Layout
+from hetero.memory.manager import Replica
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+plainly = torch._C.DisableTorchFunctionSubclass
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return one poison element expanded to ``shape``, in a storage of its own."""
+    if dtype.is_floating_point or dtype.is_complex:
+        element = torch.full((), float("nan"), dtype=dtype, device=device)
+    else:
+        element = torch.full((), 1, dtype=dtype, device=device)
+    return element.expand(tuple(shape))
+
+
+class Swizzle:
+    """The parameters of one model, by bucket, and how each stands: bound, or a placeholder."""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        layout: Layout,
+        device: torch.device,
+        paged: type[nn.Parameter],
+        pinned: type[nn.Parameter],
+    ) -> None:
+        self.params = list(params)
+        self.layout = layout
+        self._classes = (paged, pinned)
+        specs = [segment.spec for _, segment in layout.home]
+        self._placeholders = [placeholder(s.shape, s.dtype, device) for s in specs]
+        self._of_bucket = [[self.params[s.index] for s in b.segments] for b in layout.buckets]
+        self._empty = [[self._placeholders[s.index] for s in b.segments] for b in layout.buckets]
+        self._versions: list[list[int]] = [[] for _ in layout.buckets]
+        self.bound = [0] * len(layout.buckets)
+        self.index = {id(p): i for i, p in enumerate(self.params)}
+        self.by_placeholder = {
+            p.untyped_storage()._cdata: i for i, p in enumerate(self._placeholders)
+        }
+
+    def bind(self, replica: Replica) -> None:
+        """Point a bucket's parameters at its replica; nested bindings are counted."""
+        bucket = replica.bucket.id
+        self.bound[bucket] += 1
+        if self.bound[bucket] > 1:
+            return
+        pinned = self._classes[1]
+        versions = []
+        for param, view in zip(self._of_bucket[bucket], replica.views, strict=True):
+            param.__class__ = pinned
+            _set_data(param, view)
+            versions.append(_version(param))
+        self._versions[bucket] = versions
+
+    def unbind(self, bucket: int) -> list[int]:
+        """Take parameters off the replica; return positions of those written meanwhile."""
+        self.bound[bucket] -= 1
+        if self.bound[bucket] > 0:
+            return []
+        paged = self._classes[0]
+        written = []
+        row = zip(self._of_bucket[bucket], self._empty[bucket], self._versions[bucket], strict=True)
+        for position, (param, empty, version) in enumerate(row):
+            if _version(param) != version:
+                written.append(position)
+            _set_data(param, empty)
+            param.__class__ = paged
+        return written
+
+    def page(self, index: int) -> None:
+        """Make a plain parameter an unbound one, for the first time."""
+        param = self.params[index]
+        _set_data(param, self._placeholders[index])
+        param.__class__ = self._classes[0]
+
+    def restore(self, index: int, value: torch.Tensor) -> None:
+        """Make a parameter plain again, with ``value`` as its data."""
+        plain(self.params[index], value)
+
+
+def point(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Point a plain parameter at ``value``, which holds the same numbers."""
+    _set_data(param, value)
+
+
+def plain(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Make a parameter a plain one, whatever it was, with ``value`` as its data."""
+    param.__class__ = nn.Parameter
+    _set_data(param, value)
+
+
+def version(param: torch.Tensor) -> int:
+    """Return a parameter's version counter, bound or not."""
+    with plainly():
+        return int(param._version)
+
+
+def get_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Return ``param.grad`` without a fault."""
+    with plainly():
+        return param.grad
+
+
+def set_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Set ``param.grad`` without a fault."""
+    with plainly():
+        param.grad = grad

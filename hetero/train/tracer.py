@@ -1,0 +1,79 @@
+"""The tracer and the cursor: what a step did, and where in its plan the next one stands (floor 2).
+
+[Note: second sight]  The first trace ever seen is planned for at once. A different one is planned
+for only when it comes twice in a row, so that one odd step does not cost the plan of the usual one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from hetero.plan.planner import next_use
+from hetero.plan.schedule import Op, Schedule
+from hetero.plan.trace import Access, Trace
+
+
+class Cursor:
+    """Follows accesses along a schedule and resynchronises after a deviation."""
+
+    def __init__(self, build: Callable[[Trace], Schedule]) -> None:
+        self.schedule: Schedule | None = None
+        self.deviations = 0
+        self._build = build
+        self._seen: list[Access] = []
+        self._before: tuple[Access, ...] = ()
+        self._uses: dict[int, list[int]] = {}
+        self._at = -1
+
+    def observe(self, access: Access) -> tuple[Op, ...]:
+        """Record an access and return the ops to issue, none when off plan."""
+        self._seen.append(access)
+        schedule = self.schedule
+        if schedule is None:
+            return ()
+        accesses, here = schedule.trace.accesses, self._at + 1
+        if here < len(accesses) and accesses[here] == access:
+            self._at = here
+            return schedule.ops[here + 1]
+        return self._resynchronise(schedule, access)
+
+    def border(self) -> tuple[Op, ...]:
+        """End the step: plan for its trace where that is due, return the ops of the border."""
+        trace = Trace(tuple(self._seen))
+        self._seen.clear()
+        self._at = -1
+        known = self.schedule.trace.accesses if self.schedule else None
+        if trace.accesses and trace.accesses != known:
+            if self.schedule is None or trace.accesses == self._before:
+                self.plan(trace)
+        self._before = trace.accesses
+        return self.schedule.at(-1) if self.schedule else ()
+
+    def plan(self, trace: Trace) -> None:
+        """Follow a new schedule from the next step on."""
+        self.schedule = self._build(trace)
+        self._uses = trace.uses()
+
+    def replan(self) -> None:
+        """The limits changed: plan again for the trace that is being followed."""
+        if self.schedule is not None:
+            self.plan(self.schedule.trace)
+
+    def next_use(self, bucket: int) -> float:
+        """Return how far away a bucket's next use is; 0 when nothing is planned (then: LRU)."""
+        if self.schedule is None:
+            return 0.0
+        use = next_use(self._uses.get(bucket, ()), self._at)
+        return use - self._at if math.isfinite(use) else math.inf
+
+    def _resynchronise(self, schedule: Schedule, access: Access) -> tuple[Op, ...]:
+        """Jump forward to the access, with the ops of what was skipped; stay when it is not there."""
+        self.deviations += 1
+        accesses = schedule.trace.accesses
+        for there in range(self._at + 2, len(accesses)):
+            if accesses[there] == access:
+                skipped = range(self._at + 1, there + 1)
+                self._at = there
+                return tuple(op for point in skipped for op in schedule.at(point))
+        return ()

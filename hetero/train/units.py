@@ -1,0 +1,139 @@
+"""Finding the units of a model: what is fetched as a whole (floor 2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from hetero.errors import ConfigError
+
+LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """A module whose parameters are fetched together; ``module`` is None for parameters that
+    belong to a container and are fetched when they are touched."""
+
+    name: str
+    module: nn.Module | None
+
+
+def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[Unit]:
+    """Return the units of ``model`` in definition order.
+
+    The repeated blocks of ModuleLists and Sequentials are units, then each remaining subtree.
+    ``patterns`` (module names or globs) overrides that; parameters outside every named module are
+    fetched when they are touched.
+    """
+    if patterns is not None:
+        return named_units(model, patterns)
+    if not has_blocks(model) and (model._parameters or not any(model.children())):
+        return [Unit("", model)]
+    return list(unique(split(model, "")))
+
+
+def named_units(model: nn.Module, patterns: Sequence[str]) -> list[Unit]:
+    """Return the outermost modules that match a pattern; one that matches nothing is an error."""
+    names = dict(model.named_modules())
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"units: {pattern!r} matches no module",
+                advice=f"names look like {', '.join(list(names)[1:5])}",
+            )
+    chosen = [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
+    outer = [n for n in chosen if not any(n != m and inside(n, m) for m in chosen)]
+    return [Unit(name, names[name]) for name in outer]
+
+
+def inside(name: str, outer: str) -> bool:
+    """Return whether a dotted name is ``outer`` or lies below it."""
+    return outer == "" or name == outer or name.startswith(outer + ".")
+
+
+def has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def repeated(parent: nn.Module) -> set[type]:
+    """Return the classes that stand at least twice among a list's children with parameters."""
+    if not isinstance(parent, LISTS):
+        return set()
+    counts = Counter(type(child) for child in parent.children() if has_params(child))
+    return {kind for kind, n in counts.items() if n > 1}
+
+
+def has_blocks(module: nn.Module) -> bool:
+    """Return whether some list at or below ``module`` repeats a class."""
+    return any(repeated(m) for m in module.modules())
+
+
+def split(module: nn.Module, name: str) -> Iterator[Unit]:
+    """Yield the units below a module that is not one itself."""
+    blocks = repeated(module)
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        if not has_params(child):
+            continue
+        is_block = type(child) in blocks and not isinstance(child, LISTS)
+        if is_block or not has_blocks(child):
+            yield Unit(full, child)
+        else:
+            yield from split(child, full)
+
+
+def unique(units: Iterator[Unit]) -> Iterator[Unit]:
+    """Drop second appearances of a module that stands in several places."""
+    seen: set[int] = set()
+    for unit in units:
+        if id(unit.module) not in seen:
+            seen.add(id(unit.module))
+            yield unit
+
+
+def assign(model: nn.Module, units: list[Unit]) -> tuple[list[Unit], dict[str, int]]:
+    """Return all units, and the unit of every parameter name.
+
+    Parameters outside every unit's module form units of their own, one per owning module. A tied
+    parameter belongs to the first unit that holds it.
+    """
+    units = list(units)
+    of_module = {id(unit.module): i for i, unit in enumerate(units)}
+    by_name = {unit.name: i for i, unit in enumerate(units)}
+    loose: dict[str, int] = {}
+    home: dict[str, int] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, _ in model.named_parameters():
+        owner, _, _ = name.rpartition(".")
+        index = next(
+            (i for up in ancestors(owner) if (i := _unit_at(up, by_name, of_module, modules)) >= 0),
+            -1,
+        )
+        if index < 0:
+            if owner not in loose:
+                loose[owner] = len(units)
+                units.append(Unit(f"{owner or 'model'} (own parameters)", None))
+            index = loose[owner]
+        home[name] = index
+    return units, home
+
+
+def _unit_at(
+    name: str, by_name: dict[str, int], of_module: dict[int, int], modules: dict[str, nn.Module]
+) -> int:
+    """Return the unit whose module stands at a name, also under its second name; else -1."""
+    found = by_name.get(name)
+    return found if found is not None else of_module.get(id(modules[name]), -1)
+
+
+def ancestors(name: str) -> Iterator[str]:
+    """Yield a dotted name and all its prefixes, the empty one last."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
