@@ -54,6 +54,11 @@ class FrameMap:
     def used(self) -> int:
         return sum(run.length for run in self._runs.values())
 
+    @property
+    def end(self) -> int:
+        """The first address behind every run."""
+        return self._runs[self._starts[-1]].end if self._starts else 0
+
     def take(self, owner: int, start: int, length: int) -> None:
         """Give [start, start + length) to ``owner``; an overlap is a StateError."""
         hit = self.overlapping(start, length)

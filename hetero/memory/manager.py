@@ -252,7 +252,7 @@ class ChunkManager:
         for bucket_id, replica in list(self.replicas.items()):
             if not replica.pins and not replica.leased:
                 self.evict(bucket_id)
-        self.frames.limit = min(self.ceiling, max(self.frames.limit, self.frames.used + granules))
+        self.frames.limit = min(self.ceiling, max(self.frames.limit, self.frames.end + granules))
 
     def _worth(self, bucket_id: int) -> tuple[float, float] | None:
         replica = self.replicas[bucket_id]

@@ -133,7 +133,7 @@ def state_bytes_per_element(optimizer: torch.optim.Optimizer) -> dict[torch.dtyp
     worker, step = make_worker(optimizer), raw_step(type(optimizer))
     found: dict[torch.dtype, int] = {}
     for group in optimizer.param_groups:
-        for dtype in {p.dtype for p in group["params"]} - set(found):
+        for dtype in {p.dtype for p in group["params"] if p.requires_grad} - set(found):
             probe = torch.zeros(4, 4, dtype=dtype)
             probe.grad = torch.zeros_like(probe)
             flags = {k: v for k, v in group.items() if k != "lr"}

@@ -277,6 +277,8 @@ class Runtime:
             with swizzle.plainly():  # only the class took part, no parameter's bytes
                 return func(*args, **kwargs)
         phase = self._phase()
+        if _task() != NO_TASK:
+            self.touch(buckets[0])  # backward moves on: let go of the unit it was at
         with self.lend(buckets, "fault"):
             for bucket in buckets:
                 self._look_ahead(phase, self.layout.buckets[bucket].unit, (bucket,))

@@ -1,0 +1,174 @@
+"""Run a case plain and prepared, side by side, and compare every number bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetero.api import engine_of, prepare_tuned
+from hetero.config import Config
+from hetero.errors import BudgetError
+from hetero.train.engine import Engine, Tuning, draw
+from tests.equivalence.zoo import Case, Loop
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+STEPS = 6
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@dataclass
+class Seen:
+    """What a prepared run did besides giving the right numbers."""
+
+    evictions: int = 0
+    fetches: int = 0
+    misses: int = 0
+    chunks: int = 0
+    mode: str = ""
+    hbm: int = 0
+    peak: int = 0
+    weights: bytes = b""
+
+
+def compare(
+    case: Case,
+    make: MakeOptimizer = adamw,
+    *,
+    hbm: int | None,
+    chunk_bytes: int = 256,
+    device: Any = "cpu",
+    tuning: Tuning | None = None,
+    steps: int = STEPS,
+) -> Seen:
+    """Train both sides for ``steps`` steps; any difference is an AssertionError."""
+    torch.manual_seed(11)
+    plain = case.build()
+    prepared = copy.deepcopy(plain)
+    optimizer = make(plain)
+    config = Config.load(device=device, hbm=hbm, chunk_bytes=chunk_bytes)
+    model, paged = prepare_tuned(prepared, make(prepared), config, tuning)
+    seen = Seen(hbm=hbm or 0)
+    for number in range(steps):
+        left = one_step(case, plain, optimizer, number, prepared=False)
+        right = one_step(case, model, paged, number, prepared=True)
+        same(left, right, f"{case.name}: losses of step {number}")
+        same(grads(plain), grads(model), f"{case.name}: gradients of step {number}")
+        optimizer.step()
+        paged.step()
+        optimizer.zero_grad()
+        paged.zero_grad()
+        same(values(plain), values(model), f"{case.name}: weights after step {number}")
+        note(seen, engine_of(model))
+    same(states(plain, optimizer), states(model, paged), f"{case.name}: optimizer states")
+    seen.weights = b"".join(v.contiguous().numpy().tobytes() for v in values(model))
+    return seen
+
+
+def one_step(case: Case, model: nn.Module, optimizer: Any, number: int, *, prepared: bool) -> list:
+    torch.manual_seed(1000 + number)
+    data = case.data(torch.Generator().manual_seed(number))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # create_graph=True warns about cycles
+        results = case.step(Loop(model, optimizer, data, number, prepared))
+    return [r.detach().clone() for r in results]
+
+
+def grads(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [v.clone() for v in model.state_dict().values()]
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    found = []
+    for state in optimizer.state_dict()["state"].values():
+        found.extend(torch.as_tensor(v) for _, v in sorted(state.items()) if v is not None)
+    return found
+
+
+def same(left: list, right: list, what: str) -> None:
+    assert len(left) == len(right), what
+    for i, (a, b) in enumerate(zip(left, right, strict=True)):
+        if a is None or b is None:
+            assert a is None and b is None, f"{what}: {i} is {a} and {b}"
+            continue
+        assert a.shape == b.shape and a.dtype == b.dtype, f"{what}: {i}"
+        # Bits, not values: -0.0 is not 0.0, and a NaN equals the same NaN.
+        bits = torch.equal(a.contiguous().view(-1).view(torch.uint8), raw(b))
+        assert bits, f"{what}: number {i} differs by {(a.double() - b.double()).abs().max()}"
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def note(seen: Seen, engine: Engine) -> None:
+    counts = engine.stats.counts
+    seen.evictions += counts["evict"] + counts["discard"]
+    seen.fetches += counts["fetch"]
+    seen.misses += counts["miss"]
+    seen.chunks = engine.blueprint.layout.n_chunks
+    seen.mode = engine.mode
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Budgets of a case: the activations it was measured to keep, and its parameters."""
+
+    activations: int
+    smallest: int
+    params: int
+
+    def of(self, share: float) -> int:
+        """Return an ``hbm`` under which ``share`` of the parameters fit as frames."""
+        return self.activations + max(self.smallest, int(share * self.params))
+
+
+def measure(case: Case, make: MakeOptimizer, chunk_bytes: int) -> Budget:
+    """Train one step with room for everything, and note what the activations took."""
+    torch.manual_seed(11)
+    model = case.build()
+    plan = draw(model, make(model), Config.load(chunk_bytes=chunk_bytes))
+    params = sum(b.n_bytes for b in plan.layout.buckets)
+    least = plan.granules(plan.widest) * plan.granule_bytes
+    buffers = sum(b.nbytes for b in model.buffers())
+    config = Config.load(device="cpu", hbm=1 << 30, chunk_bytes=chunk_bytes)
+    model, optimizer = prepare_tuned(model, make(model), config, None)
+    top = 0
+    for number in range(STEPS):
+        engine = engine_of(model)
+        engine._become_resident = lambda needed: None  # type: ignore[method-assign]
+        one_step(case, model, optimizer, number, prepared=True)
+        if engine.mode == "paged":
+            top = max(top, engine._activations_seen())
+        optimizer.step()
+        optimizer.zero_grad()
+    return Budget(top + buffers, least, params)
+
+
+def smallest(case: Case, budget: Budget, run: Callable[[int], Seen]) -> Seen:
+    """Run at the smallest budget that works; a case that needs more frames at once says so."""
+    hbm = budget.of(0.0)
+    while True:
+        try:
+            return run(hbm)
+        except BudgetError as error:
+            assert error.needed_bytes > 0, "a BudgetError names what would have worked"
+            hbm += max(budget.smallest // 4, 256)
+            if hbm > budget.of(1.0) + 2 * budget.smallest:
+                raise

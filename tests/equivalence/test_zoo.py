@@ -1,0 +1,34 @@
+"""Every model of the zoo trains bit for bit as it does without hetero."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero.device import SimDevice
+from tests.equivalence.harness import adamw, compare, measure, sgd, smallest
+from tests.equivalence.zoo import CASES, Case
+
+ESCAPES = {"kept_views", "create_graph", "ema", "written_outside"}  # hold what others evict
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_a_model_trains_bitwise_at_its_smallest_budget(case: Case) -> None:
+    budget = measure(case, sgd, 256)
+    seen = smallest(case, budget, lambda hbm: compare(case, sgd, hbm=hbm, chunk_bytes=256))
+    assert seen.mode == "paged"
+    assert seen.chunks >= 5
+    assert seen.evictions >= 3
+    assert seen.fetches > seen.chunks // 8
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_a_model_trains_bitwise_on_deferred_copies(case: Case) -> None:
+    budget = measure(case, adamw, 512)
+    device = SimDevice(seed=hash(case.name) % 997, checked=True)
+    seen = smallest(
+        case,
+        budget,
+        lambda hbm: compare(case, adamw, hbm=hbm + budget.params // 4, chunk_bytes=512, device=device),
+    )
+    assert seen.mode == "paged"
+    assert seen.evictions >= 3

@@ -1,0 +1,453 @@
+"""Who may import whom, and who may touch what: the house rules of ARCHITECTURE.md, over `ast`."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "hetero"
+FLOORS = {
+    **dict.fromkeys(("types", "config", "errors", "version", "device", "io", "events"), 0),
+    **dict.fromkeys(("memory", "plan"), 1),
+    "train": 2,
+    "parallel": 3,
+    **dict.fromkeys(("api", "checkpoint", "export", "cli"), 4),
+    **dict.fromkeys(("report", "integrations", "bench", "recipes"), 4),
+}
+PRODUCT = 4  # rooms of the top floor may stand on each other (cli on report/, bench/, recipes/)
+PRINTERS = ("cli", "report", "bench", "recipes")
+HOOK = re.compile(r"_?register_\w*hook")
+SAVED = re.compile(r"(_(push|pop)_saved_tensors_default_hooks|saved_tensors_hooks|save_on_cpu)")
+
+Trees = Mapping[str, ast.Module]
+Rule = Callable[[Trees], "list[str]"]
+
+
+def parse(sources: Mapping[str, str]) -> dict[str, ast.Module]:
+    """Return {dotted module name without ``hetero.``: tree}; the package itself is ''."""
+    return {name: ast.parse(text) for name, text in sources.items()}
+
+
+def house() -> dict[str, str]:
+    """Return the source of every module, without ``hetero/__init__.py``, which is exempt."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        if parts:
+            found[".".join(parts)] = path.read_text(encoding="utf-8")
+    return found
+
+
+def room(module: str) -> str:
+    return module.split(".")[0]
+
+
+def imported(tree: ast.AST, module: str = "") -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of every import, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = ["hetero", *module.split(".")][: -node.level]
+                base = ".".join([*parents, *([base] if base else [])])
+            yield node.lineno, base
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def own_imports(trees: Trees, module: str) -> list[tuple[int, str]]:
+    """Return (line, module) of the hetero modules that a module imports; '' is the package."""
+    found = []
+    for line, name in imported(trees[module], module):
+        head, _, rest = name.partition(".")
+        if head == "hetero" and (rest in trees or not rest or rest in FLOORS):
+            found.append((line, rest))
+    # `from hetero.x import y` also yields the bare package of `from hetero import x`: keep targets
+    precise = {line for line, rest in found if rest}
+    return [(line, rest) for line, rest in found if rest or line not in precise]
+
+
+def dotted(node: ast.expr) -> str:
+    """Return ``a.b.c`` for an attribute chain on a name, '' for anything else."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def uses(tree: ast.AST, module: str, name: str) -> list[int]:
+    """Return the lines that import or name ``name`` (a module) or anything under it."""
+    lines = [n for n, given in imported(tree, module) if f"{given}.".startswith(f"{name}.")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and f"{dotted(node)}.".startswith(f"{name}."):
+            lines.append(node.lineno)
+    return sorted(set(lines))
+
+
+def only_in(*allowed: str) -> Callable[[str], bool]:
+    """Return whether a module is one of ``allowed``: modules, or rooms with all they hold."""
+    return lambda module: module in allowed or any(module.startswith(f"{a}.") for a in allowed)
+
+
+# -- the rules -----------------------------------------------------------------------------------
+
+
+def wrong_floor(trees: Trees) -> list[str]:
+    bad = []
+    for module in trees:
+        if room(module) not in FLOORS:
+            bad.append(f"{module}: has no floor")
+            continue
+        here = FLOORS[room(module)]
+        for line, target in own_imports(trees, module):
+            there = FLOORS[room(target)] if target else PRODUCT
+            same = room(target) == room(module) or (here == there and here in (0, PRODUCT))
+            if there > here or (there == here and not same):
+                bad.append(f"{module}:{line} imports {target or 'hetero'} of floor {there}")
+    return bad
+
+
+def cycle(trees: Trees) -> list[str]:
+    edges = {m: {t for _, t in own_imports(trees, m) if t in trees and t != m} for m in trees}
+    done: set[str] = set()
+
+    def walk(module: str, path: tuple[str, ...]) -> list[str]:
+        if module in path:
+            return [" -> ".join([*path[path.index(module) :], module])]
+        if module in done:
+            return []
+        found = [c for target in sorted(edges[module]) for c in walk(target, (*path, module))]
+        done.add(module)
+        return found
+
+    return [found for module in sorted(edges) for found in walk(module, ())]
+
+
+def plan_imports_torch(trees: Trees) -> list[str]:
+    bad, seen = [], set()
+    todo = [module for module in trees if room(module) == "plan"]
+    while todo:
+        module = todo.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        bad += [f"{module}:{line}" for line in uses(trees[module], module, "torch")]
+        todo += [target for _, target in own_imports(trees, module) if target in trees]
+    return bad
+
+
+def plan_imports_memory(trees: Trees) -> list[str]:
+    return naming(trees, "hetero.memory", lambda module: room(module) != "plan")
+
+
+def memory_imports_upwards(trees: Trees) -> list[str]:
+    banned = ("hetero.plan", "torch.nn", "torch.distributed")
+    return [b for name in banned for b in naming(trees, name, lambda m: room(m) != "memory")]
+
+
+def naming(trees: Trees, name: str, may: Callable[[str], bool]) -> list[str]:
+    return [
+        f"{module}:{line} names {name}"
+        for module, tree in trees.items()
+        if not may(module)
+        for line in uses(tree, module, name)
+    ]
+
+
+def names_cuda(trees: Trees) -> list[str]:
+    return naming(trees, "torch.cuda", only_in("device"))
+
+
+def names_distributed(trees: Trees) -> list[str]:
+    return naming(trees, "torch.distributed", only_in("train.zero", "parallel", "checkpoint"))
+
+
+def names_ecosystem(trees: Trees) -> list[str]:
+    may = only_in("integrations", "recipes")
+    return [b for n in ("accelerate", "transformers", "peft") for b in naming(trees, n, may)]
+
+
+def targets(node: ast.AST) -> list[ast.expr]:
+    """Return the single targets that a statement assigns or deletes."""
+    if isinstance(node, (ast.Assign, ast.Delete)):
+        todo = list(node.targets)
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.NamedExpr)):
+        todo = [node.target]
+    elif isinstance(node, ast.withitem):
+        todo = [node.optional_vars] if node.optional_vars else []
+    else:
+        return []
+    flat: list[ast.expr] = []
+    while todo:
+        target = todo.pop()
+        if isinstance(target, (ast.Tuple, ast.List)):
+            todo += target.elts
+        elif isinstance(target, ast.Starred):
+            todo.append(target.value)
+        else:
+            flat.append(target)
+    return flat
+
+
+def setters(tree: ast.AST, attribute: str) -> set[str]:
+    """Return the names that stand for ``<something>.<attribute>.__set__`` in a module."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        pairs = [(target, node.value) for target in node.targets]
+        if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs = list(zip(node.targets[0].elts, node.value.elts, strict=False))
+        for target, value in pairs:
+            if isinstance(target, ast.Name) and is_setter(value, attribute):
+                found.add(target.id)
+    return found
+
+
+def is_setter(node: ast.expr, attribute: str) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == "__set__"
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == attribute
+    )
+
+
+def assigns(trees: Trees, attribute: str, may: Callable[[str], bool]) -> list[str]:
+    """Return where an attribute is assigned: plainly, by setattr, or through its descriptor."""
+    bad = []
+    for module, tree in trees.items():
+        if may(module):
+            continue
+        names = setters(tree, attribute)
+        for node in ast.walk(tree):
+            hit = any(isinstance(t, ast.Attribute) and t.attr == attribute for t in targets(node))
+            if isinstance(node, ast.Call):
+                func = node.func
+                hit |= is_setter(func, attribute)
+                hit |= isinstance(func, ast.Name) and func.id in names
+                hit |= (
+                    dotted(func) in ("setattr", "object.__setattr__")
+                    and len(node.args) > 1
+                    and isinstance(node.args[1], ast.Constant)
+                    and node.args[1].value == attribute
+                )
+            if hit:
+                bad.append(f"{module}:{getattr(node, 'lineno', '?')} assigns .{attribute}")
+    return bad
+
+
+def assigns_data(trees: Trees) -> list[str]:
+    return assigns(trees, "data", only_in("train.swizzle"))
+
+
+def assigns_pins(trees: Trees) -> list[str]:
+    return assigns(trees, "pins", only_in("memory.manager"))
+
+
+def pushes_saved_tensors_hooks(trees: Trees) -> list[str]:
+    bad = []
+    for module, tree in trees.items():
+        if module == "train.activation":
+            continue
+        for node in ast.walk(tree):
+            name = getattr(node, "attr", getattr(node, "id", getattr(node, "name", "")))
+            if isinstance(node, (ast.Attribute, ast.Name, ast.alias)) and SAVED.search(name):
+                bad.append(f"{module}:{node.lineno} names {name}")
+    return bad
+
+
+def calls(trees: Trees, pattern: re.Pattern[str], may: Callable[[str], bool]) -> list[str]:
+    """Return where something is called whose last name matches."""
+    bad = []
+    for module, tree in trees.items():
+        if may(module):
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if pattern.fullmatch(name):
+                bad.append(f"{module}:{node.lineno} calls {name}")
+    return bad
+
+
+def registers_hooks(trees: Trees) -> list[str]:
+    return calls(trees, HOOK, only_in("train.hooks"))
+
+
+def changes_states(trees: Trees) -> list[str]:
+    return calls(trees, re.compile("transition"), only_in("memory.manager"))
+
+
+def prints(trees: Trees) -> list[str]:
+    written = [
+        f"{module}:{node.lineno} writes to a standard stream"
+        for module, tree in trees.items()
+        if not only_in(*PRINTERS)(module)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and dotted(node) in ("sys.stdout", "sys.stderr")
+    ]
+    return calls(trees, re.compile("print|pprint"), only_in(*PRINTERS)) + written
+
+
+RULES: dict[str, Rule] = {
+    "modules import lower floors and their own folder": wrong_floor,
+    "imports make no cycle": cycle,
+    "plan never imports torch": plan_imports_torch,
+    "plan never imports memory": plan_imports_memory,
+    "memory never imports plan, torch.nn or torch.distributed": memory_imports_upwards,
+    "only device.py names torch.cuda": names_cuda,
+    "only zero, parallel and checkpoint name torch.distributed": names_distributed,
+    "accelerate, transformers and peft stay in their rooms": names_ecosystem,
+    "only swizzle.py assigns param.data": assigns_data,
+    "only manager.py changes a pin count": assigns_pins,
+    "only activation.py pushes saved-tensor hooks": pushes_saved_tensors_hooks,
+    "only hooks.py registers hooks": registers_hooks,
+    "only manager.py changes a copy's state": changes_states,
+    "only the product rooms print": prints,
+}
+
+PLANTED: list[tuple[str, dict[str, str]]] = [
+    ("modules import lower floors and their own folder", {"memory.a": "import hetero.train"}),
+    ("modules import lower floors and their own folder", {"memory.a": "import hetero"}),
+    ("modules import lower floors and their own folder", {"train.a": "from hetero import api"}),
+    ("modules import lower floors and their own folder", {"attic.a": ""}),
+    (
+        "modules import lower floors and their own folder",
+        {"types": "def f():\n from ..hetero.memory import x", "memory": ""},
+    ),
+    (
+        "imports make no cycle",
+        {"train.a": "from hetero.train import b", "train.b": "import hetero.train.a"},
+    ),
+    (
+        "imports make no cycle",
+        {
+            "train.a": "def f():\n from . import b",
+            "train.b": "from hetero.train.c import x",
+            "train.c": "from .a import y",
+        },
+    ),
+    ("plan never imports torch", {"plan.a": "def f():\n from torch import nn"}),
+    ("plan never imports torch", {"plan.a": "import hetero.io", "io": "import torch"}),
+    ("plan never imports memory", {"plan.a": "from hetero.memory.frame import FrameMap"}),
+    (
+        "memory never imports plan, torch.nn or torch.distributed",
+        {"memory.a": "import torch\nx = torch.nn.Linear"},
+    ),
+    (
+        "memory never imports plan, torch.nn or torch.distributed",
+        {"memory.a": "from torch import distributed"},
+    ),
+    (
+        "memory never imports plan, torch.nn or torch.distributed",
+        {"memory.a": "from hetero import plan"},
+    ),
+    ("only device.py names torch.cuda", {"train.a": "import torch\ntorch.cuda.synchronize()"}),
+    ("only device.py names torch.cuda", {"api": "from torch import cuda"}),
+    ("only device.py names torch.cuda", {"api": "import torch.cuda.nvtx"}),
+    (
+        "only zero, parallel and checkpoint name torch.distributed",
+        {"train.a": "import torch.distributed as dist"},
+    ),
+    ("accelerate, transformers and peft stay in their rooms", {"api": "import transformers"}),
+    ("only swizzle.py assigns param.data", {"train.a": "param.data = x"}),
+    ("only swizzle.py assigns param.data", {"train.a": "a, (b.data, c) = x"}),
+    ("only swizzle.py assigns param.data", {"train.a": "setattr(param, 'data', x)"}),
+    ("only swizzle.py assigns param.data", {"train.a": "torch.Tensor.data.__set__(p, x)"}),
+    (
+        "only swizzle.py assigns param.data",
+        {"train.a": "get, put = T.data.__get__, T.data.__set__\nput(p, x)"},
+    ),
+    ("only manager.py changes a pin count", {"train.a": "replica.pins += 1"}),
+    (
+        "only activation.py pushes saved-tensor hooks",
+        {"train.a": "torch._C._autograd._push_saved_tensors_default_hooks(a, b)"},
+    ),
+    (
+        "only activation.py pushes saved-tensor hooks",
+        {"train.a": "from torch.autograd.graph import saved_tensors_hooks"},
+    ),
+    ("only hooks.py registers hooks", {"train.a": "module.register_full_backward_hook(f)"}),
+    ("only hooks.py registers hooks", {"train.a": "m.register_forward_pre_hook(f)"}),
+    ("only hooks.py registers hooks", {"api": "p.register_post_accumulate_grad_hook(f)"}),
+    (
+        "only manager.py changes a copy's state",
+        {"train.a": "table.transition(0, tier, new, 'why')"},
+    ),
+    ("only the product rooms print", {"train.a": "print('hello')"}),
+    ("only the product rooms print", {"memory.a": "import sys\nsys.stderr.write('x')"}),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.replace(" ", "_"))
+def test_the_house_keeps(rule: str) -> None:
+    assert RULES[rule](parse(house())) == []
+
+
+@pytest.mark.parametrize(("rule", "sources"), PLANTED)
+def test_a_planted_violation_is_caught(rule: str, sources: dict[str, str]) -> None:
+    assert RULES[rule](parse(sources)) != []
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"device": "import torch\ntorch.cuda.synchronize()"},
+        {"train.swizzle": "put = torch.Tensor.data.__set__\nput(p, x)\np.data = x"},
+        {"train.fault": "put = T.data.__set__\nif func == put: pass\nx = p.data\np.data.copy_(x)"},
+        {"train.activation": "_autograd._push_saved_tensors_default_hooks(a, b)"},
+        {"train.hooks": "module.register_forward_hook(f)"},
+        {"memory.manager": "table.transition(0, t, s, 'w')\nreplica.pins -= 1"},
+        {"cli": "from hetero.report import x\nprint(x)", "report": ""},
+        {"train.a": "from hetero.memory import b", "memory.b": "import torch"},
+        {"plan.a": "from hetero.types import Tier", "types": "", "plan": ""},
+        {"report.html": "print('x')", "bench.run": "import hetero", "recipes.t": "import peft"},
+    ],
+)
+def test_what_is_allowed_breaks_no_rule(sources: dict[str, str]) -> None:
+    assert [bad for rule in RULES.values() for bad in rule(parse(sources))] == []
+
+
+def test_every_floor_below_the_top_is_inhabited() -> None:
+    rooms = {room(module) for module in house()}
+
+    assert {"types", "config", "errors", "device", "events", "memory", "plan", "train"} <= rooms
+
+
+def modules_after(statement: str) -> set[str]:
+    """Return ``sys.modules`` of a fresh interpreter after a statement."""
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
+    return set(done.stdout.split())
+
+
+def test_importing_hetero_does_not_load_torch() -> None:
+    loaded = modules_after("import hetero; hetero.Config; hetero.BudgetError")
+
+    assert "hetero.config" in loaded
+    assert "torch" not in loaded
+
+
+def test_importing_the_plan_does_not_load_torch() -> None:
+    loaded = modules_after("import hetero.plan.planner, hetero.plan.schedule, hetero.plan.trace")
+
+    assert "hetero.plan.planner" in loaded
+    assert "torch" not in loaded
+
+
+def test_a_torch_bound_name_of_hetero_loads_torch_when_it_is_used() -> None:
+    assert "torch" in modules_after("import hetero; hetero.prepare")
