@@ -1,0 +1,88 @@
+"""Optimizers and flavours, at four budgets and two chunk sizes, on both CPU backends."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hetero.device import SimDevice
+from tests.equivalence.harness import MakeOptimizer, compare, measure, smallest
+from tests.equivalence.zoo import BY_NAME
+
+O = torch.optim
+FLAVOURS = {
+    "sgd": partial(O.SGD, lr=0.05, momentum=0.9),
+    "sgd_nesterov": partial(O.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd_fused": partial(O.SGD, lr=0.05, momentum=0.9, fused=True),
+    "adam": partial(O.Adam, lr=1e-2),
+    "adam_amsgrad": partial(O.Adam, lr=1e-2, amsgrad=True, maximize=True),
+    "adamw_single": partial(O.AdamW, lr=1e-2, foreach=False),
+    "adamw_foreach": partial(O.AdamW, lr=1e-2, foreach=True),
+    "adamw_fused": partial(O.AdamW, lr=1e-2, fused=True),
+    "rmsprop": partial(O.RMSprop, lr=1e-3, centered=True, momentum=0.5),
+}
+OTHERS = {
+    "nadam": partial(O.NAdam, lr=1e-3),
+    "radam": partial(O.RAdam, lr=1e-3),
+    "adamax": partial(O.Adamax, lr=1e-3),
+    "adagrad": partial(O.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
+    "adadelta": partial(O.Adadelta, lr=1.0),
+    "asgd": partial(O.ASGD, lr=1e-2, t0=2),
+    "rprop": partial(O.Rprop, lr=1e-3),
+    "adafactor": partial(O.Adafactor, lr=1e-2),
+    "tensor_lr": partial(O.Adam, lr=torch.tensor(1e-2), foreach=False),
+    "capturable": partial(O.Adam, lr=1e-2, foreach=False, weight_decay=0.1, decoupled_weight_decay=True),
+}
+
+
+def over(make: partial[O.Optimizer]) -> MakeOptimizer:
+    """Return a maker with two groups that share buckets."""
+
+    def build(model: nn.Module) -> O.Optimizer:
+        plain = [p for n, p in model.named_parameters() if p.requires_grad and "norm" not in n]
+        norms = [p for n, p in model.named_parameters() if p.requires_grad and "norm" in n]
+        return make([{"params": plain}, {"params": norms, "lr": 3e-3}])
+
+    return build
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, None], ids=["smallest", "25%", "50%", "all"])
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_an_optimizer_steps_bitwise_at_every_budget(flavour: str, share: float | None) -> None:
+    make = over(FLAVOURS[flavour])
+    backends = ("cpu", SimDevice(seed=3, checked=True))
+    for (chunk_bytes, device), name in zip(
+        itertools.product((256, 1024), backends), ("tied", "attention", "mixture", "convolutional"),
+        strict=True,
+    ):
+        case = BY_NAME[name]
+        budget = measure(case, make, chunk_bytes)
+        if share is None:
+            seen = compare(case, make, hbm=1 << 24, chunk_bytes=chunk_bytes, device=device)
+            assert seen.mode == "resident"
+            continue
+
+        def run(hbm: int) -> object:
+            return compare(case, make, hbm=hbm, chunk_bytes=chunk_bytes, device=device)  # noqa: B023
+
+        seen = run(budget.of(share)) if share else smallest(case, budget, run)
+        assert seen.mode == "paged" and seen.chunks >= 5 and seen.evictions >= 3
+
+
+@pytest.mark.parametrize("flavour", OTHERS)
+def test_every_other_rule_steps_bitwise_while_paged(flavour: str) -> None:
+    make = over(OTHERS[flavour])
+    case = BY_NAME["mixture"]
+    budget = measure(case, make, 256)
+    seen = compare(case, make, hbm=budget.of(0.3), chunk_bytes=256)
+    assert seen.mode == "paged" and seen.evictions >= 3
+
+
+@pytest.mark.parametrize("name", ["untied", "layer_drop", "clip_norm", "thawing"])
+def test_a_model_without_budget_is_resident_and_bitwise(name: str) -> None:
+    seen = compare(BY_NAME[name], over(FLAVOURS["adam"]), hbm=None)
+    assert seen.mode == "resident" and seen.misses == 0

@@ -1,0 +1,536 @@
+"""Settings are parsed once, checked together, and bounded by what the container really allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+import hetero
+from hetero.config import (
+    NOT_YET,
+    Config,
+    HostLimit,
+    describe_limit,
+    host_limit,
+    paranoid,
+    parse_bytes,
+    read_number,
+)
+
+MIB = 2**20
+UNLIMITED_V1 = 2**63 - 4096
+
+# -- sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "n_bytes"),
+    [
+        (1, 1),
+        (2**40, 2**40),
+        ("7B", 7),
+        ("3KB", 3000),
+        ("3KiB", 3072),
+        ("2MB", 2_000_000),
+        ("512MiB", 512 * MIB),
+        ("8GB", 8 * 10**9),
+        ("20GiB", 20 * 2**30),
+        ("20 GiB", 20 * 2**30),
+        ("1.5GiB", 3 * 2**29),
+        ("0.5KiB", 512),
+        ("2TB", 2 * 10**12),
+        ("1TiB", 2**40),
+    ],
+)
+def test_a_size_is_an_int_or_a_number_with_a_unit(given: object, n_bytes: int) -> None:
+    assert parse_bytes(given) == n_bytes
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("8gb ", "8 GiBB", "8gib", "8  GiB", " 8GiB", "-8GiB", "+8GiB", "8", "", "GiB", "1e3GiB"),
+        *("nan", "inf", "infGiB", ".5GiB", "1_000B", "0B", "0.4B", "1,5GiB", "8GiB\n"),
+        *(0, -1, True, False, 1.5, float("nan"), float("inf"), None, b"8GiB", [8], (8, "GiB")),
+    ],
+    ids=repr,
+)
+def test_anything_else_is_not_a_size(given: object) -> None:
+    with pytest.raises(hetero.ConfigError, match="is not a size") as caught:
+        parse_bytes(given, "hbm")
+
+    assert "hbm" in str(caught.value)
+    assert "'20GiB'" in caught.value.advice
+
+
+def test_a_size_beyond_every_float_is_refused_like_any_other_mistake() -> None:
+    with pytest.raises(hetero.ConfigError, match="is not a size"):
+        parse_bytes("9" * 400 + "GiB", "hbm")
+
+
+def test_a_whole_number_of_bytes_is_taken_exactly() -> None:
+    assert parse_bytes("9007199254740993B") == 2**53 + 1
+
+
+def test_a_refused_size_says_how_many_bytes_were_understood() -> None:
+    with pytest.raises(hetero.ConfigError, match="understood 0 bytes"):
+        parse_bytes("0GiB")
+    with pytest.raises(hetero.ConfigError, match="no bytes understood"):
+        parse_bytes("many")
+
+
+# -- settings ------------------------------------------------------------------------------------
+
+
+def test_sizes_are_ints_once_loaded() -> None:
+    config = Config.load(hbm="1GiB", host="2GB", chunk_bytes="64KiB")
+
+    assert (config.hbm, config.host, config.chunk_bytes) == (2**30, 2 * 10**9, 65536)
+
+
+def test_every_setting_may_be_left_out() -> None:
+    assert Config.load() == Config()
+
+
+def test_settings_given_by_name_win_over_the_source() -> None:
+    base = Config.load(hbm="1GiB", units=["a"])
+
+    assert Config.load(base, hbm="2GiB") == Config(hbm=2**31, units=("a",))
+    assert Config.load({"hbm": "1GiB"}, hbm=None) == Config()
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config.load().hbm = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("chunk_bytse", "chunk_bytes"), ("hmb", "hbm"), ("hosts", "host"), ("unit", "units")],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_known_one(key: str, meant: str) -> None:
+    with pytest.raises(hetero.ConfigError, match=f"'{key}', did you mean {meant}"):
+        Config.load({key: 1})
+
+
+def test_an_unknown_key_like_no_other_gets_no_guess() -> None:
+    with pytest.raises(hetero.ConfigError, match="unknown setting 'qqq'") as caught:
+        Config.load(qqq=1)
+
+    assert "did you mean" not in str(caught.value)
+    assert "chunk_bytes" in caught.value.advice
+
+
+def test_a_key_that_is_no_string_is_an_unknown_setting() -> None:
+    with pytest.raises(hetero.ConfigError, match="unknown setting 5"):
+        Config.load({5: 1})  # type: ignore[dict-item]
+
+
+def test_a_setting_that_has_not_arrived_yet_says_so() -> None:
+    for key in NOT_YET:
+        with pytest.raises(hetero.ConfigError, match=f"{key}= is not available in this version"):
+            Config.load({key: "x"})
+
+
+def test_no_setting_is_both_here_and_not_here_yet() -> None:
+    assert not set(NOT_YET) & {field.name for field in dataclasses.fields(Config)}
+
+
+def test_all_problems_come_in_one_error() -> None:
+    with pytest.raises(hetero.ConfigError) as caught:
+        Config.load(hmb="1GiB", qqq=2, hbm=-1, chunk_bytes=100, precision="fp12", device="tpu")
+
+    message = str(caught.value)
+    for part in ("'hmb', did you mean hbm", "'qqq'", "hbm=-1", "chunk_bytes=100", "fp12", "tpu"):
+        assert part in message
+
+
+@pytest.mark.parametrize("given", [0, -64, 63, 65, "100B", True])
+def test_a_chunk_size_that_is_no_positive_multiple_of_64_is_refused(given: object) -> None:
+    with pytest.raises(hetero.ConfigError, match="chunk_bytes"):
+        Config.load(chunk_bytes=given)
+
+
+@pytest.mark.parametrize(("given", "near"), [(100, 128), (1, 64), (65, 64), (1000, 1024)])
+def test_a_misaligned_chunk_size_names_the_nearest_right_one(given: int, near: int) -> None:
+    with pytest.raises(hetero.ConfigError, match=f"nearest value is {near}"):
+        Config.load(chunk_bytes=given)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu", "cpu:sim", None])
+def test_a_known_device_is_kept_as_it_is(device: str | None) -> None:
+    assert Config.load(device=device).device == device
+
+
+def test_units_are_kept_as_a_tuple_of_names() -> None:
+    assert Config.load(units=["layers.*", "head"]).units == ("layers.*", "head")
+
+
+@pytest.mark.parametrize("units", ["layers.*", ["a", 3], 5, 1.5], ids=repr)
+def test_units_that_are_no_list_of_names_are_refused(units: object) -> None:
+    with pytest.raises(hetero.ConfigError, match="units"):
+        Config.load(units=units)
+
+
+@pytest.mark.parametrize("source", [5, ["hbm"], b"x.toml", object()], ids=type)
+def test_a_config_that_is_no_mapping_is_refused(source: object) -> None:
+    with pytest.raises(hetero.ConfigError, match=type(source).__name__):
+        Config.load(source)  # type: ignore[arg-type]
+
+
+def test_a_mapping_is_left_as_it_was() -> None:
+    given = {"hbm": "1GiB"}
+    Config.load(given, host="1GiB")
+
+    assert given == {"hbm": "1GiB"}
+
+
+# -- TOML ----------------------------------------------------------------------------------------
+
+
+def test_a_toml_file_gives_the_settings(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('hbm = "1GiB"\ndevice = "cpu"\nunits = ["größe.*"]\n', encoding="utf-8")
+    right = Config(hbm=2**30, device="cpu", units=("größe.*",))
+
+    assert Config.load(path) == right
+    assert Config.load(str(path)) == right
+
+
+def test_a_toml_mistake_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('hbm = "1GiB"\nhost = = 3\n')
+
+    with pytest.raises(hetero.ConfigError, match="line 2") as caught:
+        Config.load(path)
+    assert "run.toml" in str(caught.value)
+
+
+def test_a_key_given_twice_in_toml_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("hbm = 1\nhbm = 2\n")
+
+    with pytest.raises(hetero.ConfigError, match=r"run\.toml"):
+        Config.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# nothing here\n"])
+def test_an_empty_toml_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+
+    with pytest.raises(hetero.ConfigError, match="is empty"):
+        Config.load(path)
+
+
+def test_a_missing_toml_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(hetero.ConfigError, match=r"none\.toml.*No such file"):
+        Config.load(tmp_path / "none.toml")
+
+
+def test_a_toml_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"hbm = \xff\xfe\n")
+
+    with pytest.raises(hetero.ConfigError, match=r"run\.toml"):
+        Config.load(path)
+
+
+def test_a_directory_is_no_toml_file(tmp_path: Path) -> None:
+    with pytest.raises(hetero.ConfigError, match="config file"):
+        Config.load(tmp_path)
+
+
+def test_wrong_values_of_a_toml_file_are_found_together(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('hbm = "lots"\n[table]\nx = 1\n')
+
+    with pytest.raises(hetero.ConfigError, match=r"(?s)hbm='lots'.*'table'"):
+        Config.load(path)
+
+
+# -- the container's limit -----------------------------------------------------------------------
+# Every fixture is a fake root: {path: contents}. Limits are far below what any machine has free.
+
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+V1_LINE = "12:cpu,cpuacct:/x\n9:memory:{}\n1:name=systemd:/x\n"
+
+LIMITED: dict[str, tuple[dict[str, str], int, str]] = {
+    "version 2": (
+        {
+            "proc/self/cgroup": "0::/job\n",
+            f"{V2}/job/memory.max": f"{64 * MIB}\n",
+            f"{V2}/job/memory.current": f"{24 * MIB}\n",
+        },
+        40 * MIB,
+        f"{V2}/job/memory.max",
+    ),
+    "version 2 in a namespace": (
+        {
+            "proc/self/cgroup": "0::/\n",
+            f"{V2}/memory.max": f"{64 * MIB}\n",
+            f"{V2}/memory.current": f"{MIB}\n",
+        },
+        63 * MIB,
+        f"{V2}/memory.max",
+    ),
+    "version 2, the parent is tighter": (
+        {
+            "proc/self/cgroup": "0::/pod/job/task\n",
+            f"{V2}/pod/memory.max": f"{32 * MIB}\n",
+            f"{V2}/pod/memory.current": f"{2 * MIB}\n",
+            f"{V2}/pod/job/memory.max": f"{64 * MIB}\n",
+            f"{V2}/pod/job/memory.current": f"{MIB}\n",
+            f"{V2}/pod/job/task/memory.max": "max\n",
+        },
+        30 * MIB,
+        f"{V2}/pod/memory.max",
+    ),
+    "version 2, the parent is fuller": (
+        {
+            "proc/self/cgroup": "0::/pod/job\n",
+            f"{V2}/pod/memory.max": f"{96 * MIB}\n",
+            f"{V2}/pod/memory.current": f"{90 * MIB}\n",
+            f"{V2}/pod/job/memory.max": f"{16 * MIB}\n",
+            f"{V2}/pod/job/memory.current": f"{MIB}\n",
+        },
+        6 * MIB,
+        f"{V2}/pod/memory.max",
+    ),
+    "version 2, only the throttling limit is set": (
+        {
+            "proc/self/cgroup": "0::/job\n",
+            f"{V2}/job/memory.max": "max\n",
+            f"{V2}/job/memory.high": f"{48 * MIB}\n",
+            f"{V2}/job/memory.current": f"{8 * MIB}\n",
+        },
+        40 * MIB,
+        f"{V2}/job/memory.high",
+    ),
+    "version 2, no usage file": (
+        {"proc/self/cgroup": "0::/job\n", f"{V2}/job/memory.max": f"{64 * MIB}\n"},
+        64 * MIB,
+        f"{V2}/job/memory.max",
+    ),
+    "version 2, usage is garbage": (
+        {
+            "proc/self/cgroup": "0::/job\n",
+            f"{V2}/job/memory.max": f"{64 * MIB}\n",
+            f"{V2}/job/memory.current": "a lot\n",
+        },
+        64 * MIB,
+        f"{V2}/job/memory.max",
+    ),
+    "version 2, over its limit": (
+        {
+            "proc/self/cgroup": "0::/job\n",
+            f"{V2}/job/memory.max": f"{64 * MIB}\n",
+            f"{V2}/job/memory.current": f"{65 * MIB}\n",
+        },
+        0,
+        f"{V2}/job/memory.max",
+    ),
+    "version 2, a colon and a space in the name": (
+        {
+            "proc/self/cgroup": "0::/kube:pod 7/job\n",
+            f"{V2}/kube:pod 7/memory.max": f"{64 * MIB}\n",
+        },
+        64 * MIB,
+        f"{V2}/kube:pod 7/memory.max",
+    ),
+    "version 2, the name leaves the namespace": (
+        {"proc/self/cgroup": "0::/../job\n", f"{V2}/memory.max": f"{64 * MIB}\n"},
+        64 * MIB,
+        f"{V2}/memory.max",
+    ),
+    "version 1": (
+        {
+            "proc/self/cgroup": V1_LINE.format("/job"),
+            f"{V1}/job/memory.limit_in_bytes": f"{64 * MIB}\n",
+            f"{V1}/job/memory.usage_in_bytes": f"{4 * MIB}\n",
+        },
+        60 * MIB,
+        f"{V1}/job/memory.limit_in_bytes",
+    ),
+    "version 1, nested, the job itself has no limit": (
+        {
+            "proc/self/cgroup": V1_LINE.format("/pod/job"),
+            f"{V1}/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
+            f"{V1}/pod/memory.limit_in_bytes": f"{64 * MIB}\n",
+            f"{V1}/pod/memory.usage_in_bytes": f"{8 * MIB}\n",
+            f"{V1}/pod/job/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
+            f"{V1}/pod/job/memory.usage_in_bytes": f"{8 * MIB}\n",
+        },
+        56 * MIB,
+        f"{V1}/pod/memory.limit_in_bytes",
+    ),
+    "version 1, the container mounts its own group at the root": (
+        {
+            "proc/self/cgroup": V1_LINE.format("/docker/0123abcd"),
+            f"{V1}/memory.limit_in_bytes": f"{64 * MIB}\n",
+            f"{V1}/memory.usage_in_bytes": f"{MIB}\n",
+        },
+        63 * MIB,
+        f"{V1}/memory.limit_in_bytes",
+    ),
+    "version 1, memory is mounted with another controller": (
+        {
+            "proc/self/cgroup": "4:hugetlb,memory:/job\n",
+            f"{V1}/job/memory.limit_in_bytes": f"{64 * MIB}\n",
+        },
+        64 * MIB,
+        f"{V1}/job/memory.limit_in_bytes",
+    ),
+    "hybrid, memory is under version 1": (
+        {
+            "proc/self/cgroup": V1_LINE.format("/job") + "0::/init.scope\n",
+            f"{V1}/job/memory.limit_in_bytes": f"{64 * MIB}\n",
+            f"{V1}/job/memory.usage_in_bytes": "0\n",
+            f"{V2}/unified/init.scope/cgroup.procs": "1\n",
+        },
+        64 * MIB,
+        f"{V1}/job/memory.limit_in_bytes",
+    ),
+    "hybrid, both limit": (
+        {
+            "proc/self/cgroup": V1_LINE.format("/job") + "0::/job\n",
+            f"{V1}/job/memory.limit_in_bytes": f"{64 * MIB}\n",
+            f"{V2}/job/memory.max": f"{48 * MIB}\n",
+        },
+        48 * MIB,
+        f"{V2}/job/memory.max",
+    ),
+    "one line of garbage among good ones": (
+        {
+            "proc/self/cgroup": "\n:::\nnonsense\n0::/job\n",
+            f"{V2}/job/memory.max": f"{64 * MIB}\n",
+        },
+        64 * MIB,
+        f"{V2}/job/memory.max",
+    ),
+}
+
+UNLIMITED: dict[str, dict[str, str]] = {
+    "no such file": {},
+    "an empty cgroup file": {"proc/self/cgroup": ""},
+    "a cgroup without files": {"proc/self/cgroup": "0::/job\n"},
+    "version 2 says max everywhere": {
+        "proc/self/cgroup": "0::/pod/job\n",
+        f"{V2}/memory.max": "max\n",
+        f"{V2}/pod/memory.max": "max\n",
+        f"{V2}/pod/job/memory.max": "max\n",
+        f"{V2}/pod/job/memory.current": f"{MIB}\n",
+    },
+    "version 1 says 2^63 - 4096": {
+        "proc/self/cgroup": V1_LINE.format("/job"),
+        f"{V1}/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
+        f"{V1}/job/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
+        f"{V1}/job/memory.usage_in_bytes": f"{MIB}\n",
+    },
+    "version 1 rounds to 64 KiB pages": {
+        "proc/self/cgroup": V1_LINE.format("/job"),
+        f"{V1}/job/memory.limit_in_bytes": f"{2**63 - 65536}\n",
+    },
+    "a limit of minus one": {
+        "proc/self/cgroup": V1_LINE.format("/job"),
+        f"{V1}/job/memory.limit_in_bytes": "-1\n",
+    },
+    "another controller only": {
+        "proc/self/cgroup": "3:cpuset:/job\n2:memoryless:/job\n",
+        f"{V1}/job/memory.limit_in_bytes": f"{64 * MIB}\n",
+    },
+    "limits are garbage": {
+        "proc/self/cgroup": "0::/job\n",
+        f"{V2}/memory.max": "",
+        f"{V2}/job/memory.max": "64 megabytes\n",
+    },
+    "another job's limit": {
+        "proc/self/cgroup": "0::/job\n",
+        f"{V2}/jobs/memory.max": f"{64 * MIB}\n",
+        f"{V2}/job/child/memory.max": f"{64 * MIB}\n",
+    },
+}
+
+
+def fake_root(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("case", LIMITED)
+def test_the_tightest_cgroup_above_the_process_bounds_the_host(tmp_path: Path, case: str) -> None:
+    files, n_bytes, source = LIMITED[case]
+
+    assert host_limit(fake_root(tmp_path, files)) == HostLimit(n_bytes, str(tmp_path / source))
+
+
+@pytest.mark.parametrize("case", UNLIMITED)
+def test_without_a_cgroup_limit_the_machine_bounds_the_host(tmp_path: Path, case: str) -> None:
+    limit = host_limit(fake_root(tmp_path, UNLIMITED[case]))
+
+    assert limit.source == "free memory of the machine"
+    assert 0 < limit.n_bytes <= psutil.virtual_memory().total
+
+
+def test_a_cgroup_file_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    root = fake_root(tmp_path, {"proc/self/cgroup": "0::/pod/job\n"})
+    (root / V2 / "pod/job/memory.max").mkdir(parents=True)  # EISDIR, as root may read anything
+    fake_root(root, {f"{V2}/pod/memory.max": f"{64 * MIB}\n"})
+
+    assert host_limit(root) == HostLimit(64 * MIB, str(root / V2 / "pod/memory.max"))
+
+
+def test_a_list_of_cgroups_that_cannot_be_read_is_no_limit(tmp_path: Path) -> None:
+    (tmp_path / "proc/self/cgroup").mkdir(parents=True)
+
+    assert host_limit(tmp_path).source == "free memory of the machine"
+
+
+def test_a_limit_file_of_bytes_that_are_no_text_is_passed_over(tmp_path: Path) -> None:
+    root = fake_root(tmp_path, {"proc/self/cgroup": "0::/job\n", f"{V2}/job/memory.max": ""})
+    (root / V2 / "job/memory.max").write_bytes(b"\xff\xfe\x00")
+
+    assert read_number(root / V2 / "job/memory.max") is None
+    assert host_limit(root).source == "free memory of the machine"
+
+
+def test_a_cgroup_whose_name_is_no_utf8_is_followed_all_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / V2 / os.fsdecode(b"job\xff")
+    folder.mkdir(parents=True)
+    (folder / "memory.max").write_text(f"{64 * MIB}\n")
+    fake_root(tmp_path, {"proc/self/cgroup": ""})
+    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/job\xff\n")
+
+    assert host_limit(tmp_path).n_bytes == 64 * MIB
+
+
+def test_the_limit_of_this_very_process_is_found() -> None:
+    limit = host_limit()
+
+    assert limit.n_bytes > 0
+    assert limit.source
+
+
+def test_a_limit_is_described_with_its_source() -> None:
+    assert describe_limit(HostLimit(3 * 2**29, "/x/memory.max")) == "1.5 GiB (/x/memory.max)"
+
+
+@pytest.mark.parametrize(
+    ("value", "asked"), [(None, False), ("", False), ("0", False), ("1", True), ("yes", True)]
+)
+def test_paranoia_is_asked_for_by_one_variable(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, asked: bool
+) -> None:
+    if value is None:
+        monkeypatch.delenv("HETERO_PARANOID", raising=False)
+    else:
+        monkeypatch.setenv("HETERO_PARANOID", value)
+
+    assert paranoid() is asked
