@@ -34,11 +34,18 @@ class Saved(NamedTuple):
     version: int
 
 
-class Delegated(NamedTuple):
-    """What the enclosing hooks made of a tensor, and how they read it back."""
+class Held:
+    """What a graph keeps: counted in the footprint for as long as the graph holds it."""
 
-    unpack: Callable[[Any], torch.Tensor]
-    packed: Any
+    __slots__ = ("_footprint", "_key")
+
+    def __init__(self, footprint: Footprint, key: int, n_bytes: int) -> None:
+        self._footprint = footprint
+        self._key = key
+        footprint.hold(key, n_bytes)
+
+    def __del__(self) -> None:
+        self._footprint.drop(self._key)
 
 
 class Kept(NamedTuple):
@@ -46,6 +53,15 @@ class Kept(NamedTuple):
 
     tensor: torch.Tensor
     version: int
+    held: Held
+
+
+class Delegated(NamedTuple):
+    """What the enclosing hooks made of a tensor, and how they read it back."""
+
+    unpack: Callable[[Any], torch.Tensor]
+    packed: Any
+    held: Held | None
 
 
 class Swizzled(Protocol):
@@ -59,51 +75,49 @@ class Swizzled(Protocol):
 
 
 class Footprint:
-    """Bytes that autograd keeps between forward and backward, by distinct storage."""
+    """Bytes that autograd graphs hold, by distinct storage, and their peak."""
 
-    __slots__ = ("_seen", "largest_bytes", "live_bytes", "output_bytes", "peak_bytes")
-    __slots__ += ("recompute_bytes",)
+    __slots__ = ("_uses", "largest_bytes", "live_bytes", "output_bytes", "peak_bytes")
 
     def __init__(self) -> None:
-        self.peak_bytes = 0
-        self.recompute_bytes = 0
-        self.largest_bytes = 0
-        self.output_bytes = 0
         self.live_bytes = 0
-        self._seen: set[int] = set()
+        self._uses: dict[int, list[int]] = {}
+        self.restart()
 
     @property
     def bound_bytes(self) -> int:
-        """Bytes kept at the peak, with a bound on temporaries.
+        """Bytes held at the peak, with a bound on temporaries.
 
-        Measured: storages saved, storages recomputed at once, the model's outputs. Bounded: two
-        tensors of the largest size in flight in backward, and the loss's copy and gradient of the
-        outputs (a head's float upcast peaks at three times its logits).
+        Measured: storages that graphs hold, those recomputed in backward among them, and the
+        model's outputs. Bounded: two tensors of the largest size in flight in backward, and the
+        loss's copy and gradient of the outputs (a head's float upcast peaks at three times its
+        logits).
         """
-        kept = self.peak_bytes + self.recompute_bytes
-        return kept + 2 * self.largest_bytes + 3 * self.output_bytes
+        return self.peak_bytes + 2 * self.largest_bytes + 3 * self.output_bytes
 
-    def saw(self, cdata: int, n_bytes: int) -> None:
-        """Count a saved storage once."""
-        self.largest_bytes = max(self.largest_bytes, n_bytes)
-        if cdata in self._seen:
+    def hold(self, key: int, n_bytes: int) -> None:
+        """A graph holds a storage once more."""
+        row = self._uses.get(key)
+        if row is not None:
+            row[0] += 1
             return
-        self._seen.add(cdata)
+        self._uses[key] = [1, n_bytes]
         self.live_bytes += n_bytes
-        if torch._C._current_graph_task_id() != -1:
-            self.recompute_bytes = max(self.recompute_bytes, self.live_bytes)
-        else:
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.largest_bytes = max(self.largest_bytes, n_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def settle(self) -> None:
-        """A backward pass, or the recomputation of a unit, is over: what it kept is gone."""
-        self._seen.clear()
-        self.live_bytes = 0
+    def drop(self, key: int) -> None:
+        """A graph lets go of a storage."""
+        row = self._uses[key]
+        row[0] -= 1
+        if row[0] == 0:
+            self.live_bytes -= row[1]
+            del self._uses[key]
 
     def restart(self) -> None:
-        """Begin a new measurement."""
-        self.peak_bytes = self.recompute_bytes = self.largest_bytes = self.output_bytes = 0
-        self.settle()
+        """Begin a new measurement; what is held stays counted."""
+        self.peak_bytes = self.live_bytes
+        self.largest_bytes = self.output_bytes = 0
 
 
 class Pack:
@@ -128,12 +142,12 @@ class Pack:
         saved = self._swizzled.locate(tensor, cdata)
         if saved is not None:
             return saved
-        if self.outer is not None:
-            if torch._C._current_graph_task_id() != -1:
-                self._footprint.saw(cdata, storage.nbytes())
-            return Delegated(self.outer[1], self.outer[0](tensor))
-        self._footprint.saw(cdata, storage.nbytes())
-        return Kept(tensor, tensor._version)
+        if self.outer is None:
+            return Kept(tensor, tensor._version, Held(self._footprint, cdata, storage.nbytes()))
+        # An enclosing checkpoint drops what it is given in forward and keeps it in recomputation.
+        recomputed = torch._C._current_graph_task_id() != -1
+        held = Held(self._footprint, cdata, storage.nbytes()) if recomputed else None
+        return Delegated(self.outer[1], self.outer[0](tensor), held)
 
 
 class SavedTensors:
@@ -175,7 +189,7 @@ class SavedTensors:
         if isinstance(packed, Saved):
             return self._swizzled.resolve(packed)
         if isinstance(packed, Kept):
-            tensor, then = packed
+            tensor, then, _ = packed
             if tensor._version != then:
                 what = f"[{tensor.type()} {list(tensor.shape)}]"
                 raise RuntimeError(CHANGED.format(what=what, now=tensor._version, then=then))

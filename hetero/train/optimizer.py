@@ -72,7 +72,9 @@ class Optimizer(torch.optim.Optimizer):
         engine = getattr(self, "_engine", None)  # torch's constructor calls this too
         if engine is not None:
             params = param_group["params"]
-            for param in [params] if isinstance(params, torch.Tensor) else list(params):
+            params = [params] if isinstance(params, torch.Tensor) else list(params)
+            param_group = {**param_group, "params": params}  # it may have been a generator
+            for param in params:
                 if not engine.owns(param):
                     raise ConfigError(
                         f"a parameter of shape {list(param.shape)} is not of the prepared model",

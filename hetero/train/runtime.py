@@ -223,7 +223,6 @@ class Runtime:
         self._graph_task = NO_TASK
         self._close_backward()
         self.grads.flush_pending()
-        self.saved.footprint.settle()
 
     def _close_backward(self) -> None:
         if self._open is not None:
