@@ -83,6 +83,9 @@ class Device(Protocol):
     def total_bytes(self) -> int | None:
         """Return the physical size of HBM; None where it is RAM."""
 
+    def free_bytes(self) -> int | None:
+        """Return what other users of the device leave of HBM; None where it is RAM."""
+
     def reset_peak(self) -> None:
         """Start a new measurement of the allocator's peak."""
 
@@ -168,6 +171,9 @@ class CpuDevice:
     def total_bytes(self) -> int | None:
         return None
 
+    def free_bytes(self) -> int | None:
+        return None
+
     def reset_peak(self) -> None: ...
 
     def allocated_peak(self) -> int | None:
@@ -191,6 +197,7 @@ class SimDevice(CpuDevice):
     Args:
         seed: order in which idle streams make progress by themselves.
         h2d_bytes_per_second, d2h_bytes_per_second: link rates on the virtual clock; None: instant.
+        shared_link: both directions share one link, as on a half-duplex bus.
         checked: also digest every source, so that a source changed in flight (write after read)
             is a TransferError and not only a wrong number.
         lazy: how often a stream makes progress unasked, in [0, 1].
@@ -208,11 +215,13 @@ class SimDevice(CpuDevice):
         seed: int = 0,
         h2d_bytes_per_second: float | None = None,
         d2h_bytes_per_second: float | None = None,
+        shared_link: bool = False,
         checked: bool = False,
         lazy: float = 0.25,
     ) -> None:
         super().__init__()
         self.rates = {Lane.H2D: h2d_bytes_per_second, Lane.D2H: d2h_bytes_per_second}
+        self.shared_link = shared_link
         self.checked = checked
         self.clock_seconds = 0.0
         self._random = random.Random(seed)
@@ -228,7 +237,8 @@ class SimDevice(CpuDevice):
         self._tick()
         after = tuple(after)
         rate = self.rates[lane]
-        start = max(self._free_at[lane], self.clock_seconds, *(t.end for t in after), 0.0)
+        free_at = max(self._free_at.values()) if self.shared_link else self._free_at[lane]
+        start = max(free_at, self.clock_seconds, *(t.end for t in after), 0.0)
         end = start + (src.numel() / rate if rate else 0.0)
         self._free_at[lane] = end
         ready = all(t.done for t in after)
@@ -384,6 +394,9 @@ class CudaDevice:
 
     def total_bytes(self) -> int | None:
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
+
+    def free_bytes(self) -> int | None:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

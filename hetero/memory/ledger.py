@@ -15,7 +15,7 @@ class Ledger:
     def __init__(self, budgets: Mapping[Tier, int | None]) -> None:
         self.budgets = dict(budgets)
         self._used: Counter[tuple[Tier, Kind]] = Counter()
-        self._peak: Counter[Tier] = Counter()
+        self._peak: Counter[tuple[Tier, Kind | None]] = Counter()
 
     def charge(self, tier: Tier, kind: Kind, n_bytes: int, what: str) -> None:
         """Debit ``n_bytes`` or raise BudgetError naming ``what`` and the shortfall."""
@@ -30,7 +30,8 @@ class Ledger:
                 needed_bytes=used + n_bytes,
             )
         self._used[tier, kind] += n_bytes
-        self._peak[tier] = max(self._peak[tier], used + n_bytes)
+        self._peak[tier, None] = max(self._peak[tier, None], used + n_bytes)
+        self._peak[tier, kind] = max(self._peak[tier, kind], self._used[tier, kind])
 
     def credit(self, tier: Tier, kind: Kind, n_bytes: int) -> None:
         """Give back what was charged; more than was charged is a StateError."""
@@ -44,9 +45,9 @@ class Ledger:
             return self._used[tier, kind]
         return sum(n for (t, _), n in self._used.items() if t is tier)
 
-    def peak(self, tier: Tier) -> int:
-        """Return the most bytes ever charged to a tier at once."""
-        return self._peak[tier]
+    def peak(self, tier: Tier, kind: Kind | None = None) -> int:
+        """Return the most bytes ever charged to a tier at once, of one kind or of all."""
+        return self._peak[tier, kind]
 
     def free(self, tier: Tier) -> int | None:
         """Return the bytes left under the budget, None where there is no budget."""

@@ -11,11 +11,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 INIT_STD = 0.02  # GPT-2's
+TOKEN_STD = 1.0  # of an untied embedding: the token must not drown in what the blocks write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """Shape of a `GPT`; the defaults have 31.8 million parameters."""
+    """Shape of a `GPT`; the defaults have 31.9 million parameters."""
 
     vocab: int = 256
     """Number of tokens; 256 for bytes."""
@@ -51,7 +52,8 @@ class Attention(nn.Module):
         qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return out
 
 
 class MLP(nn.Module):
@@ -63,7 +65,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x)))
+        out: torch.Tensor = self.down(F.gelu(self.up(x)))
+        return out
 
 
 class Block(nn.Module):
@@ -78,7 +81,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm_attention(x))
-        return x + self.mlp(self.norm_mlp(x))
+        mixed: torch.Tensor = x + self.mlp(self.norm_mlp(x))
+        return mixed
 
 
 class GPT(nn.Module):
@@ -98,7 +102,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weights: normal(0, 0.02), what writes to the residual stream / sqrt(2 layers)."""
+        """Draw the weights afresh; what writes to the residual stream starts small (GPT-2)."""
         residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
         for name, param in self.named_parameters():
             if param.dim() > 1:
@@ -106,6 +110,8 @@ class GPT(nn.Module):
                 param.normal_(0.0, residual_std if writes else INIT_STD)
             elif name.endswith("bias"):
                 param.zero_()
+        if not self.config.tied_head:
+            self.tokens.weight.normal_(0.0, TOKEN_STD)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [batch, tokens, vocab], or with ``targets`` the mean loss in nats.

@@ -56,5 +56,6 @@ def batches(
 
 def unigram_entropy(tokens: torch.Tensor) -> float:
     """Return the entropy of single bytes in nats: the loss of the best guess without context."""
-    shares = torch.bincount(tokens.long(), minlength=256).double() / len(tokens)
-    return -sum(p * math.log(p) for p in shares.tolist() if p > 0)
+    counts: list[int] = torch.bincount(tokens.long(), minlength=256).tolist()
+    shares = (count / len(tokens) for count in counts if count)
+    return -sum(share * math.log(share) for share in shares)

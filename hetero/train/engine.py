@@ -41,6 +41,9 @@ from hetero.train.units import Unit, assign, find_units
 from hetero.types import Kind, Lane, Tier, format_bytes
 
 CUDA_MARGIN = 0.05  # of the allocator's peak: segments are not perfectly reused
+TRIM_BYTES = 16 * 2**20  # of freed originals, before the heap is asked to shrink
+WARM_STEPS = 3  # steps in which states appear and the heap has to settle
+CUDA_SHARE = 0.95  # of free HBM, when no budget is given
 CUDA_RESIDENT = 1.5  # a model is kept on the device when its states fit this many times
 
 
@@ -192,8 +195,9 @@ class Engine:
                 advice=f"hbm= takes at most {total} bytes",
             )
         cuda = self.device.torch_device.type == "cuda"
-        if hbm is None and cuda:
-            hbm = int(0.95 * torch.cuda.mem_get_info(self.device.torch_device)[0])
+        free = self.device.free_bytes()
+        if hbm is None and free is not None:
+            hbm = int(CUDA_SHARE * free)
         self.hbm = hbm
         if hbm is None or (cuda and hbm >= CUDA_RESIDENT * plan.home_bytes):
             self.mode = "resident"
@@ -262,6 +266,7 @@ class Engine:
         self._origin = self.params[0].device
         self.ledger.charge(Tier.HBM, Kind.BUFFER, self.buffer_bytes, "buffers")
         _move_buffers(self.model, place)
+        moved = 0
         for bucket in self.blueprint.layout.buckets:
             home = self.store.get(Kind.PARAM, PARAM, bucket)
             for segment, view in zip(bucket.segments, home.segments, strict=True):
@@ -271,7 +276,10 @@ class Engine:
                 swizzle.point(param, view)
                 if grad is not None:
                     self._grads_before[segment.index] = grad.to(place)
-        trim_heap()
+            moved += home.bytes.numel()
+            if moved > TRIM_BYTES or bucket.id == self.blueprint.layout.buckets[-1].id:
+                moved = 0
+                trim_heap()
         if self.mode == "resident":
             self._give_back_grads()
 
@@ -335,7 +343,7 @@ class Engine:
         if self.mode == "resident":
             self._worker.param_groups, self._worker.state = optimizer.param_groups, optimizer.state
             self._raw_step(self._worker)
-            self.steps += 1
+            self._count()
             return
         # 1. gradients and written parameters come home
         self.runtime.quiesce()
@@ -351,7 +359,7 @@ class Engine:
 
     def _border(self) -> None:
         """Between two steps: count, fit the frames to what was measured, begin to prefetch."""
-        self.steps += 1
+        self._count()
         counts, n_bytes = self.manager.counts, self.link.n_bytes
         self.stats = StepStats(Counter(n_bytes), Counter(counts))
         counts.clear()
@@ -361,9 +369,14 @@ class Engine:
         self.runtime.saved.footprint.restart()
         self.runtime.issue(self.runtime.train.border())
 
+    def _count(self) -> None:
+        self.steps += 1
+        if self.steps <= WARM_STEPS and self.device.torch_device.type == "cpu":
+            trim_heap()
+
     def _fit(self) -> bool:
         """Give frames what activations leave of the budget; True when the model became resident."""
-        needed = max(self.activation_bytes, self._activations_seen())
+        needed = max(self.activation_bytes, self.activations_seen())
         if self._measured and needed == self.activation_bytes:
             return False
         plan, hbm = self.blueprint, self.hbm or 0
@@ -393,7 +406,7 @@ class Engine:
         self.runtime.evaluate.replan()
         return False
 
-    def _activations_seen(self) -> int:
+    def activations_seen(self) -> int:
         """Return the bytes besides frames and buffers that this step held at its peak."""
         peak = self.device.allocated_peak()
         if peak is not None:

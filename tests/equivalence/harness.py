@@ -155,7 +155,7 @@ def measure(case: Case, make: MakeOptimizer, chunk_bytes: int) -> Budget:
         engine._become_resident = lambda needed: None  # type: ignore[method-assign]
         one_step(case, model, optimizer, number, prepared=True)
         if engine.mode == "paged":
-            top = max(top, engine._activations_seen())
+            top = max(top, engine.activations_seen())
         optimizer.step()
         optimizer.zero_grad()
     return Budget(top + buffers, least, params)

@@ -256,19 +256,16 @@ def test_contiguous_strides_are_torchs(shape: tuple[int, ...]) -> None:
 
 
 def llama_3_8b(dtype: torch.dtype) -> tuple[list[ParamSpec], list[str]]:
-    """Return the parameters of Llama 3 8B, a unit per block, the embedding, the norm and the head."""
+    """Return the parameters of Llama 3 8B: units are embedding, blocks, norm and head."""
     width, hidden, kv, vocab = 4096, 14336, 1024, 128256
-    block = {
-        **{"q": (width, width), "k": (kv, width), "v": (kv, width), "o": (width, width)},
-        **{"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)},
-        **{"norm1": (width,), "norm2": (width,)},
-    }
+    block = [(width, width)] * 2 + [(kv, width)] * 2  # q, o, k, v
+    block += [(hidden, width)] * 2 + [(width, hidden)] + [(width,)] * 2  # gate, up, down, norms
     names = ["embed", *(f"layers.{i}" for i in range(32)), "norm", "head"]
     specs = [spec((vocab, width), name="embed", dtype=dtype)]
     for i in range(32):
         specs += [
-            spec(shape, unit=i + 1, name=f"layers.{i}.{name}", dtype=dtype)
-            for name, shape in block.items()
+            spec(shape, unit=i + 1, name=f"layers.{i}.{j}", dtype=dtype)
+            for j, shape in enumerate(block)
         ]
     specs += [spec((width,), unit=33, name="norm", dtype=dtype)]
     specs += [spec((vocab, width), unit=34, name="head", dtype=dtype)]

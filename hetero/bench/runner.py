@@ -1,0 +1,97 @@
+"""Benchmarks: ratios measured in one run, each against the figure it has to reach (floor 4)."""
+
+from __future__ import annotations
+
+import operator
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from hetero.bench import engine, memory
+from hetero.errors import ConfigError
+from hetero.version import __version__
+
+COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One figure: its value, and whether it holds against what it has to reach."""
+
+    name: str
+    value: float
+    unit: str
+    op: str
+    reach: float
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a benchmark measured, where, and what is worth knowing besides."""
+
+    bench: str
+    cases: tuple[Case, ...]
+    machine: dict[str, Any]
+    detail: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return one JSON-ready object with the keys bench, cases, machine, detail."""
+        return {
+            "bench": self.bench,
+            "cases": [asdict(case) for case in self.cases],
+            "machine": self.machine,
+            "detail": self.detail,
+        }
+
+
+BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
+    "overhead": engine.overhead,
+    "access": engine.access,
+    "overlap": engine.overlap,
+    "misses": engine.misses,
+    "waste": memory.waste,
+    "host": memory.host,
+}
+
+
+def names() -> list[tuple[str, str]]:
+    """Return (name, one-line description) of every benchmark."""
+    return [(name, (run.__doc__ or "").splitlines()[0]) for name, run in BENCHES.items()]
+
+
+def run_bench(name: str, device: str | None = None) -> Result:
+    """Run one benchmark; ``device`` overrides where it runs, where that makes sense."""
+    if name not in BENCHES:
+        raise ConfigError(f"no benchmark {name!r}", advice=f"one of {', '.join(BENCHES)}")
+    figures = BENCHES[name](device)
+    cases = tuple(
+        Case(f.name, f.value, f.unit, f.op, f.reach, COMPARE[f.op](f.value, f.reach))
+        for f in figures.rows
+    )
+    return Result(name, cases, machine(device), figures.detail)
+
+
+def machine(device: str | None) -> dict[str, Any]:
+    """Describe this machine: what figures depend on, and nothing that names it."""
+    found: dict[str, Any] = {
+        "hetero": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else 0,
+        "threads": torch.get_num_threads(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "device": device or "default",
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found

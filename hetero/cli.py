@@ -1,0 +1,187 @@
+"""The command line: ``hetero train | doctor | bench`` (floor 4).
+
+Commands import what they need when they run, so that ``hetero --help`` is fast and loads no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hetero.errors import HeteroError
+from hetero.version import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hetero.bench.runner import Result
+    from hetero.recipes.train import TrainOptions
+
+UNUSABLE = 2  # exit status: the request cannot be honoured as given
+DISAPPOINTED = 1  # exit status: a check is red, or a benchmark does not hold
+SETTINGS = ("device", "hbm", "host")
+SHAPE = ("width", "layers", "heads", "context", "checkpoint_blocks")
+POSITIVE = click.IntRange(min=1)
+DEVICES = click.Choice(["cuda", "cpu", "cpu:sim"])
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON as the last line.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="hetero")
+def main() -> None:
+    """Virtual memory for training: any nn.Module trains inside a byte budget."""
+
+
+def option(name: str, kind: Any, text: str, default: str = "", **more: Any) -> Callable[..., Any]:
+    """Return an option that is None when not given; ``default`` is what help says happens then."""
+    said = f"{text}  [default: {default}]" if default else text
+    return click.option(name, type=kind, default=None, help=said, **more)
+
+
+@main.command()
+@option("--steps", POSITIVE, "Steps of the run and of its schedule.", "100")
+@option("--minutes", click.FloatRange(0, min_open=True), "Stop after this much training.", "never")
+@option("--batch", POSITIVE, "Sequences per step.", "2")
+@option("--context", POSITIVE, "Bytes per sequence.", "256")
+@option("--width", POSITIVE, "Features of the model.", "512")
+@option("--layers", POSITIVE, "Blocks of the model.", "10")
+@option("--heads", POSITIVE, "Attention heads per block.", "8")
+@option("--lr", click.FloatRange(0, min_open=True), "Peak learning rate.", "0.0005")
+@option("--hbm", str, "Device budget, as 120MiB; 'all' for none.", "a quarter of the states")
+@option("--host", str, "RAM budget, as 2GiB.", "what is free")
+@option("--device", DEVICES, "Where to compute.", "cuda when there is one, else cpu:sim")
+@option("--seed", int, "Seed of weights and batches.", "0")
+@option("--config", click.Path(exists=True, dir_okay=False), "TOML file of hetero settings.")
+@click.option(
+    "--text", multiple=True, help="File or directory to learn.  [default: Python's manual]"
+)
+@option(
+    "--checkpoint-blocks/--no-checkpoint-blocks",
+    None,
+    "Compute each block again in backward, or keep its activations.",
+    "compute again",
+)
+@json_option
+def train(as_json: bool, **given: Any) -> None:
+    """Train a byte-level GPT on real text inside a byte budget."""
+    with failures(as_json):
+        from hetero.recipes import show
+        from hetero.recipes.train import train as run
+
+        console = open_console(as_json)
+        options = train_options({k: v for k, v in given.items() if v is not None})
+        with show.watching(console, options.steps) as watch:
+            result = run(options, watch)
+        show.summary(console, result)
+        if as_json:
+            print_json(result.as_json())
+
+
+def train_options(given: dict[str, Any]) -> TrainOptions:
+    """Return the options of a run from what the command line gave."""
+    from hetero.recipes.train import TrainOptions, shape
+
+    settings = {key: given.pop(key) for key in SETTINGS if key in given}
+    model = shape(**{key: given.pop(key) for key in SHAPE if key in given})
+    return replace(TrainOptions(), model=model, settings=settings, **given)
+
+
+@main.command()
+@json_option
+def doctor(as_json: bool) -> None:
+    """Check this machine, and say how to fix what slows hetero down."""
+    with failures(as_json):
+        from hetero.recipes import show
+        from hetero.recipes.doctor import examine
+
+        report = examine()
+        if as_json:
+            print_json(report.as_json())
+        else:
+            show.examination(open_console(as_json), report)
+    sys.exit(0 if report.healthy else DISAPPOINTED)
+
+
+@main.command()
+@click.argument("name", required=False)
+@click.option("--list", "listing", is_flag=True, help="List the benchmarks.")
+@click.option("--all", "every", is_flag=True, help="Run all of them.")
+@option("--device", DEVICES, "Where to compute.", "as each benchmark says")
+@json_option
+def bench(name: str | None, listing: bool, every: bool, device: str | None, as_json: bool) -> None:
+    """Run a benchmark NAME; the exit status is 1 when one of its cases does not hold."""
+    with failures(as_json):
+        from hetero.bench.runner import names, run_bench
+
+        known = dict(names())
+        if listing:
+            show_list(known, as_json)
+            return
+        chosen = list(known) if every else [chosen_bench(name, known)]
+        results = [show_bench(run_bench(each, device), as_json) for each in chosen]
+    if not all(case.holds for result in results for case in result.cases):
+        sys.exit(DISAPPOINTED)
+
+
+def chosen_bench(name: str | None, known: dict[str, str]) -> str:
+    """Return the name of a benchmark; a usage error lists the names there are."""
+    if name is not None and name in known:
+        return name
+    said = "give a NAME, --all or --list" if name is None else f"there is no benchmark {name!r}"
+    raise click.UsageError(f"{said}; benchmarks: {', '.join(known)}")
+
+
+def show_list(known: dict[str, str], as_json: bool) -> None:
+    from hetero.recipes import show
+
+    if as_json:
+        print_json(known)
+    else:
+        show.bench_list(open_console(as_json), known.items())
+
+
+def show_bench(result: Result, as_json: bool) -> Result:
+    from hetero.recipes import show
+
+    if as_json:
+        print_json(result.as_json())
+    else:
+        show.benchmark(open_console(as_json), result)
+    return result
+
+
+# -- what commands share -------------------------------------------------------------------------
+
+
+@contextmanager
+def failures(as_json: bool) -> Iterator[None]:
+    """Turn a typed failure into a short message with its advice, and exit status 2."""
+    try:
+        yield
+    except HeteroError as error:
+        from hetero.recipes import show
+
+        show.failure(open_console(to_stderr=True), error)
+        if as_json:
+            kind = type(error).__name__
+            print_json({"error": kind, "message": error.args[0], "advice": error.advice})
+        sys.exit(UNUSABLE)
+
+
+def open_console(to_stderr: bool) -> Console:
+    """Return the console for people: standard error where standard output is for JSON."""
+    from rich.console import Console
+
+    return Console(stderr=to_stderr)
+
+
+def print_json(data: Any) -> None:
+    """Print one JSON object on one line of standard output."""
+    click.echo(json.dumps(data))

@@ -1,0 +1,295 @@
+"""What `hetero doctor` looks at: versions, devices, links, memory, cores, disk.
+
+Every check says what it found, whether that is good, and in one line what to do when it is not.
+None of them raises: what cannot be found out is reported as such.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from hetero.config import HostLimit, host_limit
+from hetero.device import CudaDevice, Device, release_slab
+from hetero.errors import ConfigError
+from hetero.types import Lane, format_bytes
+from hetero.version import __version__
+
+MIB, GIB = 2**20, 2**30
+OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 9)
+PROBE_BYTES = 256 * MIB  # of a copy whose rate is measured
+PROBE_COPIES = 4
+LARGEST_PROBE_BYTES = 8 * GIB  # page-locking more takes long and says little more
+SLOW_LINK_BYTES_PER_SECOND = 8e9  # half of PCIe 4.0 x8
+
+
+class Level(Enum):
+    """How good a finding is."""
+
+    GREEN = "green"
+    YELLOW = "yellow"
+    RED = "red"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding."""
+
+    name: str
+    level: Level
+    found: str
+    fix: str = ""
+    """What to do, in one line; empty when there is nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All findings."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Return whether nothing is red."""
+        return all(check.level is not Level.RED for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        rows = [{**dataclasses.asdict(c), "level": c.level.value} for c in self.checks]
+        return {"healthy": self.healthy, "checks": rows}
+
+
+def examine() -> Report:
+    """Look at this machine; with CUDA this copies and page-locks some memory for a few seconds."""
+    limit = host_limit()
+    checks = [
+        check_system(),
+        check_python(),
+        check_torch(),
+        *check_cuda(limit),
+        check_ram(limit),
+        check_cgroup(limit),
+        check_cores(),
+        check_omp(),
+        check_disk(Path.cwd()),
+    ]
+    return Report(tuple(checks))
+
+
+def graded(name: str, good: bool, found: str, fix: str, bad: Level = Level.YELLOW) -> Check:
+    """Return a check that is green without a fix, or ``bad`` with one."""
+    return Check(name, Level.GREEN, found) if good else Check(name, bad, found, fix)
+
+
+# -- software ------------------------------------------------------------------------------------
+
+
+def check_system() -> Check:
+    known = sys.platform == "linux"
+    return graded("system", known, platform.platform(), "hetero is tested on Linux")
+
+
+def check_python() -> Check:
+    good = sys.version_info[:2] >= OLDEST_PYTHON
+    return graded("python", good, platform.python_version(), "install Python >= 3.10", Level.RED)
+
+
+def check_torch() -> Check:
+    major, minor = torch.__version__.split(".")[:2]
+    found = f"{torch.__version__}, built for {build()}; hetero {__version__}"
+    good = (int(major), int(minor)) >= OLDEST_TORCH
+    return graded("torch", good, found, "pip install 'torch>=2.9'", Level.RED)
+
+
+def build() -> str:
+    """Return what torch was built for."""
+    if torch.version.cuda is not None:
+        return f"CUDA {torch.version.cuda}"
+    return "CPU" if torch.version.hip is None else f"ROCm {torch.version.hip}"
+
+
+# -- CUDA ----------------------------------------------------------------------------------------
+
+
+class Gpu(NamedTuple):
+    """What the driver says of a device."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    pcie: str
+
+
+def check_cuda(limit: HostLimit) -> Iterator[Check]:
+    """Yield the checks of the driver, the devices, the links and page-locking."""
+    driver, gpus, problem = ask_driver()
+    device = open_cuda()
+    if device is None:
+        yield check_no_cuda(gpus, problem)
+        return
+    yield Check("driver", Level.GREEN, driver or f"unknown ({problem})")
+    yield from (check_gpu(i, gpu) for i, gpu in enumerate(gpus))
+    yield from (check_rate(device, lane) for lane in (Lane.H2D, Lane.D2H))
+    yield check_memlock()
+    yield check_page_locking(device, limit)
+    device.close()
+
+
+def ask_driver() -> tuple[str, list[Gpu], str]:
+    """Return the driver's version, its devices, and why there are none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            handles = [
+                pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())
+            ]
+            return pynvml.nvmlSystemGetDriverVersion(), [gpu_of(pynvml, h) for h in handles], ""
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception as error:  # NVML has its own errors, and none of them matters here
+        return "", [], str(error) or type(error).__name__
+
+
+def gpu_of(nvml: Any, handle: Any) -> Gpu:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    try:
+        width = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+        pcie = f"PCIe {nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)} x{width}"
+    except nvml.NVMLError:
+        pcie = "PCIe unknown"  # a virtual device does not say
+    return Gpu(str(nvml.nvmlDeviceGetName(handle)), memory.total, memory.free, pcie)
+
+
+def open_cuda() -> CudaDevice | None:
+    """Return the CUDA device, None where torch sees none."""
+    try:
+        return CudaDevice()
+    except (ConfigError, RuntimeError):
+        return None
+
+
+def check_no_cuda(gpus: list[Gpu], problem: str) -> Check:
+    if not gpus:
+        found = f"none ({problem or 'no device'}); hetero runs on the CPU and on cpu:sim"
+        return Check("cuda", Level.YELLOW, found, "nothing, unless this machine has an NVIDIA GPU")
+    found = f"{gpus[0].name} is there, and torch does not see it (built for {build()})"
+    return Check("cuda", Level.RED, found, "install a CUDA build of torch that fits the driver")
+
+
+def check_gpu(index: int, gpu: Gpu) -> Check:
+    free, total = format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes)
+    found = f"{gpu.name}, {gpu.pcie}, HBM {free} free of {total}"
+    mostly_free = gpu.free_bytes > gpu.total_bytes / 2
+    return graded(f"gpu {index}", mostly_free, found, "end other processes on it, or set hbm=")
+
+
+def check_rate(device: Device, lane: Lane) -> Check:
+    """Return the measured rate of copies on a lane."""
+    name = f"{lane.value} rate"
+    try:
+        rate = measure(device, lane)
+    except RuntimeError as error:
+        return Check(name, Level.YELLOW, str(error).splitlines()[0], "free some device memory")
+    fix = "check the slot's PCIe width and the memlock limit: page-locked memory copies faster"
+    return graded(name, rate >= SLOW_LINK_BYTES_PER_SECOND, f"{rate / 1e9:.1f} GB/s", fix)
+
+
+def measure(device: Device, lane: Lane) -> float:
+    """Return bytes per second of large copies, after one to warm up."""
+    slab, arena = device.slab(PROBE_BYTES), device.arena(PROBE_BYTES)
+    ends = (slab.block, arena.block)
+    source, target = ends if lane is Lane.H2D else ends[::-1]
+    try:
+        device.sync(device.copy(lane, target, source))
+        began = device.now()
+        for _ in range(PROBE_COPIES):
+            ticket = device.copy(lane, target, source)
+        device.sync(ticket)
+        return PROBE_COPIES * PROBE_BYTES / (device.now() - began)
+    finally:
+        release_slab(slab)
+
+
+def check_memlock() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else format_bytes(soft)
+    # The driver locks pages itself, so a low limit does not always bite: the next check tells.
+    return graded("memlock limit", unlimited, found, "ulimit -l unlimited")
+
+
+def check_page_locking(device: Device, limit: HostLimit) -> Check:
+    """Return the largest block that could be page-locked, of those tried."""
+    most = min(LARGEST_PROBE_BYTES, limit.n_bytes // 4)
+    size, locked = PROBE_BYTES, 0
+    while size <= most and can_lock(device, size):
+        size, locked = 2 * size, size
+    found = f"{format_bytes(locked)} in one block, {format_bytes(most)} was the most to try"
+    return graded("page-locking", 2 * locked > most, found, "raise the memlock limit")
+
+
+def can_lock(device: Device, n_bytes: int) -> bool:
+    slab = device.slab(n_bytes)
+    try:
+        return slab.registered
+    finally:
+        release_slab(slab)
+
+
+# -- memory, cores, disk -------------------------------------------------------------------------
+
+
+def check_ram(limit: HostLimit) -> Check:
+    total = psutil.virtual_memory().total
+    found = f"{format_bytes(limit.n_bytes)} to take, of {format_bytes(total)}"
+    level = Level.YELLOW if limit.n_bytes >= GIB else Level.RED
+    return graded(
+        "ram", limit.n_bytes >= 4 * GIB, found, "end other processes, or set host=", level
+    )
+
+
+def check_cgroup(limit: HostLimit) -> Check:
+    """Return who limits the RAM; a container's limit hides behind the machine's numbers."""
+    return Check("ram limit", Level.GREEN, f"set by {limit.source}")
+
+
+def check_cores() -> Check:
+    cores, threads = usable_cores(), torch.get_num_threads()
+    found = f"{cores} usable, torch computes with {threads} threads"
+    fix = f"set OMP_NUM_THREADS={cores}, or torch.set_num_threads({cores})"
+    return graded("cores", 1 <= threads <= cores, found, fix)
+
+
+def usable_cores() -> int:
+    """Return the cores this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        return os.cpu_count() or 1
+
+
+def check_omp() -> Check:
+    names = sorted(n for n in os.environ if n.startswith(("OMP_", "MKL_", "KMP_", "GOMP_")))
+    found = ", ".join(f"{name}={os.environ[name]}" for name in names) or "no OMP_, MKL_ or KMP_"
+    alone = os.environ.get("OMP_NUM_THREADS") == "1" and usable_cores() > 1
+    return graded("omp settings", not alone, found, "unset OMP_NUM_THREADS to use all cores")
+
+
+def check_disk(folder: Path) -> Check:
+    free = shutil.disk_usage(folder).free
+    found = f"{format_bytes(free)} free in {folder}"
+    return graded("disk", free >= 10 * GIB, found, "free some space for checkpoints")

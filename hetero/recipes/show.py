@@ -1,0 +1,203 @@
+"""How runs, checks and benchmarks look in a terminal (the data comes from their own modules)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hetero.types import Kind, format_bytes
+
+if TYPE_CHECKING:  # these load torch, and rendering does not need it
+    from hetero.api import Status
+    from hetero.bench.runner import Result
+    from hetero.recipes.doctor import Check, Report
+    from hetero.recipes.train import StepReport, TrainResult
+
+PLAIN_LINES = 10  # how often a run is reported where there is no terminal
+COLOURS = {"green": "green", "yellow": "yellow", "red": "red"}
+
+
+# -- a run while it runs -------------------------------------------------------------------------
+
+
+@contextmanager
+def watching(console: Console, steps: int) -> Iterator[Callable[[StepReport], None]]:
+    """Show a bar on a terminal, and a line now and then elsewhere; yields the watcher."""
+    if not console.is_terminal:
+        yield lambda report: plain_line(console, report, steps)
+        return
+    with bar(console) as progress:
+        task = progress.add_task("train", total=steps, line="building the model")
+
+        def watch(report: StepReport) -> None:
+            progress.update(task, completed=report.step, line=step_line(report))
+
+        yield watch
+
+
+def bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[line]}"),
+        console=console,
+    )
+
+
+def plain_line(console: Console, report: StepReport, steps: int) -> None:
+    every = max(1, steps // PLAIN_LINES)
+    if report.step == 1 or report.step % every == 0:
+        line = f"step {report.step}/{steps}  {step_line(report)}"
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def step_line(report: StepReport) -> str:
+    """Return one step in one line: loss, speed, tiers, traffic, misses."""
+    status = report.status
+    moved = status.h2d_bytes + status.d2h_bytes
+    parts = [
+        f"loss {report.loss:.3f}",
+        f"{report.tokens / report.seconds:,.0f} tokens/s",
+        *(f"{name} {fill(row)}" for name, row in status.tiers.items()),
+        f"moved {format_bytes(moved)}/step",
+        f"{status.misses} misses",
+    ]
+    return "  ".join(parts)
+
+
+def fill(row: dict[str, int | None]) -> str:
+    """Return how full a tier is: ``98 MiB/120 MiB``, without a budget only what is used."""
+    used = format_bytes(row["used"] or 0)
+    return used if row["budget"] is None else f"{used}/{format_bytes(row['budget'])}"
+
+
+# -- a run when it is over -----------------------------------------------------------------------
+
+
+def summary(console: Console, result: TrainResult) -> None:
+    """Show what was where, and what came of it."""
+    console.print(what_was_where(result.status))
+    console.print(facts(run_facts(result)))
+
+
+def what_was_where(status: Status) -> Table:
+    """Return what each tier held at the end, by kind, and its budget and peak."""
+    table = Table(title="what was where", title_justify="left")
+    table.add_column("")
+    for tier in status.tiers:
+        table.add_column(tier, justify="right")
+    for name in (*(kind.value for kind in Kind), "used", "peak", "budget"):
+        if name == "used":
+            table.add_section()
+        table.add_row(name, *(cell(row[name]) for row in status.tiers.values()))
+    return table
+
+
+def cell(n_bytes: int | None) -> str:
+    if n_bytes is None:
+        return "no limit"
+    return format_bytes(n_bytes) if n_bytes else "-"
+
+
+def run_facts(result: TrainResult) -> list[tuple[str, str]]:
+    """Return the rows under the tiers: units, traffic, speed, loss."""
+    status, units = result.status, result.status.units
+    resident = sum(where == "resident" for where in units.values())
+    traffic = (
+        f"H2D {format_bytes(status.h2d_bytes)}, D2H {format_bytes(status.d2h_bytes)},"
+        f" {status.fetches} fetches, {status.evictions} evictions, {status.misses} misses"
+    )
+    return [
+        ("model", f"{result.parameters:,} parameters"),
+        ("states", format_bytes(result.state_bytes)),
+        ("device", f"{status.device}, {status.mode}, updates {status.update_place}"),
+        ("activations", format_bytes(status.activation_bytes)),
+        ("units", f"{resident} resident, {len(units) - resident} at home"),
+        ("last step", traffic),
+        ("speed", f"{result.tokens_per_second:,.0f} tokens/s, {result.seconds:.1f} s of training"),
+        ("loss", loss_line(result)),
+        ("weights", f"sha256 {result.weights_sha256[:16]}, the same for every budget"),
+    ]
+
+
+def loss_line(result: TrainResult) -> str:
+    return (
+        f"{result.first_loss:.3f} -> {result.last_loss:.3f} nats a byte in {result.steps} steps"
+        f" (without context: {result.unigram_entropy:.3f})"
+    )
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return names and values as a table without lines."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return table
+
+
+# -- the doctor ----------------------------------------------------------------------------------
+
+
+def examination(console: Console, report: Report) -> None:
+    """Show every check with its fix, and the block to paste in issues."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "check", "found", "what to do"):
+        table.add_column(name, overflow="fold")
+    for check in report.checks:
+        table.add_row(mark(check), check.name, escape(check.found), escape(check.fix))
+    console.print(table)
+    console.print("\nTo paste in issues:\n")
+    console.print(paste_block(report), markup=False, highlight=False, soft_wrap=True)
+
+
+def mark(check: Check) -> str:
+    colour = COLOURS[check.level.value]
+    return f"[{colour}]{check.level.value}[/{colour}]"
+
+
+def paste_block(report: Report) -> str:
+    """Return the examination as Markdown."""
+    rows = [f"{check.name}: {check.found} [{check.level.value}]" for check in report.checks]
+    return "\n".join(["```", *rows, "```"])
+
+
+# -- benchmarks ----------------------------------------------------------------------------------
+
+
+def benchmark(console: Console, result: Result) -> None:
+    """Show the cases of a benchmark, what each had to reach, and whether it holds."""
+    table = Table(title=f"bench {result.bench}", title_justify="left")
+    for name in ("case", "value", "unit", "has to be", ""):
+        table.add_column(name, justify="right" if name == "value" else "left")
+    for case in result.cases:
+        verdict = "[green]holds[/green]" if case.holds else "[red]does not hold[/red]"
+        wanted = f"{case.op} {case.reach:g}"
+        table.add_row(escape(case.name), f"{case.value:g}", escape(case.unit), wanted, verdict)
+    console.print(table)
+
+
+def bench_list(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Show the names of the benchmarks, one line each."""
+    console.print(facts(rows))
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+def failure(console: Console, error: Any) -> None:
+    """Show what went wrong and what to do, without a traceback."""
+    console.print(f"[bold red]{type(error).__name__}[/bold red]: {escape(error.args[0])}")
+    if error.advice:
+        console.print(f"[bold]Advice[/bold]: {escape(error.advice)}")
+    for move in error.moves[-12:]:
+        console.print(f"  {move}", markup=False)

@@ -1,0 +1,770 @@
+"""The chunk manager against a plain dictionary, over the device that is late on purpose.
+
+[Note: who may write]  As in the runtime, a write under a pin is reported with `manager.write`, and
+a write through a view that escaped its pin (a lease) is not reported by anybody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from hetero.device import POISON, SimDevice
+from hetero.errors import BudgetError, StateError, TransferError
+from hetero.events import EventLog
+from hetero.memory.layout import Layout, ParamSpec, build_layout, contiguous_stride
+from hetero.memory.ledger import Ledger
+from hetero.memory.link import Link
+from hetero.memory.manager import PARAM, ChunkManager
+from hetero.memory.slab import HomeStore
+from hetero.types import CopyState, Kind, Lane, Tier
+
+CHUNK_BYTES = 64  # 16 elements: a frame of the 1-byte class is 16 bytes
+FRAME_BYTES = CHUNK_BYTES // 4
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+UNITS: list[list[tuple[tuple[int, ...], torch.dtype]]] = [
+    [((5, 5), F32), ((7,), F32)],  # 3 chunks, 12 frames
+    [((40,), F32)],  # 3 chunks, 12 frames
+    [((30,), BF16), ((0,), BF16), ((20,), BF16)],  # 4 chunks, 8 frames
+    [((16,), F32)],  # 1 chunk, 4 frames
+    [((9, 11), F32)],  # 7 chunks, 28 frames: the largest
+    [((), BF16)],  # 1 chunk, 2 frames
+    [((33,), F64)],  # 3 chunks, 24 frames
+]
+BUCKETS = range(len(UNITS))
+LARGEST = 28
+ALL = 90
+
+
+def make_layout() -> Layout:
+    specs = [
+        ParamSpec(f"u{unit}.p{i}", unit, shape, contiguous_stride(shape), dtype, True)
+        for unit, params in enumerate(UNITS)
+        for i, (shape, dtype) in enumerate(params)
+    ]
+    return build_layout(specs, [f"u{unit}" for unit in BUCKETS], CHUNK_BYTES)
+
+
+class World:
+    """A manager with everything below it, and the dictionary of what every bucket should hold."""
+
+    def __init__(
+        self,
+        *,
+        limit: int = ALL,
+        ceiling: int = ALL,
+        seed: int = 0,
+        lazy: float = 0.25,
+        next_use: Callable[[int], float] = lambda bucket: 0.0,
+    ) -> None:
+        self.layout = make_layout()
+        self.device = SimDevice(seed=seed, checked=True, lazy=lazy)
+        self.budget = ceiling * FRAME_BYTES
+        self.ledger = Ledger({Tier.HBM: self.budget})
+        self.log = EventLog()
+        self.link = Link(self.device, self.log)
+        self.store = HomeStore(self.device, self.ledger)
+        self.model: dict[int, torch.Tensor] = {}
+        self._last = 0
+        for bucket in self.layout.buckets:
+            home = self.store.get(Kind.PARAM, PARAM, bucket)
+            self.model[bucket.id] = torch.zeros(bucket.segments[-1].end, dtype=bucket.dtype)
+            for segment in bucket.segments:
+                self.fresh(home.flat, bucket.id, segment.offset, segment.end)
+        self.manager = ChunkManager(
+            self.layout,
+            device=self.device,
+            ledger=self.ledger,
+            link=self.link,
+            store=self.store,
+            limit=limit,
+            ceiling=ceiling,
+            next_use=next_use,
+        )
+
+    def fresh(self, flat: torch.Tensor, bucket: int, start: int, end: int) -> None:
+        """Write numbers not seen before into elements of a bucket, and into the model."""
+        self._last += 1
+        values = (torch.arange(end - start) % 64 + 64 * (self._last % 4) + 1).to(flat.dtype)
+        flat[start:end] = values * 2.0 ** (self._last % 100)
+        self.model[bucket][start:end] = values * 2.0 ** (self._last % 100)
+
+    def right(
+        self, flat: torch.Tensor, bucket: int, start: int = 0, end: int | None = None
+    ) -> bool:
+        """Return whether elements [start, end) of a bucket's bytes are what they should be."""
+        end = len(self.model[bucket]) if end is None else end
+        return torch.equal(flat[start:end], self.model[bucket][start:end])
+
+    def visit(self, *ids: int) -> None:
+        """Pin, see the right values, unpin."""
+        self.manager.pin(ids, "F")
+        assert all(self.right(self.manager.replicas[b].flat, b) for b in ids)
+        self.manager.unpin(ids)
+
+    def scribble(self, bucket: int, start: int, end: int) -> None:
+        """Write under a pin, as a user does under no_grad."""
+        self.manager.pin((bucket,), "F")
+        self.fresh(self.manager.replicas[bucket].flat, bucket, start, end)
+        self.manager.write(bucket, start, end)
+        self.manager.unpin((bucket,))
+
+    def home_is_right(self, bucket: int) -> bool:
+        home = self.manager.home(bucket)
+        self.device.check_read(home.bytes)
+        return self.right(home.flat, bucket)
+
+    def states(self, bucket: int, tier: Tier = Tier.HBM) -> list[CopyState]:
+        return [self.manager.table.state(c, tier) for c in self.layout.buckets[bucket].chunks]
+
+
+class Lease(NamedTuple):
+    """A view that somebody keeps: elements [start, start + len(view)) of a bucket."""
+
+    bucket: int
+    start: int
+    view: torch.Tensor
+
+
+buckets = st.sampled_from(list(BUCKETS))
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Random programs over `World`; what must hold always is in the invariants."""
+
+    @initialize(
+        seed=st.integers(0, 2**16),
+        lazy=st.sampled_from((0.0, 0.2, 0.7)),
+        limit=st.integers(LARGEST, 60),
+        spare=st.integers(0, 30),
+        uses=st.lists(st.sampled_from((1.0, 2.0, 5.0, math.inf)), min_size=7, max_size=7),
+    )
+    def start(self, seed: int, lazy: float, limit: int, spare: int, uses: list[float]) -> None:
+        self.uses = uses
+        self.world = World(
+            limit=limit,
+            ceiling=limit + spare,
+            seed=seed,
+            lazy=lazy,
+            next_use=lambda bucket: self.uses[bucket],
+        )
+        self.manager = self.world.manager
+        self.pins: Counter[int] = Counter()
+        self.leases: list[Lease] = []
+        self.escaped: set[int] = set()  # buckets whose leases outlived an access
+        self.places: dict[int, tuple[int, int, int]] = {}
+
+    # -- what the machine believes ---------------------------------------------------------------
+
+    def pinned(self) -> list[int]:
+        return sorted(b for b, n in self.pins.items() if n)
+
+    def leased(self) -> set[int]:
+        return {lease.bucket for lease in self.leases}
+
+    def held(self) -> set[int]:
+        return self.leased() | set(self.pinned())
+
+    def loose(self) -> list[int]:
+        return sorted(set(self.manager.replicas) - self.held())
+
+    def granules(self, bucket: int) -> int:
+        return self.world.layout.buckets[bucket].granules
+
+    def segment_range(self, data: st.DataObject, bucket: int) -> tuple[int, int]:
+        """Draw a run of elements inside one segment that has any."""
+        segments = [s for s in self.world.layout.buckets[bucket].segments if s.spec.numel]
+        segment = data.draw(st.sampled_from(segments))
+        start = data.draw(st.integers(segment.offset, segment.end - 1))
+        return start, data.draw(st.integers(start + 1, segment.end))
+
+    # -- rules -----------------------------------------------------------------------------------
+
+    @rule(ids=st.lists(buckets, min_size=1, max_size=3, unique=True))
+    def pin(self, ids: list[int]) -> None:
+        held, need = self.held(), sum(self.granules(b) for b in ids)
+        try:
+            self.manager.pin(ids, "F")
+        except BudgetError as error:
+            assert held or need > self.manager.ceiling
+            assert error.tier == "HBM"
+            assert error.advice
+            return
+        for bucket in ids:
+            self.pins[bucket] += 1
+            replica = self.manager.replicas[bucket]
+            here = (replica.start, replica.cdata, replica.bytes.data_ptr())
+            assert self.places.setdefault(bucket, here) == here
+
+    @precondition(lambda self: self.pinned())
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        self.let_go(data.draw(st.sampled_from(self.pinned())))
+
+    @precondition(lambda self: len(self.pinned()) > 2)
+    @rule()
+    def unpin_all(self) -> None:
+        for bucket in list(self.pins.elements()):
+            self.let_go(bucket)
+
+    def let_go(self, bucket: int) -> None:
+        self.manager.unpin((bucket,))
+        self.pins[bucket] -= 1
+        if not self.pins[bucket] and bucket in self.leased():
+            self.escaped.add(bucket)
+
+    @precondition(lambda self: self.pinned())
+    @rule(data=st.data())
+    def write_under_a_pin(self, data: st.DataObject) -> None:
+        bucket = data.draw(st.sampled_from(self.pinned()))
+        start, end = self.segment_range(data, bucket)
+        self.world.fresh(self.manager.replicas[bucket].flat, bucket, start, end)
+        self.manager.write(bucket, start, end)
+
+    @precondition(lambda self: self.pinned() and len(self.leases) < 3)
+    @rule(data=st.data())
+    def take_a_lease(self, data: st.DataObject) -> None:
+        bucket = data.draw(st.sampled_from(self.pinned()))
+        start, end = self.segment_range(data, bucket)
+        view = self.manager.replicas[bucket].flat[start:end]
+        self.leases.append(Lease(bucket, start, view))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def drop_a_lease(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.leases) - 1))
+        bucket = self.leases.pop(at).bucket
+        if bucket not in self.leased():
+            self.escaped.discard(bucket)
+
+    @precondition(lambda self: self.escaped)
+    @rule(data=st.data())
+    def write_through_a_lease(self, data: st.DataObject) -> None:
+        usable = [lease for lease in self.leases if lease.bucket in self.escaped]
+        lease = data.draw(st.sampled_from(usable))
+        flat = self.manager.replicas[lease.bucket].flat
+        self.world.fresh(flat, lease.bucket, lease.start, lease.start + len(lease.view))
+
+    @rule(bucket=buckets, start=st.integers(0, 60))
+    def prefetch(self, bucket: int, start: int) -> None:
+        end = start + self.granules(bucket)
+        there = {r.owner for r in self.manager.frames.runs if r.start < end and start < r.end}
+        before = set(self.manager.replicas)
+        possible = (
+            bucket not in before and end <= self.manager.frames.limit and not there & self.held()
+        )
+        assert self.manager.prefetch(bucket, start) is possible
+        after = (before - there) | {bucket} if possible else before
+        assert set(self.manager.replicas) == after
+        if possible:
+            assert self.manager.replicas[bucket].start == start
+
+    @precondition(lambda self: self.loose())
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        bucket = data.draw(st.sampled_from(self.loose()))
+        self.manager.evict(bucket)
+        assert bucket not in self.manager.replicas
+
+    @rule(bucket=buckets)
+    def settle(self, bucket: int) -> None:
+        resident = bucket in self.manager.replicas
+        self.manager.settle(bucket)
+        assert (bucket in self.manager.replicas) == resident
+        assert self.world.home_is_right(bucket)
+        assert set(self.world.states(bucket, Tier.HOST)) == {CopyState.CLEAN}
+        assert set(self.world.states(bucket)) <= {CopyState.CLEAN, CopyState.ABSENT}
+
+    @rule(bucket=buckets, data=st.data())
+    def renew(self, bucket: int, data: st.DataObject) -> None:
+        self.manager.settle(bucket)
+        start, end = self.segment_range(data, bucket)
+        self.world.fresh(self.manager.home(bucket).flat, bucket, start, end)
+        self.manager.renew(bucket)
+        assert (bucket in self.manager.replicas) == (bucket in self.held())
+
+    @precondition(lambda self: self.loose())
+    @rule(data=st.data())
+    def write_and_give_up(self, data: st.DataObject) -> None:
+        bucket = data.draw(st.sampled_from(self.loose()))
+        start, end = self.segment_range(data, bucket)
+        self.manager.settle(bucket)
+        self.manager.pin((bucket,), "F")
+        self.manager.replicas[bucket].flat[start:end] = -1.0
+        self.manager.write(bucket, start, end)
+        self.manager.unpin((bucket,))
+        self.manager.give_up(bucket)
+        assert bucket not in self.manager.replicas
+
+    @rule(limit=st.integers(LARGEST, 60))
+    def resize(self, limit: int) -> None:
+        limit = min(limit, self.world.budget // FRAME_BYTES)
+        before = (self.manager.frames.limit, self.manager.ceiling, set(self.manager.replicas))
+        assert self.manager.resize(limit) is not bool(self.held())
+        after = (self.manager.frames.limit, self.manager.ceiling, set(self.manager.replicas))
+        assert after == (before if self.held() else (limit, limit, set()))
+
+    @rule(bucket=buckets, use=st.sampled_from((1.0, 3.0, math.inf)))
+    def change_the_plan(self, bucket: int, use: float) -> None:
+        self.uses[bucket] = use
+
+    @rule()
+    def drain(self) -> None:
+        self.manager.close()
+        assert all(self.world.home_is_right(b) for b in BUCKETS)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.leases.clear()
+        for bucket in list(self.pins.elements()):
+            self.let_go(bucket)
+        assert self.manager.resize(LARGEST)
+        assert self.world.ledger.used(Tier.HBM) == 0
+        assert all(self.world.home_is_right(b) for b in BUCKETS)
+
+    # -- invariants ------------------------------------------------------------------------------
+
+    @invariant()
+    def frames_are_charged_once_and_within_the_budget(self) -> None:
+        used = self.world.ledger.used(Tier.HBM)
+        assert used == FRAME_BYTES * sum(self.granules(b) for b in self.manager.replicas)
+        assert used <= self.world.budget
+
+    @invariant()
+    def runs_are_disjoint_inside_the_limit_and_where_the_replicas_are(self) -> None:
+        frames, end = self.manager.frames, 0
+        assert frames.limit <= self.manager.ceiling
+        for run in frames.runs:
+            assert end <= run.start
+            end = run.end
+            assert self.manager.replicas[run.owner].start == run.start
+            assert self.granules(run.owner) == run.length
+        assert end <= frames.limit
+        assert {run.owner for run in frames.runs} == set(self.manager.replicas)
+
+    @invariant()
+    def what_is_held_never_moves(self) -> None:
+        for bucket in self.held():
+            replica = self.manager.replicas[bucket]
+            here = (replica.start, replica.cdata, replica.bytes.data_ptr())
+            assert self.places[bucket] == here
+        for bucket in set(self.places) - self.held():
+            del self.places[bucket]
+
+    @invariant()
+    def pins_and_leases_are_counted(self) -> None:
+        for bucket, replica in self.manager.replicas.items():
+            assert replica.pins == self.pins[bucket]
+            assert replica.leased == (bucket in self.leased())
+
+    @invariant()
+    def what_can_be_seen_is_right(self) -> None:
+        for bucket in self.pinned():
+            replica = self.manager.replicas[bucket]
+            self.world.device.check_read(replica.bytes)
+            assert self.world.right(replica.flat, bucket)
+        for bucket, start, view in self.leases:
+            self.world.device.check_read(view)
+            assert torch.equal(view, self.world.model[bucket][start : start + len(view)])
+
+    @invariant()
+    def a_copy_is_absent_exactly_when_it_is_not_resident(self) -> None:
+        for bucket in BUCKETS:
+            states, replica = set(self.world.states(bucket)), self.manager.replicas.get(bucket)
+            assert CopyState.ABSENT not in self.world.states(bucket, Tier.HOST)
+            if replica is None:
+                assert states == {CopyState.ABSENT}
+            elif replica.ready is not None:
+                assert states == {CopyState.FILLING}
+            else:
+                assert states <= {CopyState.CLEAN, CopyState.DIRTY, CopyState.FLUSHING}
+
+    @invariant()
+    def every_chunk_has_a_copy_that_is_right(self) -> None:
+        for bucket in self.world.layout.buckets:
+            replica, home = self.manager.replicas.get(bucket.id), self.manager.home(bucket.id)
+            size, last = bucket.chunk_numel, bucket.segments[-1].end
+            if replica is not None and replica.ready is None:
+                assert self.world.right(replica.flat, bucket.id)
+            if replica is not None and replica.shown:
+                continue
+            self.world.device.check_read(home.bytes)
+            for i, state in enumerate(self.world.states(bucket.id)):
+                if state not in (CopyState.DIRTY, CopyState.FLUSHING):
+                    assert self.world.right(
+                        home.flat, bucket.id, i * size, min((i + 1) * size, last)
+                    )
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(
+    derandomize=True, deadline=None, max_examples=150, stateful_step_count=40
+)
+
+
+# -- one idea each -------------------------------------------------------------------------------
+
+
+def test_the_machines_layout_has_straddling_tensors_and_many_chunks() -> None:
+    layout = make_layout()
+
+    assert [bucket.granules for bucket in layout.buckets] == [12, 12, 8, 4, 28, 2, 24]
+    assert sum(bucket.granules for bucket in layout.buckets) == ALL
+    assert layout.n_chunks == 22
+
+
+def test_views_have_the_shape_and_the_values_of_their_parameters() -> None:
+    world = World()
+    world.manager.pin((0,), "F")
+    replica = world.manager.replicas[0]
+
+    assert [tuple(view.shape) for view in replica.views] == [(5, 5), (7,)]
+    assert torch.equal(replica.views[0].flatten(), world.model[0][:25])
+    assert torch.equal(replica.views[1], world.model[0][32:39])
+
+
+def test_evicting_a_clean_parameter_moves_no_bytes() -> None:
+    world = World()
+    world.visit(0)
+    before = world.link.n_bytes.copy()
+    world.manager.evict(0)
+
+    assert world.link.n_bytes == before
+    assert world.link.n_bytes[Lane.D2H] == 0
+
+
+def test_evicting_a_written_parameter_flushes_only_its_dirty_chunks() -> None:
+    world = World()
+    world.scribble(4, 20, 30)  # one chunk of seven
+    world.manager.evict(4)
+
+    assert world.link.n_bytes[Lane.D2H] == CHUNK_BYTES
+    assert world.home_is_right(4)
+
+
+def test_neighbouring_dirty_chunks_go_home_in_one_copy() -> None:
+    world = World()
+    world.scribble(4, 0, 33)  # chunks 0, 1 and 2
+    world.scribble(4, 98, 99)  # chunk 6
+    world.manager.settle(4)
+    flushes = [event.n_bytes for event in world.log if event.lane is Lane.D2H]
+
+    assert flushes == [3 * CHUNK_BYTES, CHUNK_BYTES]
+
+
+def test_settling_twice_flushes_once() -> None:
+    world = World()
+    world.scribble(0, 3, 4)
+    world.manager.settle(0)
+    world.manager.settle(0)
+
+    assert world.manager.counts["flush"] == 1
+    assert 0 in world.manager.replicas
+
+
+def test_a_prefetched_bucket_is_a_hit() -> None:
+    world = World()
+    assert world.manager.prefetch(1, 5)
+    world.visit(1)
+
+    assert (world.manager.counts["hit"], world.manager.counts["miss"]) == (1, 0)
+
+
+def test_a_bucket_that_nobody_prefetched_is_a_miss() -> None:
+    world = World()
+    world.visit(1)
+
+    assert (world.manager.counts["hit"], world.manager.counts["miss"]) == (0, 1)
+
+
+def test_a_prefetch_is_not_waited_for_before_its_pin() -> None:
+    world = World(lazy=0.0)
+    world.manager.prefetch(1, 0)
+    replica = world.manager.replicas[1]
+
+    assert replica.bytes[: 4 * 40].eq(POISON).all()
+    with pytest.raises(TransferError, match="read before ready"):
+        world.device.check_read(replica.bytes)
+
+
+def test_frames_that_were_let_go_are_poisoned() -> None:
+    world = World()
+    world.visit(1)
+    piece = world.manager.replicas[1].bytes
+    world.manager.evict(1)
+
+    assert piece.eq(POISON).all()
+
+
+def test_the_next_use_furthest_away_is_evicted_first() -> None:
+    world = World(limit=28, ceiling=28, next_use=lambda b: {0: 3.0, 1: 9.0}.get(b, 0.0))
+    world.visit(0)
+    world.visit(1)
+    world.visit(2)
+
+    assert set(world.manager.replicas) == {0, 2}
+
+
+def test_without_a_plan_the_least_recently_used_is_evicted_first() -> None:
+    world = World(limit=28, ceiling=28)
+    for bucket in (0, 1, 0, 2):
+        world.visit(bucket)
+
+    assert set(world.manager.replicas) == {0, 2}
+
+
+def test_a_pin_that_does_not_fit_pins_nothing() -> None:
+    world = World(limit=28, ceiling=28)
+    world.manager.pin((0,), "F")
+
+    with pytest.raises(BudgetError, match="are pinned"):
+        world.manager.pin((3, 4), "F")
+    assert {b: r.pins for b, r in world.manager.replicas.items() if r.pins} == {0: 1}
+    world.manager.unpin((0,))
+    world.visit(4)
+
+
+def test_a_pin_that_leases_stand_in_the_way_of_says_so() -> None:
+    world = World(limit=28, ceiling=28)
+    world.manager.pin((0,), "F")
+    kept = world.manager.replicas[0].views[0].detach()
+    world.manager.unpin((0,))
+
+    with pytest.raises(BudgetError, match="leases") as caught:
+        world.manager.pin((4,), "F")
+    assert "views of parameters" in caught.value.advice
+    assert torch.equal(kept.flatten(), world.model[0][:25])
+    del kept
+    world.visit(4)
+
+
+def test_a_pin_takes_more_frames_when_the_limit_is_short_of_them() -> None:
+    world = World(limit=28, ceiling=60)
+    world.manager.pin((4,), "F")
+    world.manager.pin((0, 1), "F")
+
+    assert world.manager.frames.limit == 52
+
+
+def test_a_pin_takes_more_frames_when_a_held_run_splits_those_in_use() -> None:
+    world = World(limit=28, ceiling=60)
+    world.visit(0)  # frames 0 to 12
+    world.manager.pin((5,), "F")  # frames 12 and 13: 12 and 14 are left beside it
+    world.manager.evict(0)
+
+    world.visit(6)  # 24 frames, of 58 that nobody holds
+
+    assert world.manager.frames.limit <= 60
+
+
+def test_a_prefetch_never_displaces_what_is_held() -> None:
+    world = World(limit=28, ceiling=28)
+    world.manager.pin((0,), "F")
+
+    assert not world.manager.prefetch(4, 0)
+    assert not world.manager.prefetch(1, 6)
+    assert world.manager.prefetch(1, 12)
+
+
+def test_a_prefetch_past_the_limit_is_refused() -> None:
+    world = World(limit=28, ceiling=60)
+
+    assert not world.manager.prefetch(4, 1)
+    assert world.manager.prefetch(4, 0)
+
+
+def test_a_prefetch_that_the_ledger_cannot_take_is_only_skipped() -> None:
+    world = World(limit=28, ceiling=28)
+    world.ledger.charge(Tier.HBM, Kind.ACTIVATION, 20 * FRAME_BYTES, "activations")
+
+    assert not world.manager.prefetch(0, 0)
+    world.visit(2)
+
+
+def test_giving_up_a_write_brings_the_old_values_back() -> None:
+    world = World()
+    world.manager.pin((0,), "F")
+    world.manager.replicas[0].flat[:25] = -1.0
+    world.manager.write(0, 0, 25)
+    world.manager.unpin((0,))
+    world.manager.give_up(0)
+
+    world.visit(0)
+
+
+def test_giving_up_a_write_leaves_the_frames_of_a_lease_alone() -> None:
+    world = World(limit=28, ceiling=28)
+    world.manager.pin((0,), "F")
+    replica = world.manager.replicas[0]
+    replica.flat[:25] = -1.0
+    world.manager.write(0, 0, 25)
+    kept = replica.views[1].detach()
+    world.manager.unpin((0,))
+    world.manager.give_up(0)
+
+    assert torch.equal(kept, world.model[0][32:39])
+
+
+def test_a_lease_follows_the_update_of_its_parameter() -> None:
+    world = World()
+    world.manager.pin((0,), "F")
+    kept = world.manager.replicas[0].views[1].detach()
+    world.manager.unpin((0,))
+    world.manager.settle(0)
+    world.fresh(world.manager.home(0).flat, 0, 32, 39)
+    world.manager.renew(0)
+
+    assert torch.equal(kept, world.model[0][32:39])
+
+
+def test_an_update_discards_a_replica_that_nobody_looks_at() -> None:
+    world = World()
+    world.visit(0)
+    world.fresh(world.manager.home(0).flat, 0, 0, 25)
+    world.manager.renew(0)
+
+    assert 0 not in world.manager.replicas
+    world.visit(0)
+
+
+def test_a_home_written_through_a_state_dict_is_seen_by_the_next_pin() -> None:
+    world = World()
+    world.visit(0)
+    world.manager.show_home(0)
+    home = world.manager.home(0).segments[1].detach()
+    home.mul_(2)
+    world.model[0][32:39] *= 2
+
+    world.visit(0)
+
+
+def test_a_home_written_through_a_state_dict_refreshes_a_lease() -> None:
+    world = World()
+    world.manager.pin((0,), "F")
+    kept = world.manager.replicas[0].views[1].detach()
+    world.manager.unpin((0,))
+    world.manager.settle(0)
+    world.manager.show_home(0)
+    world.manager.home(0).segments[1].mul_(2)
+    world.model[0][32:39] *= 2
+    world.manager.settle(0)
+
+    assert torch.equal(kept, world.model[0][32:39])
+
+
+@pytest.mark.parametrize("read", ["pin", "settle"])
+def test_a_write_on_the_device_and_one_through_a_state_dict_are_both_kept(read: str) -> None:
+    world = World()
+    world.manager.show_home(0)
+    world.scribble(0, 0, 10)  # segment 0, on HBM, in chunk 0
+    world.manager.home(0).segments[1].mul_(2)  # segment 1, at home, in chunk 2
+    world.model[0][32:39] *= 2
+    if read == "settle":
+        world.manager.settle(0)
+
+    world.visit(0)
+
+
+def test_a_write_on_the_device_and_one_through_a_state_dict_may_share_a_chunk() -> None:
+    world = World()
+    world.manager.show_home(2)
+    world.scribble(2, 0, 10)
+    world.manager.home(2).segments[2].mul_(2)
+    world.model[2][32:52] *= 2
+    world.manager.settle(2)
+
+    world.visit(2)
+
+
+def test_growing_makes_a_larger_arena() -> None:
+    world = World(limit=28, ceiling=28)
+    world.ledger.budgets[Tier.HBM] = None
+    world.scribble(4, 0, 99)
+    assert world.manager.resize(90)
+    world.visit(*BUCKETS)
+
+    assert world.manager.arena_bytes == 90 * FRAME_BYTES
+
+
+def test_shrinking_keeps_every_value() -> None:
+    world = World()
+    for bucket in BUCKETS:
+        world.scribble(bucket, 0, 1)
+    assert world.manager.resize(LARGEST)
+    for bucket in BUCKETS:
+        world.visit(bucket)
+
+    assert world.manager.counts["evict"] >= 3
+
+
+def test_nothing_is_resized_while_a_lease_is_held() -> None:
+    world = World()
+    world.manager.pin((3,), "F")
+    kept = world.manager.replicas[3].flat[:4]
+    world.manager.unpin((3,))
+
+    assert not world.manager.resize(40)
+    assert world.manager.frames.limit == ALL
+    assert torch.equal(kept, world.model[3][:4])
+
+
+def test_writing_to_a_bucket_that_is_not_resident_is_an_error_with_moves() -> None:
+    world = World()
+    world.visit(0)
+    world.manager.evict(0)
+
+    with pytest.raises(StateError, match="ABSENT -> DIRTY") as caught:
+        world.manager.write(0, 0, 1)
+    assert any("evict" in move for move in caught.value.moves)
+
+
+def test_closing_brings_everything_home() -> None:
+    world = World(lazy=0.0)
+    for bucket in BUCKETS:
+        world.scribble(bucket, 0, 1)
+    world.manager.close()
+
+    assert all(world.home_is_right(b) for b in BUCKETS)
+
+
+def test_a_home_that_changed_by_itself_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETERO_PARANOID", "1")
+    world = World()
+    world.scribble(0, 0, 10)
+    world.manager.evict(0)
+    world.manager.home(0).flat[3] = 0.5
+
+    with pytest.raises(TransferError, match="changed while nobody wrote"):
+        world.manager.pin((0,), "F")
+
+
+def test_a_fetch_that_failed_once_is_not_taken_for_resident(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HETERO_PARANOID", "1")
+    world = World()
+    world.scribble(0, 0, 10)
+    world.manager.evict(0)
+    world.manager.home(0).flat[3] = 0.5
+
+    for _ in range(2):
+        with pytest.raises(TransferError):
+            world.manager.pin((1, 0), "F")
+    assert not any(replica.pins for replica in world.manager.replicas.values())
+    assert 0 not in world.manager.replicas
+    assert world.ledger.used(Tier.HBM) == 12 * FRAME_BYTES

@@ -1,0 +1,306 @@
+"""The recipe behind `hetero train`, at the size of a thumbnail."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from hetero.errors import BudgetError, ConfigError
+from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.recipes.text import (
+    as_tokens,
+    batches,
+    files_of,
+    read_files,
+    topics_text,
+    unigram_entropy,
+)
+from hetero.recipes.train import (
+    StepReport,
+    TrainOptions,
+    TrainResult,
+    digest,
+    load_tokens,
+    settings_for,
+    shape,
+    train,
+    warm_up_and_cosine,
+)
+
+TINY = GPTConfig(width=32, layers=2, heads=2, context=16)
+HBM = 360_000  # activations and, of five units, all but one or two
+CHUNK = 4096
+
+
+def options(**fields: Any) -> TrainOptions:
+    settings = {"device": "cpu", "hbm": HBM, "chunk_bytes": CHUNK, **fields.pop("settings", {})}
+    given = {"model": TINY, "steps": 8, "lr": 1e-2, **fields}
+    return TrainOptions(settings=settings, **given)
+
+
+def plain(run: TrainOptions) -> tuple[list[float], str]:
+    """Do what the recipe does, without hetero; return the losses and the digest of the weights."""
+    torch.manual_seed(run.seed)
+    model = GPT(run.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=(0.9, 0.95), fused=True)
+    scheduler = LambdaLR(optimizer, warm_up_and_cosine(run.steps))
+    context = run.model.context
+    data = batches(load_tokens(run), batch=run.batch, context=context, seed=run.seed)
+    losses = []
+    for _ in range(run.steps):
+        x, y = next(data)
+        loss = model(x, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, digest(model)
+
+
+@pytest.fixture(scope="module")
+def learned() -> TrainResult:
+    torch.set_num_threads(1)
+    return train(options(steps=40))
+
+
+# -- the run -------------------------------------------------------------------------------------
+
+
+def test_the_loss_falls(learned: TrainResult) -> None:
+    assert learned.last_loss < learned.first_loss - 1
+
+
+def test_the_run_was_paged_and_moved_bytes(learned: TrainResult) -> None:
+    status = learned.status
+
+    assert status.mode == "paged"
+    assert status.fetches > 0
+    assert status.evictions > 0
+    assert status.h2d_bytes > 0
+    assert status.d2h_bytes > 0
+
+
+def test_the_budget_held_activations_too(learned: TrainResult) -> None:
+    hbm = learned.status.tiers["HBM"]
+
+    assert learned.status.activation_bytes > 0
+    assert hbm["peak"] is not None
+    assert hbm["peak"] <= HBM
+
+
+def test_the_result_adds_up(learned: TrainResult) -> None:
+    assert learned.steps == len(learned.losses) == 40
+    assert learned.first_loss == learned.losses[0]
+    assert learned.last_loss == pytest.approx(sum(learned.losses[-10:]) / 10)
+    assert learned.state_bytes == 16 * learned.parameters
+
+
+def test_the_result_is_plain_data(learned: TrainResult) -> None:
+    data = learned.as_json()
+
+    assert data["weights_sha256"] == learned.weights_sha256
+    assert data["status"]["tiers"]["HBM"]["budget"] == HBM
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_are_those_of_plain_torch_bit_for_bit(
+    device: str, tied: bool, recompute: bool
+) -> None:
+    model = dataclasses.replace(TINY, tied_head=tied, checkpoint_blocks=recompute)
+    hbm = HBM if recompute else 2 * HBM
+    run = options(model=model, settings={"device": device, "hbm": hbm})
+
+    result = train(run)
+
+    losses, weights = plain(run)
+    assert result.status.evictions > 0
+    assert list(result.losses) == losses
+    assert result.weights_sha256 == weights
+
+
+def test_without_a_budget_the_weights_are_the_same() -> None:
+    paged, resident = train(options()), train(options(settings={"hbm": "all"}))
+
+    assert (paged.status.mode, resident.status.mode) == ("paged", "resident")
+    assert paged.weights_sha256 == resident.weights_sha256
+
+
+def test_checkpointed_blocks_take_less_room() -> None:
+    keep = dataclasses.replace(TINY, checkpoint_blocks=False)
+    few, many = (
+        train(options(model=model, steps=2, settings={"hbm": 2 * HBM})) for model in (TINY, keep)
+    )
+
+    assert few.status.activation_bytes < many.status.activation_bytes
+
+
+def test_every_step_is_reported_in_order() -> None:
+    seen: list[StepReport] = []
+
+    result = train(options(steps=3), seen.append)
+
+    assert [report.step for report in seen] == [1, 2, 3]
+    assert tuple(report.loss for report in seen) == result.losses
+    assert seen[-1].tokens == 3 * 2 * TINY.context
+
+
+def test_minutes_end_a_run_early() -> None:
+    assert train(options(steps=50, minutes=1e-6)).steps == 1
+
+
+# -- settings ------------------------------------------------------------------------------------
+
+
+def test_the_default_budget_is_a_quarter_of_the_states() -> None:
+    model = GPT(TINY)
+
+    config = settings_for(model, TrainOptions(model=TINY, settings={"device": "cpu"}))
+
+    assert config.hbm == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_the_default_device_is_never_the_plain_cpu() -> None:
+    config = settings_for(GPT(TINY), TrainOptions(model=TINY))
+
+    assert config.device != "cpu"
+
+
+def test_a_settings_file_is_read_and_options_go_on_top(tmp_path: Path) -> None:
+    path = tmp_path / "hetero.toml"
+    path.write_text('hbm = "1MiB"\nhost = "8MiB"\ndevice = "cpu"\n')
+
+    run = TrainOptions(model=TINY, config=path, settings={"host": "9MiB"})
+    config = settings_for(GPT(TINY), run)
+
+    assert (config.hbm, config.host, config.device) == (2**20, 9 * 2**20, "cpu")
+
+
+def test_a_budget_that_activations_exceed_is_refused_with_the_one_that_works() -> None:
+    with pytest.raises(BudgetError) as refused:
+        train(options(settings={"hbm": 100_000}))
+
+    enough = refused.value.needed_bytes
+    assert train(options(steps=2, settings={"hbm": enough})).steps == 2
+
+
+def test_a_width_that_heads_do_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not a multiple of heads=3") as refused:
+        shape(width=32, heads=3)
+    assert refused.value.advice
+
+
+def test_the_schedule_climbs_then_falls_to_its_floor() -> None:
+    factor = warm_up_and_cosine(100)
+    rates = [factor(step) for step in range(101)]
+
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[100] == pytest.approx(0.1)
+
+
+# -- text ----------------------------------------------------------------------------------------
+
+
+def test_the_default_text_is_large_and_predictable() -> None:
+    tokens = as_tokens(topics_text())
+
+    assert len(tokens) > 400_000
+    assert 2.5 < unigram_entropy(tokens) < 4.0
+
+
+def test_the_entropy_of_fair_bytes_is_the_log_of_their_number() -> None:
+    assert unigram_entropy(as_tokens(b"abcd" * 5)) == pytest.approx(math.log(4))
+
+
+def test_batches_repeat_with_the_seed_and_leave_the_global_generator_alone() -> None:
+    tokens = as_tokens(bytes(range(200)))
+    before = torch.get_rng_state()
+
+    first, again = (next(batches(tokens, batch=3, context=8, seed=5)) for _ in range(2))
+    other = next(batches(tokens, batch=3, context=8, seed=6))
+
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], other[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_targets_are_the_next_tokens() -> None:
+    x, y = next(batches(as_tokens(bytes(range(200))), batch=4, context=8, seed=0))
+
+    assert x.shape == y.shape == (4, 8)
+    assert torch.equal(y, x + 1)
+
+
+def test_the_last_window_is_reachable_and_nothing_beyond_it() -> None:
+    data = batches(as_tokens(b"abc"), batch=64, context=1, seed=0)
+
+    assert {bytes(row.tolist()) for row in next(data)[0]} == {b"a", b"b"}
+
+
+def test_files_of_a_directory_come_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", ".hidden"):
+        (tmp_path / name).write_text(name)
+
+    assert [path.name for path in files_of(tmp_path)] == ["a.txt", "b.txt"]
+    assert read_files([tmp_path, tmp_path / ".hidden"]) == b"a.txt\nb.txt\n.hidden"
+
+
+def test_a_missing_text_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.txt"):
+        load_tokens(options(text=(tmp_path / "nowhere.txt",)))
+
+
+def test_a_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("0123456789abcdef")
+
+    with pytest.raises(ConfigError, match="16 bytes; one sequence takes 17"):
+        load_tokens(options(text=(tmp_path / "short.txt",)))
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+def test_a_token_sees_only_what_came_before() -> None:
+    model = GPT(TINY).eval()
+    tokens = torch.arange(16).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 10:] = 200
+
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.equal(before[:, 10:], after[:, 10:])
+
+
+def test_a_new_model_guesses_nearly_evenly() -> None:
+    torch.manual_seed(0)
+    x = torch.randint(256, (4, 16))
+
+    assert GPT(TINY)(x, x).item() == pytest.approx(math.log(256), abs=0.2)
+
+
+def test_what_writes_to_the_residual_stream_starts_smaller() -> None:
+    torch.manual_seed(0)
+    block = GPT(TINY).blocks[0]
+
+    assert block.mlp.down.weight.std().item() == pytest.approx(0.01, rel=0.1)
+    assert block.mlp.up.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    model = GPT(dataclasses.replace(TINY, tied_head=True))
+
+    assert model.head.weight is model.tokens.weight
+    assert model.tokens.weight.std().item() < 0.03

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Lint, types and all tests, in a .venv of this checkout: bash tests/run.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tests/setup_venv.sh
+setup_venv test
+
+ruff check .
+ruff format --check .
+mypy
+
+export HETERO_PARANOID="${HETERO_PARANOID:-1}" OMP_NUM_THREADS=1
+python -m pytest -n 2 "$@"

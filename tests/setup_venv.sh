@@ -1,0 +1,29 @@
+# Sourced by examples/quickstart.sh and tests/run.sh: `setup_venv [EXTRA]` makes .venv at the root of
+# the repository when it is missing, and activates it with hetero installed there.
+
+setup_venv() {
+  local extra="${1:-}" root system_packages=""
+  root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+  if [ ! -x "$root/.venv/bin/python" ]; then
+    # A torch that the system has already is used: it may be built for this machine's GPU.
+    if has_torch python3; then system_packages="--system-site-packages"; fi
+    python3 -m venv $system_packages "$root/.venv"
+  fi
+  # shellcheck disable=SC1091
+  source "$root/.venv/bin/activate"
+  if ! has_torch python; then python -m pip install -q "torch==2.13.0"; fi
+  if ! is_installed "$root" "$extra"; then
+    python -m pip install -q -e "$root${extra:+[$extra]}"
+    cp "$root/pyproject.toml" "$root/.venv/hetero-$extra.toml"
+  fi
+}
+
+has_torch() {
+  "$1" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9))' \
+    2>/dev/null
+}
+
+# Whether this extra was installed from the pyproject.toml as it is now, so that a second run is quick.
+is_installed() {
+  cmp -s "$1/pyproject.toml" "$1/.venv/hetero-$2.toml"
+}

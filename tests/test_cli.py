@@ -1,0 +1,260 @@
+"""The command line: what it prints, where, and how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from hetero.cli import main
+from hetero.recipes import doctor
+from hetero.recipes.doctor import Check, Level, Report
+from hetero.recipes.train import TrainOptions
+
+SHAPE = "--width 32 --layers 2 --heads 2 --context 16 --batch 2 --lr 0.01"
+TINY = f"train {SHAPE} --steps 6 --device cpu --hbm 360KB"
+
+
+def call(line: str | Sequence[str]) -> Result:
+    return CliRunner().invoke(main, line.split() if isinstance(line, str) else line)
+
+
+def last_json(result: Result) -> Any:
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+# -- help ----------------------------------------------------------------------------------------
+
+
+def test_help_names_the_commands_and_loads_neither_torch_nor_rich() -> None:
+    code = (
+        "import sys\n"
+        "from hetero.cli import main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "print('loaded', 'torch' in sys.modules, 'rich' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert all(name in done.stdout for name in ("train", "doctor", "bench"))
+    assert done.stdout.splitlines()[-1] == "loaded False False"
+
+
+@pytest.mark.parametrize("command", sorted(main.commands))
+def test_every_command_has_help_and_json(command: str) -> None:
+    result = call([command, "--help"])
+
+    assert result.exit_code == 0
+    assert "--json" in result.stdout
+
+
+def test_help_states_the_defaults_that_the_recipe_has() -> None:
+    fields = dataclasses.fields(TrainOptions().model) + dataclasses.fields(TrainOptions)
+    defaults = {f.name: f.default for f in fields if isinstance(f.default, (int, float))}
+    shown = {
+        p.name: p.help or "" for p in main.commands["train"].params if isinstance(p, click.Option)
+    }
+
+    checked = [name for name in shown if name in defaults and name != "checkpoint_blocks"]
+
+    assert set(checked) >= {"steps", "batch", "context", "width", "layers", "heads", "lr", "seed"}
+    for name in checked:
+        assert shown[name].endswith(f"[default: {defaults[name]}]"), name
+
+
+def test_the_version_is_told() -> None:
+    assert "hetero, version" in call("--version").stdout
+
+
+# -- train ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
+def test_train_prints_one_json_object_as_the_last_line(device: str) -> None:
+    result = call(f"{TINY} --device {device} --json")
+
+    data = last_json(result)
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 1
+    assert data["steps"] == len(data["losses"]) == 6
+    assert data["status"]["device"] == device
+    assert data["status"]["evictions"] > 0
+
+
+def test_train_says_what_was_where() -> None:
+    result = call(TINY)
+
+    assert result.exit_code == 0
+    for word in ("what was where", "HBM", "HOST", "activation", "resident", "sha256", "nats"):
+        assert word in result.stdout
+    assert "step 6/6" in result.stdout
+
+
+def test_train_reads_texts_and_a_settings_file(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(name * 100)
+    settings = tmp_path / "hetero.toml"
+    settings.write_text('hbm = "8MB"\nhost = "16MB"\n')
+
+    line = f"train {SHAPE} --steps 2 --device cpu --hbm 360KB --json --config {settings}"
+    data = last_json(call(f"{line} --text {tmp_path}/one.txt --text {tmp_path}/two.txt"))
+
+    assert data["text_bytes"] == 601
+    assert data["status"]["tiers"]["HBM"]["budget"] == 360_000
+    assert data["status"]["tiers"]["HOST"]["budget"] == 16_000_000
+
+
+def test_train_can_keep_activations_and_do_without_a_budget() -> None:
+    data = last_json(call(f"{TINY} --hbm all --no-checkpoint-blocks --json"))
+
+    assert data["status"]["mode"] == "resident"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--hbm 100KB", "BudgetError"),
+        ("--hbm 1KB", "BudgetError"),
+        ("--hbm lots", "ConfigError"),
+        ("--heads 3", "ConfigError"),
+        ("--text /nowhere/at/all", "ConfigError"),
+    ],
+)
+def test_what_cannot_be_honoured_ends_with_status_2_and_advice(given: str, said: str) -> None:
+    result = call(f"{TINY} {given}")
+
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "Advice" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_failure_is_told_in_json_too() -> None:
+    result = call(f"{TINY} --hbm 100KB --json")
+
+    data = last_json(result)
+    assert result.exit_code == 2
+    assert data["error"] == "BudgetError"
+    assert "raise hbm=" in data["advice"]
+
+
+@pytest.mark.parametrize("given", ["--steps 0", "--lr 0", "--device tpu", "--config nowhere.toml"])
+def test_an_option_out_of_range_is_a_usage_error(given: str) -> None:
+    result = call(f"{TINY} {given}")
+
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr
+
+
+# -- doctor --------------------------------------------------------------------------------------
+
+
+def test_doctor_tells_everything_in_json() -> None:
+    result = call("doctor --json")
+
+    data = last_json(result)
+    found = {check["name"]: check for check in data["checks"]}
+    assert {"python", "torch", "ram", "ram limit", "cores", "omp settings", "disk"} <= set(found)
+    assert all(check["fix"] for check in found.values() if check["level"] != "green")
+    assert result.exit_code == (0 if data["healthy"] else 1)
+
+
+def test_doctor_shows_every_check_and_a_block_to_paste() -> None:
+    result = call("doctor")
+
+    block = result.stdout.split("```")[1]
+    assert "torch: " in block
+    assert "ram limit: " in block
+
+
+def test_a_red_check_ends_the_doctor_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    sick = Report((Check("torch", Level.RED, "1.0 [old]", "update"),))
+    monkeypatch.setattr(doctor, "examine", lambda: sick)
+
+    result = call("doctor")
+
+    assert result.exit_code == 1
+    assert "1.0 [old]" in result.stdout
+
+
+# -- bench ---------------------------------------------------------------------------------------
+
+
+class FakeRunner:
+    """Stands for `hetero.bench.runner`: one benchmark that holds and one that does not."""
+
+    NAMES: ClassVar = [("fast", "is fast"), ("slow", "is slow")]
+
+    @dataclasses.dataclass(frozen=True)
+    class Case:
+        name: str
+        value: float
+        unit: str
+        op: str
+        reach: float
+        holds: bool
+
+    @dataclasses.dataclass(frozen=True)
+    class Result:
+        bench: str
+        cases: tuple[Any, ...]
+        machine: dict[str, Any]
+        detail: dict[str, Any]
+
+        def as_json(self) -> dict[str, Any]:
+            return dataclasses.asdict(self)
+
+    def names(self) -> list[tuple[str, str]]:
+        return self.NAMES
+
+    def run_bench(self, name: str, device: str | None) -> Any:
+        case = self.Case("time", 2.0, "s", "<=", 3.0 if name == "fast" else 1.0, name == "fast")
+        return self.Result(name, (case,), {"device": device}, {})
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hetero.bench.runner", FakeRunner())  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("runner")
+class TestBench:
+    def test_the_list_names_every_benchmark(self) -> None:
+        assert "is slow" in call("bench --list").stdout
+        assert last_json(call("bench --list --json")) == {"fast": "is fast", "slow": "is slow"}
+
+    def test_one_that_holds_ends_well(self) -> None:
+        result = call("bench fast --device cpu --json")
+
+        assert result.exit_code == 0
+        assert set(last_json(result)) == {"bench", "cases", "machine", "detail"}
+        assert last_json(result)["machine"] == {"device": "cpu"}
+
+    def test_one_that_does_not_hold_ends_with_status_1(self) -> None:
+        result = call("bench slow")
+
+        assert result.exit_code == 1
+        assert "does not hold" in result.stdout
+
+    def test_all_of_them_print_a_line_each(self) -> None:
+        result = call("bench --all --json")
+
+        assert [json.loads(line)["bench"] for line in result.stdout.splitlines()] == [
+            "fast",
+            "slow",
+        ]
+        assert result.exit_code == 1
+
+    @pytest.mark.parametrize("line", ["bench", "bench quick"])
+    def test_an_unknown_name_is_a_usage_error_that_lists_the_names(self, line: str) -> None:
+        result = call(line)
+
+        assert result.exit_code == 2
+        assert "fast, slow" in result.stderr

@@ -1,0 +1,111 @@
+"""The HBM budget, measured from outside: this auditor shares no code with the ledger."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from hetero.api import engine_of, prepare_tuned
+from hetero.config import Config
+from hetero.device import SimDevice
+from hetero.errors import BudgetError
+from tests.equivalence.harness import adamw, measure
+from tests.equivalence.zoo import BY_NAME, Case, Loop
+
+AUDITED = ["tied", "attention", "convolutional", "checkpoint", "checkpoint_inside", "reused"]
+
+
+class Auditor(TorchDispatchMode):
+    """Counts every live storage that an operation makes outside the declared memory."""
+
+    def __init__(self, declared: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in declared]
+        self.seen: set[int] = set()
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor) and type(tensor).__name__ != "LazyGrad":
+                self.count(tensor.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        at, key, n_bytes = storage.data_ptr(), storage._cdata, storage.nbytes()
+        if key in self.seen or any(start <= at < end for start, end in self.spans):
+            return
+        self.seen.add(key)
+        self.live += n_bytes
+        weakref.finalize(storage, self.forget, key, n_bytes)
+
+    def forget(self, key: int, n_bytes: int) -> None:
+        self.seen.discard(key)
+        self.live -= n_bytes
+
+
+@pytest.mark.parametrize("name", AUDITED)
+def test_frames_and_activations_stay_under_the_budget_at_every_operation(name: str) -> None:
+    case: Case = BY_NAME[name]
+    budget = measure(case, adamw, 256)
+    hbm = budget.of(0.4)
+    torch.manual_seed(11)
+    model = case.build()
+    config = Config.load(device=SimDevice(seed=1), hbm=hbm, chunk_bytes=256)
+    model, optimizer = prepare_tuned(model, adamw(model), config, None)
+    engine = engine_of(model)
+    highest = 0
+    for number in range(5):
+        homes = [h.bytes for h in engine.store.homes.values()]
+        arena = engine.manager._arena.block
+        held = [*homes, arena]
+        with Auditor(held) as auditor:
+            data = case.data(torch.Generator().manual_seed(number))
+            case.step(Loop(model, optimizer, data, number, True))
+        optimizer.step()
+        optimizer.zero_grad()
+        frames = engine.manager.frames.limit * engine.blueprint.granule_bytes
+        buffers = sum(b.nbytes for b in model.buffers())
+        if number >= 1:  # the first step measures with the fewest frames
+            assert auditor.peak + frames + buffers <= hbm, (number, auditor.peak, frames, hbm)
+            highest = max(highest, auditor.peak)
+    assert highest > 0.3 * engine.activation_bytes
+
+
+def test_the_arena_is_a_mapping_of_exactly_the_budget() -> None:
+    case = BY_NAME["tied"]
+    model = case.build()
+    config = Config.load(device="cpu:sim", hbm=100_000, chunk_bytes=256)
+    model, _ = prepare_tuned(model, adamw(model), config, None)
+    engine = engine_of(model)
+    arena = engine.manager._arena
+    assert 100_000 - engine.blueprint.granule_bytes < arena.n_bytes <= 100_000
+    assert arena.mapping is not None and len(arena.mapping) == arena.n_bytes
+    start = arena.block.data_ptr()
+    with engine.runtime.lend((0, 1), "test"):
+        for bucket in (0, 1):
+            for view in engine.manager.replicas[bucket].views:
+                assert start <= view.data_ptr() <= start + arena.n_bytes - view.nbytes
+    assert ctypes.string_at(start, 1) is not None
+
+
+def test_more_than_the_budget_cannot_be_pinned() -> None:
+    case = BY_NAME["tied"]
+    model = case.build()
+    config = Config.load(device="cpu:sim", hbm=30_000, chunk_bytes=256)
+    model, _ = prepare_tuned(model, adamw(model), config, None)
+    engine = engine_of(model)
+    everything = tuple(b.id for b in engine.blueprint.layout.buckets)
+    with pytest.raises(BudgetError, match="needs"):
+        engine.manager.pin(everything, "test")
+    assert all(r.pins == 0 for r in engine.manager.replicas.values())
+    engine.manager.pin((0,), "test")
