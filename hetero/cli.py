@@ -27,6 +27,8 @@ UNUSABLE = 2  # exit status: the request cannot be honoured as given
 DISAPPOINTED = 1  # exit status: a check is red, or a benchmark does not hold
 SETTINGS = ("device", "hbm", "host")
 SHAPE = ("width", "layers", "heads", "context", "checkpoint_blocks")
+DEMO_MINUTES = 3.5  # a run of default length ends by then on a slow machine too
+MINUTES_HELP = f"{DEMO_MINUTES}, or never when --steps is given"
 POSITIVE = click.IntRange(min=1)
 DEVICES = click.Choice(["cuda", "cpu", "cpu:sim"])
 
@@ -46,8 +48,10 @@ def option(name: str, kind: Any, text: str, default: str = "", **more: Any) -> C
 
 
 @main.command()
-@option("--steps", POSITIVE, "Steps of the run and of its schedule.", "100")
-@option("--minutes", click.FloatRange(0, min_open=True), "Stop after this much training.", "never")
+@option("--steps", POSITIVE, "Steps of the run and of its schedule.", "80")
+@option(
+    "--minutes", click.FloatRange(0, min_open=True), "Stop after this much training.", MINUTES_HELP
+)
 @option("--batch", POSITIVE, "Sequences per step.", "2")
 @option("--context", POSITIVE, "Bytes per sequence.", "256")
 @option("--width", POSITIVE, "Features of the model.", "512")
@@ -88,6 +92,8 @@ def train_options(given: dict[str, Any]) -> TrainOptions:
     """Return the options of a run from what the command line gave."""
     from hetero.recipes.train import TrainOptions, shape
 
+    if "steps" not in given:
+        given.setdefault("minutes", DEMO_MINUTES)
     settings = {key: given.pop(key) for key in SETTINGS if key in given}
     model = shape(**{key: given.pop(key) for key in SHAPE if key in given})
     return replace(TrainOptions(), model=model, settings=settings, **given)

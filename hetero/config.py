@@ -100,7 +100,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         settings = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path}: {error}") from error
+        raise ConfigError(f"config file {path}: {error}", advice="check the path") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {path}: {error}", advice="fix the TOML syntax") from error
     if not settings:

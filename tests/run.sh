@@ -5,9 +5,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tests/setup_venv.sh
 setup_venv test
 
-ruff check .
-ruff format --check .
-mypy
+python -m ruff check .
+python -m ruff format --check .
+python -m mypy
 
 export HETERO_PARANOID="${HETERO_PARANOID:-1}" OMP_NUM_THREADS=1
 python -m pytest -n 2 "$@"

@@ -317,6 +317,14 @@ def test_copies_of_one_lane_queue_up_and_lanes_run_side_by_side() -> None:
     assert device.now() == 0.0
 
 
+def test_on_a_shared_link_the_lanes_take_turns() -> None:
+    device = lazy(h2d_bytes_per_second=100.0, d2h_bytes_per_second=50.0, shared_link=True)
+    lanes = (Lane.H2D, Lane.D2H, Lane.H2D)
+    ends = [device.copy(lane, filled(100, 0), filled(100, 1)).end for lane in lanes]
+
+    assert ends == [1.0, 3.0, 4.0]
+
+
 def test_a_copy_begins_when_what_it_waits_for_has_ended() -> None:
     device = lazy(h2d_bytes_per_second=100.0, d2h_bytes_per_second=10.0)
     home = filled(100, 0)

@@ -442,6 +442,13 @@ def test_importing_hetero_does_not_load_torch() -> None:
     assert "torch" not in loaded
 
 
+def test_importing_the_command_line_does_not_load_torch() -> None:
+    loaded = modules_after("import hetero.cli")
+
+    assert "hetero.cli" in loaded
+    assert "torch" not in loaded
+
+
 def test_importing_the_plan_does_not_load_torch() -> None:
     loaded = modules_after("import hetero.plan.planner, hetero.plan.schedule, hetero.plan.trace")
 

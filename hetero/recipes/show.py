@@ -129,8 +129,10 @@ def run_facts(result: TrainResult) -> list[tuple[str, str]]:
 
 
 def loss_line(result: TrainResult) -> str:
+    early = result.steps < result.planned_steps
+    steps = f"{result.steps} of {result.planned_steps}, time was up" if early else result.steps
     return (
-        f"{result.first_loss:.3f} -> {result.last_loss:.3f} nats a byte in {result.steps} steps"
+        f"{result.first_loss:.3f} -> {result.last_loss:.3f} nats a byte in steps: {steps}"
         f" (without context: {result.unigram_entropy:.3f})"
     )
 

@@ -41,7 +41,7 @@ class TrainOptions:
     """Files and directories to learn; none: Python's reference manual."""
     batch: int = 2
     """Sequences per step."""
-    steps: int = 100
+    steps: int = 80
     """Steps of the learning-rate schedule, and of the run."""
     minutes: float | None = None
     """Stop after this much training, wherever the schedule is; None: never."""
@@ -79,6 +79,8 @@ class TrainResult:
     unigram_entropy: float
     """Loss of the best guess without context."""
     steps: int
+    planned_steps: int
+    """More than ``steps`` when the minutes were up first."""
     seconds: float
     tokens_per_second: float
     losses: tuple[float, ...]
@@ -104,7 +106,6 @@ def train(options: TrainOptions, watch: Callable[[StepReport], None] | None = No
     tokens = load_tokens(options)
     model = build_model(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), fused=True)
-    n_parameters = sum(p.numel() for p in model.parameters())
     # 2. the one line that puts it under a budget
     config = settings_for(model, options)
     model, optimizer = prepare(model, optimizer, config=config)
@@ -115,7 +116,7 @@ def train(options: TrainOptions, watch: Callable[[StepReport], None] | None = No
         if watch is not None:
             watch(report)
     # 4. what came of it
-    return conclude(model, reports, tokens, n_parameters)
+    return conclude(model, reports, tokens, options.steps)
 
 
 def shape(**fields: Any) -> GPTConfig:
@@ -164,7 +165,7 @@ def settings_for(model: torch.nn.Module, options: TrainOptions) -> Config:
 
 def states_of(model: torch.nn.Module) -> int:
     """Return the bytes of parameters, gradients and AdamW's two moments."""
-    return 4 * sum(p.nbytes for p in model.parameters())
+    return 4 * sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def draw(tokens: torch.Tensor, options: TrainOptions, config: Config) -> Iterator[Batch]:
@@ -209,17 +210,19 @@ def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
 
 
 def conclude(
-    model: torch.nn.Module, reports: list[StepReport], tokens: torch.Tensor, n_parameters: int
+    model: torch.nn.Module, reports: list[StepReport], tokens: torch.Tensor, planned_steps: int
 ) -> TrainResult:
     """Return the result of a run that has ended."""
     losses = tuple(report.loss for report in reports)
     last, tail = reports[-1], losses[-SMOOTHED:]
+    n_parameters = sum(p.numel() for p in model.parameters())
     return TrainResult(
         parameters=n_parameters,
-        state_bytes=16 * n_parameters,
+        state_bytes=states_of(model),
         text_bytes=len(tokens),
         unigram_entropy=unigram_entropy(tokens),
         steps=last.step,
+        planned_steps=planned_steps,
         seconds=last.seconds,
         tokens_per_second=last.tokens / last.seconds,
         losses=losses,

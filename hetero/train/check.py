@@ -51,6 +51,11 @@ def check_model(model: object) -> nn.Module:
 
 def check_param(name: str, param: nn.Parameter) -> None:
     """Refuse parameters whose bytes are not a plain dense tensor, by name and kind."""
+    if hasattr(type(param), "hetero_runtime"):
+        raise StateError(
+            f"parameter {name!r} belongs to a prepared model",
+            advice="call hetero.release on that model first",
+        )
     kind = ""
     if isinstance(param, nn.parameter.UninitializedTensorMixin):
         kind = "uninitialized (a lazy module)"

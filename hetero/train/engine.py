@@ -179,6 +179,7 @@ class Engine:
         self.mode = "paged"
         self.optimizer: Optimizer | None = None
         self._index = {id(p): i for i, p in enumerate(self.params)}
+        self._origin = self.params[0].device
         self._measured = False
         self._grads_before: dict[int, torch.Tensor] = {}
         self._budget()
@@ -263,7 +264,6 @@ class Engine:
     def _move_in(self) -> None:
         """Copy every parameter to its home and point it there; the originals are freed."""
         place = self.device.torch_device
-        self._origin = self.params[0].device
         self.ledger.charge(Tier.HBM, Kind.BUFFER, self.buffer_bytes, "buffers")
         _move_buffers(self.model, place)
         moved = 0

@@ -11,10 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
 from torch import nn
 
 from hetero.errors import StateError
 from hetero.train.swizzle import plainly
+
+
+FUNCTORCH = (
+    "functorch transforms (torch.func.grad, vmap, ...) do not see paged parameters",
+    "use plain autograd, transform inside hetero.gathered(...), or hetero.release the model first",
+)
 
 
 class Faults(Protocol):
@@ -44,7 +52,6 @@ _post_accumulate_grad_hooks grad_dtype""".split()
 _METHODS = """size dim ndimension numel nelement element_size get_device is_floating_point
 is_complex is_signed is_inference is_conj is_neg requires_grad_ retain_grad register_hook
 register_post_accumulate_grad_hook __hash__ __len__ has_names _is_view""".split()
-_REFUSED = ("set_", "resize_", "resize_as_", "share_memory_", "__deepcopy__", "__reduce_ex__")
 
 
 def metadata_functions() -> frozenset[Any]:
@@ -61,7 +68,6 @@ def metadata_functions() -> frozenset[Any]:
 
 METADATA = metadata_functions()
 GEOMETRY = frozenset({T.stride, T.is_contiguous})
-REFUSED = frozenset(getattr(T, name) for name in _REFUSED if hasattr(T, name))
 _get_data, _set_data = T.data.__get__, T.data.__set__  # type: ignore[attr-defined]
 
 
@@ -75,14 +81,24 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
             advice="use model.state_dict(), or hetero.release(model, optimizer) first",
         )
 
-    class PinnedParameter(nn.Parameter):
-        """A parameter whose ``data`` lies in a frame that is held."""
+    def stay(self: nn.Parameter, *_: Any, **__: Any) -> NoReturn:
+        raise StateError(
+            f"this would take parameter {owner.name(self)!r} off its home",
+            advice="call hetero.release(model, optimizer) first",
+        )
+
+    class Refusing(nn.Parameter):
+        """What neither a bound nor an unbound parameter may do."""
 
         hetero_runtime = owner
-
-        __torch_function__ = torch._C._disabled_torch_function_impl
         __deepcopy__ = refuse
         __reduce_ex__ = refuse  # type: ignore[assignment]
+        set_ = resize_ = resize_as_ = share_memory_ = stay  # type: ignore[assignment]
+
+    class PinnedParameter(Refusing):
+        """A parameter whose ``data`` lies in a frame that is held."""
+
+        __torch_function__ = torch._C._disabled_torch_function_impl
 
         @property
         def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -92,13 +108,10 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
         def data(self, value: torch.Tensor) -> None:
             owner.assign(self, value)
 
-    class PagedParameter(nn.Parameter):
+    class PagedParameter(Refusing):
         """A parameter whose bytes are fetched when something needs them."""
 
-        hetero_runtime = owner
-
-        __deepcopy__ = refuse
-        __reduce_ex__ = refuse  # type: ignore[assignment]
+        hetero_paged = True
 
         @classmethod
         def __torch_function__(  # type: ignore[override]
@@ -120,12 +133,6 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
                 if func == T.type and len(args) == 1 and not kwargs:
                     with plainly():
                         return args[0].type()
-                if func in REFUSED:
-                    raise StateError(
-                        f"{func.__name__} on parameter {owner.name(args[0])!r} would take it off"
-                        " its home",
-                        advice="call hetero.release(model, optimizer) first",
-                    )
             return owner.fault(func, args, kwargs)
 
     return PagedParameter, PinnedParameter
@@ -134,3 +141,27 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
 def read_data(param: nn.Parameter) -> torch.Tensor:
     """Return the plain ``data`` of a bound parameter."""
     return _get_data(param)  # type: ignore[no-any-return]
+
+
+def guard_functorch() -> None:
+    """Make torch.func refuse an unbound parameter that is passed to a transform as an argument.
+
+    A transform wraps its arguments in C++, past ``__torch_function__``, and would compute with the
+    placeholder's NaN. Wrapping goes through one Python name per transform family; each gets a check.
+    """
+    places = ((torch._functorch.eager_transforms, "_wrap_for_grad"),)
+    places += ((torch._functorch.vmap, "_add_batch_dim"),)
+    for module, name in places:
+        wrap = getattr(module, name, None)
+        if wrap is not None and not hasattr(wrap, "hetero_guard"):
+            setattr(module, name, _guarded(wrap))
+
+
+def _guarded(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(tensor: Any, *args: Any) -> Any:
+        if getattr(type(tensor), "hetero_paged", False):
+            raise StateError(FUNCTORCH[0], advice=FUNCTORCH[1])
+        return wrap(tensor, *args)
+
+    guarded.hetero_guard = True  # type: ignore[attr-defined]
+    return guarded

@@ -66,6 +66,7 @@ class Runtime:
 
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Take the parameters over as placeholders; their homes hold the values already."""
+        fault.guard_functorch()
         paged, pinned = fault.paged_classes(self)
         place = self._device.torch_device
         self.swizzle = Swizzle(params, self.layout, place, paged, pinned)
@@ -354,10 +355,7 @@ class Runtime:
             self.manager.settle(bucket)
 
     def _functorch_refusal(self) -> StateError:
-        return StateError(
-            "functorch transforms (torch.func.grad, vmap, ...) do not see paged parameters",
-            advice="use plain autograd, or hetero.release the model first",
-        )
+        return StateError(fault.FUNCTORCH[0], advice=fault.FUNCTORCH[1])
 
 
 def _segment_at(segments: Sequence[Any], offset: int) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hetero.errors import StateError
 from hetero.memory.layout import Layout
 from hetero.memory.manager import Replica
 
@@ -60,9 +61,11 @@ class Swizzle:
         self.bound[bucket] += 1
         if self.bound[bucket] > 1:
             return
-        pinned = self._classes[1]
+        paged, pinned = self._classes
         versions = []
         for param, view in zip(self._of_bucket[bucket], replica.views, strict=True):
+            if param.__class__ is not paged:
+                raise self._tampered(bucket, len(versions))
             param.__class__ = pinned
             _set_data(param, view)
             versions.append(_version(param))
@@ -82,6 +85,17 @@ class Swizzle:
             _set_data(param, empty)
             param.__class__ = paged
         return written
+
+    def _tampered(self, bucket: int, position: int) -> StateError:
+        self.bound[bucket] -= 1
+        for param, empty in zip(self._of_bucket[bucket][:position], self._empty[bucket], strict=False):
+            _set_data(param, empty)
+            param.__class__ = self._classes[0]
+        name = self.layout.buckets[bucket].segments[position].spec.name
+        return StateError(
+            f"parameter {name!r} is not the object that was prepared any more (swapped or converted)",
+            advice="hetero.release the model before replacing parameters",
+        )
 
     def page(self, index: int) -> None:
         """Make a plain parameter an unbound one, for the first time."""

@@ -116,6 +116,9 @@ class FrameMachine(RuleBasedStateMachine):
             painted.take(run.owner, run.start, run.length)
         assert painted.cells == self.model.cells
         assert [run.start for run in self.map.runs] == sorted(run.start for run in self.map.runs)
+        assert self.map.end == max(
+            (i + 1 for i, c in enumerate(painted.cells) if c != FREE), default=0
+        )
         assert self.map.used == self.map.limit - self.model.cells.count(FREE)
 
 

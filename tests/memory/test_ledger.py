@@ -121,6 +121,16 @@ def test_the_peak_is_what_was_held_at_once() -> None:
     assert ledger.used(Tier.HBM) == 0
 
 
+def test_every_kind_has_a_peak_of_its_own() -> None:
+    ledger = Ledger({})
+    ledger.charge(Tier.HBM, Kind.PARAM, 10, "a")
+    ledger.credit(Tier.HBM, Kind.PARAM, 10)
+    ledger.charge(Tier.HBM, Kind.GRAD, 5, "b")
+
+    assert ledger.peak(Tier.HBM, Kind.PARAM) == ledger.peak(Tier.HBM) == 10
+    assert ledger.peak(Tier.HBM, Kind.GRAD) == 5
+
+
 def test_the_ledger_keeps_its_own_budgets() -> None:
     budgets: dict[Tier, int | None] = {Tier.HBM: 10}
     ledger = Ledger(budgets)

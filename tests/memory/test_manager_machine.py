@@ -254,8 +254,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.escaped)
     @rule(data=st.data())
     def write_through_a_lease(self, data: st.DataObject) -> None:
-        usable = [lease for lease in self.leases if lease.bucket in self.escaped]
-        lease = data.draw(st.sampled_from(usable))
+        usable = [i for i, lease in enumerate(self.leases) if lease.bucket in self.escaped]
+        lease = self.leases[data.draw(st.sampled_from(usable))]  # a drawn view would live on
         flat = self.manager.replicas[lease.bucket].flat
         self.world.fresh(flat, lease.bucket, lease.start, lease.start + len(lease.view))
 

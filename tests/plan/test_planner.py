@@ -1,0 +1,313 @@
+"""The planner: fetches in the order of next use, as early as frames can be had."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hetero.memory.frame import FrameMap
+from hetero.plan.planner import Planner, next_use
+from hetero.plan.schedule import Schedule, Shape, Verdict, verify
+from hetero.plan.trace import Access, Trace
+from hetero.types import Phase
+
+MANY = settings(derandomize=True, deadline=None, max_examples=200)
+
+
+def chain(*needs: tuple[int, ...]) -> Trace:
+    """Return a trace of one access per tuple of buckets."""
+    return Trace(tuple(Access(Phase.FORWARD, i, need) for i, need in enumerate(needs)))
+
+
+def build(
+    trace: Trace, shapes: dict[int, Shape], limit: int, depth: int | None = None
+) -> tuple[Schedule, Verdict]:
+    schedule = Planner(trace, shapes, FrameMap(limit), limit, depth).build()
+    return schedule, verify(schedule, shapes)
+
+
+def widest(trace: Trace, shapes: dict[int, Shape]) -> int:
+    """Return the frames of the largest access."""
+    return max(sum(shapes[b].granules for b in set(a.buckets)) for a in trace.accesses)
+
+
+def equal(n_buckets: int, *, granules: int = 4, rewritten: bool = True) -> dict[int, Shape]:
+    return {b: Shape(granules, rewritten) for b in range(n_buckets)}
+
+
+def palindrome(n_buckets: int) -> Trace:
+    """Return forward and backward through a chain, as one training step goes."""
+    order = [*range(n_buckets), *reversed(range(n_buckets))]
+    return chain(*((bucket,) for bucket in order))
+
+
+def cyclic(n_buckets: int, rounds: int) -> Trace:
+    return chain(*((bucket,) for _ in range(rounds) for bucket in range(n_buckets)))
+
+
+@st.composite
+def traces(draw: st.DrawFn, *, many: bool = True) -> tuple[Trace, dict[int, Shape]]:
+    """Return a random trace over up to six buckets of random sizes."""
+    n_buckets = draw(st.integers(1, 6))
+    bucket = st.integers(0, n_buckets - 1)
+    need = st.lists(bucket, min_size=1, max_size=3 if many else 1, unique=True).map(tuple)
+    shape = st.builds(Shape, st.integers(1, 8), st.booleans())
+    shapes = {b: draw(shape) for b in range(n_buckets)}
+    return chain(*draw(st.lists(need, min_size=1, max_size=14))), shapes
+
+
+def fetches_under_lru(trace: Trace, shapes: dict[int, Shape], n_frames: int) -> int:
+    """Return the fetches of a steady step under demand paging with LRU, for buckets of one size."""
+    resident: OrderedDict[int, None] = OrderedDict()
+    fetches = 0
+    for _ in range(3):
+        fetches = 0
+        for bucket in [b for b in resident if shapes[b].rewritten]:
+            del resident[bucket]
+        for access in trace.accesses:
+            for bucket in access.buckets:
+                if bucket not in resident:
+                    fetches += 1
+                    if len(resident) == n_frames:
+                        resident.popitem(last=False)
+                resident[bucket] = None
+                resident.move_to_end(bucket)
+    return fetches
+
+
+# -- every schedule is a right one ---------------------------------------------------------------
+
+
+@MANY
+@given(traces(), st.integers(0, 30))
+def test_every_schedule_passes_verification(
+    model: tuple[Trace, dict[int, Shape]], spare: int
+) -> None:
+    trace, shapes = model
+    limit = widest(trace, shapes) + spare
+    schedule, verdict = build(trace, shapes, limit)
+
+    assert verdict.peak_granules <= limit
+    assert len(schedule.ops) == len(trace.accesses) + 1
+
+
+@MANY
+@given(traces())
+def test_a_schedule_for_the_very_least_of_frames_passes_verification(
+    model: tuple[Trace, dict[int, Shape]],
+) -> None:
+    trace, shapes = model
+    limit = widest(trace, shapes)
+
+    assert build(trace, shapes, limit)[1].peak_granules <= limit
+
+
+@MANY
+@given(traces(many=False), st.integers(0, 30), st.integers(0, 5))
+def test_every_depth_of_look_ahead_passes_verification(
+    model: tuple[Trace, dict[int, Shape]], spare: int, depth: int
+) -> None:
+    trace, shapes = model
+    limit = widest(trace, shapes) + spare
+
+    assert build(trace, shapes, limit, depth)[1].peak_granules <= limit
+
+
+@MANY
+@given(traces(), st.integers(0, 30))
+def test_the_same_trace_gives_the_same_schedule(
+    model: tuple[Trace, dict[int, Shape]], spare: int
+) -> None:
+    trace, shapes = model
+    limit = widest(trace, shapes) + spare
+    first, second = (Planner(trace, shapes, FrameMap(limit), limit).build() for _ in range(2))
+
+    assert first == second
+
+
+@MANY
+@given(traces(), st.integers(0, 30))
+def test_a_built_schedule_prints_and_parses(
+    model: tuple[Trace, dict[int, Shape]], spare: int
+) -> None:
+    trace, shapes = model
+    limit = widest(trace, shapes) + spare
+    schedule = Planner(trace, shapes, FrameMap(limit), limit).build()
+
+    assert Schedule.parse(schedule.show()) == schedule
+
+
+# -- and a good one ------------------------------------------------------------------------------
+
+
+@MANY
+@given(traces(), st.integers(1, 8), st.integers(0, 20))
+def test_equal_rewritten_buckets_never_miss_when_two_accesses_fit(
+    model: tuple[Trace, dict[int, Shape]], granules: int, spare: int
+) -> None:
+    trace, shapes = model
+    shapes = {b: Shape(granules, rewritten=True) for b in shapes}
+    limit = 2 * widest(trace, shapes) + spare
+
+    assert build(trace, shapes, limit)[1].demand_misses == 0
+
+
+@MANY
+@given(traces(), st.integers(1, 8), st.integers(0, 20))
+def test_equal_frozen_buckets_never_miss_when_two_accesses_fit(
+    model: tuple[Trace, dict[int, Shape]], granules: int, spare: int
+) -> None:
+    trace, shapes = model
+    shapes = {b: Shape(granules, shapes[b].rewritten) for b in shapes}
+    limit = 2 * widest(trace, shapes) + spare
+
+    assert build(trace, shapes, limit)[1].demand_misses == 0
+
+
+@MANY
+@given(traces(many=False), st.integers(0, 20))
+def test_unequal_rewritten_buckets_never_miss_when_two_of_the_largest_fit(
+    model: tuple[Trace, dict[int, Shape]], spare: int
+) -> None:
+    trace, shapes = model
+    shapes = {b: Shape(s.granules, rewritten=True) for b, s in shapes.items()}
+    limit = 2 * widest(trace, shapes) + spare
+
+    assert build(trace, shapes, limit)[1].demand_misses == 0
+
+
+@MANY
+@given(traces(), st.integers(0, 20))
+def test_nothing_misses_when_everything_fits(
+    model: tuple[Trace, dict[int, Shape]], spare: int
+) -> None:
+    trace, shapes = model
+    schedule, verdict = build(trace, shapes, sum(s.granules for s in shapes.values()) + spare)
+
+    assert verdict.demand_misses == 0
+    assert verdict.fetches == sum(1 for b in trace.uses() if shapes[b].rewritten)
+    assert all(not op.evict for row in schedule.ops for op in row)
+
+
+ROUNDS = (st.integers(2, 9), st.integers(1, 9), st.integers(0, 3))
+
+
+def rounds_of(n_buckets: int, rounds: int) -> Trace:
+    """Return that many rounds through the buckets, or the way there and back for none."""
+    return cyclic(n_buckets, rounds) if rounds else palindrome(n_buckets)
+
+
+@MANY
+@given(*ROUNDS)
+def test_never_more_is_fetched_than_under_demand_paging_with_lru(
+    n_buckets: int, n_frames: int, rounds: int
+) -> None:
+    trace, shapes = rounds_of(n_buckets, rounds), equal(n_buckets)
+    verdict = build(trace, shapes, 4 * n_frames)[1]
+
+    assert verdict.fetches + verdict.demand_misses <= fetches_under_lru(trace, shapes, n_frames)
+
+
+@MANY
+@given(*ROUNDS, st.lists(st.booleans(), min_size=9, max_size=9))
+def test_with_frozen_buckets_no_more_is_fetched_than_under_lru(
+    n_buckets: int, n_frames: int, rounds: int, rewritten: list[bool]
+) -> None:
+    trace = rounds_of(n_buckets, rounds)
+    shapes = {b: Shape(4, rewritten[b]) for b in range(n_buckets)}
+    verdict = build(trace, shapes, 4 * n_frames)[1]
+
+    assert verdict.fetches + verdict.demand_misses <= fetches_under_lru(trace, shapes, n_frames)
+
+
+@MANY
+@given(traces(many=False), st.integers(1, 6))
+def test_on_any_trace_of_equal_buckets_no_more_is_fetched_than_under_lru(
+    model: tuple[Trace, dict[int, Shape]], n_frames: int
+) -> None:
+    trace, shapes = model
+    shapes = {b: Shape(4, rewritten=True) for b in shapes}
+    verdict = build(trace, shapes, 4 * n_frames)[1]
+
+    assert verdict.fetches + verdict.demand_misses <= fetches_under_lru(trace, shapes, n_frames)
+
+
+def test_a_palindrome_with_three_frames_keeps_what_the_turn_needs() -> None:
+    _, verdict = build(palindrome(6), equal(6), 3 * 4)
+
+    assert verdict == Verdict(demand_misses=0, fetches=6 + 3, peak_granules=12)
+
+
+def test_the_border_prefetches_for_the_first_accesses() -> None:
+    schedule, _ = build(palindrome(6), equal(6), 2 * 4)
+
+    assert [op.bucket for op in schedule.at(-1)] == [0, 1]
+
+
+def test_what_the_update_did_not_rewrite_is_not_fetched_again() -> None:
+    schedule, verdict = build(palindrome(3), equal(3, rewritten=False), 3 * 4)
+
+    assert verdict.fetches == 0
+    assert all(not row for row in schedule.ops)
+
+
+def test_frozen_buckets_stay_while_rewritten_ones_are_fetched_anew() -> None:
+    shapes = {0: Shape(4, rewritten=False), 1: Shape(4, rewritten=True)}
+    _, verdict = build(palindrome(2), shapes, 2 * 4)
+
+    assert (verdict.demand_misses, verdict.fetches) == (0, 1)
+
+
+def test_a_fetch_displaces_only_what_is_needed_later_than_itself() -> None:
+    trace = chain((0,), (1,), (0,), (2,), (0,))
+    schedule, verdict = build(trace, equal(3), 2 * 4)
+
+    assert verdict.demand_misses == 0
+    for point, row in enumerate(schedule.ops, start=-1):
+        for op in row:
+            wanted = next_use(trace.uses()[op.bucket], point)
+            assert all(next_use(trace.uses()[b], point) > wanted for b in op.evict)
+
+
+def test_a_depth_of_zero_plans_nothing() -> None:
+    schedule, verdict = build(palindrome(4), equal(4), 2 * 4, depth=0)
+
+    assert all(not row for row in schedule.ops)
+    assert verdict.demand_misses > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_depth_bounds_how_far_ahead_a_fetch_is(depth: int) -> None:
+    trace = palindrome(6)
+    schedule, _ = build(trace, equal(6), 4 * 4, depth=depth)
+
+    for point, row in enumerate(schedule.ops, start=-1):
+        for op in row:
+            assert next_use(trace.uses()[op.bucket], point) <= point + depth
+
+
+def test_an_access_of_several_buckets_has_them_all_at_once() -> None:
+    schedule, verdict = build(chain((0, 1), (2,), (0, 1)), equal(3), 3 * 4)
+
+    assert verdict == Verdict(demand_misses=0, fetches=3, peak_granules=12)
+    assert {op.bucket for op in schedule.at(-1)} == {0, 1, 2}
+
+
+@given(st.lists(st.integers(0, 50), unique=True).map(sorted), st.integers(-2, 60))
+@settings(derandomize=True, deadline=None)
+def test_the_next_use_is_the_first_one_strictly_behind(places: list[int], after: int) -> None:
+    assert next_use(places, after) == min((p for p in places if p > after), default=math.inf)
+
+
+@given(traces())
+@settings(derandomize=True, deadline=None)
+def test_uses_agree_with_the_trace(model: tuple[Trace, dict[int, Shape]]) -> None:
+    trace, _ = model
+    assume(trace.accesses)
+
+    for bucket, places in trace.uses().items():
+        assert places == [i for i, a in enumerate(trace.accesses) if bucket in a.buckets]
