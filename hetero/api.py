@@ -67,7 +67,9 @@ def engine_of(model: nn.Module) -> Engine:
     """Return the engine of a prepared model, or raise StateError."""
     engine = model.__dict__.get(MARK) if isinstance(model, nn.Module) else None
     if engine is None:
-        raise StateError("the model is not prepared", advice="call hetero.prepare(model, ...) first")
+        raise StateError(
+            "the model is not prepared", advice="call hetero.prepare(model, ...) first"
+        )
     return engine  # type: ignore[no-any-return]
 
 
@@ -104,7 +106,9 @@ def gathered(
 def _gathered(params: list[nn.Parameter], write: bool) -> Iterator[None]:
     owners = {id(o): o for p in params if (o := getattr(type(p), "hetero_runtime", None))}
     if len(owners) > 1:
-        raise StateError("the parameters are of several prepared models", advice="gather each alone")
+        raise StateError(
+            "the parameters are of several prepared models", advice="gather each alone"
+        )
     if not owners:
         yield  # plain and resident parameters are always gathered
         return

@@ -23,8 +23,15 @@ else:  # pragma: no cover - python 3.10
     import tomli as tomllib
 
 UNITS = {
-    **{"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
-    **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
 }
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(" + "|".join(UNITS) + ")")
 DEVICES = ("cuda", "cpu", "cpu:sim")
@@ -74,7 +81,9 @@ class Config:
     """Names (or glob patterns) of the modules fetched as a whole; None: found in the model."""
 
     @classmethod
-    def load(cls, source: Config | Mapping[str, Any] | str | Path | None = None, **settings: Any) -> Config:
+    def load(
+        cls, source: Config | Mapping[str, Any] | str | Path | None = None, **settings: Any
+    ) -> Config:
         """Build a Config from another one, a mapping or a TOML file, with ``settings`` on top.
 
         Raises one ConfigError that lists every problem found.
@@ -98,7 +107,7 @@ class Config:
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the settings of a TOML file; ConfigError names the line and column of a mistake."""
     try:
-        settings = tomllib.loads(path.read_text())
+        settings: dict[str, Any] = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}", advice="check the path") from error
     except tomllib.TOMLDecodeError as error:

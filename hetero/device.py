@@ -36,7 +36,9 @@ class Ticket:
 
     __slots__ = ("done", "end", "event", "lane")
 
-    def __init__(self, lane: Lane, end: float, *, done: bool = False, event: object = None) -> None:
+    def __init__(
+        self, lane: Lane, end: float, *, done: bool = False, event: torch.cuda.Event | None = None
+    ) -> None:
         self.lane = lane
         self.end = end
         self.done = done
@@ -56,7 +58,9 @@ class Device(Protocol):
     def arena(self, n_bytes: int) -> Slab:
         """Return device memory for frames; its storages are carved by `Slab.carve`."""
 
-    def copy(self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+    def copy(
+        self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
+    ) -> Ticket:
         """Queue a copy of equally many bytes on a lane, behind ``after``."""
 
     def wait(self, ticket: Ticket) -> None:
@@ -116,7 +120,7 @@ class Slab:
         if self.mapping is not None:
             return torch.frombuffer(self.mapping, dtype=torch.uint8, count=n_bytes, offset=offset)
         piece = self.block[offset : offset + n_bytes]
-        return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(piece))
+        return torch.utils.dlpack.from_dlpack(piece)
 
 
 def map_slab(n_bytes: int) -> Slab:
@@ -146,7 +150,9 @@ class CpuDevice:
     def arena(self, n_bytes: int) -> Slab:
         return map_slab(n_bytes)
 
-    def copy(self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+    def copy(
+        self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
+    ) -> Ticket:
         dst.copy_(src)
         return self._done
 
@@ -192,7 +198,7 @@ class _Deferred:
 
 
 class SimDevice(CpuDevice):
-    """"cpu:sim": deferred copies on seeded fake streams, poisoned destinations, modelled links.
+    """ "cpu:sim": deferred copies on seeded fake streams, poisoned destinations, modelled links.
 
     Args:
         seed: order in which idle streams make progress by themselves.
@@ -233,7 +239,9 @@ class SimDevice(CpuDevice):
         """Let the modelled compute stream work for ``seconds``."""
         self.clock_seconds += seconds
 
-    def copy(self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+    def copy(
+        self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
+    ) -> Ticket:
         self._tick()
         after = tuple(after)
         rate = self.rates[lane]
@@ -323,7 +331,7 @@ class SimDevice(CpuDevice):
 
 
 def _crc(piece: torch.Tensor) -> int:
-    return zlib.crc32(piece.detach().contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(memoryview(piece.detach().contiguous().view(torch.uint8).numpy()))
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -342,7 +350,9 @@ class CudaDevice:
                 f"device='cuda', but torch {torch.__version__} sees no CUDA device",
                 advice="install a CUDA build of torch and a driver, or use device='cpu'",
             )
-        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self.torch_device = torch.device(
+            "cuda", torch.cuda.current_device() if index is None else index
+        )
         self.name = str(self.torch_device)
         self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
 
@@ -357,7 +367,9 @@ class CudaDevice:
         block = torch.empty(max(n_bytes, 1), dtype=torch.uint8, device=self.torch_device)
         return Slab(n_bytes, block)
 
-    def copy(self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()) -> Ticket:
+    def copy(
+        self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
+    ) -> Ticket:
         stream = self._streams[lane]
         for ticket in after:
             if ticket.event is not None:

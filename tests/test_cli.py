@@ -14,7 +14,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from hetero.cli import main
+from hetero.cli import DEMO_MINUTES, main, train_options
+from hetero.config import HostLimit
+from hetero.device import CpuDevice, Slab
 from hetero.recipes import doctor
 from hetero.recipes.doctor import Check, Level, Report
 from hetero.recipes.train import TrainOptions
@@ -111,6 +113,12 @@ def test_train_reads_texts_and_a_settings_file(tmp_path: Path) -> None:
     assert data["status"]["tiers"]["HOST"]["budget"] == 16_000_000
 
 
+def test_a_run_is_cut_short_only_when_nobody_said_how_long() -> None:
+    assert train_options({}).minutes == DEMO_MINUTES
+    assert train_options({"steps": 5}).minutes is None
+    assert train_options({"steps": 5, "minutes": 1.0}).minutes == 1.0
+
+
 def test_train_can_keep_activations_and_do_without_a_budget() -> None:
     data = last_json(call(f"{TINY} --hbm all --no-checkpoint-blocks --json"))
 
@@ -182,6 +190,48 @@ def test_a_red_check_ends_the_doctor_with_status_1(monkeypatch: pytest.MonkeyPat
 
     assert result.exit_code == 1
     assert "1.0 [old]" in result.stdout
+
+
+class FakeCuda(CpuDevice):
+    """Stands for a CUDA device: locks pages up to a size, copies in RAM."""
+
+    def slab(self, n_bytes: int) -> Slab:
+        slab = super().slab(n_bytes)
+        slab.registered = n_bytes <= 4 * 4096
+        return slab
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = doctor.Gpu("Fake 1", 80 * doctor.GIB, 70 * doctor.GIB, "PCIe 5 x16")
+    monkeypatch.setattr(doctor, "PROBE_BYTES", 4096)
+    monkeypatch.setattr(doctor, "open_cuda", FakeCuda)
+    monkeypatch.setattr(doctor, "ask_driver", lambda: ("1.2", [gpu], ""))
+    monkeypatch.setattr(doctor, "release_slab", lambda slab: None)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_doctor_measures_links_and_page_locking_where_there_is_cuda() -> None:
+    found = {check.name: check for check in doctor.check_cuda(HostLimit(2**20, "a test"))}
+
+    assert list(found) == [
+        *("driver", "gpu 0", "h2d rate", "d2h rate", "memlock limit", "page-locking")
+    ]
+    assert "70 GiB free of 80 GiB" in found["gpu 0"].found
+    assert "GB/s" in found["h2d rate"].found
+    assert found["page-locking"].level is Level.YELLOW
+    assert found["page-locking"].found.startswith("16 KiB in one block")
+
+
+def test_a_gpu_that_torch_does_not_see_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = doctor.Gpu("Fake 1", 1, 1, "PCIe unknown")
+    monkeypatch.setattr(doctor, "open_cuda", lambda: None)
+    monkeypatch.setattr(doctor, "ask_driver", lambda: ("1.2", [gpu], ""))
+
+    (check,) = doctor.check_cuda(HostLimit(2**20, "a test"))
+
+    assert check.level is Level.RED
+    assert "Fake 1" in check.found
 
 
 # -- bench ---------------------------------------------------------------------------------------

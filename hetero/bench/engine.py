@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ def overhead(device: str | None = None, pairs: int = 9) -> Figures:
     for pair in range(pairs + 2):
         sides = [(plain, optimizer), (model, ours)]
         order = (0, 1) if pair % 2 else (1, 0)
-        took = {side: timed(lambda s=side: train_step(*sides[s], tokens), device) for side in order}
+        took = {s: timed(partial(train_step, *sides[s], tokens), device) for s in order}
         if pair >= 2:  # the first pairs allocate states and warm up
             ratios.append(took[1] / took[0])
             seconds.append(took[0])
@@ -84,7 +85,9 @@ def overhead(device: str | None = None, pairs: int = 9) -> Figures:
         "ratios": ratios,
         "mode": status(model).mode,
     }
-    return Figures([Figure("hetero / plain", statistics.median(ratios), "ratio", "<=", 1.03)], detail)
+    return Figures(
+        [Figure("hetero / plain", statistics.median(ratios), "ratio", "<=", 1.03)], detail
+    )
 
 
 def access(device: str | None = None, rounds: int = 3000) -> Figures:
@@ -159,7 +162,8 @@ class ModelledBlock(nn.Module):
         self.backward_seconds = backward_seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(Timed.apply(x, self)))
+        timed_input: torch.Tensor = Timed.apply(x, self)  # type: ignore[no-untyped-call]
+        return torch.tanh(self.linear(timed_input))
 
 
 UNITS, WIDTH, STEPS = 16, 64, 6
@@ -186,7 +190,9 @@ def overlap(device: str | None = None) -> Figures:
             # An update rewrites every parameter, so forward refetches all of them, and gradients
             # go down only in backward: one phase can be bound by a lane and the other by compute.
             # No schedule beats the sum of the phases, so these are given against both bounds.
-            **against_phases("backward 2x forward", modelled(ratio, Tuning(), backward_seconds=2.0)),
+            **against_phases(
+                "backward 2x forward", modelled(ratio, Tuning(), backward_seconds=2.0)
+            ),
             **against_phases("duplex link", modelled(ratio, Tuning(), duplex=True)),
         }
     return Figures(rows, detail)
@@ -286,7 +292,12 @@ def misses(device: str | None = None) -> Figures:
         train_step(model, optimizer, tokens)
         now = status(model)
         per_step.append(
-            {"misses": now.misses, "hits": now.hits, "fetches": now.fetches, "evicts": now.evictions}
+            {
+                "misses": now.misses,
+                "hits": now.hits,
+                "fetches": now.fetches,
+                "evicts": now.evictions,
+            }
         )
     planned = per_step[2:]
     detail = {"steps": per_step, "mode": status(model).mode, "hbm_bytes": hbm, "params": params}
@@ -296,4 +307,3 @@ def misses(device: str | None = None) -> Figures:
 
 def largest(engine: Engine) -> int:
     return max(b.n_bytes for b in engine.blueprint.layout.buckets)
-

@@ -87,7 +87,9 @@ def machine(device: str | None) -> dict[str, Any]:
         "hetero": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "cores": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else 0,
+        "cores": len(psutil.Process().cpu_affinity())
+        if hasattr(psutil.Process, "cpu_affinity")
+        else 0,
         "threads": torch.get_num_threads(),
         "ram_bytes": psutil.virtual_memory().total,
         "device": device or "default",

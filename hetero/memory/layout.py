@@ -187,7 +187,8 @@ def build_layout(
     home: dict[int, tuple[int, Segment]] = {}
     first_chunk = 0
     for group in groups_of(specs):
-        offset, segments = 0, []
+        offset = 0
+        segments: list[Segment] = []
         for index in group:
             segments.append(Segment(index, len(segments), specs[index], offset))
             offset += -(-specs[index].numel // ALIGN) * ALIGN

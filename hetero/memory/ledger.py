@@ -23,8 +23,9 @@ class Ledger:
         if budget is not None and used + n_bytes > budget:
             short = used + n_bytes - budget
             raise BudgetError(
-                f"{what} needs {format_bytes(n_bytes)} of {tier.name}; {format_bytes(budget - used)}"
-                f" of {format_bytes(budget)} are free, {short} bytes short",
+                f"{what} needs {format_bytes(n_bytes)} of {tier.name};"
+                f" {format_bytes(budget - used)} of {format_bytes(budget)} are free,"
+                f" {short} bytes short",
                 advice=f"raise {tier.name.lower()}= to at least {used + n_bytes} bytes",
                 tier=tier.name,
                 needed_bytes=used + n_bytes,

@@ -32,7 +32,7 @@ class Link:
         subject: str = "",
         why: str = "",
     ) -> Ticket:
-        """Queue one copy of raw bytes (1-D uint8, equally long); the ticket fires when it landed."""
+        """Queue a copy of raw bytes (1-D uint8, equally long); its ticket fires when it landed."""
         queued = self._device.now()
         ticket = self._device.copy(lane, dst, src, after)
         self.n_bytes[lane] += dst.numel()

@@ -34,8 +34,10 @@ PARAM = Kind.PARAM.value
 class Replica:
     """The contiguous HBM run of one bucket's PARAM chunks, with a prebuilt view per parameter."""
 
-    __slots__ = ("baseline", "bucket", "bytes", "cdata", "flat", "idle", "pins", "ready", "shown")
-    __slots__ += ("stamp", "start", "views")
+    __slots__ = (
+        *("bucket", "start", "bytes", "flat", "views", "cdata", "baseline"),
+        *("pins", "stamp", "ready", "idle", "shown"),
+    )
 
     def __init__(self, bucket: Bucket, start: int, piece: torch.Tensor) -> None:
         self.bucket = bucket
@@ -418,19 +420,23 @@ class ChunkManager:
 
     def _digest(self, bucket_id: int) -> None:
         if self._paranoid:
-            self._digests[bucket_id] = zlib.crc32(self.home(bucket_id).bytes.numpy())
+            self._digests[bucket_id] = _crc(self.home(bucket_id))
 
     def _check_digest(self, bucket_id: int) -> None:
         """Compare a home with its digest; homes that were shown may change unseen."""
         known = self._digests.get(bucket_id)
         if known is None or bucket_id in self._shown_homes or bucket_id in self._landing:
             return
-        if zlib.crc32(self.home(bucket_id).bytes.numpy()) != known:
+        if _crc(self.home(bucket_id)) != known:
             raise TransferError(
                 f"the HOST home of bucket {bucket_id} changed while nobody wrote to it",
                 advice="look for code that writes to memory it does not own",
                 moves=self.table.moves(),
             )
+
+
+def _crc(home: Home) -> int:
+    return zlib.crc32(memoryview(home.bytes.numpy()))
 
 
 def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:

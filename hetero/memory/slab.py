@@ -26,7 +26,9 @@ class Home:
         self.bytes = slab.carve(0, bucket.numel * dtype.itemsize)
         self.flat = self.bytes.view(dtype)
         self.segments = [
-            shaped(slab, s.offset * dtype.itemsize, s.spec.shape, s.spec.stride, s.spec.numel, dtype)
+            shaped(
+                slab, s.offset * dtype.itemsize, s.spec.shape, s.spec.stride, s.spec.numel, dtype
+            )
             for s in bucket.segments
         ]
 

@@ -95,9 +95,7 @@ class Planner:
                 ops.append(op)
         return tuple(ops)
 
-    def _fetch(
-        self, bucket: int, point: int, pinned: Sequence[int], *, deadline: int
-    ) -> Op | None:
+    def _fetch(self, bucket: int, point: int, pinned: Sequence[int], *, deadline: int) -> Op | None:
         def worth(owner: int) -> tuple[float, float] | None:
             use = self._next_use(owner, point)
             return None if owner in pinned or use <= deadline else (use, 0.0)

@@ -23,7 +23,9 @@ class Op(NamedTuple):
     evict: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return " ".join([f"FETCH b{self.bucket}@{self.start}", *(f"EVICT b{b}" for b in self.evict)])
+        return " ".join(
+            [f"FETCH b{self.bucket}@{self.start}", *(f"EVICT b{b}" for b in self.evict)]
+        )
 
 
 class Shape(NamedTuple):

@@ -27,7 +27,7 @@ CHANGED = (
 class Saved(NamedTuple):
     """A saved view of a parameter; ``offset`` counts elements from the parameter's first."""
 
-    index: int
+    param: int
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -80,9 +80,11 @@ class Footprint:
     __slots__ = ("_uses", "largest_bytes", "live_bytes", "output_bytes", "peak_bytes")
 
     def __init__(self) -> None:
-        self.live_bytes = 0
         self._uses: dict[int, list[int]] = {}
-        self.restart()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.largest_bytes = 0
+        self.output_bytes = 0
 
     @property
     def bound_bytes(self) -> int:

@@ -5,6 +5,7 @@ Every check raises before the first allocation, so a refused model is the plain 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -57,7 +58,7 @@ def check_param(name: str, param: nn.Parameter) -> None:
             advice="call hetero.release on that model first",
         )
     kind = ""
-    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+    if isinstance(param, nn.parameter.UninitializedParameter):
         kind = "uninitialized (a lazy module)"
     elif param.is_meta:
         kind = "on the meta device"
@@ -93,13 +94,13 @@ def check_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     for name, param in named:
         if param.numel() == 0:
             continue
-        last = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))
-        first = param.storage_offset() * param.element_size()
+        last: int = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))
+        first = int(param.storage_offset()) * param.element_size()
         end = first + (last + 1) * param.element_size()
         spans.setdefault(param.untyped_storage()._cdata, []).append((first, end, name))
     for rows in spans.values():
         rows.sort()
-        for (_, end, name), (first, _, other) in zip(rows, rows[1:], strict=False):
+        for (_, end, name), (first, _, other) in itertools.pairwise(rows):
             if first < end:
                 raise ConfigError(
                     f"parameters {name!r} and {other!r} share part of their memory",

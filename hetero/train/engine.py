@@ -8,7 +8,7 @@ made once, at prepare, and reported as the update place.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 
 from hetero.config import Config, describe_limit, host_limit
 from hetero.device import Device, trim_heap
-from hetero.errors import BudgetError, ConfigError, StateError
+from hetero.errors import BudgetError, ConfigError
 from hetero.events import EventLog
 from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Layout, ParamSpec, build_layout, dense_stride
@@ -74,7 +74,9 @@ class Blueprint:
     def home_bytes(self) -> int:
         """Bytes of parameters, gradients and states at home."""
         params = sum(b.n_bytes for b in self.layout.buckets)
-        return params + sum(b.n_bytes for b in self.layout.buckets if b.trainable) + self.state_bytes
+        return (
+            params + sum(b.n_bytes for b in self.layout.buckets if b.trainable) + self.state_bytes
+        )
 
 
 @dataclass(slots=True)
@@ -116,9 +118,7 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
     bucket_of = {id(p): layout.home[i][0] for i, p in enumerate(model.parameters())}
     needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
     per_element = state_bytes_per_element(optimizer) if optimizer else {}
-    states = sum(
-        b.numel * per_element.get(b.dtype, 0) for b in layout.buckets if b.trainable
-    )
+    states = sum(b.numel * per_element.get(b.dtype, 0) for b in layout.buckets if b.trainable)
     return Blueprint(tuple(units), layout, needs, states)
 
 
@@ -529,4 +529,6 @@ def _placed(value: Any, param: torch.Tensor) -> Any:
     """Return a state's value as torch keeps it: tensors of a parameter's shape on its device."""
     if not isinstance(value, torch.Tensor):
         return value
-    return value.detach().clone() if value.dim() == 0 else value.detach().to(param.device, copy=True)
+    return (
+        value.detach().clone() if value.dim() == 0 else value.detach().to(param.device, copy=True)
+    )

@@ -18,7 +18,6 @@ from torch import nn
 from hetero.errors import StateError
 from hetero.train.swizzle import plainly
 
-
 FUNCTORCH = (
     "functorch transforms (torch.func.grad, vmap, ...) do not see paged parameters",
     "use plain autograd, transform inside hetero.gathered(...), or hetero.release the model first",
@@ -28,7 +27,9 @@ FUNCTORCH = (
 class Faults(Protocol):
     """What the classes ask of the runtime they belong to."""
 
-    def fault(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def fault(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Pin every unbound parameter among the arguments and call ``func``."""
 
     def alias(self, param: nn.Parameter) -> torch.Tensor:
@@ -45,13 +46,65 @@ class Faults(Protocol):
 
 
 T = torch.Tensor
-_PROPERTIES = """shape dtype device layout requires_grad grad grad_fn is_leaf ndim names is_cuda
-is_cpu is_sparse is_sparse_csr is_quantized is_meta is_mps is_xpu is_nested is_mkldnn is_vulkan
-is_ipu is_xla is_mtia is_maia output_nr retains_grad _version _backward_hooks name nbytes itemsize
-_post_accumulate_grad_hooks grad_dtype""".split()
-_METHODS = """size dim ndimension numel nelement element_size get_device is_floating_point
-is_complex is_signed is_inference is_conj is_neg requires_grad_ retain_grad register_hook
-register_post_accumulate_grad_hook __hash__ __len__ has_names _is_view""".split()
+_PROPERTIES = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "grad",
+    "grad_fn",
+    "is_leaf",
+    "ndim",
+    "names",
+    "is_cuda",
+    "is_cpu",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_quantized",
+    "is_meta",
+    "is_mps",
+    "is_xpu",
+    "is_nested",
+    "is_mkldnn",
+    "is_vulkan",
+    "is_ipu",
+    "is_xla",
+    "is_mtia",
+    "is_maia",
+    "output_nr",
+    "retains_grad",
+    "_version",
+    "_backward_hooks",
+    "name",
+    "nbytes",
+    "itemsize",
+    "_post_accumulate_grad_hooks",
+    "grad_dtype",
+]
+_METHODS = [
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "get_device",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_inference",
+    "is_conj",
+    "is_neg",
+    "requires_grad_",
+    "retain_grad",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "__hash__",
+    "__len__",
+    "has_names",
+    "_is_view",
+]
 
 
 def metadata_functions() -> frozenset[Any]:
@@ -92,16 +145,16 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
 
         hetero_runtime = owner
         __deepcopy__ = refuse
-        __reduce_ex__ = refuse  # type: ignore[assignment]
-        set_ = resize_ = resize_as_ = share_memory_ = stay  # type: ignore[assignment]
+        __reduce_ex__ = refuse
+        set_ = resize_ = resize_as_ = share_memory_ = stay
 
     class PinnedParameter(Refusing):
         """A parameter whose ``data`` lies in a frame that is held."""
 
-        __torch_function__ = torch._C._disabled_torch_function_impl
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
         @property
-        def data(self) -> torch.Tensor:  # type: ignore[override]
+        def data(self) -> torch.Tensor:
             return owner.alias(self)
 
         @data.setter
@@ -114,7 +167,7 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
         hetero_paged = True
 
         @classmethod
-        def __torch_function__(  # type: ignore[override]
+        def __torch_function__(
             cls,
             func: Callable[..., Any],
             types: Sequence[type],
@@ -147,11 +200,10 @@ def guard_functorch() -> None:
     """Make torch.func refuse an unbound parameter that is passed to a transform as an argument.
 
     A transform wraps its arguments in C++, past ``__torch_function__``, and would compute with the
-    placeholder's NaN. Wrapping goes through one Python name per transform family; each gets a check.
+    placeholder's NaN. Wrapping goes through one Python name per family; each gets a check.
     """
-    places = ((torch._functorch.eager_transforms, "_wrap_for_grad"),)
-    places += ((torch._functorch.vmap, "_add_batch_dim"),)
-    for module, name in places:
+    transforms = torch._functorch.eager_transforms, torch._functorch.vmap
+    for module, name in zip(transforms, ("_wrap_for_grad", "_add_batch_dim"), strict=True):
         wrap = getattr(module, name, None)
         if wrap is not None and not hasattr(wrap, "hetero_guard"):
             setattr(module, name, _guarded(wrap))

@@ -86,7 +86,7 @@ class LazyGrad(torch.Tensor):
             cls, home.shape, strides=home.stride(), dtype=home.dtype, device=device
         )
         self.slot = slot
-        return self  # type: ignore[no-any-return]
+        return self
 
     def __init__(self, slot: GradSlot, device: torch.device) -> None:
         super().__init__()
@@ -216,7 +216,9 @@ class GradStore:
         # 2. bring it into the home's geometry, which is the parameter's own
         spec = segment.spec
         if tuple(grad.stride()) != spec.stride or grad.dtype != spec.dtype:
-            same = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=grad.device)
+            same = torch.empty_strided(
+                spec.shape, spec.stride, dtype=spec.dtype, device=grad.device
+            )
             grad = same.copy_(grad)
         # 3. queue the way down behind the compute that made it; hold the source until it landed
         target = home.segments[segment.position]

@@ -39,7 +39,9 @@ class Hooks:
             if unit.module is not None:
                 self._bracket(unit.module, UnitBracket(runtime, index))
 
-    def gradients(self, params: Sequence[nn.Parameter], arrived: Callable[[nn.Parameter], None]) -> None:
+    def gradients(
+        self, params: Sequence[nn.Parameter], arrived: Callable[[nn.Parameter], None]
+    ) -> None:
         """Hear of every gradient that autograd has accumulated."""
         for param in params:
             if param.dtype.is_floating_point or param.dtype.is_complex:

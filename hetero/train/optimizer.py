@@ -45,7 +45,7 @@ class Optimizer(torch.optim.Optimizer):
         self.state = defaultdict(dict, {p: dict(state) for p, state in inner.state.items()})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one step; ``closure``, when given, is evaluated first and its loss returned."""
         loss = None
         if closure is not None:
@@ -104,4 +104,3 @@ class Optimizer(torch.optim.Optimizer):
         raise ConfigError(
             "a prepared optimizer cannot be pickled", advice="save optimizer.state_dict()"
         )
-

@@ -218,7 +218,9 @@ class Updater:
 def _elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
     """Return whether a state entry is one number per element of its parameter."""
     return (
-        isinstance(value, torch.Tensor) and key not in SCALARS and tuple(value.shape) == tuple(shape)
+        isinstance(value, torch.Tensor)
+        and key not in SCALARS
+        and tuple(value.shape) == tuple(shape)
     )
 
 

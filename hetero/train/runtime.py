@@ -173,15 +173,15 @@ class Runtime:
         if tensor.dtype != replica.bucket.dtype:
             return None  # a view of other bytes: its storage is a lease
         with swizzle.plainly():
-            offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+            offset, size, stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
         segment = _segment_at(replica.bucket.segments, offset)
         then = swizzle.version(self.swizzle.params[segment.index])
         return Saved(segment.index, offset - segment.offset, tuple(size), tuple(stride), then)
 
     def resolve(self, saved: Saved) -> torch.Tensor:
         """Return a saved view of a parameter; in backward this is what opens an access."""
-        bucket, segment = self.layout.home[saved.index]
-        now = swizzle.version(self.swizzle.params[saved.index])
+        bucket, segment = self.layout.home[saved.param]
+        now = swizzle.version(self.swizzle.params[saved.param])
         if now != saved.version:
             what = f"parameter {segment.spec.name!r} of shape {list(segment.spec.shape)}"
             raise RuntimeError(CHANGED.format(what=what, now=now, then=saved.version))
@@ -264,7 +264,9 @@ class Runtime:
         self.manager.renew(bucket)
         return args[0]  # type: ignore[no-any-return]
 
-    def fault(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def fault(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Run a function on parameters that are not bound (see fault.py)."""
         if _functorch() is not None:
             raise self._functorch_refusal()

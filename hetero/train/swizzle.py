@@ -62,7 +62,7 @@ class Swizzle:
         if self.bound[bucket] > 1:
             return
         paged, pinned = self._classes
-        versions = []
+        versions: list[int] = []
         for param, view in zip(self._of_bucket[bucket], replica.views, strict=True):
             if param.__class__ is not paged:
                 raise self._tampered(bucket, len(versions))
@@ -88,12 +88,14 @@ class Swizzle:
 
     def _tampered(self, bucket: int, position: int) -> StateError:
         self.bound[bucket] -= 1
-        for param, empty in zip(self._of_bucket[bucket][:position], self._empty[bucket], strict=False):
+        for param, empty in zip(
+            self._of_bucket[bucket][:position], self._empty[bucket], strict=False
+        ):
             _set_data(param, empty)
             param.__class__ = self._classes[0]
         name = self.layout.buckets[bucket].segments[position].spec.name
         return StateError(
-            f"parameter {name!r} is not the object that was prepared any more (swapped or converted)",
+            f"parameter {name!r} is no longer the object that was prepared (swapped or converted)",
             advice="hetero.release the model before replacing parameters",
         )
 

@@ -44,9 +44,9 @@ class Cursor:
         self._seen.clear()
         self._at = -1
         known = self.schedule.trace.accesses if self.schedule else None
-        if trace.accesses and trace.accesses != known:
-            if self.schedule is None or trace.accesses == self._before:
-                self.plan(trace)
+        due = self.schedule is None or trace.accesses == self._before
+        if trace.accesses and trace.accesses != known and due:
+            self.plan(trace)
         self._before = trace.accesses
         return self.schedule.at(-1) if self.schedule else ()
 
@@ -68,7 +68,7 @@ class Cursor:
         return use - self._at if math.isfinite(use) else math.inf
 
     def _resynchronise(self, schedule: Schedule, access: Access) -> tuple[Op, ...]:
-        """Jump forward to the access, with the ops of what was skipped; stay when it is not there."""
+        """Jump forward to the access, with the skipped ops; stay when it is not there."""
         self.deviations += 1
         accesses = schedule.trace.accesses
         for there in range(self._at + 2, len(accesses)):

@@ -35,7 +35,9 @@ OTHERS = {
     "rprop": partial(O.Rprop, lr=1e-3),
     "adafactor": partial(O.Adafactor, lr=1e-2),
     "tensor_lr": partial(O.Adam, lr=torch.tensor(1e-2), foreach=False),
-    "capturable": partial(O.Adam, lr=1e-2, foreach=False, weight_decay=0.1, decoupled_weight_decay=True),
+    "capturable": partial(
+        O.Adam, lr=1e-2, foreach=False, weight_decay=0.1, decoupled_weight_decay=True
+    ),
 }
 
 
@@ -56,7 +58,8 @@ def test_an_optimizer_steps_bitwise_at_every_budget(flavour: str, share: float |
     make = over(FLAVOURS[flavour])
     backends = ("cpu", SimDevice(seed=3, checked=True))
     for (chunk_bytes, device), name in zip(
-        itertools.product((256, 1024), backends), ("tied", "attention", "mixture", "convolutional"),
+        itertools.product((256, 1024), backends),
+        ("tied", "attention", "mixture", "convolutional"),
         strict=True,
     ):
         case = BY_NAME[name]

@@ -41,7 +41,9 @@ def wrong(trace: Trace, shapes: Mapping[int, Shape], limit: int) -> Schedule:
     """A schedule of random fetches at random places."""
     draw = random.Random(len(trace.accesses))
     rows = [
-        tuple(Op(draw.choice(list(shapes)), draw.randrange(limit)) for _ in range(draw.randrange(4)))
+        tuple(
+            Op(draw.choice(list(shapes)), draw.randrange(limit)) for _ in range(draw.randrange(4))
+        )
         for _ in range(len(trace.accesses) + 1)
     ]
     return Schedule(trace, tuple(rows), limit)

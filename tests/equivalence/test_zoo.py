@@ -28,7 +28,9 @@ def test_a_model_trains_bitwise_on_deferred_copies(case: Case) -> None:
     seen = smallest(
         case,
         budget,
-        lambda hbm: compare(case, adamw, hbm=hbm + budget.params // 4, chunk_bytes=512, device=device),
+        lambda hbm: compare(
+            case, adamw, hbm=hbm + budget.params // 4, chunk_bytes=512, device=device
+        ),
     )
     assert seen.mode == "paged"
     assert seen.evictions >= 3

@@ -67,13 +67,14 @@ class World:
         *,
         limit: int = ALL,
         ceiling: int = ALL,
+        budget: int = ALL,
         seed: int = 0,
         lazy: float = 0.25,
         next_use: Callable[[int], float] = lambda bucket: 0.0,
     ) -> None:
         self.layout = make_layout()
         self.device = SimDevice(seed=seed, checked=True, lazy=lazy)
-        self.budget = ceiling * FRAME_BYTES
+        self.budget = budget * FRAME_BYTES
         self.ledger = Ledger({Tier.HBM: self.budget})
         self.log = EventLog()
         self.link = Link(self.device, self.log)
@@ -150,14 +151,18 @@ class ManagerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2**16),
         lazy=st.sampled_from((0.0, 0.2, 0.7)),
         limit=st.integers(LARGEST, 60),
-        spare=st.integers(0, 30),
+        spare=st.integers(0, 20),
+        more=st.sampled_from((0, 20)),
         uses=st.lists(st.sampled_from((1.0, 2.0, 5.0, math.inf)), min_size=7, max_size=7),
     )
-    def start(self, seed: int, lazy: float, limit: int, spare: int, uses: list[float]) -> None:
+    def start(
+        self, seed: int, lazy: float, limit: int, spare: int, more: int, uses: list[float]
+    ) -> None:
         self.uses = uses
         self.world = World(
             limit=limit,
             ceiling=limit + spare,
+            budget=limit + spare + more,
             seed=seed,
             lazy=lazy,
             next_use=lambda bucket: self.uses[bucket],
@@ -310,7 +315,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.give_up(bucket)
         assert bucket not in self.manager.replicas
 
-    @rule(limit=st.integers(LARGEST, 60))
+    @rule(limit=st.integers(LARGEST, 100))
     def resize(self, limit: int) -> None:
         limit = min(limit, self.world.budget // FRAME_BYTES)
         before = (self.manager.frames.limit, self.manager.ceiling, set(self.manager.replicas))
@@ -355,6 +360,8 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.manager.replicas[run.owner].start == run.start
             assert self.granules(run.owner) == run.length
         assert end <= frames.limit
+        bases = {r.bytes.data_ptr() - r.start * FRAME_BYTES for r in self.manager.replicas.values()}
+        assert len(bases) <= 1  # all in one arena
         assert {run.owner for run in frames.runs} == set(self.manager.replicas)
 
     @invariant()
@@ -589,7 +596,7 @@ def test_a_prefetch_past_the_limit_is_refused() -> None:
 
 
 def test_a_prefetch_that_the_ledger_cannot_take_is_only_skipped() -> None:
-    world = World(limit=28, ceiling=28)
+    world = World(limit=28, ceiling=28, budget=28)
     world.ledger.charge(Tier.HBM, Kind.ACTIVATION, 20 * FRAME_BYTES, "activations")
 
     assert not world.manager.prefetch(0, 0)
@@ -693,12 +700,15 @@ def test_a_write_on_the_device_and_one_through_a_state_dict_may_share_a_chunk() 
 
 def test_growing_makes_a_larger_arena() -> None:
     world = World(limit=28, ceiling=28)
-    world.ledger.budgets[Tier.HBM] = None
     world.scribble(4, 0, 99)
     assert world.manager.resize(90)
+    world.visit(4)
     world.visit(*BUCKETS)
+    replicas = world.manager.replicas.values()
 
     assert world.manager.arena_bytes == 90 * FRAME_BYTES
+    assert len(replicas) == len(BUCKETS)
+    assert len({r.bytes.data_ptr() - r.start * FRAME_BYTES for r in replicas}) == 1
 
 
 def test_shrinking_keeps_every_value() -> None:

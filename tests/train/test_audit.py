@@ -30,9 +30,7 @@ class Auditor(TorchDispatchMode):
         self.seen: set[int] = set()
         self.live = self.peak = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor) and type(tensor).__name__ != "LazyGrad":

@@ -145,17 +145,16 @@ def test_gathered_shows_full_values_and_keeps_writes(device: Any) -> None:
 
 def test_a_write_under_gathered_without_leave_is_undone_and_named() -> None:
     plain, _, model, _ = pair()
-    with pytest.raises(hetero.StateError, match=r"blocks\.2\.up\.weight.*undone"):
-        with hetero.gathered(model.blocks[2]), torch.no_grad():
-            model.blocks[2].up.weight.zero_()
+    undone = pytest.raises(hetero.StateError, match=r"blocks\.2\.up\.weight.*undone")
+    with undone, hetero.gathered(model.blocks[2]), torch.no_grad():
+        model.blocks[2].up.weight.zero_()
     same(values(plain), values(model), "after the undone write")
 
 
 def test_gathering_more_than_fits_is_a_budget_error() -> None:
     plain, _, model, _ = pair(hbm=30_000)
-    with pytest.raises(hetero.BudgetError) as caught:
-        with hetero.gathered(model):
-            pass
+    with pytest.raises(hetero.BudgetError) as caught, hetero.gathered(model):
+        pass
     assert caught.value.needed_bytes > 0
     with torch.no_grad():
         assert torch.equal(plain(data()), model(data()))
@@ -293,7 +292,9 @@ def test_two_prepared_models_work_side_by_side() -> None:
     for number in range(3):
         logits = [side[2](data(number)) for side in (first, second)]
         (logits[0] - logits[1].detach()).pow(2).mean().backward()
-        mixed = torch.nn.functional.linear(logits[1], second[2].head.weight @ first[2].head.weight.T)
+        mixed = torch.nn.functional.linear(
+            logits[1], second[2].head.weight @ first[2].head.weight.T
+        )
         mixed.pow(2).mean().backward()
         for side in (first, second):
             side[3].step()

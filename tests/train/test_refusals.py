@@ -31,7 +31,7 @@ def snapshot(model: nn.Module) -> tuple[Any, ...]:
 def refused(
     error: type[Exception], words: str, model: nn.Module, optimizer: Any = None, **settings: Any
 ) -> Exception:
-    """Prepare, expect a refusal with ``words``, and check that the model is the plain one it was."""
+    """Prepare, expect a refusal with ``words`` and an untouched model."""
     before = snapshot(model)
     plain = [p for p in model.parameters() if type(p) is nn.Parameter and not p.is_sparse]
     plain = [p for p in plain if not p.is_meta]
@@ -104,7 +104,9 @@ def test_states_that_host_cannot_hold_are_refused_with_the_shortfall() -> None:
 
 def test_activations_beyond_the_budget_are_named_after_the_first_step() -> None:
     model = Stack()
-    model, optimizer = hetero.prepare(model, adamw(model), device="cpu", hbm=20_000, chunk_bytes=256)
+    model, optimizer = hetero.prepare(
+        model, adamw(model), device="cpu", hbm=20_000, chunk_bytes=256
+    )
     loss_of(model, DATA).backward()
     with pytest.raises(BudgetError, match="activations take") as caught:
         optimizer.step()
@@ -261,9 +263,9 @@ def test_what_would_leave_hetero_is_refused_and_training_goes_on(
 ) -> None:
     model, optimizer = prepared()
     twin, other = prepared()
-    with torch.no_grad() if name in ("set_", "resize_") else torch.enable_grad():
-        with pytest.raises(error) as caught:
-            action(model)
+    grad = name not in ("set_", "resize_")
+    with torch.set_grad_enabled(grad), pytest.raises(error) as caught:
+        action(model)
     assert isinstance(caught.value, hetero.HeteroError) and caught.value.advice
     for side, opt in ((model, optimizer), (twin, other)):
         for _ in range(2):
