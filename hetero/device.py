@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import random
+import sys
 import time
 import zlib
 from collections import deque
@@ -108,6 +109,11 @@ class Slab:
     block: torch.Tensor
     mapping: mmap.mmap | None = None
     registered: bool = False
+
+    def __del__(self) -> None:
+        # Registered pages must be given back before the mapping goes; at exit the driver is gone.
+        if self.registered and not sys.is_finalizing():
+            release_slab(self)
 
     def carve(self, offset: int, n_bytes: int) -> torch.Tensor:
         """Return bytes [offset, offset + n_bytes) as a tensor with its own StorageImpl.

@@ -30,7 +30,7 @@ class EventLog:
 
     __slots__ = ("_ring", "append")
 
-    def __init__(self, capacity: int = 100_000) -> None:
+    def __init__(self, capacity: int = 20_000) -> None:
         self._ring: deque[tuple[Lane, str, float, float, str, int, str]] = deque(maxlen=capacity)
         self.append = self._ring.append  # the hot path appends plain tuples
 

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from hetero.config import Config, describe_limit, host_limit
 from hetero.device import Device, trim_heap
-from hetero.errors import BudgetError, ConfigError
+from hetero.errors import BudgetError, ConfigError, StateError
 from hetero.events import EventLog
 from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Layout, ParamSpec, build_layout, dense_stride
@@ -311,6 +312,7 @@ class Engine:
             grads=self.grads,
             train=Cursor(lambda trace: self._plan(trace, training=True)),
             evaluate=Cursor(lambda trace: self._plan(trace, training=False)),
+            stepped=self.inner is not None,
         )
         self.grads.on_arrival = self.runtime.gradient_arrived
         self.runtime.on_idle = self._after_evaluation
@@ -335,6 +337,8 @@ class Engine:
         for param, state in self.optimizer.state.items():
             self.optimizer.state[param] = self.adopt(param, state)
         inner.state = defaultdict(dict)
+        self._inner_step = inner.__dict__.get("step")
+        inner.step = MethodType(_forgotten, inner)  # type: ignore[method-assign]
 
     # -- training --------------------------------------------------------------------------------
 
@@ -482,6 +486,9 @@ class Engine:
         states = dict(self.optimizer.state) if self.optimizer is not None else {}
         self._move_out()
         if self.inner is not None:
+            self.inner.__dict__.pop("step", None)
+            if self._inner_step is not None:
+                self.inner.__dict__["step"] = self._inner_step
             self.inner.state = defaultdict(dict)
             for param, state in states.items():
                 self.inner.state[param] = {k: _placed(v, param) for k, v in state.items()}
@@ -516,6 +523,17 @@ class Engine:
             if segment.position == len(self.blueprint.layout.buckets[bucket].segments) - 1:
                 self.store.drop(PARAM, bucket)
         _move_buffers(self.model, self._origin)
+
+
+def _forgotten(inner: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+    """Stand in for the step of an optimizer that was prepared."""
+    raise StateError(
+        f"this {type(inner).__name__} was given to hetero.prepare and does not step any more",
+        advice="step the optimizer that prepare returned: model, optimizer = hetero.prepare(...)",
+    )
+
+
+_forgotten._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
 
 
 def _move_buffers(model: nn.Module, place: torch.device) -> None:

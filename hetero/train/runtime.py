@@ -47,6 +47,7 @@ class Runtime:
         grads: GradStore,
         train: Cursor,
         evaluate: Cursor,
+        stepped: bool = True,
     ) -> None:
         self.layout = layout
         self.needs = needs
@@ -63,6 +64,7 @@ class Runtime:
         self._graph_task = NO_TASK
         self._phases: list[Phase] = []
         self._at_home = False
+        self._stepped = stepped  # whether an optimizer's step ends a trace
 
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Take the parameters over as placeholders; their homes hold the values already."""
@@ -100,8 +102,9 @@ class Runtime:
             raise self._functorch_refusal()
         self._settle_backward()
         phase = self._phase()
-        if not self._phases and phase is Phase.EVAL:
-            self.issue(self.evaluate.border())
+        if not self._phases and (phase is Phase.EVAL or not self._stepped):
+            cursor = self.evaluate if phase is Phase.EVAL else self.train
+            self.issue(cursor.border())
         self._phases.append(phase)
         return self._push()
 

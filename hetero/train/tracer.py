@@ -13,6 +13,8 @@ from hetero.plan.planner import next_use
 from hetero.plan.schedule import Op, Schedule
 from hetero.plan.trace import Access, Trace
 
+LONGEST = 200_000  # accesses of one step that are remembered
+
 
 class Cursor:
     """Follows accesses along a schedule and resynchronises after a deviation."""
@@ -28,6 +30,8 @@ class Cursor:
 
     def observe(self, access: Access) -> tuple[Op, ...]:
         """Record an access and return the ops to issue, none when off plan."""
+        if len(self._seen) == LONGEST:
+            self._seen.clear()  # passes without a step: nothing here is worth planning for
         self._seen.append(access)
         schedule = self.schedule
         if schedule is None:

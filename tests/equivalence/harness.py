@@ -172,3 +172,25 @@ def smallest(case: Case, budget: Budget, run: Callable[[int], Seen]) -> Seen:
             hbm += max(budget.smallest // 4, 256)
             if hbm > budget.of(1.0) + 2 * budget.smallest:
                 raise
+
+
+def compare_with(case: Case, device: str) -> None:
+    """Run one step plain and prepared on ``device``: losses and gradients are equal bit by bit."""
+    torch.manual_seed(11)
+    plain = case.build().to(device)
+    prepared = copy.deepcopy(plain)
+    config = Config.load(device=device, hbm="64MiB", chunk_bytes=256)
+    model, optimizer = prepare_tuned(prepared, sgd(prepared), config, None)
+    engine = engine_of(model)
+    results = []
+    for side, opt, ours in ((plain, sgd(plain), False), (model, optimizer, True)):
+        torch.manual_seed(1000)
+        data = case.data(torch.Generator().manual_seed(0)).to(device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses = case.step(Loop(side, opt, data, 0, ours))
+        results.append([r.detach().clone().cpu() for r in losses])
+    same(*results, f"{case.name}: losses")
+    cpu = [[None if g is None else g.cpu() for g in grads(m)] for m in (plain, model)]
+    same(*cpu, f"{case.name}: gradients")
+    assert engine.manager.counts["fetch"] > 0

@@ -618,6 +618,7 @@ CASES = [
     Case("grads_edited", Stack, grads_edited, tokens),
     Case("unscaled", Stack, unscaled, tokens),
     Case("autocast", Stack, autocast, tokens),
+    Case("autocast_reused", Reused, autocast, tokens),
     Case("user_hooks", Stack, user_hooks, tokens),
     Case("failing", Stack, failing, tokens),
     Case("ema", Stack, ema, tokens),

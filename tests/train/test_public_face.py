@@ -286,6 +286,18 @@ def test_a_gradient_set_by_the_user_is_stepped() -> None:
     same(values(plain), values(model), "own gradients")
 
 
+def test_stepping_the_optimizer_that_was_given_away_is_refused() -> None:
+    model = Stack()
+    inner = adamw(model)
+    model, optimizer = hetero.prepare(model, inner, device="cpu", hbm=HBM, chunk_bytes=256)
+    loss_of(model, data()).backward()
+    with pytest.raises(hetero.StateError, match="prepare returned"):
+        inner.step()
+    optimizer.step()
+    _, inner = hetero.release(model, optimizer)
+    inner.step()
+
+
 def test_two_prepared_models_work_side_by_side() -> None:
     first = pair()
     second = pair(SimDevice(seed=4))

@@ -1,0 +1,95 @@
+"""The CUDA path: streams, page-locking, the budget. Every test skips by name without a device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import hetero
+from hetero.api import engine_of, prepare_tuned
+from hetero.config import Config
+from hetero.device import CudaDevice
+from hetero.types import Lane
+from tests.equivalence.harness import compare_with, sgd, values
+from tests.equivalence.zoo import BY_NAME, CASES, Case, Loop
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+NOT_HERE = {"unscaled", "autocast", "autocast_reused", "kept_views"}  # name the CPU, or step
+
+
+@needs_cuda
+def test_slabs_are_page_locked_and_exactly_sized() -> None:
+    device = CudaDevice()
+    slab = device.slab(3 << 20)
+    assert slab.registered and slab.n_bytes == 3 << 20
+    assert slab.carve(4096, 8192).is_pinned()
+
+
+@needs_cuda
+@pytest.mark.parametrize("seed", range(5))
+def test_copies_wait_for_what_they_are_behind(seed: int) -> None:
+    device = CudaDevice()
+    slab, arena = device.slab(1 << 24), device.arena(1 << 24)
+    source = torch.arange(1 << 22, dtype=torch.int32) + seed
+    slab.block.copy_(source.view(torch.uint8))
+    torch.cuda._sleep(50_000_000)  # compute is late; the copy must be behind it
+    done = device.mark()
+    up = device.copy(Lane.H2D, arena.block, slab.block, (done,))
+    slab_out = device.slab(1 << 24)
+    down = device.copy(Lane.D2H, slab_out.block, arena.block, (up,))
+    device.sync(down)
+    assert torch.equal(slab_out.block, slab.block)
+
+
+@needs_cuda
+@pytest.mark.parametrize("case", [c for c in CASES if c.name not in NOT_HERE], ids=lambda c: c.name)
+def test_a_model_trains_on_cuda_as_an_unbounded_one(case: Case) -> None:
+    """Losses and gradients are torch's on CUDA, bit by bit.
+
+    The update runs at the HOST homes, which is not claimed to be CUDA's arithmetic; so one step is
+    compared up to its gradients, and weights only between placements (below).
+    """
+    compare_with(case, "cuda")
+
+
+@needs_cuda
+def test_placement_gives_one_hash_on_cuda() -> None:
+    hashes = set()
+    for hbm, chunk in ((400_000, 256), (600_000, 1024), (900_000, 512)):
+        torch.manual_seed(0)
+        model = BY_NAME["clip_norm"].build()
+        config = Config.load(device="cuda", hbm=hbm, chunk_bytes=chunk)
+        model, optimizer = prepare_tuned(model, sgd(model), config, None)
+        for number in range(5):
+            data = BY_NAME["clip_norm"].data(torch.Generator().manual_seed(number)).cuda()
+            BY_NAME["clip_norm"].step(Loop(model, optimizer, data, number, True))
+            optimizer.step()
+            optimizer.zero_grad()
+        hashes.add(b"".join(v.cpu().numpy().tobytes() for v in values(model)))
+        assert engine_of(model).mode == "paged"
+    assert len(hashes) == 1
+
+
+@needs_cuda
+def test_the_allocator_stays_under_the_budget() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(24)))
+    plain = copy.deepcopy(model)
+    hbm = 64 << 20
+    model, optimizer = hetero.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), device="cuda", hbm=hbm
+    )
+    x = torch.randn(64, 1024, device="cuda")
+    before = torch.cuda.memory_allocated() - engine_of(model).manager.arena_bytes
+    for step in range(5):
+        torch.cuda.reset_peak_memory_stats()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step:
+            assert torch.cuda.max_memory_allocated() - before <= hbm
+    hetero.release(model, optimizer)
+    for name, value in plain.state_dict().items():
+        assert model.state_dict()[name].shape == value.shape
+        assert not torch.equal(model.state_dict()[name], value)
