@@ -434,6 +434,17 @@ def release_slab(slab: Slab) -> None:
         slab.registered = False
 
 
+def finish_compute() -> None:
+    """Wait for everything queued on the CUDA device, where there is one (benchmarks)."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def accelerator_name() -> str | None:
+    """Return the CUDA device's name, None where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def trim_heap() -> None:
     """Hand freed heap pages back to the system, so that moved parameters do not count twice."""
     try:

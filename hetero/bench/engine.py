@@ -15,7 +15,7 @@ from torch import nn
 
 from hetero.api import engine_of, prepare_tuned, status
 from hetero.config import Config
-from hetero.device import SimDevice
+from hetero.device import SimDevice, finish_compute
 from hetero.plan.schedule import Schedule
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.train.engine import Engine, Tuning
@@ -40,15 +40,18 @@ class Figures:
     detail: dict[str, Any] = field(default_factory=dict)
 
 
-def timed(call: Callable[[], Any], device: str) -> float:
+def timed(call: Callable[[], Any], device: str = "cpu") -> float:
     """Return the seconds a call takes, the device's work included."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait = finish_compute if device == "cuda" else nothing
+    wait()
     start = time.perf_counter()
     call()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
+
+
+def nothing() -> None:
+    """Wait for nothing: CPU work is done when the call returns."""
 
 
 def train_step(model: nn.Module, optimizer: Any, tokens: torch.Tensor) -> None:
@@ -110,8 +113,8 @@ def access(device: str | None = None, rounds: int = 3000) -> Figures:
     runtime.manager.pin((bucket,), "bench")
     replica, bound, unbound = runtime.manager.replicas[bucket], [], []
     for _ in range(rounds):
-        bound.append(timed(lambda: runtime.swizzle.bind(replica), "cpu") / n_params)
-        unbound.append(timed(lambda: runtime.swizzle.unbind(bucket), "cpu") / n_params)
+        bound.append(timed(lambda: runtime.swizzle.bind(replica)) / n_params)
+        unbound.append(timed(lambda: runtime.swizzle.unbind(bucket)) / n_params)
     runtime.manager.unpin((bucket,))
     bind_us = 1e6 * statistics.median(bound)
     detail = {

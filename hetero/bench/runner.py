@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from hetero.bench import engine, memory
+from hetero.device import accelerator_name
 from hetero.errors import ConfigError
 from hetero.version import __version__
 
@@ -94,6 +95,6 @@ def machine(device: str | None) -> dict[str, Any]:
         "ram_bytes": psutil.virtual_memory().total,
         "device": device or "default",
     }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
+    if (gpu := accelerator_name()) is not None:
+        found["gpu"] = gpu
     return found

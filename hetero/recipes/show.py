@@ -124,7 +124,7 @@ def run_facts(result: TrainResult) -> list[tuple[str, str]]:
         ("last step", traffic),
         ("speed", f"{result.tokens_per_second:,.0f} tokens/s, {result.seconds:.1f} s of training"),
         ("loss", loss_line(result)),
-        ("weights", f"sha256 {result.weights_sha256[:16]}, the same for every budget"),
+        ("weights", f"sha256 {result.weights_sha256[:16]}; as many steps give it at any budget"),
     ]
 
 

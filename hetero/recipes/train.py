@@ -88,7 +88,7 @@ class TrainResult:
     last_loss: float
     """Mean over the last ten steps."""
     weights_sha256: str
-    """Digest of the weights: the same for every budget."""
+    """Digest of the weights: as many steps give the same at any budget."""
     status: Status
 
     def as_json(self) -> dict[str, Any]:
