@@ -85,19 +85,20 @@ class FrameMap:
             at += 1
         return found
 
-    def place(self, length: int, worth: Worth) -> Place | None:
+    def place(self, length: int, worth: Worth, *, high: bool = False) -> Place | None:
         """Find a run of ``length`` frames whose present owners are worth least.
 
         ``worth(owner)`` is how far away the owner's next use is (larger: evict rather), or None
-        when the owner may not leave. Free frames come first, lowest address first; then the window
-        whose nearest next use is furthest away, then the one that evicts fewest frames.
+        when the owner may not leave. Free frames come first, lowest address first (``high``:
+        highest first); then the window whose nearest next use is furthest away, then the one that
+        evicts fewest frames.
         """
         starts = {0, self.limit - length}
         for run in self._runs.values():
             starts.update((run.start, run.end, run.start - length))
         best: tuple[tuple[float, float], int, int] | None = None
         chosen: Place | None = None
-        for start in sorted(starts):
+        for start in sorted(starts, reverse=high):
             if start < 0 or start + length > self.limit:
                 continue
             runs = self.overlapping(start, length)
@@ -106,7 +107,8 @@ class FrameMap:
             values = [worth(run.owner) for run in runs]
             if any(value is None for value in values):
                 continue
-            score = (min(v for v in values if v is not None), -sum(r.length for r in runs), -start)
+            least = min(v for v in values if v is not None)
+            score = (least, -sum(r.length for r in runs), start if high else -start)
             if best is None or score > best:
                 best, chosen = score, Place(start, tuple(run.owner for run in runs))
         return chosen

@@ -59,7 +59,8 @@ class Replica:
     @property
     def leased(self) -> bool:
         """Whether somebody outside still holds a view; only meaningful while unbound."""
-        return int(torch._C._storage_Use_Count(self.cdata)) > self.baseline
+        # A fetch under way holds the frames too, and nobody has seen them yet.
+        return self.ready is None and int(torch._C._storage_Use_Count(self.cdata)) > self.baseline
 
 
 class ChunkManager:
@@ -105,21 +106,12 @@ class ChunkManager:
 
         Raises BudgetError, with nothing pinned, when they do not fit beside what is held.
         """
-        held: list[Replica] = []
         try:
-            self._hold(ids, why, held)
+            held = self._hold(ids, why)
         except BudgetError:
             # What is held may stand in the middle of the free frames: start over from empty ones.
-            for replica in held:
-                replica.pins -= 1
-            held.clear()
             self._make_room(sum(self.layout.buckets[b].granules for b in ids))
-            try:
-                self._hold(ids, why, held)
-            except BudgetError:
-                for replica in held:
-                    replica.pins -= 1
-                raise
+            held = self._hold(ids, why)
         self._clock += 1
         for replica in held:
             replica.stamp = self._clock
@@ -140,16 +132,30 @@ class ChunkManager:
                 replica.idle = self.device.mark()
                 if replica.leased:
                     replica.shown = True
+                if bucket_id in self._shown_homes:
+                    self.settle(bucket_id)  # somebody may read or write the home next
 
     # -- movements -------------------------------------------------------------------------------
 
-    def prefetch(self, bucket_id: int, start: int, why: str = "plan") -> bool:
-        """Fetch a bucket into the frames at ``start``; False when something there must stay."""
+    def prefetch(
+        self, bucket_id: int, start: int, leave: Sequence[int] = (), why: str = "plan"
+    ) -> bool:
+        """Fetch a bucket into the frames at ``start``; False when something there must stay.
+
+        The buckets in ``leave`` go as well, wherever they stand, where they may.
+        """
+        for other in leave:
+            if other in self.replicas and self._worth(other) is not None:
+                self.evict(other)
         bucket = self.layout.buckets[bucket_id]
         if bucket_id in self.replicas or start + bucket.granules > self.frames.limit:
             return False
         runs = self.frames.overlapping(start, bucket.granules)
         if any(self._worth(run.owner) is None for run in runs):
+            return False
+        free = self.ledger.free(Tier.HBM)
+        leaving = sum(run.length for run in runs) * self.layout.chunk_numel
+        if free is not None and free + leaving < self._frame_bytes(bucket):
             return False
         self._fetch(bucket, Place(start, tuple(run.owner for run in runs)), why)
         return True
@@ -175,9 +181,13 @@ class ChunkManager:
         if replica is not None:
             if replica.ready is not None:
                 self._arrive(replica)
-            self._flush(replica)
-            replica.shown = replica.leased
+            if not self._dirty(replica):
+                self._follow_home(bucket_id)
+            if bucket_id in self.replicas:
+                self._flush(replica)
         self._land(bucket_id)
+        if replica is not None:
+            replica.shown = replica.leased
         self._follow_home(bucket_id)
 
     def renew(self, bucket_id: int) -> None:
@@ -197,8 +207,15 @@ class ChunkManager:
             self._drop(replica, "discard")
 
     def give_up(self, bucket_id: int) -> None:
-        """Drop an unpinned replica together with what was written to it."""
-        self._drop(self.replicas[bucket_id], "discard")
+        """Undo what was written to an unpinned replica since it was last settled."""
+        replica = self.replicas[bucket_id]
+        if not replica.leased:
+            self._drop(replica, "discard")
+            return
+        for chunk in replica.bucket.chunks:
+            self.table.transition(chunk, Tier.HBM, CopyState.ABSENT, "discard")
+        self._fill(replica, (self.device.mark(),), "refresh")
+        self._arrive(replica)
 
     def show_home(self, bucket_id: int) -> None:
         """The caller hands out the home's tensors: from now on their versions are followed."""
@@ -236,18 +253,26 @@ class ChunkManager:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _hold(self, ids: Sequence[int], why: str, held: list[Replica]) -> None:
-        for bucket_id in ids:
-            if self._shown_homes:
-                self._follow_home(bucket_id)
-            replica = self.replicas.get(bucket_id)
-            if replica is None:
-                self.counts["miss"] += 1
-                replica = self._fetch_anywhere(self.layout.buckets[bucket_id], why)
-            else:
-                self.counts["hit"] += 1
-            replica.pins += 1
-            held.append(replica)
+    def _hold(self, ids: Sequence[int], why: str) -> list[Replica]:
+        """Pin the buckets, fetching what is missing; pins nothing when one of them fails."""
+        held: list[Replica] = []
+        try:
+            for bucket_id in ids:
+                if self._shown_homes:
+                    self._follow_home(bucket_id)
+                replica = self.replicas.get(bucket_id)
+                if replica is None:
+                    self.counts["miss"] += 1
+                    replica = self._fetch_anywhere(self.layout.buckets[bucket_id], why)
+                else:
+                    self.counts["hit"] += 1
+                replica.pins += 1
+                held.append(replica)
+        except BaseException:
+            for replica in held:
+                replica.pins -= 1
+            raise
+        return held
 
     def _make_room(self, granules: int) -> None:
         """Evict whatever may leave, and take as many more frames as the ceiling allows."""
@@ -281,7 +306,11 @@ class ChunkManager:
         after = self._readers(place.start, place.start + bucket.granules)
         if bucket.id in self._landing:
             after.append(self._landing[bucket.id])
-        self._fill(replica, after, why)
+        try:
+            self._fill(replica, after, why)
+        except BaseException:
+            self._forget(replica)
+            raise
         self.counts["fetch"] += 1
         return replica
 
@@ -314,7 +343,7 @@ class ChunkManager:
         bucket = replica.bucket
         if replica.shown:
             self.write(bucket.id, 0, bucket.segments[-1].end)
-        dirty = [c for c in bucket.chunks if self.table.state(c, Tier.HBM) is CopyState.DIRTY]
+        dirty = self._dirty(replica)
         if not dirty:
             return None
         done = self.device.mark()
@@ -335,6 +364,10 @@ class ChunkManager:
             )
         self.counts["flush"] += 1
         return self._landing[bucket.id]
+
+    def _dirty(self, replica: Replica) -> list[int]:
+        state = self.table.state
+        return [c for c in replica.bucket.chunks if state(c, Tier.HBM) is CopyState.DIRTY]
 
     def _land(self, bucket_id: int) -> None:
         """Wait for a flush into the home, if one is under way."""
@@ -364,6 +397,17 @@ class ChunkManager:
         if replica.idle is not None:
             self._vacated.append((replica.start, replica.start + bucket.granules, replica.idle))
             replica.idle = None
+
+    def _forget(self, replica: Replica) -> None:
+        """Take back the frames of a fetch that could not be queued."""
+        bucket = replica.bucket
+        for chunk in bucket.chunks:
+            if self.table.state(chunk, Tier.HBM) is CopyState.FILLING:
+                self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "fail")
+                self.table.transition(chunk, Tier.HBM, CopyState.ABSENT, "discard")
+        del self.replicas[bucket.id]
+        self.frames.drop(bucket.id)
+        self.ledger.credit(Tier.HBM, Kind.PARAM, self._frame_bytes(bucket))
 
     def _readers(self, start: int, end: int) -> list[Ticket]:
         """Return the tickets of the last readers of frames [start, end) that are still at it.

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hetero.plan.schedule import Op, Schedule, Shape
 from hetero.plan.trace import Trace
+
+SETTLE = 8  # steps within which residency at the border has to repeat
 
 
 class Place(Protocol):
@@ -34,7 +36,7 @@ class Space(Protocol):
     def drop(self, owner: int) -> None: ...
 
     def place(
-        self, length: int, worth: Callable[[int], tuple[float, float] | None]
+        self, length: int, worth: Callable[[int], tuple[float, float] | None], *, high: bool = False
     ) -> Place | None: ...
 
 
@@ -44,8 +46,21 @@ def next_use(places: Sequence[int], after: int) -> float:
     return places[at] if at < len(places) else math.inf
 
 
+class Lap(NamedTuple):
+    """A simulated step: its ops, the buckets that end where they did not begin, its fetches."""
+
+    ops: tuple[tuple[Op, ...], ...]
+    moved: tuple[int, ...]
+    cost: int
+
+
 class Planner:
-    """Simulates two steps over a frame map and keeps the second, which is the steady one."""
+    """Simulates steps over a frame map until the border repeats, and keeps the cheapest.
+
+    Passing buckets are placed at alternate ends, so that one which is pinned leaves the other side
+    whole for the next. Buckets that no update rewrites survive the border; the border's ops name
+    where each of them stands, so that the plan can be entered from any state.
+    """
 
     def __init__(
         self,
@@ -61,26 +76,57 @@ class Planner:
         self.limit = limit
         self.depth = depth if depth is not None else len(trace.accesses)
         self.uses = trace.uses()
-        self.resident: set[int] = set()
+        self.resident: dict[int, int] = {}
+        self._high = False
 
     def build(self) -> Schedule:
         """Return the schedule of the steady step."""
-        ops: list[tuple[Op, ...]] = []
-        for _ in range(2):
-            self._update()
-            ops = [self._look_ahead(-1, ())]
-            for point, access in enumerate(self.trace.accesses):
-                for bucket in access.buckets:
-                    if bucket not in self.resident:
-                        self._fetch(bucket, point, access.buckets, deadline=-1)
-                ops.append(self._look_ahead(point, access.buckets))
-        return Schedule(self.trace, tuple(ops), self.limit)
+        self._update(everything=True)
+        best = self._lap()
+        for _ in range(SETTLE):
+            if not best.moved:
+                break
+            best = min(best, self._lap(), key=lambda lap: lap.cost)
+        return Schedule(self.trace, leaving(best.ops, best.moved), self.limit)
 
-    def _update(self) -> None:
+    def _lap(self) -> Lap:
+        """Simulate a step from the present residency, and what it takes to repeat it."""
+        survivors = dict(self.resident)
+        ops = self._step(survivors)
+        self._update()
+        moved = tuple(sorted(b for b, at in self.resident.items() if survivors.get(b) != at))
+        again = sum(1 for b, at in survivors.items() if self.resident.get(b) != at)
+        return Lap(ops, moved, sum(len(row) for row in ops) - len(survivors) + again)
+
+    def _step(self, survivors: Mapping[int, int]) -> tuple[tuple[Op, ...], ...]:
+        self._high = False
+        border = tuple(Op(bucket, start) for bucket, start in sorted(survivors.items()))
+        ops = [border + self._look_ahead(-1, ())]
+        for point, access in enumerate(self.trace.accesses):
+            demand = self._demand(point, access.buckets)
+            ops.append(demand + self._look_ahead(point, access.buckets))
+        return tuple(ops)
+
+    def _update(self, *, everything: bool = False) -> None:
         for bucket in sorted(self.resident):
-            if self.shapes[bucket].rewritten:
-                self.space.drop(bucket)
-                self.resident.discard(bucket)
+            if everything or self.shapes[bucket].rewritten:
+                self._drop(bucket)
+
+    def _drop(self, bucket: int) -> None:
+        self.space.drop(bucket)
+        del self.resident[bucket]
+
+    def _demand(self, point: int, needed: Sequence[int]) -> tuple[Op, ...]:
+        """Fetch what look-ahead could not; where it is too scattered, start from empty frames."""
+        gone = tuple(sorted(self.resident))
+        missing = [b for b in dict.fromkeys(needed) if b not in self.resident]
+        ops = [self._fetch(bucket, point, needed, deadline=-1) for bucket in missing]
+        if None not in ops:
+            return tuple(op._replace(demand=True) for op in ops if op)
+        self._update(everything=True)
+        again = [self._fetch(b, point, needed, deadline=-1) for b in dict.fromkeys(needed)]
+        placed = [op._replace(demand=True) for op in again if op]
+        return (placed[0]._replace(evict=gone), *placed[1:]) if placed else ()
 
     def _look_ahead(self, point: int, pinned: Sequence[int]) -> tuple[Op, ...]:
         ops: list[Op] = []
@@ -101,14 +147,14 @@ class Planner:
             return None if owner in pinned or use <= deadline else (use, 0.0)
 
         granules = self.shapes[bucket].granules
-        place = self.space.place(granules, worth)
+        place = self.space.place(granules, worth, high=self._high)
         if place is None:
             return None
         for owner in place.evict:
-            self.space.drop(owner)
-            self.resident.discard(owner)
+            self._drop(owner)
         self.space.take(bucket, place.start, granules)
-        self.resident.add(bucket)
+        self.resident[bucket] = place.start
+        self._high = not self._high
         return Op(bucket, place.start, place.evict)
 
     def _next_use(self, bucket: int, point: int) -> float:
@@ -118,3 +164,12 @@ class Planner:
         if math.isinf(use) and places and not self.shapes[bucket].rewritten:
             return len(self.trace.accesses) + places[0]
         return use
+
+
+def leaving(ops: tuple[tuple[Op, ...], ...], gone: tuple[int, ...]) -> tuple[tuple[Op, ...], ...]:
+    """Let the first op of a step evict what the last step left behind, its own bucket too."""
+    for point, row in enumerate(ops):
+        if row:
+            first = row[0]._replace(evict=tuple(dict.fromkeys((*row[0].evict, *gone))))
+            return (*ops[:point], (first, *row[1:]), *ops[point + 1 :])
+    return ops

@@ -16,15 +16,21 @@ from hetero.types import Phase
 
 
 class Op(NamedTuple):
-    """FETCH ``bucket`` into the frames at ``start``, after EVICT of the buckets named."""
+    """FETCH ``bucket`` into the frames at ``start``, after EVICT of the buckets named.
+
+    A DEMAND is a fetch that no earlier point had room for: the access itself makes it, before its
+    pins; the plan only tells where.
+    """
 
     bucket: int
     start: int
     evict: tuple[int, ...] = ()
+    demand: bool = False
 
     def __str__(self) -> str:
+        verb = "DEMAND" if self.demand else "FETCH"
         return " ".join(
-            [f"FETCH b{self.bucket}@{self.start}", *(f"EVICT b{b}" for b in self.evict)]
+            [f"{verb} b{self.bucket}@{self.start}", *(f"EVICT b{b}" for b in self.evict)]
         )
 
 
@@ -88,75 +94,98 @@ class Verdict(NamedTuple):
 
 
 def verify(schedule: Schedule, shapes: Mapping[int, Shape]) -> Verdict:
-    """Execute a schedule symbolically against its limit.
+    """Execute a schedule symbolically against its limit; the second step is the one judged.
 
-    Raises StateError, with the printed line, when an op overlaps what it does not evict, evicts
+    Raises StateError, with the printed line, when an op overlaps what it does not evict, touches
     what the access under way needs, or passes the limit.
     """
-    resident: dict[int, int] = {}
-    misses = fetches = peak = 0
-    accesses = schedule.trace.accesses
-    for step in range(2):
-        resident = {b: at for b, at in resident.items() if not shapes[b].rewritten}
-        misses = fetches = 0
-        for point in range(-1, len(accesses)):
-            needed = accesses[point].buckets if point >= 0 else ()
-            for bucket in needed:
-                if bucket not in resident:
-                    misses += step  # the first step starts cold
-                    _demand(resident, shapes, bucket, needed, schedule.limit)
-            for op in schedule.at(point):
-                if op.bucket in resident:
-                    continue
-                _apply(resident, shapes, op, needed, schedule.limit, f"{point}: {op}")
-                fetches += 1
-            peak = max(peak, sum(shapes[b].granules for b in resident))
-    return Verdict(misses, fetches, peak)
+    frames = _Frames(shapes, schedule.limit)
+    verdict = Verdict(0, 0, 0)
+    for steady in (False, True):
+        frames.update()
+        misses = fetches = peak = 0
+        for point in range(-1, len(schedule.trace.accesses)):
+            needed = schedule.trace.accesses[point].buckets if point >= 0 else ()
+            demands = [op for op in schedule.at(point) if op.demand]
+            misses += sum(frames.apply(op, (), f"{point}: {op}", steady) for op in demands)
+            misses += frames.demand(needed)
+            planned = [op for op in schedule.at(point) if not op.demand]
+            fetches += sum(frames.apply(op, needed, f"{point}: {op}", steady) for op in planned)
+            peak = max(peak, sum(shapes[b].granules for b in frames.resident))
+        verdict = Verdict(misses, fetches, peak)
+    return verdict
 
 
-def _apply(
-    resident: dict[int, int],
-    shapes: Mapping[int, Shape],
-    op: Op,
-    needed: Sequence[int],
-    limit: int,
-    line: str,
-) -> None:
-    end = op.start + shapes[op.bucket].granules
-    if op.start < 0 or end > limit:
-        raise StateError(f"{line}   <-- past the limit of {limit} frames")
-    for bucket, at in list(resident.items()):
-        if at < end and op.start < at + shapes[bucket].granules:
-            if bucket in needed:
-                raise StateError(f"{line}   <-- b{bucket} is in use here")
-            del resident[bucket]
-    resident[op.bucket] = op.start
+class _Frames:
+    """Residency of a symbolic execution: bucket -> first frame."""
 
+    def __init__(self, shapes: Mapping[int, Shape], limit: int) -> None:
+        self.shapes = shapes
+        self.limit = limit
+        self.resident: dict[int, int] = {}
 
-def _demand(
-    resident: dict[int, int],
-    shapes: Mapping[int, Shape],
-    bucket: int,
-    needed: Sequence[int],
-    limit: int,
-) -> None:
-    """Place a demand fetch where fewest others have to leave."""
-    size = shapes[bucket].granules
-    best: tuple[int, int, list[int]] | None = None
-    ends = [at + shapes[b].granules for b, at in resident.items()]
-    for start in sorted({0, limit - size, *resident.values(), *ends}):
-        if start < 0 or start + size > limit:
-            continue
-        hit = [
-            b for b, at in resident.items() if at < start + size and start < at + shapes[b].granules
+    def update(self) -> None:
+        """Drop what a step's update rewrites."""
+        for bucket in [b for b in self.resident if self.shapes[b].rewritten]:
+            del self.resident[bucket]
+
+    def apply(self, op: Op, needed: Sequence[int], line: str, strict: bool) -> bool:
+        """Carry out one op; False when there was nothing to do. Before the steady step a clash is
+        skipped, as the runtime skips it."""
+        if op.bucket in self.resident and op.bucket not in op.evict and not op.demand:
+            for bucket in op.evict:
+                self.resident.pop(bucket, None)
+            return False
+        if op.start < 0 or op.start + self.shapes[op.bucket].granules > self.limit:
+            raise StateError(f"{line}   <-- past the limit of {self.limit} frames")
+        hit = self.overlapping(op.start, self.shapes[op.bucket].granules)
+        used = [b for b in (*hit, *op.evict) if b in needed]
+        left = [b for b in hit if b not in op.evict]
+        if used or left:
+            if strict:
+                why = f"b{used[0]} is in use here" if used else f"b{left[0]} is not evicted"
+                raise StateError(f"{line}   <-- {why}")
+            if used:
+                return False
+        for bucket in (*hit, *op.evict):
+            self.resident.pop(bucket, None)
+        self.resident[op.bucket] = op.start
+        return True
+
+    def demand(self, needed: Sequence[int]) -> int:
+        """Fetch what an access misses where fewest others have to leave; return how many."""
+        missing = [b for b in dict.fromkeys(needed) if b not in self.resident]
+        if all(self._place(bucket, needed) for bucket in missing):
+            return len(missing)
+        self.resident.clear()  # too scattered: start over from empty frames
+        for bucket in dict.fromkeys(needed):
+            if not self._place(bucket, needed):
+                raise StateError(f"b{bucket} does not fit beside {list(needed)} in {self.limit}")
+        return len(missing)
+
+    def overlapping(self, start: int, length: int) -> list[int]:
+        """Return the buckets that share frames with [start, start + length)."""
+        return [
+            b
+            for b, at in self.resident.items()
+            if at < start + length and start < at + self.shapes[b].granules
         ]
-        if not any(b in needed for b in hit) and (best is None or len(hit) < best[0]):
-            best = (len(hit), start, hit)
-    if best is None:
-        raise StateError(f"b{bucket} does not fit beside {list(needed)} in {limit} frames")
-    for b in best[2]:
-        del resident[b]
-    resident[bucket] = best[1]
+
+    def _place(self, bucket: int, needed: Sequence[int]) -> bool:
+        size = self.shapes[bucket].granules
+        ends = [at + self.shapes[b].granules for b, at in self.resident.items()]
+        best: tuple[int, int, list[int]] | None = None
+        for start in sorted({0, self.limit - size, *self.resident.values(), *ends}):
+            hit = self.overlapping(start, size)
+            fits = 0 <= start <= self.limit - size and not any(b in needed for b in hit)
+            if fits and (best is None or len(hit) < best[0]):
+                best = (len(hit), start, hit)
+        if best is None:
+            return False
+        for other in best[2]:
+            del self.resident[other]
+        self.resident[bucket] = best[1]
+        return True
 
 
 def _tail(ops: Sequence[Op]) -> str:
@@ -164,8 +193,8 @@ def _tail(ops: Sequence[Op]) -> str:
 
 
 def _parse_op(text: str) -> Op:
-    match = re.fullmatch(r"\s*FETCH b(\d+)@(\d+)((?: EVICT b\d+)*)\s*", text)
+    match = re.fullmatch(r"\s*(FETCH|DEMAND) b(\d+)@(\d+)((?: EVICT b\d+)*)\s*", text)
     if not match:
         raise ValueError(f"not an op: {text!r}")
-    evict = tuple(int(b) for b in re.findall(r"EVICT b(\d+)", match[3]))
-    return Op(int(match[1]), int(match[2]), evict)
+    evict = tuple(int(b) for b in re.findall(r"EVICT b(\d+)", match[4]))
+    return Op(int(match[2]), int(match[3]), evict, match[1] == "DEMAND")

@@ -159,7 +159,8 @@ class Runtime:
     def issue(self, ops: Sequence[Op]) -> None:
         """Carry out planned ops; one that does not fit any more is skipped (it is advice)."""
         for op in ops:
-            self.manager.prefetch(op.bucket, op.start)
+            if not op.demand:
+                self.manager.prefetch(op.bucket, op.start, op.evict)
 
     # -- accesses of backward --------------------------------------------------------------------
 

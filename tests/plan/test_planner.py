@@ -170,12 +170,13 @@ def test_equal_frozen_buckets_never_miss_when_two_accesses_fit(
 
 @MANY
 @given(traces(many=False), st.integers(0, 3))
-def test_unequal_rewritten_buckets_never_miss_when_two_of_the_largest_fit(
+def test_unequal_rewritten_buckets_never_miss_when_three_of_the_largest_fit(
     model: tuple[Trace, dict[int, Shape]], spare: int
 ) -> None:
     trace, shapes = model
     shapes = {b: Shape(s.granules, rewritten=True) for b, s in shapes.items()}
-    limit = 2 * widest(trace, shapes) + spare
+    # A pinned run in the middle leaves the largest one room on a side only in three times its size.
+    limit = 3 * widest(trace, shapes) + spare
 
     assert build(trace, shapes, limit)[1].demand_misses == 0
 
@@ -213,11 +214,11 @@ def test_never_more_is_fetched_than_under_demand_paging_with_lru(
 
 
 @MANY
-@given(*ROUNDS, st.lists(st.booleans(), min_size=9, max_size=9))
-def test_with_frozen_buckets_no_more_is_fetched_than_under_lru(
-    n_buckets: int, n_frames: int, rounds: int, rewritten: list[bool]
+@given(st.integers(2, 9), st.integers(2, 9), st.lists(st.booleans(), min_size=9, max_size=9))
+def test_with_frozen_buckets_a_training_step_fetches_no_more_than_under_lru(
+    n_buckets: int, n_frames: int, rewritten: list[bool]
 ) -> None:
-    trace = rounds_of(n_buckets, rounds)
+    trace = palindrome(n_buckets)
     shapes = {b: Shape(4, rewritten[b]) for b in range(n_buckets)}
     verdict = build(trace, shapes, 4 * n_frames)[1]
 
@@ -272,7 +273,7 @@ def test_what_the_update_did_not_rewrite_is_not_fetched_again() -> None:
     schedule, verdict = build(palindrome(3), equal(3, rewritten=False), 3 * 4)
 
     assert verdict.fetches == 0
-    assert all(not row for row in schedule.ops)
+    assert all(not row for row in schedule.ops[1:])  # the border names where they stand
 
 
 def test_frozen_buckets_stay_while_rewritten_ones_are_fetched_anew() -> None:
@@ -296,7 +297,7 @@ def test_a_fetch_displaces_only_what_is_needed_later_than_itself() -> None:
 def test_a_depth_of_zero_plans_nothing() -> None:
     schedule, verdict = build(palindrome(4), equal(4), 2 * 4, depth=0)
 
-    assert all(not row for row in schedule.ops)
+    assert all(op.demand for row in schedule.ops for op in row)
     assert verdict.demand_misses > 0
 
 
@@ -307,7 +308,7 @@ def test_the_depth_bounds_how_far_ahead_a_fetch_is(depth: int) -> None:
 
     for point, row in enumerate(schedule.ops, start=-1):
         for op in row:
-            assert next_use(trace.uses()[op.bucket], point) <= point + depth
+            assert op.demand or next_use(trace.uses()[op.bucket], point) <= point + depth
 
 
 def test_an_access_of_several_buckets_has_them_all_at_once() -> None:
