@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ def parse_bytes(value: object, key: str = "size") -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     match = SIZE.fullmatch(value) if isinstance(value, str) else None
-    n_bytes = int(float(match[1]) * UNITS[match[2]]) if match else 0
+    n_bytes = int(Fraction(match[1]) * UNITS[match[2]]) if match else 0
     if n_bytes > 0:
         return n_bytes
     understood = f"; understood {n_bytes} bytes" if match else "; no bytes understood"
@@ -124,7 +125,7 @@ def checked(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
     clean: dict[str, Any] = {}
     for key, value in given.items():
         if key not in known:
-            problems.append(unknown_key(key, known))
+            problems.append(unknown_key(str(key), known))
             continue
         try:
             clean[key] = check_one(key, value)
@@ -157,7 +158,8 @@ def check_one(key: str, value: Any) -> Any:
     if key == "device" and isinstance(value, str) and value not in DEVICES:
         raise ConfigError(f"device={value!r} is unknown", advice=f"device takes one of {DEVICES}")
     if key == "units" and value is not None:
-        if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        names = value if isinstance(value, (list, tuple)) else [None]
+        if not all(isinstance(name, str) for name in names):
             raise ConfigError(f"units={value!r}", advice="units takes a list of module names")
         return tuple(value)
     return value
@@ -184,15 +186,17 @@ def host_limit(root: Path = Path("/")) -> HostLimit:
     """Return the RAM this process may still take: the least of free memory and cgroup limits.
 
     ``psutil`` reports the whole machine inside a container, so every ancestor cgroup is read, in
-    version 2 (``memory.max``) and version 1 (``memory.limit_in_bytes``) form. ``root`` is where
-    /proc and /sys are looked up.
+    version 2 (``memory.max``, ``memory.high``) and version 1 (``memory.limit_in_bytes``) form;
+    file pages that the kernel would give back are not counted as used. ``root`` is where /proc and
+    /sys are looked up.
     """
     best = HostLimit(psutil.virtual_memory().available, "free memory of the machine")
     for folder, limit_name, used_name in cgroup_folders(root):
         limit = read_number(folder / limit_name)
-        if limit is None or limit >= 2**62:  # version 1 writes 2^63 - 4096 for "no limit"
+        if limit is None or not 0 <= limit < 2**62:  # version 1 writes 2^63 - 4096 for "no limit"
             continue
-        left = max(0, limit - (read_number(folder / used_name) or 0))
+        used = (read_number(folder / used_name) or 0) - read_inactive_file(folder)
+        left = max(0, limit - max(0, used))
         if left < best.n_bytes:
             best = HostLimit(left, str(folder / limit_name))
     return best
@@ -202,22 +206,33 @@ def cgroup_folders(root: Path) -> list[tuple[Path, str, str]]:
     """Return (folder, limit file, usage file) of every memory cgroup above this process."""
     found: list[tuple[Path, str, str]] = []
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:
         return found
+    limits: tuple[str, ...]
     for line in lines:
         _, controllers, name = (line.split(":", 2) + ["", ""])[:3]
         if controllers == "":
-            base, files = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+            base = root / "sys/fs/cgroup"
+            limits, used = ("memory.max", "memory.high"), "memory.current"
         elif "memory" in controllers.split(","):
             base = root / "sys/fs/cgroup/memory"
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            limits, used = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
         else:
             continue
         parts = [part for part in name.split("/") if part not in ("", "..")]
         for depth in range(len(parts) + 1):
-            found.append((base.joinpath(*parts[:depth]), *files))
+            found.extend((base.joinpath(*parts[:depth]), limit, used) for limit in limits)
     return found
+
+
+def read_inactive_file(folder: Path) -> int:
+    """Return the bytes of page cache that a cgroup would give back first."""
+    try:
+        rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(rows.get("total_inactive_file", rows.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return 0
 
 
 def read_number(path: Path) -> int | None:

@@ -112,7 +112,7 @@ class Slab:
 
     def __del__(self) -> None:
         # Registered pages must be given back before the mapping goes; at exit the driver is gone.
-        if self.registered and not sys.is_finalizing():
+        if self.registered and not sys.is_finalizing() and torch.cuda.is_available():
             release_slab(self)
 
     def carve(self, offset: int, n_bytes: int) -> torch.Tensor:

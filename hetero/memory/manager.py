@@ -162,6 +162,9 @@ class ChunkManager:
 
     def evict(self, bucket_id: int, why: str = "evict") -> None:
         """Drop an unpinned replica, flushing it first if it was written or shown."""
+        self._follow_home(bucket_id)
+        if bucket_id not in self.replicas:
+            return
         replica = self.replicas[bucket_id]
         if replica.ready is not None:
             self._arrive(replica)
@@ -193,8 +196,11 @@ class ChunkManager:
     def renew(self, bucket_id: int) -> None:
         """The home was written: discard the replica, or refresh it where somebody looks at it."""
         self._digest(bucket_id)
-        if bucket_id in self._shown_homes:
-            self._shown_homes[bucket_id] = self._home_version(bucket_id)
+        if self.home(bucket_id).held:
+            if bucket_id in self._shown_homes:
+                self._shown_homes[bucket_id] = self._home_version(bucket_id)
+        else:
+            self._shown_homes.pop(bucket_id, None)  # no state dict refers to it any more
         replica = self.replicas.get(bucket_id)
         if replica is None:
             return

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hetero.device import Device, Slab, release_slab
+from hetero.device import Device, Slab, release_slab, use_count
 from hetero.memory.layout import Bucket
 from hetero.memory.ledger import Ledger
 from hetero.types import Kind, Tier
@@ -19,7 +19,7 @@ from hetero.types import Kind, Tier
 class Home:
     """One kind of one bucket on HOST: flat, by bytes, and by segment."""
 
-    __slots__ = ("_slab", "bytes", "flat", "segments")
+    __slots__ = ("_baseline", "_slab", "bytes", "flat", "segments")
 
     def __init__(self, slab: Slab, bucket: Bucket, dtype: torch.dtype) -> None:
         self._slab = slab
@@ -31,6 +31,12 @@ class Home:
             )
             for s in bucket.segments
         ]
+        self._baseline = sum(use_count(segment) for segment in self.segments)
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody outside refers to a segment."""
+        return sum(use_count(segment) for segment in self.segments) > self._baseline
 
     def close(self) -> None:
         release_slab(self._slab)

@@ -34,7 +34,7 @@ class Painted:
 
     def owners(self, start: int, length: int) -> list[int]:
         """Return who holds frames of a window, in address order."""
-        held = self.cells[max(start, 0) : start + length]
+        held = self.cells[max(start, 0) : max(start + length, 0)]
         return list(dict.fromkeys(cell for cell in held if cell != FREE))
 
     def free_starts(self, length: int) -> list[int]:
