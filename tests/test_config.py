@@ -122,7 +122,7 @@ def test_an_unknown_key_like_no_other_gets_no_guess() -> None:
 
 
 def test_a_key_that_is_no_string_is_an_unknown_setting() -> None:
-    with pytest.raises(hetero.ConfigError, match="unknown setting .5"):
+    with pytest.raises(hetero.ConfigError, match=r"unknown setting .5"):
         Config.load({5: 1})  # type: ignore[dict-item]
 
 
