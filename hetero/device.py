@@ -131,7 +131,8 @@ class Slab:
 
 def map_slab(n_bytes: int) -> Slab:
     """Map zeroed anonymous memory of exactly ``n_bytes``; pages cost RAM when first touched."""
-    mapping = mmap.mmap(-1, max(n_bytes, 1))
+    # Private: a forked child gets copies of its own, as it does of torch's memory.
+    mapping = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return Slab(n_bytes, torch.frombuffer(mapping, dtype=torch.uint8), mapping)
 
 
@@ -366,7 +367,9 @@ class CudaDevice:
         # torch's page-locked allocator rounds to powers of two; mapping and registering is exact.
         slab = map_slab(n_bytes)
         status = torch.cuda.cudart().cudaHostRegister(slab.block.data_ptr(), max(n_bytes, 1), 0)
-        slab.registered = int(status) == 0  # refused: pageable, which is slower and still right
+        slab.registered = int(status) == 0
+        if not slab.registered:  # pageable then, which is slower and still right
+            torch.cuda.cudart().cudaGetLastError()  # or the next kernel launch reports it
         return slab
 
     def arena(self, n_bytes: int) -> Slab:

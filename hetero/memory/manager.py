@@ -62,6 +62,10 @@ class Replica:
         # A fetch under way holds the frames too, and nobody has seen them yet.
         return self.ready is None and int(torch._C._storage_Use_Count(self.cdata)) > self.baseline
 
+    def aliases(self, n_bound: int) -> bool:
+        """Whether somebody outside holds a view while ``n_bound`` parameters are bound here."""
+        return int(torch._C._storage_Use_Count(self.cdata)) > self.baseline + n_bound
+
 
 class ChunkManager:
     """Residency of all buckets' PARAM copies between HOST homes and HBM frames."""
@@ -95,7 +99,7 @@ class ChunkManager:
         self._landing: dict[int, Ticket] = {}  # flushes into a home that are still under way
         self._vacated: list[tuple[int, int, Ticket]] = []  # freed frames that may still be read
         self._digests: dict[int, int] = {}
-        self._shown_homes: dict[int, int] = {}
+        self._shown_homes: dict[int, tuple[int, ...]] = {}
         self._paranoid = paranoid()
         self._clock = 0
 
@@ -233,7 +237,7 @@ class ChunkManager:
 
     def resize(self, limit: int) -> bool:
         """Change the number of frames; False, and nothing changed, while replicas are held."""
-        if any(r.pins or r.leased for r in self.replicas.values()):
+        if self.held:
             return False
         for bucket_id in list(self.replicas):
             self.evict(bucket_id)
@@ -245,6 +249,11 @@ class ChunkManager:
         self.frames = FrameMap(limit)
         self.ceiling = limit
         return True
+
+    @property
+    def held(self) -> bool:
+        """Whether any replica is pinned or leased."""
+        return any(r.pins or r.leased for r in self.replicas.values())
 
     @property
     def arena_bytes(self) -> int:
@@ -429,8 +438,9 @@ class ChunkManager:
         shell = self._shells.get((bucket.id, start))
         if shell is None:
             size = self.layout.chunk_numel
-            piece = self._arena.carve(start * size, bucket.granules * size)
-            shell = self._shells[bucket.id, start] = Replica(bucket, start, piece)
+            with torch.inference_mode(False), torch.no_grad():  # views outlive the user's mode
+                piece = self._arena.carve(start * size, bucket.granules * size)
+                shell = self._shells[bucket.id, start] = Replica(bucket, start, piece)
             self.by_storage[shell.cdata] = shell
         shell.pins = 0
         return shell
@@ -459,14 +469,40 @@ class ChunkManager:
             needed_bytes=need + pinned + leased,
         )
 
-    def _home_version(self, bucket_id: int) -> int:
-        return sum(segment._version for segment in self.home(bucket_id).segments)
+    def _home_version(self, bucket_id: int) -> tuple[int, ...]:
+        return tuple(segment._version for segment in self.home(bucket_id).segments)
 
     def _follow_home(self, bucket_id: int) -> None:
         """Drop a replica whose home was written through a tensor of a state dict."""
         seen = self._shown_homes.get(bucket_id)
-        if seen is not None and seen != self._home_version(bucket_id):
-            self.renew(bucket_id)
+        if seen is None or seen == self._home_version(bucket_id):
+            return
+        replica = self.replicas.get(bucket_id)
+        if replica is not None and (replica.shown or self._dirty(replica)):
+            self._merge(replica, seen)
+        self.renew(bucket_id)
+
+    def _merge(self, replica: Replica, seen: tuple[int, ...]) -> None:
+        """Both copies were written: bring home the segments that were not written there."""
+        bucket, size = replica.bucket, replica.bucket.dtype.itemsize
+        if replica.ready is not None:
+            self._arrive(replica)
+        for segment, then, now in zip(
+            bucket.segments, seen, self._home_version(bucket.id), strict=True
+        ):
+            if then == now:
+                piece = slice(segment.offset * size, segment.end * size)
+                done = self.link.move(
+                    *(Lane.D2H, self.home(bucket.id).bytes[piece], replica.bytes[piece]),
+                    after=(self.device.mark(),),
+                    subject=segment.spec.name,
+                    why="flush",
+                )
+                self.device.sync(done)
+        for chunk in self._dirty(replica):
+            self.table.transition(chunk, Tier.HBM, CopyState.FLUSHING, "flush")
+            self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "ready")
+        replica.shown = False
 
     def _digest(self, bucket_id: int) -> None:
         if self._paranoid:

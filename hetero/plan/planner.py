@@ -17,6 +17,8 @@ from hetero.plan.trace import Trace
 
 SETTLE = 8  # steps within which residency at the border has to repeat
 
+FARTHEST = 512  # accesses ahead of which a fetch is worth considering
+
 
 class Place(Protocol):
     """Where a run goes and who leaves for it."""
@@ -74,7 +76,7 @@ class Planner:
         self.shapes = shapes
         self.space = space
         self.limit = limit
-        self.depth = depth if depth is not None else len(trace.accesses)
+        self.depth = FARTHEST if depth is None else depth
         self.uses = trace.uses()
         self.resident: dict[int, int] = {}
         self._high = False

@@ -138,17 +138,22 @@ class Pack:
         self.outer = outer
 
     def __call__(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided:  # a sparse activation: no storage to look at
+            return self._keep(tensor, id(tensor), 0)
         with plainly():
             storage = tensor.untyped_storage()
         cdata = storage._cdata
         saved = self._swizzled.locate(tensor, cdata)
         if saved is not None:
             return saved
+        return self._keep(tensor, cdata, storage.nbytes())
+
+    def _keep(self, tensor: torch.Tensor, key: int, n_bytes: int) -> Any:
         if self.outer is None:
-            return Kept(tensor, tensor._version, Held(self._footprint, cdata, storage.nbytes()))
+            return Kept(tensor, tensor._version, Held(self._footprint, key, n_bytes))
         # An enclosing checkpoint drops what it is given in forward and keeps it in recomputation.
         recomputed = torch._C._current_graph_task_id() != -1
-        held = Held(self._footprint, cdata, storage.nbytes()) if recomputed else None
+        held = Held(self._footprint, key, n_bytes) if recomputed else None
         return Delegated(self.outer[1], self.outer[0](tensor), held)
 
 

@@ -351,14 +351,17 @@ class Engine:
             return
         # 1. gradients and written parameters come home
         self.runtime.quiesce()
-        # 2. the user's rule runs there; versions move as they would in place
-        touched = self.updater.update(optimizer.param_groups, optimizer.state)
-        buckets = sorted({self.blueprint.layout.home[i][0] for i in touched})
-        if touched:
-            torch.autograd.graph.increment_version([self.params[i] for i in touched])
-        # 3. copies on the device are dead, or refreshed where somebody looks at them
-        for bucket in buckets:
-            self.manager.renew(bucket)
+        # 2. the user's rule runs there
+        try:
+            self.updater.update(optimizer.param_groups, optimizer.state)
+        finally:
+            # 3. also after an error, copies of what was updated are dead, or refreshed where
+            # somebody looks at them; versions move as they would in place
+            touched = self.updater.touched
+            if touched:
+                torch.autograd.graph.increment_version([self.params[i] for i in touched])
+            for bucket in sorted({self.blueprint.layout.home[i][0] for i in touched}):
+                self.manager.renew(bucket)
         self._border()
 
     def _border(self) -> None:
@@ -398,6 +401,8 @@ class Engine:
                 needed_bytes=total,
             )
         fits = plan.home_bytes + needed + self.buffer_bytes <= hbm
+        if fits and self.manager.held:
+            return False  # a view is still held: the next border tries again
         if fits and self.device.torch_device.type == "cpu" and self.inner is not None:
             self._become_resident(needed)
             return True
@@ -517,8 +522,9 @@ class Engine:
             grad = self._grads_before.pop(index, grad)
             swizzle.set_grad(param, None)
             if home is not None:
-                value = home.segments[segment.position].to(self._origin, copy=True)
-                swizzle.plain(param, value)
+                resident = self.mode == "resident"  # then the user may have pointed it elsewhere
+                value = param.detach() if resident else home.segments[segment.position]
+                swizzle.plain(param, value.to(self._origin, copy=True))
             param.grad = None if grad is None else grad.to(self._origin)
             if segment.position == len(self.blueprint.layout.buckets[bucket].segments) - 1:
                 self.store.drop(PARAM, bucket)

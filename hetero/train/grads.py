@@ -4,10 +4,14 @@ A gradient that autograd has accumulated is flushed at the *next* hetero event, 
 user's that run after ours still see ``p.grad``. What they see later is a `LazyGrad`: a tensor
 subclass whose bytes are fetched, one tensor at a time, when somebody computes with it. ``p.grad``
 itself is the only truth: None means no gradient, as in torch.
+
+[Note: gradient leases]  A gradient that somebody else holds, as an object or through a view (a
+preset flat buffer), stays where it is, so that writes through the alias count; the step copies it.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from hetero.device import Device, Ticket
+from hetero.device import Device, Ticket, use_count
 from hetero.errors import ConfigError
 from hetero.memory.layout import Layout
 from hetero.memory.link import Link
@@ -26,6 +30,7 @@ from hetero.train.swizzle import get_grad, set_grad
 from hetero.types import Kind, Lane
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+ALONE = 2  # uses of a storage: the tensor asked about, and the handle asked through
 
 
 class GradSlot:
@@ -94,6 +99,30 @@ class LazyGrad(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.slot.fetch())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.slot.fetch().clone()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.slot.keep().__array__(*args, **kwargs)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.slot.keep().__dlpack__(**kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.slot.fetch().clone().__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.slot.keep().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.slot.fetch().tolist()
+
+    def data_ptr(self) -> int:
+        return self.slot.keep().data_ptr()
+
+    def share_memory_(self) -> Any:
+        return self.slot.keep().share_memory_()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
@@ -155,6 +184,9 @@ class GradStore:
         self._link = link
         self._store = store
         self._index = {id(p): i for i, p in enumerate(params)}
+        probe = torch.zeros(())
+        probe.grad = torch.zeros(())
+        self._alone = holders(probe)  # differs between releases of torch
         self._pending: list[int] = []
         self._slots: dict[int, weakref.ref[GradSlot]] = {}
         self._flight: deque[tuple[Ticket, torch.Tensor]] = deque()
@@ -177,13 +209,16 @@ class GradStore:
     def flush(self, index: int) -> None:
         """Take one gradient home and leave a LazyGrad behind; None and flushed ones stay."""
         param = self._params[index]
+        held = holders(param) > self._alone
         grad = get_grad(param)
         if grad is None or grad.requires_grad:
             return  # a graph hangs on it (create_graph): the step takes a copy
         if isinstance(grad, LazyGrad):
-            if grad.slot.value is None:
+            if grad.slot.value is None or use_count(grad.slot.value) > ALONE:
                 return
             grad = grad.slot.value
+        elif held or grad.layout is not torch.strided or use_count(grad) > ALONE:
+            return  # [Note: gradient leases]
         slot = self._take(index, grad)
         set_grad(param, LazyGrad(slot, self._device.torch_device))
 
@@ -192,9 +227,13 @@ class GradStore:
         grad = get_grad(self._params[index])
         if grad is None:
             return None
-        if isinstance(grad, LazyGrad) and grad.slot.value is None:
-            return grad.slot.landed()
-        value = grad.slot.value if isinstance(grad, LazyGrad) else grad.detach()
+        if isinstance(grad, LazyGrad):
+            mine = self._slots.get(index, _gone)() is grad.slot
+            if mine and grad.slot.value is None:
+                return grad.slot.landed()
+            value = grad.slot.fetch()
+        else:
+            value = grad.detach()
         assert_dense(value, self._layout.home[index][1].spec.name)
         return self._take(index, value).landed()
 
@@ -215,6 +254,7 @@ class GradStore:
             old.keep()
         # 2. bring it into the home's geometry, which is the parameter's own
         spec = segment.spec
+        grad = grad.resolve_conj().resolve_neg()
         if tuple(grad.stride()) != spec.stride or grad.dtype != spec.dtype:
             same = torch.empty_strided(
                 spec.shape, spec.stride, dtype=spec.dtype, device=grad.device
@@ -248,6 +288,12 @@ class GradStore:
         ticket, source = self._flight.popleft()
         self._device.sync(ticket)
         self._flight_bytes -= source.numel()
+
+
+def holders(param: torch.Tensor) -> int:
+    """Return how many references there are to the object ``param.grad``."""
+    grad = get_grad(param)
+    return sys.getrefcount(grad)
 
 
 def _gone() -> None:

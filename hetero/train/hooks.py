@@ -1,13 +1,14 @@
-"""The only place that registers hooks on modules and parameters (floor 2).
+"""The only place that hangs anything on modules and parameters (floor 2).
 
-Hooks bracket a unit's forward and the whole model's; a module compiled in place is bracketed around
-its compiled callable instead, so that nothing of ours is traced. The methods of the model that
-would move or copy parameters behind our back are guarded, per instance, and put back on `remove`.
+Brackets stand around each unit's forward and the whole model's, a hook on each parameter hears of
+its gradient, and the methods that would move or copy parameters behind our back are guarded; all
+per instance, and put back on `remove`.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,22 +34,38 @@ class Hooks:
             self._undo.pop()()
 
     def watch(self, model: nn.Module, units: Sequence[Unit], runtime: Runtime) -> None:
-        """Bracket the model's and every unit's forward."""
-        self._bracket(model, ModelBracket(runtime))
-        for index, unit in enumerate(units):
+        """Bracket every unit's forward, and the model's around them."""
+        index_of = {id(unit.module): i for i, unit in enumerate(units) if unit.module is not None}
+        for unit in units:
             if unit.module is not None:
-                self._bracket(unit.module, UnitBracket(runtime, index))
+                self._bracket(
+                    unit.module, functools.partial(around_unit, runtime, index_of[id(unit.module)])
+                )
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder) and id(module) not in index_of:
+                first = index_of.get(id(next(iter(module.layers), None)))
+                if first is not None:
+                    lend = functools.partial(around_encoder, runtime, runtime.needs[first])
+                    self._bracket(module, lend)
+        self._bracket(model, functools.partial(around_model, runtime))
 
     def gradients(
         self, params: Sequence[nn.Parameter], arrived: Callable[[nn.Parameter], None]
     ) -> None:
         """Hear of every gradient that autograd has accumulated."""
+        listener = weakref.WeakMethod(arrived)  # autograd holds hooks where gc does not look
+
+        def notify(param: Any) -> None:
+            method = listener()
+            if method is not None:
+                method(param)
+
         for param in params:
             if param.dtype.is_floating_point or param.dtype.is_complex:
                 frozen = not param.requires_grad
                 if frozen:
                     param.requires_grad_(True)  # torch takes the hook only then; it may thaw later
-                self._keep(param.register_post_accumulate_grad_hook(arrived))
+                self._keep(param.register_post_accumulate_grad_hook(notify))
                 if frozen:
                     param.requires_grad_(False)
 
@@ -62,14 +79,13 @@ class Hooks:
                 for name in ("_save_to_state_dict", "_load_from_state_dict"):
                     self._replace(module, name, _at_home(reading, getattr(module, name)))
 
-    def _bracket(self, module: nn.Module, bracket: ModelBracket | UnitBracket) -> None:
+    def _bracket(self, module: nn.Module, around: Callable[[Call], Call]) -> None:
+        # Around forward and not as hooks: torch skips hooks on KeyboardInterrupt, and some modules
+        # (the transformer layers' fast path) compute differently when hooks hang on them. A module
+        # compiled in place is bracketed around its compiled callable, so that ours is not traced.
         compiled = getattr(module, "_compiled_call_impl", None)
-        if compiled is not None:
-            self._replace(module, "_compiled_call_impl", bracket.around(compiled))
-            return
-        before, after = bracket.before, bracket.after
-        self._keep(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self._keep(module.register_forward_hook(after, always_call=True))
+        name = "forward" if compiled is None else "_compiled_call_impl"
+        self._replace(module, name, around(getattr(module, name)))
 
     def _keep(self, handle: RemovableHandle) -> None:
         self._undo.append(handle.remove)
@@ -88,48 +104,53 @@ class Hooks:
         self._undo.append(undo)
 
 
-class UnitBracket:
-    """A unit's forward: enter before, leave after, also when it raises."""
-
-    def __init__(self, runtime: Runtime, unit: int) -> None:
-        self._runtime = runtime
-        self._unit = unit
-        self._pushed: list[bool] = []
-
-    def before(self, *_: Any) -> None:
-        self._pushed.append(self._runtime.enter(self._unit))
-
-    def after(self, *_: Any) -> None:
-        if self._pushed:
-            self._runtime.leave(self._unit, pushed=self._pushed.pop())
-
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``call`` inside the bracket."""
-
-        @functools.wraps(call)
-        def bracketed(*args: Any, **kwargs: Any) -> Any:
-            self.before()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.after()
-
-        return bracketed
+Call = Callable[..., Any]
 
 
-class ModelBracket(UnitBracket):
-    """A call of the whole model."""
+def around_unit(runtime: Runtime, unit: int, call: Call) -> Call:
+    """Return a unit's forward inside an access."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        super().__init__(runtime, -1)
+    @functools.wraps(call)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        pushed = runtime.enter(unit)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            runtime.leave(unit, pushed=pushed)
 
-    def before(self, *_: Any) -> None:
-        self._pushed.append(self._runtime.enter_model())
+    return forward
 
-    def after(self, *call: Any) -> None:
-        if self._pushed:
-            output = call[-1] if call else None
-            self._runtime.leave_model(output, pushed=self._pushed.pop())
+
+def around_model(runtime: Runtime, call: Call) -> Call:
+    """Return the whole model's forward between its begin and its end."""
+
+    @functools.wraps(call)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        pushed = runtime.enter_model()
+        output = None
+        try:
+            output = call(*args, **kwargs)
+            return output
+        finally:
+            runtime.leave_model(output, pushed=pushed)
+
+    return forward
+
+
+def around_encoder(runtime: Runtime, buckets: Sequence[int], call: Call) -> Call:
+    """Return the forward of an `nn.TransformerEncoder` with its first layer bound, when in eval.
+
+    It asks that layer's parameters, unbound at that point, whether nested tensors may be used.
+    """
+
+    @functools.wraps(call)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        with runtime.lend(buckets, "encoder"):
+            return call(*args, **kwargs)
+
+    return forward
 
 
 def _refuse(what: str, *_: Any) -> None:

@@ -12,6 +12,12 @@ from torch import nn
 
 from hetero.errors import ConfigError
 
+HOOKS = tuple(
+    f"_optimizer_{what}_{when}_hooks"
+    for what in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+
 
 class Engine(Protocol):
     """What the optimizer asks of the engine."""
@@ -42,6 +48,9 @@ class Optimizer(torch.optim.Optimizer):
         self.inner = inner
         self._engine = engine
         self.param_groups = inner.param_groups
+        for name in HOOKS:  # those registered before prepare go on
+            if hasattr(inner, name):
+                setattr(self, name, getattr(inner, name))
         self.state = defaultdict(dict, {p: dict(state) for p, state in inner.state.items()})
 
     @torch.no_grad()
@@ -84,6 +93,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this or of the plain torch optimizer; tensors are copied."""
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in groups]
         mine = [len(group["params"]) for group in self.param_groups]
@@ -99,6 +112,8 @@ class Optimizer(torch.optim.Optimizer):
             self.state[of_id[key]] = self._engine.adopt(of_id[key], dict(value))
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError(

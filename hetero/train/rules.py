@@ -73,24 +73,44 @@ class Updater:
         self._worker = make_worker(inner)
         self._step = raw_step(type(inner))
         self._elementwise = type(inner) in ELEMENTWISE
+        self.touched: list[int] = []
 
     def update(
         self, groups: Sequence[dict[str, Any]], states: MutableMapping[torch.Tensor, State]
-    ) -> list[int]:
-        """Update every parameter that has a gradient; return their indices."""
-        touched: list[int] = []
+    ) -> None:
+        """Update every parameter that has a gradient; `touched` holds their indices.
+
+        All gradients are brought home and looked at before the first update, so that a gradient
+        that cannot be stepped leaves every parameter as it was.
+        """
+        self.touched = []
+        work: list[tuple[dict[str, Any], list[Segment]]] = []
         for group in groups:
-            segments = [self._layout.home[self._index[id(p)]][1] for p in group["params"]]
-            ready = [s for s in segments if self._grads.home(s.index) is not None]
-            rows = [self.adopt(s, states.get(self._params[s.index])) for s in ready]
-            if self._elementwise and not group.get("fused"):
-                done = self._update_flat(group, ready, rows)
-            else:
-                done = self._update_whole(group, ready, rows)
-            for segment, state in zip(ready, done, strict=True):
-                states[self._params[segment.index]] = state
-            touched.extend(segment.index for segment in ready)
-        return touched
+            indices = (self._index.get(id(p), -1) for p in group["params"])
+            ready = [i for i in indices if i >= 0 and self._grads.home(i) is not None]
+            work.append((group, [self._layout.home[i][1] for i in ready]))
+        for group, segments in work:
+            flat = [s for s in segments if self._may_flatten(group, s)]
+            whole = [s for s in segments if not self._may_flatten(group, s)]
+            self._update_part(group, flat, states, self._update_flat)
+            self._update_part(group, whole, states, self._update_whole)
+
+    def _may_flatten(self, group: dict[str, Any], segment: Segment) -> bool:
+        """Two-byte arithmetic differs between the body and the tail of torch's vector loops."""
+        wide = segment.spec.dtype.itemsize >= 4
+        return self._elementwise and not group.get("fused") and wide
+
+    def _update_part(
+        self,
+        group: dict[str, Any],
+        part: list[Segment],
+        states: MutableMapping[torch.Tensor, State],
+        update: Callable[[dict[str, Any], Sequence[Segment], Sequence[State]], list[State]],
+    ) -> None:
+        rows = [self.adopt(s, states.get(self._params[s.index])) for s in part]
+        self.touched.extend(segment.index for segment in part)
+        for segment, state in zip(part, update(group, part, rows), strict=True):
+            states[self._params[segment.index]] = state
 
     def adopt(self, segment: Segment, state: State | None, *, own: bool = False) -> State:
         """Return a state whose tensors of the parameter's shape lie in the homes.
@@ -100,6 +120,8 @@ class Updater:
         if state is None:
             return {}
         for key, value in state.items():
+            if own and isinstance(value, torch.Tensor) and key != "step":
+                value = _cast(value, segment.spec.dtype)
             if not _elementwise(key, value, segment.spec.shape):
                 state[key] = _copied(value) if own else value
                 continue
@@ -222,6 +244,11 @@ def _elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
         and key not in SCALARS
         and tuple(value.shape) == tuple(shape)
     )
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a loaded state in its parameter's dtype, as torch's load_state_dict does."""
+    return value.to(dtype) if value.is_floating_point() and dtype.is_floating_point else value
 
 
 def _copied(value: Any) -> Any:

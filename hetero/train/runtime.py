@@ -7,6 +7,7 @@ saved weight is unpacked and closes when another unit's is, or when the pass end
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -64,11 +65,14 @@ class Runtime:
         self._graph_task = NO_TASK
         self._phases: list[Phase] = []
         self._at_home = False
+        self._sources: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.closed = False
         self._stepped = stepped  # whether an optimizer's step ends a trace
 
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Take the parameters over as placeholders; their homes hold the values already."""
         fault.guard_functorch()
+        fault.guard_hooks()
         paged, pinned = fault.paged_classes(self)
         place = self._device.torch_device
         self.swizzle = Swizzle(params, self.layout, place, paged, pinned)
@@ -87,8 +91,12 @@ class Runtime:
         buckets = self.needs[unit]
         self.manager.pin(buckets, phase.value)
         self._bind(buckets)
-        self._look_ahead(phase, unit, buckets)
-        return self._push()
+        try:
+            self._look_ahead(phase, unit, buckets)
+            return self._push()
+        except BaseException:
+            self._unbind(buckets)
+            raise
 
     def leave(self, unit: int, *, pushed: bool) -> None:
         """End a unit's forward."""
@@ -131,7 +139,13 @@ class Runtime:
     def _push(self) -> bool:
         if not torch.is_grad_enabled():
             return False
-        self.saved.push()
+        try:
+            self.saved.push()
+        except RuntimeError as error:
+            raise StateError(
+                f"saved-tensor hooks are disabled here ({error}); autograd would keep placeholders",
+                advice="leave torch.autograd.graph.disable_saved_tensors_hooks around the model",
+            ) from error
         return True
 
     def _phase(self) -> Phase:
@@ -142,8 +156,18 @@ class Runtime:
         return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVAL
 
     def _bind(self, buckets: Sequence[int]) -> None:
-        for bucket in buckets:
-            self.swizzle.bind(self.manager.replicas[bucket])
+        if self._sources:
+            self._check_sources()
+        done = []
+        try:
+            for bucket in buckets:
+                self.swizzle.bind(self.manager.replicas[bucket])
+                done.append(bucket)
+        except BaseException:
+            for bucket in done:
+                self.swizzle.unbind(bucket)
+            self.manager.unpin(buckets)
+            raise
 
     def _unbind(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
@@ -166,6 +190,8 @@ class Runtime:
 
     def locate(self, tensor: torch.Tensor, cdata: int) -> Saved | None:
         """Return where a tensor lies in a parameter's frame or placeholder (see activation.py)."""
+        if tensor.is_conj() or tensor.is_neg():
+            return None  # the bits would be lost: its storage is a lease
         replica = self.manager.by_storage.get(cdata)
         if replica is None:
             index = self.swizzle.by_placeholder.get(cdata)
@@ -184,6 +210,11 @@ class Runtime:
 
     def resolve(self, saved: Saved) -> torch.Tensor:
         """Return a saved view of a parameter; in backward this is what opens an access."""
+        if self.closed:
+            raise StateError(
+                "this graph was made before hetero.release; the frames it refers to are gone",
+                advice="run backward before releasing the model",
+            )
         bucket, segment = self.layout.home[saved.param]
         now = swizzle.version(self.swizzle.params[saved.param])
         if now != saved.version:
@@ -312,10 +343,37 @@ class Runtime:
                 advice="convert the model before hetero.prepare, or release it first",
             )
         with torch.no_grad(), self.lend((bucket,), "assign"):
-            view = self.manager.replicas[bucket].views[segment.position]
-            if view.data_ptr() != value.data_ptr():
-                view.copy_(value)
+            replica = self.manager.replicas[bucket]
+            view = replica.views[segment.position]
+            if view.data_ptr() == value.data_ptr():
+                return
+            if self.swizzle.bound[bucket] == 1 and replica.aliases(self.swizzle.count(bucket)):
+                raise StateError(
+                    f"data of {spec.name!r} is assigned while a view of its old value is alive,"
+                    " which torch would keep apart",
+                    advice="copy: backup = p.detach().clone(), then p.data.copy_(new)",
+                )
+            view.copy_(value)
             self.manager.write(bucket, segment.offset, segment.end)
+        # torch would alias the two from here on; a later write to `value` must not go unseen, nor
+        # a graph that saved the old bytes
+        torch.autograd.graph.increment_version(param)
+        self._sources[self.swizzle.index[id(param)]] = (weakref.ref(value), value._version)
+
+    def _check_sources(self) -> None:
+        """Refuse when a tensor that was assigned to ``p.data`` was written afterwards."""
+        for index, (source, version) in list(self._sources.items()):
+            value = source()
+            if value is None:
+                del self._sources[index]
+            elif value._version != version:
+                del self._sources[index]
+                name = self.layout.home[index][1].spec.name
+                raise StateError(
+                    f"the tensor that was assigned to {name!r}.data was written afterwards; torch"
+                    " would have written the parameter",
+                    advice="write to the parameter: p.data.copy_(value) or hetero.gathered(p)",
+                )
 
     def geometry(self, param: nn.Parameter) -> torch.Tensor:
         """Return a meta tensor with the parameter's own shape and strides."""
@@ -357,8 +415,18 @@ class Runtime:
         """Bring every gradient and every written parameter home (before a step or a read)."""
         self._settle_backward()
         self.grads.flush_pending()
-        for bucket in list(self.manager.replicas):
+        if self._sources:
+            self._check_sources()
+        for bucket, replica in list(self.manager.replicas.items()):
+            if replica.pins:
+                self._note_writes(bucket)
             self.manager.settle(bucket)
+
+    def _note_writes(self, bucket: int) -> None:
+        """Mark what was written to a bucket while it is still bound."""
+        for position in self.swizzle.written(bucket):
+            segment = self.layout.buckets[bucket].segments[position]
+            self.manager.write(bucket, segment.offset, segment.end)
 
     def _functorch_refusal(self) -> StateError:
         return StateError(fault.FUNCTORCH[0], advice=fault.FUNCTORCH[1])

@@ -77,14 +77,25 @@ class Swizzle:
         if self.bound[bucket] > 0:
             return []
         paged = self._classes[0]
-        written = []
-        row = zip(self._of_bucket[bucket], self._empty[bucket], self._versions[bucket], strict=True)
-        for position, (param, empty, version) in enumerate(row):
-            if _version(param) != version:
-                written.append(position)
+        written = self.written(bucket)
+        for param, empty in zip(self._of_bucket[bucket], self._empty[bucket], strict=True):
             _set_data(param, empty)
             param.__class__ = paged
         return written
+
+    def written(self, bucket: int) -> list[int]:
+        """Return positions of the bound parameters written since this was last asked."""
+        found, versions = [], self._versions[bucket]
+        for position, param in enumerate(self._of_bucket[bucket]):
+            now = _version(param)
+            if now != versions[position]:
+                found.append(position)
+                versions[position] = now
+        return found
+
+    def count(self, bucket: int) -> int:
+        """Return how many parameters a bucket has."""
+        return len(self._of_bucket[bucket])
 
     def _tampered(self, bucket: int, position: int) -> StateError:
         self.bound[bucket] -= 1

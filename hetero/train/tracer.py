@@ -13,7 +13,7 @@ from hetero.plan.planner import next_use
 from hetero.plan.schedule import Op, Schedule
 from hetero.plan.trace import Access, Trace
 
-LONGEST = 200_000  # accesses of one step that are remembered
+LONGEST = 20_000  # accesses of one step that are remembered
 
 
 class Cursor:

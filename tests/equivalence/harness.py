@@ -152,7 +152,7 @@ def measure(case: Case, make: MakeOptimizer, chunk_bytes: int) -> Budget:
     top = 0
     for number in range(STEPS):
         engine = engine_of(model)
-        engine._become_resident = lambda needed: None  # type: ignore[method-assign]
+        engine._fit = lambda: True  # type: ignore[method-assign]  # keep measuring
         one_step(case, model, optimizer, number, prepared=True)
         if engine.mode == "paged":
             top = max(top, engine.activations_seen())
