@@ -29,6 +29,7 @@ from hetero.errors import ConfigError, TransferError
 from hetero.types import Lane
 
 POISON = 0xFF  # a NaN in every float format, -1 in every int format
+ALONE = 2  # uses of a storage: the tensor asked about, and the handle asked through
 COPY_LANES = (Lane.H2D, Lane.D2H)
 
 

@@ -204,3 +204,30 @@ class SavedTensors:
         if isinstance(packed, Delegated):
             return packed.unpack(packed.packed)
         raise StateError(f"a saved tensor came back as {type(packed).__name__}")
+
+
+def guard_hooks() -> None:
+    """Hand the user's own saved-tensor hooks an alias of a paged parameter, not the parameter.
+
+    A pack hook that keeps what it is given would keep the Parameter object, which is a placeholder
+    by the time it is unpacked. The alias keeps its frame as a lease.
+    """
+    owner = torch.autograd.graph.saved_tensors_hooks
+    if hasattr(owner.__enter__, "hetero_guard"):
+        return
+    enter = owner.__enter__
+
+    def guarded(self: Any) -> None:
+        pack = self.pack_hook
+        if not hasattr(pack, "hetero_guard"):
+
+            def alias(tensor: torch.Tensor) -> Any:
+                paged = hasattr(type(tensor), "hetero_runtime")
+                return pack(tensor.detach() if paged else tensor)
+
+            alias.hetero_guard = True  # type: ignore[attr-defined]
+            self.pack_hook = alias
+        enter(self)
+
+    guarded.hetero_guard = True  # type: ignore[attr-defined]
+    owner.__enter__ = guarded  # type: ignore[method-assign]

@@ -15,7 +15,8 @@ from hetero.errors import ConfigError, StateError
 from hetero.train.optimizer import Optimizer
 from hetero.train.rules import check_optimizer
 
-MARK = "_hetero_engine"
+MARK = "_hetero_engine"  # on a prepared model
+PART = "_hetero_part"  # on every module of one
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 _FLOAT8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_"))
 
@@ -26,9 +27,10 @@ def check_model(model: object) -> nn.Module:
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
     for name, module in model.named_modules():
         where = name or "the model"
-        if MARK in module.__dict__:
+        if MARK in module.__dict__ or PART in module.__dict__:
             raise StateError(
-                f"{where} is prepared already", advice="call hetero.release(model, optimizer) first"
+                f"{where} is prepared already, or part of a model that is",
+                advice="call hetero.release(model, optimizer) first",
             )
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS:
@@ -41,8 +43,10 @@ def check_model(model: object) -> nn.Module:
                 advice="prepare the Python module",
             )
     named = list(model.named_parameters())
-    if not named:
-        raise ConfigError("the model has no parameters", advice="there is nothing to page")
+    if not any(pageable(param) for _, param in named):
+        raise ConfigError(
+            "the model has no parameters of floating point", advice="there is nothing to page"
+        )
     for name, param in named:
         check_param(name, param)
     check_one_device(named)
@@ -50,9 +54,18 @@ def check_model(model: object) -> nn.Module:
     return model
 
 
+def pageable(param: nn.Parameter) -> bool:
+    """Return whether hetero pages a parameter; integer tables stay on the device like buffers.
+
+    They are small, are never trained, and serve as sizes and indices, which C++ reads past
+    ``__torch_function__``.
+    """
+    return param.is_floating_point() or param.is_complex()
+
+
 def check_param(name: str, param: nn.Parameter) -> None:
     """Refuse parameters whose bytes are not a plain dense tensor, by name and kind."""
-    if hasattr(type(param), "hetero_runtime"):
+    if hasattr(type(param), "hetero_runtime"):  # tied into this model from another one
         raise StateError(
             f"parameter {name!r} belongs to a prepared model",
             advice="call hetero.release on that model first",

@@ -31,7 +31,7 @@ from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
 from hetero.train import swizzle
-from hetero.train.check import MARK
+from hetero.train.check import MARK, pageable
 from hetero.train.grads import GradStore, LazyGrad
 from hetero.train.hooks import Hooks
 from hetero.train.optimizer import Optimizer
@@ -114,9 +114,11 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
             trainable=p.requires_grad or id(p) in owned,
         )
         for name, p in model.named_parameters()
+        if pageable(p)
     ]
     layout = build_layout(specs, [unit.name or "model" for unit in units], config.chunk_bytes)
-    bucket_of = {id(p): layout.home[i][0] for i, p in enumerate(model.parameters())}
+    paged = [p for p in model.parameters() if pageable(p)]
+    bucket_of = {id(p): layout.home[i][0] for i, p in enumerate(paged)}
     needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
     per_element = state_bytes_per_element(optimizer) if optimizer else {}
     states = sum(b.numel * per_element.get(b.dtype, 0) for b in layout.buckets if b.trainable)
@@ -129,7 +131,7 @@ def unit_needs(
     """Return the buckets that a unit's access pins, those of parameters tied elsewhere too."""
     if unit.module is None:
         return tuple(b.id for b in layout.buckets if b.unit == index)
-    return tuple(sorted({bucket_of[id(p)] for p in unit.module.parameters()}))
+    return tuple(sorted({bucket_of[id(p)] for p in unit.module.parameters() if pageable(p)}))
 
 
 def state_bytes_per_element(optimizer: torch.optim.Optimizer) -> dict[torch.dtype, int]:
@@ -171,7 +173,7 @@ class Engine:
         self.device = device
         self.blueprint = blueprint
         self.tuning = tuning or Tuning()
-        self.params = list(model.parameters())
+        self.params = [p for p in model.parameters() if pageable(p)]
         self.hooks = Hooks()
         self.log = EventLog()
         self.stats = StepStats()
@@ -203,7 +205,8 @@ class Engine:
         self.hbm = hbm
         if hbm is None or (cuda and hbm >= CUDA_RESIDENT * plan.home_bytes):
             self.mode = "resident"
-        self.buffer_bytes = sum(b.nbytes for b in self.model.buffers())
+        tables = (p for p in self.model.parameters() if not pageable(p))
+        self.buffer_bytes = sum(t.nbytes for t in (*self.model.buffers(), *tables))
         self._check_hbm()
         self._check_host()
 
@@ -488,6 +491,8 @@ class Engine:
         """Give back a plain module and the plain optimizer with its states."""
         if self.mode == "paged":
             self.runtime.quiesce()
+        if hasattr(self, "runtime"):
+            self.runtime.closed = True
         states = dict(self.optimizer.state) if self.optimizer is not None else {}
         self._move_out()
         if self.inner is not None:
@@ -547,6 +552,9 @@ def _move_buffers(model: nn.Module, place: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != place:
                 module._buffers[name] = buffer.to(place)
+    for param in model.parameters():
+        if not pageable(param) and param.device != place:
+            swizzle.point(param, param.detach().to(place))
 
 
 def _placed(value: Any, param: torch.Tensor) -> Any:

@@ -166,6 +166,9 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
 
         hetero_paged = True
 
+        def as_subclass(self, cls: Any) -> Any:  # the C++ method asks no __torch_function__
+            return owner.fault(T.as_subclass, (self, cls), {})
+
         @classmethod
         def __torch_function__(
             cls,
@@ -194,33 +197,6 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
 def read_data(param: nn.Parameter) -> torch.Tensor:
     """Return the plain ``data`` of a bound parameter."""
     return _get_data(param)  # type: ignore[no-any-return]
-
-
-def guard_hooks() -> None:
-    """Hand the user's own saved-tensor hooks an alias of a paged parameter, not the parameter.
-
-    A pack hook that keeps what it is given would keep the Parameter object, which is a placeholder
-    by the time it is unpacked. The alias keeps its frame as a lease.
-    """
-    owner = torch.autograd.graph.saved_tensors_hooks
-    if hasattr(owner.__enter__, "hetero_guard"):
-        return
-    enter = owner.__enter__
-
-    def guarded(self: Any) -> None:
-        pack = self.pack_hook
-        if not hasattr(pack, "hetero_guard"):
-
-            def alias(tensor: torch.Tensor) -> Any:
-                paged = hasattr(type(tensor), "hetero_runtime")
-                return pack(tensor.detach() if paged else tensor)
-
-            alias.hetero_guard = True  # type: ignore[attr-defined]
-            self.pack_hook = alias
-        enter(self)
-
-    guarded.hetero_guard = True  # type: ignore[attr-defined]
-    owner.__enter__ = guarded  # type: ignore[method-assign]
 
 
 def guard_functorch() -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from hetero.device import Device, Ticket, use_count
+from hetero.device import ALONE, Device, Ticket, use_count
 from hetero.errors import ConfigError
 from hetero.memory.layout import Layout
 from hetero.memory.link import Link
@@ -30,7 +30,6 @@ from hetero.train.swizzle import get_grad, set_grad
 from hetero.types import Kind, Lane
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-ALONE = 2  # uses of a storage: the tensor asked about, and the handle asked through
 
 
 class GradSlot:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ConfigError, StateError
+from hetero.train.check import PART
 from hetero.train.runtime import Runtime
 from hetero.train.swizzle import plainly
 from hetero.train.units import Unit
@@ -74,6 +75,7 @@ class Hooks:
         self._replace(model, "__deepcopy__", functools.partial(_refuse, "copy.deepcopy"))
         self._replace(model, "__reduce_ex__", functools.partial(_refuse, "pickling"))
         for module in model.modules():
+            self._replace(module, PART, True)
             self._replace(module, "_apply", functools.partial(_guarded_apply, module))
             if any(p is not None for p in module._parameters.values()):
                 for name in ("_save_to_state_dict", "_load_from_state_dict"):

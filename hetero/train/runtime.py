@@ -16,14 +16,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from hetero.device import Device
+from hetero.device import ALONE, Device, use_count
 from hetero.errors import StateError
 from hetero.memory.layout import Layout
 from hetero.memory.manager import ChunkManager
 from hetero.plan.schedule import Op
 from hetero.plan.trace import Access
 from hetero.train import fault, swizzle
-from hetero.train.activation import CHANGED, Saved, SavedTensors
+from hetero.train.activation import CHANGED, Saved, SavedTensors, guard_hooks
 from hetero.train.grads import GradStore
 from hetero.train.swizzle import Swizzle
 from hetero.train.tracer import Cursor
@@ -72,7 +72,7 @@ class Runtime:
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Take the parameters over as placeholders; their homes hold the values already."""
         fault.guard_functorch()
-        fault.guard_hooks()
+        guard_hooks()
         paged, pinned = fault.paged_classes(self)
         place = self._device.torch_device
         self.swizzle = Swizzle(params, self.layout, place, paged, pinned)
@@ -347,11 +347,13 @@ class Runtime:
             view = replica.views[segment.position]
             if view.data_ptr() == value.data_ptr():
                 return
-            if self.swizzle.bound[bucket] == 1 and replica.aliases(self.swizzle.count(bucket)):
+            kept = self.swizzle.bound[bucket] == 1 and replica.aliases(self.swizzle.count(bucket))
+            if kept or use_count(value) > ALONE:
+                whose = "its old value" if kept else "the new one"
                 raise StateError(
-                    f"data of {spec.name!r} is assigned while a view of its old value is alive,"
-                    " which torch would keep apart",
-                    advice="copy: backup = p.detach().clone(), then p.data.copy_(new)",
+                    f"data of {spec.name!r} is assigned while a view of {whose} is alive, which"
+                    " torch would keep (apart from the parameter, or as an alias of it)",
+                    advice="copy: backup = p.detach().clone(), and p.data.copy_(new)",
                 )
             view.copy_(value)
             self.manager.write(bucket, segment.offset, segment.end)

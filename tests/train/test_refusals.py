@@ -154,7 +154,7 @@ MODELS: list[tuple[Callable[[], Any], str]] = [
     (on_meta, "place.*meta device"),
     (lambda: nn.LazyLinear(3), "weight.*uninitialized"),
     (shared_storage, "1.weight.*0.weight.*share part"),
-    (lambda: nn.ReLU(), "no parameters"),
+    (lambda: nn.ReLU(), "no parameters of floating point"),
     (lambda: torch.jit.script(nn.Linear(2, 2)), "ScriptModule"),
     (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "1.weight.*meta"),
     (lambda: nn.DataParallel(nn.Linear(2, 2)), "wrapped by DataParallel"),
@@ -212,7 +212,7 @@ def test_preparing_twice_is_refused() -> None:
     model, optimizer = prepared()
     with pytest.raises(StateError, match="prepared already"):
         hetero.prepare(model, optimizer)
-    with pytest.raises(StateError, match=r"belongs to a prepared model"):
+    with pytest.raises(StateError, match=r"part of a model that is"):
         hetero.prepare(model.blocks[0])
     with pytest.raises(StateError, match="prepared already"):
         hetero.prepare(nn.Sequential(model))

@@ -1,0 +1,366 @@
+"""Aliases, interruptions and other people's hooks: each of these has once been silently wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hetero
+from hetero import StateError
+from hetero.api import engine_of
+from tests.equivalence.harness import adamw, compare, measure, same, sgd, smallest, values
+from tests.equivalence.zoo import Block, Case, Loop, Stack, loss_of, tokens
+
+HBM = 120_000
+
+
+def data(number: int = 0) -> Tensor:
+    return tokens(torch.Generator().manual_seed(number))
+
+
+def both(
+    action: Callable[[nn.Module, Any, int], Any],
+    *,
+    steps: int = 4,
+    make: Callable[[nn.Module], Any] = sgd,
+    build: Callable[[], nn.Module] = Stack,
+    hbm: int | None = HBM,
+) -> nn.Module:
+    """Run ``action(model, optimizer, step)`` in a plain and a prepared loop and compare weights."""
+    torch.manual_seed(3)
+    plain = build()
+    twin = copy.deepcopy(plain)
+    sides = [
+        (plain, make(plain)),
+        hetero.prepare(twin, make(twin), hbm=hbm, chunk_bytes=256, device="cpu"),
+    ]
+    for number in range(steps):
+        for model, optimizer in sides:
+            torch.manual_seed(number)
+            action(model, optimizer, number)
+        same(values(sides[0][0]), values(sides[1][0]), f"step {number}")
+    return sides[1][0]
+
+
+def step(model: nn.Module, optimizer: Any, number: int) -> None:
+    loss_of(model, data(number)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_flat_gradient_buffer_of_the_users_stays_the_gradient() -> None:
+    buffers: dict[int, Tensor] = {}
+
+    def action(model: nn.Module, optimizer: Any, number: int) -> None:
+        params = list(model.parameters())
+        if id(model) not in buffers:
+            buffers[id(model)] = torch.zeros(sum(p.numel() for p in params))
+            at = 0
+            for p in params:
+                p.grad = buffers[id(model)][at : at + p.numel()].view_as(p)
+                at += p.numel()
+        loss_of(model, data(number)).backward()
+        buffers[id(model)].mul_(0.5)
+        optimizer.step()
+        buffers[id(model)].zero_()
+
+    both(action)
+
+
+def test_gradients_swapped_between_parameters_are_stepped_as_assigned() -> None:
+    def action(model: nn.Module, optimizer: Any, number: int) -> None:
+        loss_of(model, data(number)).backward()
+        a, b = model.blocks[0].up.weight, model.blocks[1].up.weight
+        a.grad, b.grad = b.grad, a.grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+    both(action)
+
+
+def test_a_gradient_computes_like_a_tensor_outside_torch_too() -> None:
+    model, _ = prepared()
+    loss_of(model, data()).backward()
+    grad = model.head.weight.grad
+    assert np.array_equal(grad.numpy(), grad.clone().numpy())
+    assert np.asarray(grad).sum() == grad.clone().numpy().sum()
+    assert grad.tolist() == grad.clone().tolist()
+    assert torch.equal(copy.deepcopy(grad), grad.clone())
+    assert torch.equal(torch.from_dlpack(grad), grad.clone()) and grad.data_ptr() != 0
+
+
+def prepared(hbm: int = HBM) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    model = Stack()
+    return hetero.prepare(model, sgd(model), hbm=hbm, chunk_bytes=256, device="cpu")
+
+
+def test_assigning_data_while_the_old_value_is_held_is_refused() -> None:
+    model, _ = prepared()
+    weight = model.blocks[0].up.weight
+    backup = weight.data
+    with pytest.raises(StateError, match=r"blocks\.0\.up\.weight.*view of its old value"):
+        weight.data = torch.zeros_like(weight)
+    assert torch.equal(backup, weight)
+
+
+def test_assigning_a_piece_of_a_flat_buffer_is_refused() -> None:
+    model, _ = prepared()
+    flat = torch.zeros(model.head.weight.numel())
+    with pytest.raises(StateError, match="view of the new one"):
+        model.head.weight.data = flat.view_as(model.head.weight)
+
+
+def test_writing_to_a_tensor_that_was_assigned_is_refused_at_the_next_use() -> None:
+    model, _ = prepared()
+    source = torch.zeros(16)
+    model.norm.bias.data = source
+    model(data())
+    source.add_(1.0)
+    with pytest.raises(StateError, match=r"norm\.bias.*written afterwards"):
+        model(data())
+
+
+class OffloadingBlock(Block):
+    """A unit with saved-tensor hooks of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return super().forward(x * self.norm.weight)
+
+
+class Offloading(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OffloadingBlock() for _ in range(4))
+
+
+def test_saved_tensor_hooks_inside_a_unit_see_numbers_and_not_placeholders() -> None:
+    both(step, build=Offloading)
+
+
+def test_saved_tensor_hooks_around_a_functional_use_see_numbers() -> None:
+    def action(model: nn.Module, optimizer: Any, number: int) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            (model.norm.weight * torch.randn(16)).pow(2).sum().backward()
+        step(model, optimizer, number)
+
+    both(action)
+
+
+@pytest.mark.parametrize("hbm", [HBM, None], ids=["paged", "resident"])
+def test_a_forked_child_does_not_touch_its_parents_weights(hbm: int | None) -> None:
+    def action(model: nn.Module, optimizer: Any, number: int) -> None:
+        if isinstance(optimizer, hetero.Optimizer):
+            child = os.fork()
+            if child == 0:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.zero_()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        step(model, optimizer, number)
+
+    both(action, steps=2, hbm=hbm)
+
+
+def test_an_alias_held_while_the_model_becomes_resident_stays_one() -> None:
+    kept: dict[int, Tensor] = {}
+
+    def action(model: nn.Module, optimizer: Any, number: int) -> None:
+        if number == 0:
+            kept[id(model)] = model.blocks[1].up.weight.detach()
+        step(model, optimizer, number)
+        kept[id(model)].clamp_(-0.05, 0.05)
+
+    both(action, hbm=1 << 24)
+    same([kept[k] for k in list(kept)[:1]], [kept[k] for k in list(kept)[1:]], "aliases")
+
+
+def test_data_pointed_elsewhere_while_resident_survives_release() -> None:
+    torch.manual_seed(3)
+    model = Stack()
+    model, optimizer = hetero.prepare(model, sgd(model), device="cpu")
+    model.norm.bias.data = torch.full((16,), 5.0)
+    model, _ = hetero.release(model, optimizer)
+    assert torch.equal(model.norm.bias, torch.full((16,), 5.0))
+
+
+def test_a_module_of_a_resident_model_cannot_be_prepared_again() -> None:
+    model = Stack()
+    hetero.prepare(model, sgd(model), device="cpu")
+    with pytest.raises(StateError, match="part of a model that is"):
+        hetero.prepare(model.blocks[0])
+
+
+def test_a_step_that_cannot_be_made_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(9, 4, sparse=True))
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
+    inner = torch.optim.SGD(groups, lr=0.1)
+    model, optimizer = hetero.prepare(model, inner, device="cpu", hbm=4000, chunk_bytes=64)
+    before = values(model)
+    (model[0](torch.ones(1, 4)).sum() + model[1](torch.tensor([1])).sum()).backward()
+    with pytest.raises(hetero.ConfigError, match="sparse"):
+        optimizer.step()
+    same(before, values(model), "after the refused step")
+    assert torch.equal(
+        model[0](torch.eye(4)), torch.nn.functional.linear(torch.eye(4), *before[:2])
+    )
+
+
+def test_after_an_interrupted_update_the_model_is_what_its_state_dict_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer = prepared()
+    loss_of(model, data()).backward()
+    updater = engine_of(model).updater
+    calls = iter(range(9))
+    inner = updater._call
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return inner(*args)
+
+    monkeypatch.setattr(updater, "_call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    plain = Stack()
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(plain(data()), model(data()))
+
+
+def test_a_write_and_a_step_inside_gathered_both_count() -> None:
+    def action(model: nn.Module, optimizer: Any, number: int) -> None:
+        loss_of(model, data(number)).backward()
+        with hetero.gathered(model.blocks[1], write=True), torch.no_grad():
+            model.blocks[1].up.weight.mul_(0.5)
+            optimizer.step()
+            model.blocks[1].down.bias.add_(1.0)
+        optimizer.zero_grad()
+
+    both(action)
+
+
+def test_writes_to_both_sides_of_a_state_dict_are_kept() -> None:
+    def action(model: nn.Module, optimizer: Any, number: int) -> None:
+        state = model.state_dict()
+        with torch.no_grad():
+            model.blocks[1].up.weight.add_(0.5)
+        state["blocks.1.up.bias"].mul_(2.0)
+        model.blocks[2].up.weight.data.mul_(0.5)
+        state["blocks.2.down.bias"].add_(1.0)
+        step(model, optimizer, number)
+
+    both(action)
+
+
+def test_step_hooks_registered_before_prepare_go_on() -> None:
+    model = Stack()
+    inner = sgd(model)
+    seen: list[str] = []
+    inner.register_step_pre_hook(lambda *_: seen.append("pre"))
+    inner.register_step_post_hook(lambda *_: seen.append("post"))
+    model, optimizer = hetero.prepare(model, inner, hbm=HBM, chunk_bytes=256, device="cpu")
+    step(model, optimizer, 0)
+    assert seen == ["pre", "post"]
+
+
+def test_inference_mode_before_training_does_no_harm() -> None:
+    def action(model: nn.Module, optimizer: Any, number: int) -> None:
+        with torch.inference_mode():
+            loss_of(model, data(number))
+        step(model, optimizer, number)
+
+    both(action)
+
+
+def test_a_keyboard_interrupt_in_forward_leaves_nothing_pinned() -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def action(model: nn.Module, optimizer: Any, number: int) -> None:
+        handle = model.blocks[2].up.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, data(number))
+        handle.remove()
+        step(model, optimizer, number)
+
+    model = both(action)
+    assert all(r.pins == 0 for r in engine_of(model).manager.replicas.values())
+
+
+def test_a_graph_from_before_release_says_so() -> None:
+    model, optimizer = prepared()
+    loss = loss_of(model, data())
+    hetero.release(model, optimizer)
+    with pytest.raises(StateError, match=r"before hetero\.release"):
+        loss.backward()
+
+
+def test_a_dropped_model_is_freed() -> None:
+    def scope() -> list[Any]:
+        model, optimizer = prepared()
+        step(model, optimizer, 0)
+        assert hetero.status(model).mode == "paged"
+        return [weakref.ref(x) for x in (model, optimizer, engine_of(model), model.head.weight)]
+
+    refs = scope()
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 4
+
+
+def test_a_padded_transformer_encoder_evaluates_as_in_torch() -> None:
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        return nn.TransformerEncoder(layer, 4)
+
+    torch.manual_seed(3)
+    plain = build().eval()
+    twin = copy.deepcopy(plain)
+    model = hetero.prepare(twin, hbm=40_000, chunk_bytes=256, device="cpu")
+    x, mask = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
+    mask[1, 3:] = True
+    with torch.no_grad():
+        a, b = plain(x, src_key_padding_mask=mask), model(x, src_key_padding_mask=mask)
+    assert a.shape == b.shape and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_byte_parameters_step_as_in_torch(dtype: torch.dtype) -> None:
+    def cast(g: torch.Generator) -> Tensor:
+        return torch.randn(2, 16, generator=g).to(dtype)
+
+    def run(loop: Loop) -> list[Tensor]:
+        loss = loop.model(loop.data).float().pow(2).mean()
+        loss.backward()
+        return [loss]
+
+    build = lambda: nn.Sequential(*(Block() for _ in range(4))).to(dtype)  # noqa: E731
+    case = Case(str(dtype), build, run, cast)
+    for make in (sgd, adamw):
+        budget = measure(case, make, 256)
+
+        def attempt(hbm: int, make: Any = make) -> Any:
+            return compare(case, make, hbm=hbm, chunk_bytes=256)
+
+        assert smallest(case, budget, attempt).mode == "paged"
+
+
+def test_long_passes_without_a_step_do_not_pile_up() -> None:
+    model, _ = prepared()
+    runtime = engine_of(model).runtime
+    with torch.no_grad():
+        for _ in range(30):
+            model(data())
+    assert len(runtime.evaluate._seen) <= 20 and len(runtime.train._seen) == 0
