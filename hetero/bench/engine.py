@@ -68,7 +68,7 @@ def overhead(device: str | None = None, pairs: int = 9) -> Figures:
     """Everything fits: hetero's step over plain torch's, paired, median."""
     device = device or "cpu"
     torch.manual_seed(0)
-    config = GPTConfig(width=448, layers=8, heads=8, context=128, checkpoint_blocks=False)
+    config = GPTConfig(width=480, layers=8, heads=8, context=128, checkpoint_blocks=False)
     plain = GPT(config).to(device)
     twin = copy.deepcopy(plain)
     optimizer = adamw(plain)
