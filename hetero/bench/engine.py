@@ -93,6 +93,40 @@ def overhead(device: str | None = None, pairs: int = 9) -> Figures:
     )
 
 
+def paged(device: str | None = None, pairs: int = 9) -> Figures:
+    """A quarter of the states as budget: are the bits plain torch's, and what does it cost?"""
+    device = device or "cpu:sim"
+    place = "cuda" if device == "cuda" else "cpu"
+    torch.manual_seed(0)
+    plain = GPT(GPTConfig()).to(place)
+    twin = copy.deepcopy(plain)
+    optimizer = adamw(plain)
+    hbm = sum(p.nbytes for p in plain.parameters())  # of p, g, m and v: a quarter
+    model, ours = prepare_tuned(twin, adamw(twin), Config.load(device=device, hbm=hbm), None)
+    tokens = torch.randint(0, 256, (2, 256), device=place)
+    sides = [(plain, optimizer), (model, ours)]
+    seconds: list[list[float]] = [[], []]
+    for pair in range(pairs + 2):
+        for s in (0, 1) if pair % 2 else (1, 0):
+            seconds[s].append(timed(partial(train_step, *sides[s], tokens), place))
+    states = [m.state_dict().values() for m, _ in sides]
+    equal = all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*states, strict=True))
+    ratios = [b / a for a, b in list(zip(*seconds, strict=True))[2:]]
+    now = status(model)
+    detail = {
+        "step, hetero / plain": statistics.median(ratios),
+        "plain_step_seconds": statistics.median(seconds[0]),
+        "hbm_bytes": hbm,
+        "hbm_peak_bytes": now.tiers["HBM"]["peak"],
+        "mode": now.mode,
+        "evictions_per_step": now.evictions,
+        "misses_per_step": now.misses,
+    }
+    # On CUDA the homes are updated by the CPU's arithmetic, which is not CUDA's.
+    rows = [Figure("all weights equal plain torch's, bit by bit", float(equal), "", "==", 1.0)]
+    return Figures(rows if place == "cpu" else [], detail)
+
+
 def access(device: str | None = None, rounds: int = 3000) -> Figures:
     """Microseconds of one unit access on a hit, and of one parameter bind."""
     device = device or "cpu"

@@ -57,6 +57,7 @@ class Result:
 
 BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "overhead": engine.overhead,
+    "paged": engine.paged,
     "access": engine.access,
     "overlap": engine.overlap,
     "misses": engine.misses,
