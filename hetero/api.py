@@ -14,8 +14,9 @@ from torch import nn
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import StateError
+from hetero.train.blueprint import draw
 from hetero.train.check import MARK, check_model, check_pair
-from hetero.train.engine import Engine, Tuning, draw
+from hetero.train.engine import Engine, Tuning
 from hetero.train.optimizer import Optimizer
 from hetero.types import Kind, Lane, Tier
 
@@ -170,7 +171,7 @@ def status(model: nn.Module) -> Status:
         update_place="home" if paged else "in place",
         chunk_bytes=4 * plan.layout.chunk_numel,
         steps=engine.steps,
-        activation_bytes=engine.activation_bytes,
+        activation_bytes=engine.budget.activation_bytes,
         tiers=tiers,
         units={
             names[i]: "resident" if all(b in here for b in needs) else "home"

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.config import Config, describe_limit, host_limit
+from hetero.config import Config
 from hetero.device import Device, trim_heap
-from hetero.errors import BudgetError, ConfigError, StateError
+from hetero.errors import StateError
 from hetero.events import EventLog
 from hetero.memory.frame import FrameMap
-from hetero.memory.layout import Layout, ParamSpec, build_layout, dense_stride
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
@@ -31,53 +30,20 @@ from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
 from hetero.train import swizzle
+from hetero.train.blueprint import Blueprint
+from hetero.train.budget import decide
 from hetero.train.check import MARK, pageable
 from hetero.train.grads import GradStore, LazyGrad
 from hetero.train.hooks import Hooks
 from hetero.train.optimizer import Optimizer
-from hetero.train.rules import SCALARS, Updater, make_worker, raw_step
+from hetero.train.rules import Updater, make_worker, raw_step
 from hetero.train.runtime import Runtime
 from hetero.train.tracer import Cursor
-from hetero.train.units import Unit, assign, find_units
-from hetero.types import Kind, Lane, Tier, format_bytes
+from hetero.types import Kind, Lane, Tier
 
 CUDA_MARGIN = 0.05  # of the allocator's peak: segments are not perfectly reused
 TRIM_BYTES = 16 * 2**20  # of freed originals, before the heap is asked to shrink
 WARM_STEPS = 3  # steps in which states appear and the heap has to settle
-CUDA_SHARE = 0.95  # of free HBM, when no budget is given
-CUDA_RESIDENT = 1.5  # a model is kept on the device when its states fit this many times
-
-
-@dataclass(frozen=True, slots=True)
-class Blueprint:
-    """What is decided before anything is touched."""
-
-    units: tuple[Unit, ...]
-    layout: Layout
-    needs: tuple[tuple[int, ...], ...]
-    state_bytes: int
-    """Bytes of optimizer states for all trainable buckets."""
-
-    @property
-    def granule_bytes(self) -> int:
-        return self.layout.chunk_numel
-
-    def granules(self, unit: int) -> int:
-        """Frames that a unit's access pins."""
-        return sum(self.layout.buckets[b].granules for b in self.needs[unit])
-
-    @property
-    def widest(self) -> int:
-        """The unit that pins most frames."""
-        return max(range(len(self.units)), key=self.granules)
-
-    @property
-    def home_bytes(self) -> int:
-        """Bytes of parameters, gradients and states at home."""
-        params = sum(b.n_bytes for b in self.layout.buckets)
-        return (
-            params + sum(b.n_bytes for b in self.layout.buckets if b.trainable) + self.state_bytes
-        )
 
 
 @dataclass(slots=True)
@@ -98,61 +64,6 @@ class StepStats:
 
     n_bytes: Counter[Lane] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
-
-
-def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> Blueprint:
-    """Find the units, lay out the buckets and size the states; touches nothing."""
-    owned = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
-    units, home = assign(model, find_units(model, config.units))
-    specs = [
-        ParamSpec(
-            name=name,
-            unit=home[name],
-            shape=tuple(p.shape),
-            stride=dense_stride(name, p.shape, p.stride()),
-            dtype=p.dtype,
-            trainable=p.requires_grad or id(p) in owned,
-        )
-        for name, p in model.named_parameters()
-        if pageable(p)
-    ]
-    layout = build_layout(specs, [unit.name or "model" for unit in units], config.chunk_bytes)
-    paged = [p for p in model.parameters() if pageable(p)]
-    bucket_of = {id(p): layout.home[i][0] for i, p in enumerate(paged)}
-    needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
-    per_element = state_bytes_per_element(optimizer) if optimizer else {}
-    states = sum(b.numel * per_element.get(b.dtype, 0) for b in layout.buckets if b.trainable)
-    return Blueprint(tuple(units), layout, needs, states)
-
-
-def unit_needs(
-    index: int, unit: Unit, layout: Layout, bucket_of: dict[int, int]
-) -> tuple[int, ...]:
-    """Return the buckets that a unit's access pins, those of parameters tied elsewhere too."""
-    if unit.module is None:
-        return tuple(b.id for b in layout.buckets if b.unit == index)
-    return tuple(sorted({bucket_of[id(p)] for p in unit.module.parameters() if pageable(p)}))
-
-
-def state_bytes_per_element(optimizer: torch.optim.Optimizer) -> dict[torch.dtype, int]:
-    """Return the bytes of state an element costs, per dtype, by stepping a tiny parameter."""
-    worker, step = make_worker(optimizer), raw_step(type(optimizer))
-    found: dict[torch.dtype, int] = {}
-    for group in optimizer.param_groups:
-        for dtype in {p.dtype for p in group["params"] if p.requires_grad} - set(found):
-            probe = torch.zeros(4, 4, dtype=dtype)
-            probe.grad = torch.zeros_like(probe)
-            flags = {k: v for k, v in group.items() if k != "lr"}
-            worker.param_groups = [{**flags, "lr": 0.0, "params": [probe]}]
-            with torch.no_grad():
-                step(worker)
-            found[dtype] = sum(
-                v.element_size()
-                for k, v in worker.state[probe].items()
-                if k not in SCALARS and isinstance(v, torch.Tensor) and v.shape == probe.shape
-            )
-            worker.state.clear()
-    return found
 
 
 class Engine:
@@ -178,79 +89,17 @@ class Engine:
         self.log = EventLog()
         self.stats = StepStats()
         self.steps = 0
-        self.activation_bytes = 0
-        self.mode = "paged"
+        self.budget, self.mode = decide(model, config, device, blueprint)
         self.optimizer: Optimizer | None = None
         self._index = {id(p): i for i, p in enumerate(self.params)}
         self._origin = self.params[0].device
-        self._measured = False
         self._grads_before: dict[int, torch.Tensor] = {}
-        self._budget()
 
     # -- building --------------------------------------------------------------------------------
 
-    def _budget(self) -> None:
-        """Decide the mode and refuse what cannot fit; nothing has been touched yet."""
-        hbm, plan = self.config.hbm, self.blueprint
-        total = self.device.total_bytes()
-        if hbm is not None and total is not None and hbm > total:
-            raise ConfigError(
-                f"hbm={format_bytes(hbm)} is more than the device has ({format_bytes(total)})",
-                advice=f"hbm= takes at most {total} bytes",
-            )
-        cuda = self.device.torch_device.type == "cuda"
-        free = self.device.free_bytes()
-        if hbm is None and free is not None:
-            hbm = int(CUDA_SHARE * free)
-        self.hbm = hbm
-        if hbm is None or (cuda and hbm >= CUDA_RESIDENT * plan.home_bytes):
-            self.mode = "resident"
-        tables = (p for p in self.model.parameters() if not pageable(p))
-        self.buffer_bytes = sum(t.nbytes for t in (*self.model.buffers(), *tables))
-        self._check_hbm()
-        self._check_host()
-
-    def _check_hbm(self) -> None:
-        if self.mode == "resident" or self.hbm is None:
-            return
-        plan = self.blueprint
-        least = plan.granules(plan.widest) * plan.granule_bytes + self.buffer_bytes
-        if least > self.hbm:
-            name = plan.units[plan.widest].name or "model"
-            raise BudgetError(
-                f"unit {name!r} needs {format_bytes(least)} of HBM at once; hbm is"
-                f" {format_bytes(self.hbm)}",
-                advice=f"the smallest hbm= that works for the states is {least} bytes; activations"
-                " come on top, or split the unit with units=",
-                tier="HBM",
-                needed_bytes=least,
-            )
-
-    def _check_host(self) -> None:
-        plan, limit = self.blueprint, host_limit()
-        on_cpu = self.device.torch_device.type == "cpu"
-        held = sum(p.nbytes for p in self.params) if self.params[0].device.type == "cpu" else 0
-        frames = (self.hbm or 0) if on_cpu and self.mode == "paged" else 0
-        need = 0 if self.mode == "resident" and not on_cpu else plan.home_bytes
-        if self.config.host is not None and self.config.host > limit.n_bytes + held:
-            raise ConfigError(
-                f"host={format_bytes(self.config.host)} is more than this process may take:"
-                f" {describe_limit(limit)}",
-                advice=f"host= takes at most {limit.n_bytes + held} bytes here",
-            )
-        have = self.config.host if self.config.host is not None else limit.n_bytes + held - frames
-        if need > have:
-            raise BudgetError(
-                f"HOST must hold {format_bytes(need)} of parameters, gradients and states;"
-                f" {format_bytes(have)} are there, {need - have} bytes short",
-                advice="raise host=, train fewer parameters, or use an optimizer with less state",
-                tier="HOST",
-                needed_bytes=need,
-            )
-
     def build(self) -> None:
         """Move the parameters to their homes and attach everything; undone on any failure."""
-        self.ledger = Ledger({Tier.HBM: self.hbm, Tier.HOST: self.config.host})
+        self.ledger = Ledger({Tier.HBM: self.budget.hbm, Tier.HOST: self.config.host})
         self.link = Link(self.device, self.log)
         self.store = HomeStore(self.device, self.ledger, resident=self.mode == "resident")
         try:
@@ -268,7 +117,7 @@ class Engine:
     def _move_in(self) -> None:
         """Copy every parameter to its home and point it there; the originals are freed."""
         place = self.device.torch_device
-        self.ledger.charge(Tier.HBM, Kind.BUFFER, self.buffer_bytes, "buffers")
+        self.ledger.charge(Tier.HBM, Kind.BUFFER, self.budget.buffer_bytes, "buffers")
         _move_buffers(self.model, place)
         moved = 0
         for bucket in self.blueprint.layout.buckets:
@@ -290,7 +139,7 @@ class Engine:
     def _attach(self) -> None:
         """Make the parameters pages: frames, runtime, hooks."""
         layout, plan = self.blueprint.layout, self.blueprint
-        room = max(0, (self.hbm or 0) - self.buffer_bytes) // plan.granule_bytes
+        room = self.budget.room
         least = plan.granules(plan.widest)
         # A CUDA arena cannot grow in place, so it leaves room for activations not yet measured.
         ceiling = room if self.device.torch_device.type == "cpu" else min(room, 2 * least)
@@ -386,37 +235,26 @@ class Engine:
 
     def _fit(self) -> bool:
         """Give frames what activations leave of the budget; True when the model became resident."""
-        needed = max(self.activation_bytes, self.activations_seen())
-        if self._measured and needed == self.activation_bytes:
+        budget = self.budget
+        needed = max(budget.activation_bytes, self.activations_seen())
+        if budget.measured and needed == budget.activation_bytes:
             return False
-        plan, hbm = self.blueprint, self.hbm or 0
-        limit = (hbm - self.buffer_bytes - needed) // plan.granule_bytes
-        least = plan.granules(plan.widest)
-        if limit < least:
-            name = plan.units[plan.widest].name or "model"
-            total = needed + self.buffer_bytes + least * plan.granule_bytes
-            raise BudgetError(
-                f"activations take {format_bytes(needed)} and buffers"
-                f" {format_bytes(self.buffer_bytes)} of hbm={format_bytes(hbm)}; unit {name!r}"
-                f" needs {format_bytes(least * plan.granule_bytes)} of frames beside them",
-                advice=f"raise hbm= to {total} bytes, lower the batch, or checkpoint activations",
-                tier="HBM",
-                needed_bytes=total,
-            )
-        fits = plan.home_bytes + needed + self.buffer_bytes <= hbm
-        if fits and self.manager.held:
-            return False  # a view is still held: the next border tries again
-        if fits and self.device.torch_device.type == "cpu" and self.inner is not None:
-            self._become_resident(needed)
-            return True
+        limit = budget.frames_beside(needed)
+        on_cpu = self.device.torch_device.type == "cpu"
+        if on_cpu and self.inner is not None and budget.holds_everything(needed):
+            return self._become_resident(needed)
         if not self.manager.resize(limit):
             return False  # a view is still held: the next border tries again
-        self.ledger.credit(Tier.HBM, Kind.ACTIVATION, self.activation_bytes)
-        self.ledger.charge(Tier.HBM, Kind.ACTIVATION, needed, "activations")
-        self.activation_bytes, self._measured = needed, True
+        self._spoken_for(needed)
         self.runtime.train.replan()
         self.runtime.evaluate.replan()
         return False
+
+    def _spoken_for(self, activation_bytes: int) -> None:
+        """Charge the measured activations, in place of what was charged before."""
+        self.ledger.credit(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes)
+        self.ledger.charge(Tier.HBM, Kind.ACTIVATION, activation_bytes, "activations")
+        self.budget.activation_bytes, self.budget.measured = activation_bytes, True
 
     def activations_seen(self) -> int:
         """Return the bytes besides frames and buffers that this step held at its peak."""
@@ -427,9 +265,10 @@ class Engine:
         in_flight = 2 * max(trainable, default=0) if self.inner is not None else 0
         return self.runtime.saved.footprint.bound_bytes + in_flight
 
-    def _become_resident(self, activation_bytes: int) -> None:
+    def _become_resident(self, activation_bytes: int) -> bool:
         """Everything fits beside the activations: the homes become the parameters themselves."""
-        self.activation_bytes, self._measured = activation_bytes, True
+        if self.manager.held:
+            return False  # a view is still held: the next border tries again
         self._unhook()
         for index, (bucket, segment) in enumerate(self.blueprint.layout.home):
             home = self.store.homes[PARAM, bucket]
@@ -437,12 +276,13 @@ class Engine:
         for param in self.params:
             if isinstance(param.grad, LazyGrad):
                 param.grad = param.grad.slot.keep()
-        self.ledger.charge(Tier.HBM, Kind.ACTIVATION, activation_bytes, "activations")
+        self._spoken_for(activation_bytes)
         self.mode = "resident"
         self.hooks.guard(self.model, self._state_dict_access)
+        return True
 
     def _after_evaluation(self) -> None:
-        if self.inner is None and not self._measured:
+        if self.inner is None and not self.budget.measured:
             self._fit()
 
     def _plan(self, trace: Trace, *, training: bool) -> Schedule:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.errors import BudgetError
-from hetero.train.engine import Engine, Tuning, draw
+from hetero.train.blueprint import draw
+from hetero.train.engine import Engine, Tuning
 from tests.equivalence.zoo import Case, Loop
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]

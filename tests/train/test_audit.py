@@ -76,7 +76,7 @@ def test_frames_and_activations_stay_under_the_budget_at_every_operation(name: s
         if number >= 1:  # the first step measures with the fewest frames
             assert auditor.peak + frames + buffers <= hbm, (number, auditor.peak, frames, hbm)
             highest = max(highest, auditor.peak)
-    assert highest > 0.3 * engine.activation_bytes
+    assert highest > 0.3 * engine.budget.activation_bytes
 
 
 def test_the_arena_is_a_mapping_of_exactly_the_budget() -> None:

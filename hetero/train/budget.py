@@ -1,0 +1,120 @@
+"""The budget of a prepared model: what fits, and what is refused before it is tried (floor 2).
+
+``hbm`` means everything on the device: buffers, activations, and frames in what is left.
+Activations are not known before the first step, which therefore runs with the fewest frames.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hetero.config import Config, describe_limit, host_limit
+from hetero.device import Device
+from hetero.errors import BudgetError, ConfigError
+from hetero.train.blueprint import Blueprint
+from hetero.train.check import pageable
+from hetero.types import format_bytes
+
+CUDA_SHARE = 0.95  # of free HBM, when no budget is given
+CUDA_RESIDENT = 1.5  # a model is kept on the device when its states fit this many times
+
+
+@dataclass(slots=True)
+class Budget:
+    """Bytes of HBM (None: no limit) and what of them is spoken for beside frames."""
+
+    plan: Blueprint
+    hbm: int | None
+    buffer_bytes: int
+    activation_bytes: int = 0
+    measured: bool = False
+
+    @property
+    def room(self) -> int:
+        """Frames (granules) that fit beside the buffers, activations not counted."""
+        return max(0, (self.hbm or 0) - self.buffer_bytes) // self.plan.granule_bytes
+
+    def frames_beside(self, activation_bytes: int) -> int:
+        """Return the frames that fit beside activations, or raise naming what would be enough."""
+        plan, hbm = self.plan, self.hbm or 0
+        left = hbm - self.buffer_bytes - activation_bytes
+        if left < plan.least_bytes:
+            total = activation_bytes + self.buffer_bytes + plan.least_bytes
+            raise BudgetError(
+                f"activations take {format_bytes(activation_bytes)} and buffers"
+                f" {format_bytes(self.buffer_bytes)} of hbm={format_bytes(hbm)}; unit"
+                f" {plan.widest_name!r} needs {format_bytes(plan.least_bytes)} of frames beside"
+                " them",
+                advice=f"raise hbm= to {total} bytes, lower the batch, or checkpoint activations",
+                tier="HBM",
+                needed_bytes=total,
+            )
+        return left // plan.granule_bytes
+
+    def holds_everything(self, activation_bytes: int) -> bool:
+        """Whether parameters, gradients and states fit on the device beside the activations."""
+        whole = self.plan.home_bytes + activation_bytes + self.buffer_bytes
+        return whole <= (self.hbm or 0)
+
+
+def decide(model: nn.Module, config: Config, device: Device, plan: Blueprint) -> tuple[Budget, str]:
+    """Return the budget and the mode ("paged", "resident"); refuse what cannot fit."""
+    hbm, total, free = config.hbm, device.total_bytes(), device.free_bytes()
+    if hbm is not None and total is not None and hbm > total:
+        raise ConfigError(
+            f"hbm={format_bytes(hbm)} is more than the device has ({format_bytes(total)})",
+            advice=f"hbm= takes at most {total} bytes",
+        )
+    if hbm is None and free is not None:
+        hbm = int(CUDA_SHARE * free)
+    tables = (p for p in model.parameters() if not pageable(p))
+    budget = Budget(plan, hbm, sum(t.nbytes for t in (*model.buffers(), *tables)))
+    on_cuda = device.torch_device.type == "cuda"
+    resident = hbm is None or (on_cuda and hbm >= CUDA_RESIDENT * plan.home_bytes)
+    if not resident:
+        check_hbm(budget)
+    check_host(model, config, budget, resident=resident, on_cuda=on_cuda)
+    return budget, "resident" if resident else "paged"
+
+
+def check_hbm(budget: Budget) -> None:
+    """Refuse a budget that the widest unit alone does not fit, naming the smallest that works."""
+    plan, hbm = budget.plan, budget.hbm or 0
+    least = plan.least_bytes + budget.buffer_bytes
+    if least > hbm:
+        raise BudgetError(
+            f"unit {plan.widest_name!r} needs {format_bytes(least)} of HBM at once; hbm is"
+            f" {format_bytes(hbm)}",
+            advice=f"the smallest hbm= that works for the states is {least} bytes; activations"
+            " come on top, or split the unit with units=",
+            tier="HBM",
+            needed_bytes=least,
+        )
+
+
+def check_host(
+    model: nn.Module, config: Config, budget: Budget, *, resident: bool, on_cuda: bool
+) -> None:
+    """Refuse states that RAM cannot hold; on a CPU, frames are RAM too."""
+    plan, limit = budget.plan, host_limit()
+    params = [p for p in model.parameters() if pageable(p)]
+    held = sum(p.nbytes for p in params if p.device.type == "cpu")  # moved, not copied
+    if config.host is not None and config.host > limit.n_bytes + held:
+        raise ConfigError(
+            f"host={format_bytes(config.host)} is more than this process may take:"
+            f" {describe_limit(limit)}",
+            advice=f"host= takes at most {limit.n_bytes + held} bytes here",
+        )
+    frames = 0 if on_cuda or resident else budget.hbm or 0
+    need = 0 if resident and on_cuda else plan.home_bytes
+    have = config.host if config.host is not None else limit.n_bytes + held - frames
+    if need > have:
+        raise BudgetError(
+            f"HOST must hold {format_bytes(need)} of parameters, gradients and states;"
+            f" {format_bytes(have)} are there, {need - have} bytes short",
+            advice="raise host=, train fewer parameters, or use an optimizer with less state",
+            tier="HOST",
+            needed_bytes=need,
+        )
