@@ -245,6 +245,7 @@ class ChunkManager:
         if n_bytes > self._arena.n_bytes:
             self._shells.clear()
             self.by_storage.clear()
+            self._arena = self.device.arena(0)  # let the old one go before the new one is made
             self._arena = self.device.arena(n_bytes)
         self.frames = FrameMap(limit)
         self.ceiling = limit

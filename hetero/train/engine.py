@@ -245,6 +245,7 @@ class Engine:
             return self._become_resident(needed)
         if not self.manager.resize(limit):
             return False  # a view is still held: the next border tries again
+        self.device.reset_peak()
         self._spoken_for(needed)
         self.runtime.train.replan()
         self.runtime.evaluate.replan()
@@ -260,7 +261,8 @@ class Engine:
         """Return the bytes besides frames and buffers that this step held at its peak."""
         peak = self.device.allocated_peak()
         if peak is not None:
-            return int((1 + CUDA_MARGIN) * max(0, peak - self.manager.arena_bytes))
+            others = peak - self.manager.arena_bytes - self.budget.buffer_bytes
+            return int((1 + CUDA_MARGIN) * max(0, others))
         trainable = [b.n_bytes for b in self.blueprint.layout.buckets if b.trainable]
         in_flight = 2 * max(trainable, default=0) if self.inner is not None else 0
         return self.runtime.saved.footprint.bound_bytes + in_flight
