@@ -387,7 +387,7 @@ def test_a_compiled_block_trains_as_its_compiled_twin() -> None:
 
 
 def test_a_write_between_forward_and_backward_is_torchs_own_error() -> None:
-    *_, model, optimizer = pair()
+    _, _, model, _ = pair()
     loss = loss_of(model, data())
     with torch.no_grad():
         model.blocks[1].up.weight.add_(1.0)
