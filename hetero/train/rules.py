@@ -28,6 +28,7 @@ ELEMENTWISE = (
 )
 WHOLE_TENSOR = tuple(getattr(O, name) for name in ("Adafactor", "Muon") if hasattr(O, name))
 SCALARS = frozenset({"step", "mu", "mu_product", "eta"})  # per parameter, whatever their shape
+UPDATE_NUMEL = 2**18  # elements per call of a rule: below, the calls themselves begin to cost
 State = dict[str, Any]
 
 
@@ -256,9 +257,10 @@ def _copied(value: Any) -> Any:
 
 
 def _cuts(piece: Piece) -> Iterator[tuple[int, int]]:
-    """Cut a run at chunk borders: what is updated at once stays in the cache."""
+    """Cut a run at chunk borders, so that what is updated at once stays in the cache."""
     at, end = piece.segments[0].offset, piece.segments[-1].end
-    size = piece.bucket.chunk_numel
+    chunk = piece.bucket.chunk_numel
+    size = chunk * max(1, UPDATE_NUMEL // chunk)
     while at < end:
         stop = min(end, (at // size + 1) * size)
         yield at, stop
