@@ -64,7 +64,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def overhead(device: str | None = None, pairs: int = 9) -> Figures:
+def overhead(device: str | None = None, pairs: int = 21) -> Figures:
     """Everything fits: hetero's step over plain torch's, paired, median."""
     device = device or "cpu"
     torch.manual_seed(0)
