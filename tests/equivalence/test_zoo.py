@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 
 from hetero.device import SimDevice
 from tests.equivalence.harness import adamw, compare, measure, sgd, smallest
 from tests.equivalence.zoo import CASES, Case
-
-ESCAPES = {"kept_views", "create_graph", "ema", "written_outside"}  # hold what others evict
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -24,7 +24,7 @@ def test_a_model_trains_bitwise_at_its_smallest_budget(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_a_model_trains_bitwise_on_deferred_copies(case: Case) -> None:
     budget = measure(case, adamw, 512)
-    device = SimDevice(seed=hash(case.name) % 997, checked=True)
+    device = SimDevice(seed=zlib.crc32(case.name.encode()), checked=True)
     seen = smallest(
         case,
         budget,
