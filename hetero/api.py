@@ -66,12 +66,13 @@ def prepare_tuned(
 
 def engine_of(model: nn.Module) -> Engine:
     """Return the engine of a prepared model, or raise StateError."""
-    engine = model.__dict__.get(MARK) if isinstance(model, nn.Module) else None
+    found = model.__dict__.get(MARK) if isinstance(model, nn.Module) else None
+    engine: Engine | None = found
     if engine is None:
         raise StateError(
             "the model is not prepared", advice="call hetero.prepare(model, ...) first"
         )
-    return engine  # type: ignore[no-any-return]
+    return engine
 
 
 def backward(loss: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from hetero.types import format_bytes
 
 if sys.version_info >= (3, 11):
     import tomllib
-else:  # pragma: no cover - python 3.10
+else:
     import tomli as tomllib
 
 UNITS = {

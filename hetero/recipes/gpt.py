@@ -129,5 +129,7 @@ class GPT(nn.Module):
 
     def _run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if self.config.checkpoint_blocks and torch.is_grad_enabled():
-            return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
-        return block(x)  # type: ignore[no-any-return]
+            out: torch.Tensor = checkpoint(block, x, use_reentrant=False)
+        else:
+            out = block(x)
+        return out

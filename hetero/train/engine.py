@@ -8,7 +8,7 @@ made once, at prepare, and reported as the update place.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -52,9 +52,9 @@ class Tuning:
 
     depth: int | None = None
     """Accesses to look ahead; None: as many as frames allow."""
-    victim: Any = None
+    victim: Callable[[int], float] | None = None
     """Overrides next use in eviction: bucket id -> distance (larger leaves first)."""
-    schedule: Any = None
+    schedule: Callable[[Trace, Mapping[int, Shape], int], Schedule] | None = None
     """Overrides planning: (trace, shapes, limit) -> Schedule."""
 
 
@@ -294,7 +294,7 @@ class Engine:
             for b in layout.buckets
         }
         if self.tuning.schedule is not None:
-            return self.tuning.schedule(trace, shapes, limit)  # type: ignore[no-any-return]
+            return self.tuning.schedule(trace, shapes, limit)
         return Planner(trace, shapes, FrameMap(limit), limit, self.tuning.depth).build()
 
     def _next_use(self, bucket: int) -> float:

@@ -196,7 +196,8 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
 
 def read_data(param: nn.Parameter) -> torch.Tensor:
     """Return the plain ``data`` of a bound parameter."""
-    return _get_data(param)  # type: ignore[no-any-return]
+    data: torch.Tensor = _get_data(param)
+    return data
 
 
 def guard_functorch() -> None:

@@ -288,16 +288,17 @@ class Runtime:
 
     def _reach_home(self, func: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
         """Carry out a state dict's ``detach`` or ``copy_`` on the home itself."""
-        bucket, segment = self.layout.home[self.swizzle.index[id(args[0])]]
+        param: nn.Parameter = args[0]
+        bucket, segment = self.layout.home[self.swizzle.index[id(param)]]
         self.manager.settle(bucket)
         home = self.manager.home(bucket).segments[segment.position]
         if func == torch.Tensor.detach:
             self.manager.show_home(bucket)
             return home.detach()
         home.copy_(args[1])
-        torch.autograd.graph.increment_version(args[0])
+        torch.autograd.graph.increment_version(param)
         self.manager.renew(bucket)
-        return args[0]  # type: ignore[no-any-return]
+        return param
 
     def fault(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
