@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,14 +76,40 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 def backward(loss: torch.Tensor) -> None:
-    """Run backward from a scalar loss; the same as ``loss.backward()`` in fp32."""
+    """Run backward from a scalar loss, scaled under precision="fp16".
+
+    The same as ``loss.backward()`` otherwise. The scale is that of the prepared model whose
+    parameters the loss depends on; gradients are unscaled wherever they are looked at.
+    """
     if loss.numel() != 1 or not loss.requires_grad:
         raise StateError(
             f"backward needs a scalar loss with a graph; this one has shape {list(loss.shape)} and"
             f" requires_grad={loss.requires_grad}",
             advice="reduce the loss, and compute it with gradients enabled",
         )
-    loss.backward()
+    with _owner_of(loss).scaled() as scale:
+        (loss if scale == 1.0 else loss * torch.tensor(scale, device=loss.device)).backward()
+
+
+class _Unscaled:
+    """Stands for the owner of a loss that depends on no prepared model."""
+
+    scaled = staticmethod(lambda: nullcontext(1.0))
+
+
+def _owner_of(loss: torch.Tensor) -> Any:
+    """Return whose parameters a loss depends on, by walking its graph to the first of them."""
+    seen, stack = set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        owner = getattr(type(getattr(node, "variable", None)), "hetero_runtime", None)
+        if owner is not None:
+            return owner
+        stack.extend(child for child, _ in node.next_functions)
+    return _Unscaled
 
 
 def gathered(

@@ -53,6 +53,8 @@ class Device(Protocol):
     name: str
     torch_device: torch.device
     same_ram: bool
+    cheap_slabs: bool
+    """Whether a slab may come and go with every step; page-locking one takes long."""
 
     def slab(self, n_bytes: int) -> Slab:
         """Return zeroed HOST memory, page-locked where that means something."""
@@ -143,13 +145,15 @@ def use_count(piece: torch.Tensor) -> int:
 
 
 class CpuDevice:
-    """Everything in RAM; copies are done when they are asked for."""
+    """One memory, and copies that are done when they are asked for: RAM, or a CUDA device's own,
+    where the current stream orders them."""
 
     name = "cpu"
     same_ram = True
+    cheap_slabs = True
 
-    def __init__(self) -> None:
-        self.torch_device = torch.device("cpu")
+    def __init__(self, torch_device: torch.device | None = None) -> None:
+        self.torch_device = torch_device or torch.device("cpu")
         self._done = Ticket(Lane.COMPUTE, 0.0, done=True)
 
     def slab(self, n_bytes: int) -> Slab:
@@ -351,6 +355,7 @@ class CudaDevice:
     """One CUDA device: a persistent stream per copy lane, events as tickets."""
 
     same_ram = False
+    cheap_slabs = False
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():

@@ -15,10 +15,11 @@ class Tier(IntEnum):
 
 
 class Kind(Enum):
-    """What bytes are for; PARAM, GRAD and STATE of one bucket share its index space."""
+    """What bytes are for; PARAM, GRAD, MASTER and STATE of one bucket share its index space."""
 
     PARAM = "param"
     GRAD = "grad"
+    MASTER = "master"
     STATE = "state"
     ACTIVATION = "activation"
     BUFFER = "buffer"

@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "hetero"
 FLOORS = {
-    **dict.fromkeys(("types", "config", "errors", "version", "device", "io", "events"), 0),
+    **dict.fromkeys(("types", "config", "errors", "version", "device", "io", "events", "optim"), 0),
     **dict.fromkeys(("memory", "plan"), 1),
     "train": 2,
     "parallel": 3,

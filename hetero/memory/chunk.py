@@ -16,10 +16,11 @@ LEGAL: frozenset[tuple[CopyState, CopyState, str]] = frozenset(
     {
         (A, F, "fetch"),  # room is made, the copy is queued
         (F, C, "ready"),  # its ticket was waited for
-        (C, D, "write"),  # a user or the updater wrote here
+        (C, D, "write"),  # a user wrote here
         (D, D, "write"),
         (D, L, "flush"),  # the way down is queued
         (L, C, "ready"),
+        (C, F, "update"),  # a home is left to the optimizer's update
         (C, F, "fetch"),  # overwritten by a newer copy (a flush into a home, a refresh)
         (C, A, "evict"),  # clean: moves no bytes
         (C, A, "discard"),  # dead: another copy is newer

@@ -7,6 +7,10 @@ when the storage's use count is back at its baseline. Until then they stay charg
 [Note: shown bytes]  Writes through an alias that autograd does not count (``p.data.clamp_()``)
 leave no trace. A replica whose alias left an access is *shown*, and what is shown is flushed before
 it is dropped and before anybody reads the home.
+
+[Note: update tickets]  An optimizer's step hands homes over to work that goes on while the model
+computes. Whatever needs the bytes of such a home, a fetch or a state dict, claims it first: it
+waits for that work alone, and raises what the work raised.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -29,6 +34,22 @@ from hetero.memory.slab import Home, HomeStore
 from hetero.types import CopyState, Kind, Lane, Tier, format_bytes
 
 PARAM = Kind.PARAM.value
+Done = Callable[[], None]
+
+
+class Work(Protocol):
+    """Something that rewrites a home (see [Note: update tickets])."""
+
+    @property
+    def done(self) -> bool:
+        """Whether waiting would return, or raise, at once."""
+
+    def wait(self) -> None:
+        """Return when it is done; raises what it raised."""
+
+
+def _unwatched(bucket: Bucket, start: int, end: int) -> Done:
+    return lambda: None
 
 
 class Replica:
@@ -100,6 +121,10 @@ class ChunkManager:
         self._vacated: list[tuple[int, int, Ticket]] = []  # freed frames that may still be read
         self._digests: dict[int, int] = {}
         self._shown_homes: dict[int, tuple[int, ...]] = {}
+        self._updates: dict[int, Work] = {}
+        self._landed: dict[int, list[Done]] = {}  # what comes behind a flush
+        self.overwriting: Callable[[Bucket, int, int], Done] = _unwatched
+        self.claimed: Callable[[Bucket], None] = lambda bucket: None
         self._paranoid = paranoid()
         self._clock = 0
 
@@ -184,6 +209,7 @@ class ChunkManager:
 
     def settle(self, bucket_id: int) -> None:
         """Bring the home up to date and wait until it is; the replica stays."""
+        self._claim(bucket_id)
         replica = self.replicas.get(bucket_id)
         if replica is not None:
             if replica.ready is not None:
@@ -196,6 +222,54 @@ class ChunkManager:
         if replica is not None:
             replica.shown = replica.leased
         self._follow_home(bucket_id)
+
+    def hand_over(self, bucket_id: int, work: Work) -> None:
+        """Leave a home to ``work``, which rewrites it; the caller has settled it before.
+
+        A replica that nobody holds is dead. One that is held, and a home that a state dict shows,
+        must show the new bytes: they are waited for.
+        """
+        self._claim(bucket_id)  # a bucket that nobody needed since its last update
+        for chunk in self.layout.buckets[bucket_id].chunks:
+            self.table.transition(chunk, Tier.HOST, CopyState.FILLING, "update")
+        self._updates[bucket_id] = work
+        replica = self.replicas.get(bucket_id)
+        seen = replica is not None and (replica.pins or replica.leased)
+        if bucket_id in self._shown_homes and not self._store.homes[PARAM, bucket_id].held:
+            del self._shown_homes[bucket_id]  # no state dict refers to it any more
+        if seen or bucket_id in self._shown_homes:
+            self._claim(bucket_id)
+            self.renew(bucket_id)
+        elif replica is not None:
+            if replica.ready is not None:
+                self._arrive(replica)
+            self._drop(replica, "discard")
+
+    def updating(self, bucket_id: int) -> bool:
+        """Whether a fetch would have to wait for an update."""
+        work = self._updates.get(bucket_id)
+        return work is not None and not work.done
+
+    def abandon(self) -> None:
+        """Stop waiting for updates that failed; their homes are what the work left there."""
+        for bucket_id in list(self._updates):
+            del self._updates[bucket_id]
+            for chunk in self.layout.buckets[bucket_id].chunks:
+                self.table.transition(chunk, Tier.HOST, CopyState.CLEAN, "fail")
+            self._digest(bucket_id)
+
+    def _claim(self, bucket_id: int) -> None:
+        """Wait for the update of a home, where one is under way (see [Note: update tickets])."""
+        work = self._updates.get(bucket_id)
+        if work is None:
+            return
+        work.wait()
+        del self._updates[bucket_id]
+        bucket = self.layout.buckets[bucket_id]
+        for chunk in bucket.chunks:
+            self.table.transition(chunk, Tier.HOST, CopyState.CLEAN, "ready")
+        self._digest(bucket_id)
+        self.claimed(bucket)
 
     def renew(self, bucket_id: int) -> None:
         """The home was written: discard the replica, or refresh it where somebody looks at it."""
@@ -232,7 +306,9 @@ class ChunkManager:
         self._shown_homes[bucket_id] = self._home_version(bucket_id)
 
     def home(self, bucket_id: int) -> Home:
-        """Return the PARAM home of a bucket; `settle` it before reading."""
+        """Return a bucket's PARAM home, once its update is done; `settle` it before reading."""
+        if bucket_id in self._updates:
+            self._claim(bucket_id)
         return self._store.homes[PARAM, bucket_id]
 
     def resize(self, limit: int) -> bool:
@@ -331,7 +407,7 @@ class ChunkManager:
         return replica
 
     def _fill(self, replica: Replica, after: Iterable[Ticket], why: str) -> None:
-        bucket = replica.bucket
+        bucket, home = replica.bucket, self.home(replica.bucket.id)
         if self._paranoid:
             self._check_digest(bucket.id)
         for chunk in bucket.chunks:
@@ -340,7 +416,7 @@ class ChunkManager:
         replica.ready = self.link.move(
             Lane.H2D,
             replica.bytes[:n_bytes],
-            self.home(bucket.id).bytes[:n_bytes],
+            home.bytes[:n_bytes],
             after=after,
             subject=self.layout.unit_names[bucket.unit],
             why=why,
@@ -370,6 +446,11 @@ class ChunkManager:
                 self.table.transition(chunk, Tier.HBM, CopyState.FLUSHING, "flush")
                 self.table.transition(chunk, Tier.HOST, CopyState.FILLING, "fetch")
             piece = slice((first - bucket.first_chunk) * size, (end - bucket.first_chunk) * size)
+            numel = bucket.chunk_numel
+            done_here = self.overwriting(
+                bucket, (first - bucket.first_chunk) * numel, (end - bucket.first_chunk) * numel
+            )
+            self._landed.setdefault(bucket.id, []).append(done_here)
             self._landing[bucket.id] = self.link.move(
                 Lane.D2H,
                 home.bytes[piece],
@@ -397,6 +478,8 @@ class ChunkManager:
             if self.table.state(chunk, Tier.HBM) is CopyState.FLUSHING:
                 self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "ready")
         self._digest(bucket_id)
+        for done in self._landed.pop(bucket_id, ()):
+            done()
 
     def _drop(self, replica: Replica, why: str) -> None:
         bucket = replica.bucket
@@ -493,6 +576,7 @@ class ChunkManager:
         ):
             if then == now:
                 piece = slice(segment.offset * size, segment.end * size)
+                landed = self.overwriting(bucket, segment.offset, segment.end)
                 done = self.link.move(
                     *(Lane.D2H, self.home(bucket.id).bytes[piece], replica.bytes[piece]),
                     after=(self.device.mark(),),
@@ -500,6 +584,7 @@ class ChunkManager:
                     why="flush",
                 )
                 self.device.sync(done)
+                landed()
         for chunk in self._dirty(replica):
             self.table.transition(chunk, Tier.HBM, CopyState.FLUSHING, "flush")
             self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "ready")

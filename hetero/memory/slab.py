@@ -61,13 +61,19 @@ class HomeStore:
     With ``resident`` the homes are on the device, otherwise on HOST.
     """
 
-    __slots__ = ("_device", "_ledger", "_resident", "homes")
+    __slots__ = ("_charged", "_device", "_ledger", "_resident", "homes")
 
     def __init__(self, device: Device, ledger: Ledger, *, resident: bool = False) -> None:
         self._device = device
         self._ledger = ledger
         self._resident = resident
+        self._charged: dict[tuple[str, int], tuple[Kind, int]] = {}
         self.homes: dict[tuple[str, int], Home] = {}
+
+    @property
+    def tier(self) -> Tier:
+        """Where the homes are."""
+        return Tier.HBM if self._resident else Tier.HOST
 
     def get(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype | None = None) -> Home:
         """Return the home of ``name`` (a parameter kind or a state's key), made when missing."""
@@ -75,8 +81,8 @@ class HomeStore:
         if home is None:
             dtype = dtype or bucket.dtype
             n_bytes = bucket.numel * dtype.itemsize
-            tier = Tier.HBM if self._resident else Tier.HOST
-            self._ledger.charge(tier, kind, n_bytes, f"{name} of bucket {bucket.id}")
+            self._ledger.charge(self.tier, kind, n_bytes, f"{name} of bucket {bucket.id}")
+            self._charged[name, bucket.id] = (kind, n_bytes)
             make = self._device.arena if self._resident else self._device.slab
             home = Home(make(n_bytes), bucket, dtype)
             self.homes[name, bucket.id] = home
@@ -87,6 +93,7 @@ class HomeStore:
         home = self.homes.pop((name, bucket_id), None)
         if home is not None:
             home.close()
+            self._ledger.credit(self.tier, *self._charged.pop((name, bucket_id)))
 
     def close(self) -> None:
         """Let all homes go."""

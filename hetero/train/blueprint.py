@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 from hetero.config import Config
 from hetero.memory.layout import Layout, ParamSpec, build_layout, dense_stride
 from hetero.train.check import pageable
-from hetero.train.rules import SCALARS, make_worker, raw_step
+from hetero.train.precision import WORKING, low_dtype, working_dtypes
+from hetero.train.rules import Rule, is_elementwise
 from hetero.train.units import Unit, assign, find_units
 
 
@@ -59,13 +61,14 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
     """Find the units, lay out the buckets and size the states; touches nothing."""
     owned = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
     units, home = assign(model, find_units(model, config.units))
+    working = working_dtypes(model, config.precision, config.keep_fp32)
     specs = [
         ParamSpec(
             name=name,
             unit=home[name],
             shape=tuple(p.shape),
             stride=dense_stride(name, p.shape, p.stride()),
-            dtype=p.dtype,
+            dtype=working[id(p)],
             trainable=p.requires_grad or id(p) in owned,
         )
         for name, p in model.named_parameters()
@@ -75,8 +78,9 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
     paged = [p for p in model.parameters() if pageable(p)]
     bucket_of = {id(p): layout.home[i][0] for i, p in enumerate(paged)}
     needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
-    per_element = state_bytes_per_element(optimizer) if optimizer else {}
-    states = sum(b.numel * per_element.get(b.dtype, 0) for b in layout.buckets if b.trainable)
+    trainable = [b for b in layout.buckets if b.trainable]
+    per_element = state_bytes_per_element(optimizer, {b.dtype for b in trainable}, config.precision)
+    states = sum(b.numel * per_element[b.dtype] for b in trainable)
     return Blueprint(tuple(units), layout, needs, states)
 
 
@@ -89,22 +93,29 @@ def unit_needs(
     return tuple(sorted({bucket_of[id(p)] for p in unit.module.parameters() if pageable(p)}))
 
 
-def state_bytes_per_element(optimizer: torch.optim.Optimizer) -> dict[torch.dtype, int]:
-    """Return the bytes of state an element costs, per dtype, by stepping a tiny parameter."""
-    worker, step = make_worker(optimizer), raw_step(type(optimizer))
-    found: dict[torch.dtype, int] = {}
-    for group in optimizer.param_groups:
-        for dtype in {p.dtype for p in group["params"] if p.requires_grad} - set(found):
-            probe = torch.zeros(4, 4, dtype=dtype)
-            probe.grad = torch.zeros_like(probe)
-            flags = {k: v for k, v in group.items() if k != "lr"}
-            worker.param_groups = [{**flags, "lr": 0.0, "params": [probe]}]
-            with torch.no_grad():
-                step(worker)
-            found[dtype] = sum(
-                v.element_size()
-                for k, v in worker.state[probe].items()
-                if k not in SCALARS and isinstance(v, torch.Tensor) and v.shape == probe.shape
-            )
-            worker.state.clear()
+def state_bytes_per_element(
+    optimizer: torch.optim.Optimizer | None, dtypes: Iterable[torch.dtype], precision: str
+) -> dict[torch.dtype, int]:
+    """Return the bytes of states, and of what a master takes, that an element of a dtype costs."""
+    found = dict.fromkeys(dtypes, 0)
+    low = low_dtype(precision)
+    for dtype in found:
+        has_master = low is not None and dtype is WORKING[precision]
+        if optimizer is not None:
+            found[dtype] = probed_bytes(optimizer, torch.float32 if has_master else dtype)
+        if has_master and low is not None:
+            found[dtype] += low.itemsize
     return found
+
+
+def probed_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> int:
+    """Return the bytes of state that an element costs, by stepping a tiny parameter."""
+    rule, most = Rule(optimizer), 0
+    for group in optimizer.param_groups:
+        probe = torch.zeros(4, 4, dtype=dtype)
+        probe.grad = torch.zeros_like(probe)
+        with torch.no_grad():
+            (state,) = rule.run({**group, "lr": 0.0}, [probe], [{}])
+        held = (v for k, v in state.items() if is_elementwise(k, v, probe.shape))
+        most = max(most, sum(v.element_size() for v in held))
+    return most

@@ -18,27 +18,34 @@ import torch
 from torch import nn
 
 from hetero.config import Config
-from hetero.device import Device, trim_heap
+from hetero.device import CpuDevice, Device, trim_heap
 from hetero.errors import StateError
 from hetero.events import EventLog
 from hetero.memory.frame import FrameMap
+from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
-from hetero.memory.slab import HomeStore
+from hetero.memory.slab import Home, HomeStore
 from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
-from hetero.train import swizzle
+from hetero.train import kernel, swizzle
 from hetero.train.blueprint import Blueprint
 from hetero.train.budget import decide
 from hetero.train.check import MARK, pageable
+from hetero.train.flight import Flight
 from hetero.train.grads import GradStore, LazyGrad
 from hetero.train.hooks import Hooks
 from hetero.train.optimizer import Optimizer
-from hetero.train.rules import Updater, make_worker, raw_step
+from hetero.train.precision import LossScaler, Masters
+from hetero.train.resident import Resident
+from hetero.train.rules import Rule
 from hetero.train.runtime import Runtime
+from hetero.train.stepper import Stepper
 from hetero.train.tracer import Cursor
+from hetero.train.updater import Update, Updater
+from hetero.train.worker import Slice, Worker, thread_budget, uninterrupted
 from hetero.types import Kind, Lane, Tier
 
 CUDA_MARGIN = 0.05  # of the allocator's peak: segments are not perfectly reused
@@ -56,6 +63,12 @@ class Tuning:
     """Overrides next use in eviction: bucket id -> distance (larger leaves first)."""
     schedule: Callable[[Trace, Mapping[int, Shape], int], Schedule] | None = None
     """Overrides planning: (trace, shapes, limit) -> Schedule."""
+    worker: Worker | None = None
+    """Overrides the threads that update; one with 0 threads updates inside `step`."""
+    pause: Slice | None = None
+    """Called before each slice of an update."""
+    native: bool = True
+    """Whether the compiled kernel may be used; the blocks of torch have the same bits."""
 
 
 @dataclass(slots=True)
@@ -91,8 +104,10 @@ class Engine:
         self.steps = 0
         self.budget, self.mode = decide(model, config, device, blueprint)
         self.optimizer: Optimizer | None = None
+        self.stepper: Stepper | None = None
         self._index = {id(p): i for i, p in enumerate(self.params)}
         self._origin = self.params[0].device
+        self._origin_dtypes = [p.dtype for p in self.params]
         self._grads_before: dict[int, torch.Tensor] = {}
 
     # -- building --------------------------------------------------------------------------------
@@ -102,10 +117,15 @@ class Engine:
         self.ledger = Ledger({Tier.HBM: self.budget.hbm, Tier.HOST: self.config.host})
         self.link = Link(self.device, self.log)
         self.store = HomeStore(self.device, self.ledger, resident=self.mode == "resident")
+        layout = self.blueprint.layout
+        self.masters = Masters(self.config.precision, layout, self.store)
+        self.worker = self.tuning.worker or Worker(thread_budget())
         try:
             self._move_in()
             if self.mode == "paged":
                 self._attach()
+            elif self.has_masters:
+                self._attach_resident()
             if self.inner is not None:
                 self._wrap_optimizer(self.inner)
             self.hooks.guard(self.model, self._state_dict_access)
@@ -125,7 +145,7 @@ class Engine:
             for segment, view in zip(bucket.segments, home.segments, strict=True):
                 param = self.params[segment.index]
                 grad, param.grad = param.grad, None
-                view.copy_(param.detach())
+                self.masters.assign(segment, param.detach())
                 swizzle.point(param, view)
                 if grad is not None:
                     self._grads_before[segment.index] = grad.to(place)
@@ -153,26 +173,67 @@ class Engine:
             ceiling=ceiling,
             next_use=self._next_use,
         )
-        self.grads = GradStore(
-            self.params, layout, device=self.device, link=self.link, store=self.store
-        )
+        self.manager.overwriting = self.masters.overwriting
+        self._attach_grads(self.device)
+        self.manager.claimed = self.grads.let_go
         self.runtime = Runtime(
             layout,
             plan.needs,
             device=self.device,
             manager=self.manager,
             grads=self.grads,
+            masters=self.masters,
             train=Cursor(lambda trace: self._plan(trace, training=True)),
             evaluate=Cursor(lambda trace: self._plan(trace, training=False)),
             stepped=self.inner is not None,
         )
         self.grads.on_arrival = self.runtime.gradient_arrived
         self.runtime.on_idle = self._after_evaluation
-        self.hooks.gradients(self.params, self.grads.arrived)
         self.runtime.attach(self.params)
         self._give_back_grads()
         self.hooks.watch(self.model, plan.units, self.runtime)
         self.device.reset_peak()
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether working weights of this model have fp32 masters."""
+        return any(self.masters.has(bucket) for bucket in self.blueprint.layout.buckets)
+
+    def _attach_grads(self, device: Device) -> None:
+        """Take gradients as autograd makes them."""
+        trainable = [b for b in self.blueprint.layout.buckets if b.trainable]
+        flight = Flight(
+            device,
+            self.link,
+            self.ledger,
+            sizes_bytes=[s.spec.numel * b.dtype.itemsize for b in trainable for s in b.segments],
+            held_bytes=max((b.n_bytes for b in trainable), default=0),
+        )
+        self.grads = GradStore(
+            self.params,
+            self.blueprint.layout,
+            device=device,
+            flight=flight,
+            store=self.store,
+            masters=self.masters,
+            worker=self.worker,
+        )
+        self.hooks.gradients(self.params, self.grads.arrived)
+
+    def _attach_resident(self) -> None:
+        """Masters behind parameters that stay where they are: everything is in one memory."""
+        place = CpuDevice(self.device.torch_device)
+        if self.device.torch_device.type == "cuda":  # the stream orders updates, not a thread
+            self.worker = self.tuning.worker or Worker(0)
+        self.link = Link(place, self.log)
+        self._attach_grads(place)
+        self._watch_resident()
+
+    def _watch_resident(self) -> None:
+        self.resident = Resident(self.params, self.blueprint.layout, self.masters, self.grads)
+        self.grads.on_arrival = self.resident.gradient_arrived
+        if self.stepper is not None:
+            self.resident.scaled = self.stepper.scaled
 
     def _give_back_grads(self) -> None:
         for index, grad in self._grads_before.items():
@@ -180,11 +241,22 @@ class Engine:
         self._grads_before.clear()
 
     def _wrap_optimizer(self, inner: torch.optim.Optimizer) -> None:
-        self._raw_step, self._worker = raw_step(type(inner)), make_worker(inner)
-        if self.mode == "paged":
-            self.updater = Updater(
-                inner, self.params, self.blueprint.layout, grads=self.grads, store=self.store
+        self.rule = Rule(inner)
+        if self.mode == "paged" or self.has_masters:
+            updater = Updater(
+                inner,
+                self.params,
+                self.blueprint.layout,
+                grads=self.grads,
+                store=self.store,
+                masters=self.masters,
+                native=kernel.load() if self.tuning.native else None,
             )
+            scaler = LossScaler() if self.config.precision == "fp16" else None
+            self.stepper = Stepper(
+                updater, self.grads, self.worker, scaler=scaler, pause=self.tuning.pause
+            )
+            (self.runtime if self.mode == "paged" else self.resident).scaled = self.stepper.scaled
         self.optimizer = Optimizer(inner, self)
         for param, state in self.optimizer.state.items():
             self.optimizer.state[param] = self.adopt(param, state)
@@ -195,30 +267,75 @@ class Engine:
     # -- training --------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer) -> None:
-        """Update all parameters that have a gradient."""
-        if self.mode == "resident":
-            self._worker.param_groups, self._worker.state = optimizer.param_groups, optimizer.state
-            self._raw_step(self._worker)
-            self._count()
+        """Update all parameters that have a gradient, now or behind the next forward."""
+        clip = self._clip if self.config.max_grad_norm is not None else None
+        if self.stepper is None:
+            if clip is not None:
+                clip()
+            self._step_in_place(optimizer)
             return
-        # 1. gradients and written parameters come home
-        self.runtime.quiesce()
-        # 2. the user's rule runs there
-        try:
-            self.updater.update(optimizer.param_groups, optimizer.state)
-        finally:
-            # 3. also after an error, copies of what was updated are dead, or refreshed where
-            # somebody looks at them; versions move as they would in place
-            touched = self.updater.touched
-            if touched:
-                torch.autograd.graph.increment_version([self.params[i] for i in touched])
-            for bucket in sorted({self.blueprint.layout.home[i][0] for i in touched}):
-                self.manager.renew(bucket)
+        # 1. gradients and written parameters come home; norm, clip and settings are closed
+        (self.runtime if self.mode == "paged" else self.resident).quiesce()
+        updates = self.stepper.close(optimizer.param_groups, optimizer.known_state, clip)
+        # 2. versions move as they would in place
+        touched = [index for update in updates for index in update.touched]
+        if touched:
+            torch.autograd.graph.increment_version([self.params[i] for i in touched])
+        # 3. homes are handed to their updates, in the order in which they are needed next
+        with uninterrupted():
+            for update in self._in_order(updates):
+                self._hand_over(self.stepper, update)
         self._border()
+
+    def _step_in_place(self, optimizer: Optimizer) -> None:
+        """Run the user's rule on plain parameters, as torch would."""
+        self.rule.step_in_place(optimizer.param_groups, optimizer.known_state)
+        self._count()
+
+    def _clip(self) -> None:
+        if self.optimizer is not None and self.config.max_grad_norm is not None:
+            self.optimizer.clip_grad_norm_(self.config.max_grad_norm)
+
+    def _in_order(self, updates: list[Update]) -> list[Update]:
+        if self.mode != "paged":
+            return updates
+        order = self.runtime.train.order()
+        return sorted(updates, key=lambda update: order.get(update.bucket.id, len(order)))
+
+    def _hand_over(self, stepper: Stepper, update: Update) -> None:
+        """Begin a bucket's update; wait where it cannot go on behind our back."""
+        seen = self.mode != "paged" or self._is_seen(update.bucket)
+        job = stepper.begin(update, at_once=seen)
+        if self.mode == "paged":
+            self.manager.hand_over(update.bucket.id, job)
+        if update.fresh or seen:
+            job.wait()
+        if self.mode != "paged":
+            self.resident.updated(update.bucket)
+            self.grads.let_go(update.bucket)
+
+    def _is_seen(self, bucket: Bucket) -> bool:
+        """Whether somebody outside holds a state's tensor, and would watch it change."""
+        return any(
+            home.held
+            for (name, bucket_id), home in self.store.homes.items()
+            if bucket_id == bucket.id and name not in (PARAM, Kind.GRAD.value)
+        )
+
+    def finish(self) -> None:
+        """Wait until every update is done; raises what one of them raised."""
+        if self.stepper is not None:
+            self.stepper.finish()
+            for bucket in self.blueprint.layout.buckets:
+                if self.mode == "paged":
+                    self.manager.home(bucket.id)
+                self.grads.let_go(bucket)
 
     def _border(self) -> None:
         """Between two steps: count, fit the frames to what was measured, begin to prefetch."""
         self._count()
+        if self.mode != "paged":
+            return
         counts, n_bytes = self.manager.counts, self.link.n_bytes
         self.stats = StepStats(Counter(n_bytes), Counter(counts))
         counts.clear()
@@ -226,7 +343,7 @@ class Engine:
         if self._fit():
             return
         self.runtime.saved.footprint.restart()
-        self.runtime.issue(self.runtime.train.border())
+        self.runtime.border()
 
     def _count(self) -> None:
         self.steps += 1
@@ -271,15 +388,21 @@ class Engine:
         """Everything fits beside the activations: the homes become the parameters themselves."""
         if self.manager.held:
             return False  # a view is still held: the next border tries again
+        self.finish()
         self._unhook()
         for index, (bucket, segment) in enumerate(self.blueprint.layout.home):
             home = self.store.homes[PARAM, bucket]
             self.runtime.swizzle.restore(index, home.segments[segment.position])
-        for param in self.params:
-            if isinstance(param.grad, LazyGrad):
-                param.grad = param.grad.slot.keep()
         self._spoken_for(activation_bytes)
         self.mode = "resident"
+        if self.has_masters:
+            self.hooks.gradients(self.params, self.grads.arrived)
+            self._watch_resident()
+        else:
+            self.stepper = None  # torch steps the parameters themselves
+            for param in self.params:
+                if isinstance(param.grad, LazyGrad):
+                    param.grad = param.grad.slot.keep()
         self.hooks.guard(self.model, self._state_dict_access)
         return True
 
@@ -314,29 +437,58 @@ class Engine:
 
     def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with torch's keys whose tensors are the homes' or copies."""
-        if self.mode == "paged":
-            segment = self.blueprint.layout.home[self._index[id(param)]][1]
-            return self.updater.adopt(segment, state, own=True)
+        if self.stepper is not None:
+            return self.stepper.updater.adopt(self._segment(param), state, own=True)
         return {k: _placed(v, param) for k, v in state.items()}
+
+    def _segment(self, param: torch.Tensor) -> Segment:
+        return self.blueprint.layout.home[self._index[id(param)]][1]
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The dynamic loss scale, under precision="fp16"."""
+        return None if self.stepper is None else self.stepper.scaler
+
+    @property
+    def skipped(self) -> bool:
+        """Whether loss scaling skipped the last step."""
+        return self.stepper is not None and self.stepper.skipped
+
+    def saved_masters(self) -> dict[int, torch.Tensor]:
+        """Return what a state dict keeps of masters, by the parameter's id."""
+        saved = ((p, self.masters.saved(self._segment(p))) for p in self.params)
+        return {id(p): low for p, low in saved if low is not None}
+
+    def load_master(self, param: torch.Tensor, low: torch.Tensor) -> None:
+        """Take back what a state dict kept of a parameter's master."""
+        self.masters.load(self._segment(param), low)
 
     @contextmanager
     def _state_dict_access(self) -> Iterator[None]:
-        if self.mode == "resident":
-            yield
-            return
-        with self.runtime.at_home():
+        if self.mode == "paged":
+            with self.runtime.at_home():
+                yield
+        elif self.has_masters:
+            with self.resident.at_home():
+                yield
+        else:
             yield
 
     # -- taking apart ----------------------------------------------------------------------------
 
     def release(self) -> None:
         """Give back a plain module and the plain optimizer with its states."""
-        if self.mode == "paged":
-            self.runtime.quiesce()
+        if self.stepper is not None and self.stepper.surfaced:
+            if self.mode == "paged":  # an update failed, as was said: what there is, is given back
+                self.manager.abandon()
+        elif self.mode == "paged" or self.has_masters:
+            (self.runtime if self.mode == "paged" else self.resident).quiesce()
+            self.finish()
         if hasattr(self, "runtime"):
             self.runtime.closed = True
-        states = dict(self.optimizer.state) if self.optimizer is not None else {}
+        states = dict(self.optimizer.known_state) if self.optimizer is not None else {}
         self._move_out()
+        self.worker.close()
         if self.inner is not None:
             self.inner.__dict__.pop("step", None)
             if self._inner_step is not None:
@@ -345,7 +497,7 @@ class Engine:
             for param, state in states.items():
                 self.inner.state[param] = {k: _placed(v, param) for k, v in state.items()}
         if self.optimizer is not None:
-            self.optimizer.state = defaultdict(dict)
+            self.optimizer.known_state = defaultdict(dict)
         self.store.close()
         self.model.__dict__.pop(MARK, None)
 
@@ -369,13 +521,22 @@ class Engine:
             grad = self._grads_before.pop(index, grad)
             swizzle.set_grad(param, None)
             if home is not None:
-                resident = self.mode == "resident"  # then the user may have pointed it elsewhere
-                value = param.detach() if resident else home.segments[segment.position]
+                value = self._value(segment, param, home).to(self._origin_dtypes[index])
                 swizzle.plain(param, value.to(self._origin, copy=True))
-            param.grad = None if grad is None else grad.to(self._origin)
+            param.grad = None if grad is None else grad.to(self._origin, param.dtype)
             if segment.position == len(self.blueprint.layout.buckets[bucket].segments) - 1:
                 self.store.drop(PARAM, bucket)
         _move_buffers(self.model, self._origin)
+
+    def _value(self, segment: Segment, param: nn.Parameter, home: Home) -> torch.Tensor:
+        """Return a parameter's current value, exact where it has a master."""
+        if self.masters.has(
+            self.blueprint.layout.buckets[self.blueprint.layout.home[segment.index][0]]
+        ):
+            return self.masters.value(segment)
+        if self.mode == "resident":  # then the user may have pointed it elsewhere
+            return param.detach()
+        return home.segments[segment.position]
 
 
 def _forgotten(inner: torch.optim.Optimizer, *_: Any, **__: Any) -> None:

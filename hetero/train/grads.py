@@ -5,6 +5,12 @@ user's that run after ours still see ``p.grad``. What they see later is a `LazyG
 subclass whose bytes are fetched, one tensor at a time, when somebody computes with it. ``p.grad``
 itself is the only truth: None means no gradient, as in torch.
 
+A first gradient goes down in its own dtype. Later ones are added to it on HOST by the worker, in
+the order in which autograd fired, and in fp32 where the parameter has an fp32 master: its bucket's
+gradients are *wide* then. Norms are torch's, of whole tensors: a single gradient's is taken on the
+device as it leaves, a sum's on HOST behind the last addition. What a clip multiplies, and what loss
+scaling owes, is pending until the update applies it; whoever looks earlier sees it applied.
+
 [Note: gradient leases]  A gradient that somebody else holds, as an object or through a view (a
 preset flat buffer), stays where it is, so that writes through the alias count; the step copies it.
 """
@@ -13,69 +19,155 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from hetero.device import ALONE, Device, Ticket, use_count
-from hetero.errors import ConfigError
-from hetero.memory.layout import Layout
-from hetero.memory.link import Link
-from hetero.memory.slab import HomeStore
+from hetero.errors import ConfigError, StateError
+from hetero.memory.layout import Bucket, Layout, Segment
+from hetero.memory.slab import Home, HomeStore
+from hetero.train.flight import Flight
+from hetero.train.precision import Masters, row
 from hetero.train.swizzle import get_grad, set_grad
-from hetero.types import Kind, Lane
+from hetero.train.worker import Job, Worker
+from hetero.types import Kind
 
-_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_aten = torch.ops.aten
+_UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+_task = torch._C._current_graph_task_id
+NO_TASK = -1
+GRAD, WIDE = Kind.GRAD.value, "grad32"
+Norm = tuple[float, torch.Tensor]
+
+
+class Factors(NamedTuple):
+    """What a stored gradient is still to be multiplied by, in this order."""
+
+    unscale: float = 1.0
+    """1 / loss scale: a power of two."""
+    clip: torch.Tensor | None = None
+    """A 0-dim tensor, as `clip_grad_norm_` makes it."""
+
+    def apply(self, grad: torch.Tensor) -> torch.Tensor:
+        """Multiply a tensor in place, each product rounded by itself."""
+        if self.unscale != 1.0:
+            grad.mul_(self.unscale)
+        return grad if self.clip is None else grad.mul_(self.clip.to(grad.device))
+
+    def floats(self) -> tuple[float, ...]:
+        """Return the factors that are not one, as numbers; waits for the device that has them."""
+        clip = 1.0 if self.clip is None else float(self.clip)
+        return tuple(f for f in (self.unscale, clip) if f != 1.0)
+
+
+NONE = Factors()
 
 
 class GradSlot:
     """One parameter's flushed gradient: on HOST, or taken back by somebody who looked closely.
 
     ``value`` is a private device tensor once an alias of the gradient was handed out; it is then
-    the truth until it is flushed again.
+    the truth until it is flushed again. ``flying`` pieces are on their way to the worker, and
+    ``job`` is the last one that writes or reads ``home``.
     """
 
-    __slots__ = ("__weakref__", "_device", "home", "ticket", "value")
+    __slots__ = (
+        *("__weakref__", "_store", "segment", "home", "ticket", "flying", "job"),
+        *("value", "factors", "norm", "summed"),
+    )
 
-    def __init__(self, home: torch.Tensor, device: Device, ticket: Ticket | None) -> None:
+    def __init__(self, store: GradStore, segment: Segment, home: torch.Tensor) -> None:
+        self._store = store
+        self.segment = segment
         self.home = home
+        self.ticket: Ticket | None = None
+        self.flying = 0
+        self.job: Job | None = None
         self.value: torch.Tensor | None = None
-        self.ticket = ticket
-        self._device = device
+        self.factors = NONE
+        self.norm: Norm | None = None
+        self.summed = False
 
     def landed(self) -> torch.Tensor:
-        """Return the HOST bytes once they have arrived."""
+        """Return the HOST bytes once they have arrived and everything is added; factors pend."""
         if self.ticket is not None:
-            self._device.sync(self.ticket)
+            self._store.land(self.ticket)
             self.ticket = None
+        if self.flying:
+            self._store.flight.finish()
+        if self.job is not None:
+            self.job.wait()
+            self.job = None
         return self.home
 
-    def fetch(self) -> torch.Tensor:
-        """Return the gradient on the device, for one operation."""
+    @property
+    def deferrable(self) -> bool:
+        """Whether a multiplication may wait for the update and round as it would now."""
+        fp32 = self.segment.spec.dtype is torch.float32 or self._store.has_master(self.segment)
+        return fp32 and self.value is None and self.factors.clip is None
+
+    def read(self) -> torch.Tensor:
+        """Return what ``p.grad`` shows, on the device, for one operation that does not write."""
+        held = self.value
+        if held is None:
+            held = self.landed().to(self._store.place)
+            if self.factors != NONE:
+                held = self.factors.apply(held.float().clone())
+        return held.to(self.segment.spec.dtype)
+
+    def exact(self) -> torch.Tensor:
+        """Return the gradient itself, on the device, for one operation that writes it."""
         if self.value is not None:
             return self.value
         home = self.landed()
-        place = self._device.torch_device
-        return home if home.device == place else home.to(place)
+        if self.factors != NONE:
+            if self._store.has_master(self.segment):
+                self._store.widen(self.segment)
+                home = self.home
+            factors, self.factors = self.factors, NONE
+            factors.apply(home)
+        self.norm = None
+        return home.to(self._store.place)
 
     def keep(self) -> torch.Tensor:
         """Return a private tensor that aliases may refer to; it replaces the HOST bytes."""
         if self.value is None:
             home = self.landed()
+            dtype = torch.float32 if self._store.has_master(self.segment) else home.dtype
             private = torch.empty_strided(
-                home.shape, home.stride(), dtype=home.dtype, device=self._device.torch_device
+                home.shape, home.stride(), dtype=dtype, device=self._store.place
             )
-            self.value = private.copy_(home)
+            self.value = self.factors.apply(private.copy_(home))
+            self.factors, self.norm = NONE, None
         return self.value
 
-    def store(self, fetched: torch.Tensor) -> None:
-        """Write back what an in-place operation left in a fetched tensor."""
-        if self.value is None and fetched is not self.home:
-            self.home.copy_(fetched)
+    def store(self, written: torch.Tensor) -> None:
+        """Write back what an in-place operation left in the tensor that `exact` gave."""
+        if self.value is None and written is not self.home:
+            self.home.copy_(written)
+
+    def norm_of(self, ord: float) -> torch.Tensor:
+        """Return the tensor's norm as torch would have it from ``p.grad``, on the device."""
+        if self.value is not None or self.factors.clip is not None:
+            self._store.norm_ord = ord
+            exact = self.value if self.value is not None else self.factors.apply(self.home_copy())
+            return self._store.measure(exact, ord, self.segment)
+        home = self.landed()
+        if self.norm is None or self.norm[0] != ord:
+            single = home if self.summed else home.to(self._store.place)
+            self.norm = (ord, self._store.measure(single, ord, self.segment))
+            self._store.norm_ord = ord
+        norm = self.norm[1].to(self._store.place)
+        return norm if self.factors.unscale == 1.0 else norm * self.factors.unscale
+
+    def home_copy(self) -> torch.Tensor:
+        """Return a copy of the HOST bytes, as fp32 where there is a master."""
+        home = self.landed()
+        return home.float() if home.dtype.itemsize < 4 else home.clone()
 
 
 class LazyGrad(torch.Tensor):
@@ -85,9 +177,9 @@ class LazyGrad(torch.Tensor):
 
     @staticmethod
     def __new__(cls, slot: GradSlot, device: torch.device) -> LazyGrad:
-        home = slot.home
+        spec = slot.segment.spec
         self = torch.Tensor._make_wrapper_subclass(
-            cls, home.shape, strides=home.stride(), dtype=home.dtype, device=device
+            cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device
         )
         self.slot = slot
         return self
@@ -96,10 +188,10 @@ class LazyGrad(torch.Tensor):
         super().__init__()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self.slot.fetch())
+        return repr(self.slot.read())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.slot.fetch().clone()
+        return self.slot.read().clone()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.slot.keep().__array__(*args, **kwargs)
@@ -108,13 +200,13 @@ class LazyGrad(torch.Tensor):
         return self.slot.keep().__dlpack__(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.slot.fetch().clone().__reduce_ex__(protocol)
+        return self.slot.read().clone().__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.slot.keep().numpy(force=force)
 
     def tolist(self) -> Any:
-        return self.slot.fetch().tolist()
+        return self.slot.read().tolist()
 
     def data_ptr(self) -> int:
         return self.slot.keep().data_ptr()
@@ -131,38 +223,82 @@ class LazyGrad(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.detach.default:
+        if func is _aten.detach.default:
             return cls(args[0].slot, args[0].device)
         if func is _UNSCALE:  # a list of all gradients: one tensor on the device at a time
             for grad in args[0]:
                 _call(func, ([grad], *args[1:]), kwargs)
             return None
+        short = _SHORT.get(func)
+        if short is not None and isinstance(args[0], LazyGrad) and short(*args, **kwargs):
+            return args[0]
+        if func is _aten.linalg_vector_norm.default and _is_whole(args, kwargs):
+            return args[0].slot.norm_of(float(args[1]) if len(args) > 1 else 2.0)
         return _call(func, args, kwargs)
+
+
+def _add(grad: LazyGrad, other: Any, *, alpha: Any = 1) -> bool:
+    """Add what autograd accumulates on HOST, behind the backward pass; False: not this way."""
+    plain = isinstance(other, torch.Tensor) and not isinstance(other, LazyGrad)
+    if _task() == NO_TASK or not plain or alpha != 1 or tuple(other.shape) != tuple(grad.shape):
+        return False
+    return grad.slot._store.accumulate(grad.slot, other)
+
+
+def _mul(grad: LazyGrad, other: Any) -> bool:
+    """Leave a multiplication by one number to the update; False: not this way."""
+    tensor = isinstance(other, torch.Tensor)
+    if isinstance(other, LazyGrad) or (tensor and other.dim() > 0) or not grad.slot.deferrable:
+        return False
+    if not isinstance(other, (int, float, torch.Tensor)):
+        return False
+    clip = torch.as_tensor(other, dtype=torch.float32)
+    grad.slot.factors = grad.slot.factors._replace(clip=clip.clone())
+    return True
+
+
+_SHORT: dict[Any, Callable[..., bool]] = {_aten.add_.Tensor: _add, _aten.mul_.Tensor: _mul}
+
+
+def _is_whole(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a vector norm is of one whole gradient, in its own precision."""
+    return isinstance(args[0], LazyGrad) and len(args) <= 2 and not kwargs
 
 
 def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one operation on fetched gradients and write back what it changed."""
-    returns_view = any(
+    views = any(
         r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
     )
-    fetched: dict[int, tuple[LazyGrad, torch.Tensor]] = {}
+    written: dict[int, tuple[LazyGrad, torch.Tensor]] = {}
 
-    def unwrap(value: Any) -> Any:
+    def write(value: Any) -> Any:
         if not isinstance(value, LazyGrad):
             return value
-        if id(value) not in fetched:
-            slot = value.slot
-            fetched[id(value)] = (value, slot.keep() if returns_view else slot.fetch())
-        return fetched[id(value)][1]
+        if id(value) not in written:
+            written[id(value)] = (value, value.slot.exact())
+        return written[id(value)][1]
 
-    out = func(*tree_map(unwrap, args), **tree_map(unwrap, dict(kwargs)))
-    if not func._schema.is_mutable:
-        return out
+    def read(value: Any) -> Any:
+        if not isinstance(value, LazyGrad):
+            return value
+        if id(value) in written:
+            return written[id(value)][1]
+        return value.slot.keep() if views else value.slot.read()
+
+    places = {
+        a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
+    }
+    flags = list(places.values())
+    # what is written comes first: a read of the same gradient must see that very tensor
+    args = [tree_map(write, a) if flags[i] else a for i, a in enumerate(args)]
+    named = {k: tree_map(write, v) if places.get(k) else v for k, v in kwargs.items()}
+    out = func(*tree_map(read, args), **tree_map(read, named))
     back: dict[int, LazyGrad] = {}
-    for lazy, tensor in fetched.values():
+    for lazy, tensor in written.values():
         lazy.slot.store(tensor)
         back[id(tensor)] = lazy
-    return tree_map(lambda value: back.get(id(value), value), out)
+    return tree_map(lambda value: back.get(id(value), value), out) if back else out
 
 
 class GradStore:
@@ -174,27 +310,42 @@ class GradStore:
         layout: Layout,
         *,
         device: Device,
-        link: Link,
+        flight: Flight,
         store: HomeStore,
+        masters: Masters,
+        worker: Worker,
     ) -> None:
         self._params = params
         self._layout = layout
         self._device = device
-        self._link = link
+        self.flight = flight
         self._store = store
+        self._masters = masters
+        self._worker = worker
         self._index = {id(p): i for i, p in enumerate(params)}
         probe = torch.zeros(())
         probe.grad = torch.zeros(())
         self._alone = holders(probe)  # differs between releases of torch
         self._pending: list[int] = []
         self._slots: dict[int, weakref.ref[GradSlot]] = {}
-        self._flight: deque[tuple[Ticket, torch.Tensor]] = deque()
-        self._flight_bytes = 0
-        self.ring_bytes = max((b.n_bytes for b in layout.buckets), default=0)
+        self._updates: dict[int, Job] = {}  # bucket -> the update that still reads its gradients
+        self._summed = self._sums = False  # whether the last step, and this one, added gradients
+        self.place = device.torch_device
+        self.norm_ord: float | None = None  # what is asked for every step is taken as they leave
+        self.unscale = 1.0
+        self.scaling: bool | None = None  # under loss scaling: whether the loss was scaled
+        self._scaled: set[int] = set()  # autograd's own gradients that are held outside
         self.on_arrival: Callable[[], None] = lambda: None
+
+    # -- on their way down -----------------------------------------------------------------------
 
     def arrived(self, param: nn.Parameter) -> None:
         """Post-accumulate hook: note the gradient; it is flushed at the next event."""
+        if self.scaling is False:
+            raise StateError(
+                "precision='fp16', and this backward pass began without loss scaling",
+                advice="call hetero.backward(loss) in place of loss.backward()",
+            )
         self._pending.append(self._index[id(param)])
         self.on_arrival()
 
@@ -204,6 +355,7 @@ class GradStore:
             pending, self._pending = self._pending, []
             for index in dict.fromkeys(pending):
                 self.flush(index)
+        self.flight.poll()
 
     def flush(self, index: int) -> None:
         """Take one gradient home and leave a LazyGrad behind; None and flushed ones stay."""
@@ -212,81 +364,230 @@ class GradStore:
         grad = get_grad(param)
         if grad is None or grad.requires_grad:
             return  # a graph hangs on it (create_graph): the step takes a copy
+        lazy = isinstance(grad, LazyGrad)
         if isinstance(grad, LazyGrad):
             if grad.slot.value is None or use_count(grad.slot.value) > ALONE:
                 return
             grad = grad.slot.value
         elif held or grad.layout is not torch.strided or use_count(grad) > ALONE:
+            self._scaled.add(index)
             return  # [Note: gradient leases]
-        slot = self._take(index, grad)
-        set_grad(param, LazyGrad(slot, self._device.torch_device))
+        slot = self._take(index, grad, scaled=not lazy)
+        set_grad(param, LazyGrad(slot, self.place))
 
-    def home(self, index: int) -> torch.Tensor | None:
-        """Return a parameter's gradient on HOST, ready to be read; None when it has none."""
-        grad = get_grad(self._params[index])
-        if grad is None:
-            return None
-        if isinstance(grad, LazyGrad):
-            mine = self._slots.get(index, _gone)() is grad.slot
-            if mine and grad.slot.value is None:
-                return grad.slot.landed()
-            value = grad.slot.fetch()
-        else:
-            value = grad.detach()
-        assert_dense(value, self._layout.home[index][1].spec.name)
-        return self._take(index, value).landed()
+    def accumulate(self, slot: GradSlot, grad: torch.Tensor) -> bool:
+        """Add one more gradient on HOST; False where it has to be done on the device."""
+        spec, master = slot.segment.spec, self.has_master(slot.segment)
+        if grad.layout is not torch.strided or not (master or spec.dtype.itemsize >= 4):
+            return False  # two-byte sums are rounded as torch's own vector loops round them
+        if slot.factors.clip is not None:
+            slot.exact()
+        if slot.value is not None:
+            exact = grad.to(slot.value.dtype)
+            slot.value.add_(exact if self.unscale == 1.0 else exact * self.unscale)
+            return True
+        if master:
+            self.widen(slot.segment)
+        if slot.ticket is not None:
+            self.land(slot.ticket)
+            slot.ticket = None
+        self._sums = slot.summed = True
+        grad = self._shaped(slot.segment, grad, spec.dtype)
+        self._hand(slot, grad, self.unscale, first=False)
+        return True
 
-    def reset(self) -> None:
-        """Forget arrivals and finish what is under way (after an error, or at the end)."""
-        self._pending.clear()
-        while self._flight:
-            self._retire()
-
-    def _take(self, index: int, grad: Any) -> GradSlot:
+    def _take(self, index: int, grad: torch.Tensor, *, scaled: bool) -> GradSlot:
         bucket_id, segment = self._layout.home[index]
-        name = segment.spec.name
-        assert_dense(grad, name)
-        home = self._store.get(Kind.GRAD, Kind.GRAD.value, self._layout.buckets[bucket_id])
+        assert_dense(grad, segment.spec.name)
         # 1. whoever still holds the last gradient of this parameter keeps its numbers
         old = self._slots.get(index, _gone)()
         if old is not None and old.value is None:
             old.keep()
+        if bucket_id in self._updates:
+            self._updates.pop(bucket_id).wait()
         # 2. bring it into the home's geometry, which is the parameter's own
-        spec = segment.spec
-        grad = grad.resolve_conj().resolve_neg()
-        if tuple(grad.stride()) != spec.stride or grad.dtype != spec.dtype:
-            same = torch.empty_strided(
-                spec.shape, spec.stride, dtype=spec.dtype, device=grad.device
-            )
-            grad = same.copy_(grad)
-        # 3. queue the way down behind the compute that made it; hold the source until it landed
-        target = home.segments[segment.position]
-        raw = torch.as_strided(grad, (spec.numel,), (1,)).view(torch.uint8)
-        ticket = self._link.move(
-            Lane.D2H,
-            torch.as_strided(target, (spec.numel,), (1,)).view(torch.uint8),
-            raw,
-            after=(self._device.mark(),),
-            subject=name,
-            why="grad",
-        )
-        self._hold(ticket, raw)
-        slot = GradSlot(target, self._device, ticket)
+        bucket = self._layout.buckets[bucket_id]
+        exact = grad.dtype is torch.float32 and self._masters.has(bucket)
+        grad = self._shaped(segment, grad, torch.float32 if exact else segment.spec.dtype)
+        home = self._home_for(bucket, wide=exact)
+        # 3. queue the way down behind the compute that made it, with its norm beside it
+        slot = GradSlot(self, segment, home.segments[segment.position])
         self._slots[index] = weakref.ref(slot)
+        slot.factors = Factors(self.unscale if scaled or index in self._scaled else 1.0)
+        self._scaled.discard(index)
+        if self.norm_ord is not None:
+            slot.norm = (self.norm_ord, self.measure(grad, self.norm_ord, segment))
+        if slot.home.dtype is grad.dtype:
+            raw, subject = row(grad).view(torch.uint8), segment.spec.name
+            slot.ticket = self.flight.copy(row(slot.home).view(torch.uint8), raw, subject=subject)
+        else:
+            self._hand(slot, grad, slot.factors.unscale, first=True)
         return slot
 
-    def _hold(self, ticket: Ticket, source: torch.Tensor) -> None:
-        self._flight.append((ticket, source))
-        self._flight_bytes += source.numel()
-        while self._flight and (
-            self._flight_bytes > self.ring_bytes or self._device.query(self._flight[0][0])
-        ):
-            self._retire()
+    def _hand(
+        self, slot: GradSlot, grad: torch.Tensor, unscale: float, *, first: bool
+    ) -> None:
+        """Let the worker add a gradient to its home, or begin the sum with it."""
+        target, n_threads = row(slot.home), torch.get_num_threads()
+        numel, ord = slot.segment.spec.numel, self.norm_ord
+        if slot.norm is not None and first:
+            slot.norm = (slot.norm[0], slot.norm[1] * unscale)
+        elif not first:
+            slot.norm = None
 
-    def _retire(self) -> None:
-        ticket, source = self._flight.popleft()
+        def consume(piece: torch.Tensor, start: int) -> Job:
+            end = start + piece.numel()
+
+            def work() -> None:
+                same_threads(n_threads)
+                exact = piece if unscale == 1.0 else piece.float() * unscale
+                part = target[start:end]
+                part.copy_(exact) if first else part.add_(exact)
+                if end == numel and not first and ord is not None:
+                    slot.norm = (ord, self.measure(slot.home, ord, slot.segment))
+
+            slot.flying -= 1
+            before = slot.job
+            slot.job = Job([work], after=() if before is None or before.done else (before,))
+            return self._worker.submit(slot.job)
+
+        slot.factors = NONE
+        slot.flying += self.flight.n_pieces(grad)
+        self.flight.hand(row(grad), consume, subject=slot.segment.spec.name)
+
+    def widen(self, segment: Segment) -> None:
+        """Make the stored gradients of a parameter's bucket fp32."""
+        bucket = self._bucket(segment)
+        narrow = self._store.homes.get((GRAD, bucket.id))
+        if narrow is None:
+            return
+        wide = self._store.get(Kind.GRAD, WIDE, bucket, torch.float32)
+        for segment in bucket.segments:
+            held = self._slots.get(segment.index, _gone)()
+            if held is None or held.home is not narrow.segments[segment.position]:
+                continue
+            if held.value is None:
+                home = wide.segments[segment.position].copy_(held.landed())
+                Factors(held.factors.unscale).apply(home)
+                if held.norm is not None:
+                    held.norm = (held.norm[0], held.norm[1] * held.factors.unscale)
+                held.factors = held.factors._replace(unscale=1.0)
+            held.home = wide.segments[segment.position]
+        self._store.drop(GRAD, bucket.id)
+
+    def _home_for(self, bucket: Bucket, *, wide: bool) -> Home:
+        """Return the home for a bucket's gradients, wide where they are, or must be, or will be."""
+        if not self._masters.has(bucket):
+            return self._store.get(Kind.GRAD, GRAD, bucket)
+        narrow = self._store.homes.get((GRAD, bucket.id))
+        there = self._store.homes.get((WIDE, bucket.id))
+        if there is None and narrow is None and (wide or self._summed):
+            return self._store.get(Kind.GRAD, WIDE, bucket, torch.float32)
+        if narrow is not None and wide:
+            self.widen(bucket.segments[0])
+            return self._store.homes[WIDE, bucket.id]
+        return there or self._store.get(Kind.GRAD, GRAD, bucket)
+
+    def _shaped(self, segment: Segment, grad: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return a gradient in the parameter's own strides, and in ``dtype``."""
+        spec = segment.spec
+        grad = grad.resolve_conj().resolve_neg()
+        if tuple(grad.stride()) != spec.stride or grad.dtype != dtype:
+            same = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=grad.device)
+            return same.copy_(grad)
+        plain: torch.Tensor = grad
+        return plain
+
+    # -- norms -----------------------------------------------------------------------------------
+
+    def measure(self, grad: torch.Tensor, ord: float, segment: Segment) -> torch.Tensor:
+        """Return the norm torch takes of a whole tensor: of fp32 numbers where a master is."""
+        dtype = torch.float32 if self.has_master(segment) else None
+        norm: torch.Tensor = torch.linalg.vector_norm(grad, ord, dtype=dtype)
+        return norm
+
+    def has_master(self, segment: Segment) -> bool:
+        """Whether a parameter's gradients add up in fp32."""
+        return self._masters.has(self._bucket(segment))
+
+    # -- at the end of a step --------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Bring every gradient home: what is held outside is copied, what is added has been."""
+        self.flight.finish()
+        self._summed, self._sums = self._sums, False
+
+    def closed(self, index: int) -> Factors | None:
+        """Return a gradient's pending factors, with its bytes at home; None when it has none."""
+        grad = get_grad(self._params[index])
+        if grad is None:
+            return None
+        slot = grad.slot if isinstance(grad, LazyGrad) else None
+        mine = slot is not None and self._slots.get(index, _gone)() is slot
+        if slot is None or not mine or slot.value is not None:
+            value = slot.keep() if slot is not None else grad.detach()
+            assert_dense(value, self._layout.home[index][1].spec.name)
+            slot = self._take(index, value, scaled=False)
+            self.flight.finish()
+        slot.landed()
+        return slot.factors
+
+    def norms(self) -> list[torch.Tensor]:
+        """Return the 2-norm of every gradient there is, pending factors applied."""
+        grads = [g for g in map(get_grad, self._params) if g is not None]
+        wide = (g if isinstance(g, LazyGrad) else g.float() for g in grads)
+        return [torch.linalg.vector_norm(grad, 2.0) for grad in wide]
+
+    def home(self, bucket: Bucket) -> torch.Tensor:
+        """Return a bucket's gradients at home, one index space; `closed` says which are there."""
+        return self._homes(bucket).flat
+
+    def segment(self, segment: Segment) -> torch.Tensor:
+        """Return one gradient at home."""
+        return self._homes(self._bucket(segment)).segments[segment.position]
+
+    def _homes(self, bucket: Bucket) -> Home:
+        wide = self._store.homes.get((WIDE, bucket.id))
+        return wide or self._store.homes[GRAD, bucket.id]
+
+    def lend(self, bucket: Bucket, job: Job, *, written: bool) -> None:
+        """An update reads a bucket's gradients; when it applies the factors, they pend no more."""
+        self._updates[bucket.id] = job
+        for segment in bucket.segments:
+            slot = self._slots.get(segment.index, _gone)()
+            if slot is not None and slot.value is None:
+                slot.job = job
+                if written:
+                    slot.factors, slot.norm = NONE, None
+
+    def let_go(self, bucket: Bucket) -> None:
+        """Give a bucket's gradient home back when nobody has a gradient in it any more."""
+        job = self._updates.get(bucket.id)
+        if job is not None and not job.done:
+            return
+        self._updates.pop(bucket.id, None)
+        slots = (self._slots.get(s.index, _gone)() for s in bucket.segments)
+        if self._device.cheap_slabs and all(s is None or s.value is not None for s in slots):
+            self._store.drop(GRAD, bucket.id)
+            self._store.drop(WIDE, bucket.id)
+
+    def land(self, ticket: Ticket) -> None:
+        """Block until a copy has landed."""
         self._device.sync(ticket)
-        self._flight_bytes -= source.numel()
+
+    def reset(self) -> None:
+        """Forget arrivals and finish what is under way (after an error, or at the end)."""
+        self._pending.clear()
+        self.flight.close()
+
+    def _bucket(self, segment: Segment) -> Bucket:
+        return self._layout.buckets[self._layout.home[segment.index][0]]
+
+
+def same_threads(n_threads: int) -> None:
+    """Let torch use as many threads here as it does there: a norm's bits depend on it."""
+    if torch.get_num_threads() != n_threads:
+        torch.set_num_threads(n_threads)
 
 
 def holders(param: torch.Tensor) -> int:

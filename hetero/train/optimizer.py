@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
+from hetero.train.precision import LossScaler
 
 HOOKS = tuple(
     f"_optimizer_{what}_{when}_hooks"
@@ -18,9 +19,15 @@ HOOKS = tuple(
     for when in ("pre", "post")
 )
 
+MASTERS, SCALER = "masters", "scaler"
+
 
 class Engine(Protocol):
     """What the optimizer asks of the engine."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether loss scaling skipped the last step."""
 
     def step(self, optimizer: Optimizer) -> None:
         """Update all parameters that have a gradient."""
@@ -34,16 +41,32 @@ class Engine(Protocol):
     def owns(self, param: torch.Tensor) -> bool:
         """Return whether a parameter belongs to the prepared model."""
 
+    def finish(self) -> None:
+        """Wait until every update is done; raises what one of them raised."""
+
+    def saved_masters(self) -> dict[int, torch.Tensor]:
+        """Return what a state dict keeps of masters, by the parameter's id."""
+
+    def load_master(self, param: torch.Tensor, low: torch.Tensor) -> None:
+        """Take back what a state dict kept of a parameter's master."""
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The dynamic loss scale, under precision="fp16"."""
+
 
 class Optimizer(torch.optim.Optimizer):
     """Steps the given torch optimizer's arithmetic under hetero's budget.
 
     ``param_groups`` is the original optimizer's list, so schedulers built on either see the same
     learning rates. ``state[p]`` has torch's keys, shapes and dtypes; its tensors are the homes.
+    `step` returns once the step is closed; updates go on while the next forward computes, and what
+    reads parameters or states waits for them.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, engine: Engine) -> None:
         groups = [dict(group) for group in inner.param_groups]
+        self.known_state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         super().__init__(groups, dict(inner.defaults))
         self.inner = inner
         self._engine = engine
@@ -52,6 +75,31 @@ class Optimizer(torch.optim.Optimizer):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
         self.state = defaultdict(dict, {p: dict(state) for p, state in inner.state.items()})
+
+    @property  # type: ignore[override]
+    def state(self) -> defaultdict[torch.Tensor, dict[str, Any]]:
+        """The states after the last step: updates that are still under way are waited for.
+
+        The engine itself reads ``known_state``, which does not wait.
+        """
+        engine = getattr(self, "_engine", None)  # torch's constructor reads this too
+        if engine is not None:
+            engine.finish()
+        return self.known_state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, dict[str, Any]]) -> None:
+        self.known_state = value
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether loss scaling skipped the last step, because a gradient was not finite."""
+        return self._engine.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """The number the next loss is multiplied by; 1 without loss scaling."""
+        return 1.0 if self._engine.scaler is None else self._engine.scaler.scale
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -112,8 +160,33 @@ class Optimizer(torch.optim.Optimizer):
             self.state[of_id[key]] = self._engine.adopt(of_id[key], dict(value))
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
+        for key, low in state_dict.get(MASTERS, {}).items():
+            self._engine.load_master(of_id[key], low)
+        if self._engine.scaler is not None and SCALER in state_dict:
+            self._engine.scaler.load_state_dict(state_dict[SCALER])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict; tensors are aliases of the homes, as torch's are of its own.
+
+        Under "bf16" and "fp16" it also has, beside torch's keys, what the working weights leave of
+        their masters ("masters", by parameter number) and the loss scale ("scaler").
+        """
+        packed = super().state_dict()
+        packed["state"] = {k: v for k, v in packed["state"].items() if v}
+        for state in packed["state"].values():  # an alias is noticed by the storage's use count
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    state[key] = value.detach()
+        masters = self._engine.saved_masters()
+        if masters:
+            params = chain.from_iterable(group["params"] for group in self.param_groups)
+            numbered = enumerate(params)
+            packed[MASTERS] = {n: masters[id(p)] for n, p in numbered if id(p) in masters}
+        if self._engine.scaler is not None:
+            packed[SCALER] = self._engine.scaler.state_dict()
+        return packed
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError(

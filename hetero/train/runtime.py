@@ -8,8 +8,9 @@ saved weight is unpacked and closes when another unit's is, or when the pass end
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from torch.utils._pytree import tree_iter
 
 from hetero.device import ALONE, Device, use_count
 from hetero.errors import StateError
-from hetero.memory.layout import Layout
+from hetero.memory.layout import Layout, Segment
 from hetero.memory.manager import ChunkManager
 from hetero.plan.schedule import Op
 from hetero.plan.trace import Access
 from hetero.train import fault, swizzle
 from hetero.train.activation import CHANGED, Saved, SavedTensors, guard_hooks
 from hetero.train.grads import GradStore
+from hetero.train.precision import Masters
 from hetero.train.swizzle import Swizzle
 from hetero.train.tracer import Cursor
 from hetero.types import Phase
@@ -46,6 +48,7 @@ class Runtime:
         device: Device,
         manager: ChunkManager,
         grads: GradStore,
+        masters: Masters,
         train: Cursor,
         evaluate: Cursor,
         stepped: bool = True,
@@ -54,6 +57,7 @@ class Runtime:
         self.needs = needs
         self.manager = manager
         self.grads = grads
+        self._masters = masters
         self.train = train
         self.evaluate = evaluate
         self.active = train
@@ -68,6 +72,8 @@ class Runtime:
         self._sources: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self.closed = False
         self._stepped = stepped  # whether an optimizer's step ends a trace
+        self._late: deque[Op] = deque()  # planned fetches whose homes are still being updated
+        self.scaled: Callable[[], AbstractContextManager[float]] = lambda: nullcontext(1.0)
 
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Take the parameters over as placeholders; their homes hold the values already."""
@@ -89,7 +95,7 @@ class Runtime:
         self.grads.flush_pending()
         phase = self._phase()
         buckets = self.needs[unit]
-        self.manager.pin(buckets, phase.value)
+        self._pin(buckets, phase.value)
         self._bind(buckets)
         try:
             self._look_ahead(phase, unit, buckets)
@@ -129,7 +135,7 @@ class Runtime:
     @contextmanager
     def lend(self, buckets: Sequence[int], why: str) -> Iterator[None]:
         """Hold buckets and bind their parameters for the length of a block."""
-        self.manager.pin(buckets, why)
+        self._pin(buckets, why)
         self._bind(buckets)
         try:
             yield
@@ -172,19 +178,40 @@ class Runtime:
     def _unbind(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
             for position in self.swizzle.unbind(bucket):
-                segment = self.layout.buckets[bucket].segments[position]
-                self.manager.write(bucket, segment.offset, segment.end)
+                self._note_write(self.layout.buckets[bucket].segments[position])
         self.manager.unpin(buckets)
+
+    def _note_write(self, segment: Segment) -> None:
+        self.manager.write(self.layout.home[segment.index][0], segment.offset, segment.end)
+        self._masters.written(segment)
 
     def _look_ahead(self, phase: Phase, unit: int, buckets: tuple[int, ...]) -> None:
         self.active = self.evaluate if phase is Phase.EVAL else self.train
         self.issue(self.active.observe(Access(phase, unit, buckets)))
 
     def issue(self, ops: Sequence[Op]) -> None:
-        """Carry out planned ops; one that does not fit any more is skipped (it is advice)."""
-        for op in ops:
-            if not op.demand:
-                self.manager.prefetch(op.bucket, op.start, op.evict)
+        """Carry out planned ops; one that does not fit any more is skipped (it is advice).
+
+        A fetch whose home is still being updated is late, and those behind it wait with it, in
+        order: the addresses of a plan are right only in its own order.
+        """
+        self._late.extend(op for op in ops if not op.demand)
+        while self._late and not self.manager.updating(self._late[0].bucket):
+            op = self._late.popleft()
+            self.manager.prefetch(op.bucket, op.start, op.evict)
+
+    def border(self) -> None:
+        """A step was made: what is late belongs to the old one; begin to prefetch for the next."""
+        self._late.clear()
+        self.issue(self.train.border())
+
+    def _pin(self, buckets: Sequence[int], why: str) -> None:
+        """Pin buckets, after the late fetches among which theirs are: the plan knew a place."""
+        missing = [b for b in buckets if b not in self.manager.replicas] if self._late else []
+        while any(op.bucket in missing for op in self._late):
+            op = self._late.popleft()
+            self.manager.prefetch(op.bucket, op.start, op.evict)
+        self.manager.pin(buckets, why)
 
     # -- accesses of backward --------------------------------------------------------------------
 
@@ -221,7 +248,7 @@ class Runtime:
             what = f"parameter {segment.spec.name!r} of shape {list(segment.spec.shape)}"
             raise RuntimeError(CHANGED.format(what=what, now=now, then=saved.version))
         if _task() == NO_TASK:
-            self.manager.pin((bucket,), "saved")
+            self._pin((bucket,), "saved")
             view = self._view(bucket, segment.offset, saved)
             self.manager.unpin((bucket,))
             return view
@@ -236,7 +263,7 @@ class Runtime:
         self._close_backward()
         unit = self.layout.buckets[bucket].unit
         buckets = self.needs[unit] if bucket in self.needs[unit] else (bucket,)
-        self.manager.pin(buckets, Phase.BACKWARD.value)
+        self._pin(buckets, Phase.BACKWARD.value)
         self._open = (unit, buckets)
         self._look_ahead(Phase.BACKWARD, unit, buckets)
 
@@ -295,7 +322,7 @@ class Runtime:
         if func == torch.Tensor.detach:
             self.manager.show_home(bucket)
             return home.detach()
-        home.copy_(args[1])
+        self._masters.assign(segment, args[1])
         torch.autograd.graph.increment_version(param)
         self.manager.renew(bucket)
         return param
@@ -357,7 +384,7 @@ class Runtime:
                     advice="copy: backup = p.detach().clone(), and p.data.copy_(new)",
                 )
             view.copy_(value)
-            self.manager.write(bucket, segment.offset, segment.end)
+            self._note_write(segment)
         # torch would alias the two from here on; a later write to `value` must not go unseen, nor
         # a graph that saved the old bytes
         torch.autograd.graph.increment_version(param)
@@ -428,8 +455,7 @@ class Runtime:
     def _note_writes(self, bucket: int) -> None:
         """Mark what was written to a bucket while it is still bound."""
         for position in self.swizzle.written(bucket):
-            segment = self.layout.buckets[bucket].segments[position]
-            self.manager.write(bucket, segment.offset, segment.end)
+            self._note_write(self.layout.buckets[bucket].segments[position])
 
     def _functorch_refusal(self) -> StateError:
         return StateError(fault.FUNCTORCH[0], advice=fault.FUNCTORCH[1])

@@ -59,6 +59,15 @@ class Cursor:
         self.schedule = self._build(trace)
         self._uses = trace.uses()
 
+    def order(self) -> dict[int, int]:
+        """Return for every bucket of this step, or of the planned one, which comes how early."""
+        accesses = self.schedule.trace.accesses if self.schedule else tuple(self._seen)
+        found: dict[int, int] = {}
+        for access in accesses:
+            for bucket in access.buckets:
+                found.setdefault(bucket, len(found))
+        return found
+
     def replan(self) -> None:
         """The limits changed: plan again for the trace that is being followed."""
         if self.schedule is not None:

@@ -35,6 +35,7 @@ RIGHT = {
     (FILLING, CLEAN, "fail"),
     (CLEAN, DIRTY, "write"),
     (CLEAN, FILLING, "fetch"),
+    (CLEAN, FILLING, "update"),
     (CLEAN, ABSENT, "evict"),
     (CLEAN, ABSENT, "discard"),
     (DIRTY, DIRTY, "write"),

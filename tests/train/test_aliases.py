@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import signal
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import hetero
 from hetero import StateError
 from hetero.api import engine_of
+from hetero.train.rules import Rule
 from tests.equivalence.harness import adamw, compare, measure, same, sgd, smallest, values
 from tests.equivalence.zoo import Block, Case, Loop, Stack, loss_of, tokens
 
@@ -217,27 +219,28 @@ def test_a_step_that_cannot_be_made_changes_nothing() -> None:
     )
 
 
-def test_after_an_interrupted_update_the_model_is_what_its_state_dict_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_waits_until_the_update_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Stack()
     model, optimizer = prepared()
+    plain.load_state_dict(model.state_dict())
+    theirs = sgd(plain)
     loss_of(model, data()).backward()
-    updater = engine_of(model).updater
-    calls = iter(range(9))
-    inner = updater._call
+    loss_of(plain, data()).backward()
+    calls, run = iter(range(99)), Rule.run
 
     def interrupted(*args: Any) -> Any:
         if next(calls) == 5:
-            raise KeyboardInterrupt
-        return inner(*args)
+            signal.raise_signal(signal.SIGINT)
+        return run(*args)
 
-    monkeypatch.setattr(updater, "_call", interrupted)
+    monkeypatch.setattr(Rule, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    plain = Stack()
-    plain.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        assert torch.equal(plain(data()), model(data()))
+    monkeypatch.undo()
+    theirs.step()
+    assert next(calls) > 5
+    for ours, torchs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.equal(ours, torchs)
 
 
 def test_a_write_and_a_step_inside_gathered_both_count() -> None:

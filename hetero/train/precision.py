@@ -1,0 +1,223 @@
+"""Precision: 2-byte working weights, the exact fp32 master behind each, and loss scaling (floor 2).
+
+Under "bf16" a master is kept in two halves: the working weight is the upper one, rounded to
+nearest with ties away from zero, and an int16 home ("low") holds the difference, so that the two
+take the master's own 4 bytes. Under "fp16", whose bits are not a part of fp32's, the home ("low")
+is the fp32 master itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from hetero.errors import ConfigError
+from hetero.memory.layout import Bucket, Layout, Segment
+from hetero.memory.slab import Home, HomeStore
+from hetero.train.kernel import join, split_
+from hetero.types import Kind
+
+WORKING = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
+LOW = "low"
+
+
+def working_dtypes(
+    model: nn.Module, precision: str, keep_fp32: Sequence[str]
+) -> dict[int, torch.dtype]:
+    """Return the dtype of every parameter while the model computes, by the parameter's id.
+
+    Raises ConfigError for a pattern of ``keep_fp32`` that names no module.
+    """
+    kept = _kept(model, keep_fp32)
+    working = WORKING.get(precision)
+    found: dict[int, torch.dtype] = {}
+    for param in model.parameters():
+        converts = working is not None and param.dtype in CONVERTED
+        if converts and working is not None:
+            found[id(param)] = torch.float32 if id(param) in kept else working
+        else:
+            found[id(param)] = param.dtype
+    return found
+
+
+def _kept(model: nn.Module, patterns: Sequence[str]) -> set[int]:
+    """Return the ids of the parameters of all modules that a pattern names."""
+    kept: set[int] = set()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for pattern in patterns:
+        named = [m for name, m in modules.items() if fnmatchcase(name, pattern)]
+        if not named:
+            raise ConfigError(
+                f"keep_fp32: {pattern!r} matches no module",
+                advice=f"names look like {', '.join(list(modules)[1:5])}",
+            )
+        kept.update(id(p) for module in named for p in module.parameters())
+    return kept
+
+
+def low_dtype(precision: str) -> torch.dtype | None:
+    """Return the dtype of what is kept beside working weights; None where nothing is."""
+    return {"bf16": torch.int16, "fp16": torch.float32}.get(precision)
+
+
+def row(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's elements in the order of memory, as one dimension."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
+class Masters:
+    """The fp32 masters of all trainable buckets of working weights."""
+
+    def __init__(self, precision: str, layout: Layout, store: HomeStore) -> None:
+        self._dtype = low_dtype(precision)
+        self._working = WORKING.get(precision)
+        self._layout = layout
+        self._store = store
+        self._loaded: set[int] = set()  # whose difference came from a state dict
+        self._written: set[int] = set()  # whose weight was written on the device
+
+    def has(self, bucket: Bucket) -> bool:
+        """Whether a bucket's working weights have masters."""
+        return bucket.trainable and bucket.dtype is self._working
+
+    def low(self, bucket: Bucket) -> Home:
+        """Return the home of what a bucket's working weights leave of their masters."""
+        return self._store.get(Kind.MASTER, LOW, bucket, self._dtype)
+
+    def assign(self, segment: Segment, value: torch.Tensor) -> None:
+        """Make ``value`` a parameter's master, or what rounds it to its working dtype.
+
+        A value of the working dtype keeps what a state dict has loaded for the difference.
+        """
+        bucket = self._bucket(segment)
+        home = self._store.homes[Kind.PARAM.value, bucket.id].segments[segment.position]
+        if bucket.dtype is not self._working:
+            home.copy_(value)
+            return
+        if value.dtype is self._working:
+            home.copy_(value)
+            self.reset_unless_loaded(segment)
+            return
+        exact = torch.empty_strided(
+            home.shape, home.stride(), dtype=torch.float32, device=home.device
+        ).copy_(value.detach())
+        if self.has(bucket):
+            low = self.low(bucket).segments[segment.position]
+        else:  # a frozen weight: rounded the same way, and nothing is kept of it
+            low = torch.empty_like(home, dtype=self._dtype)
+        split_(row(exact), row(home), row(low))
+
+    def value(self, segment: Segment) -> torch.Tensor:
+        """Return a parameter's master, or without one its weight, as an fp32 tensor of its own."""
+        bucket = self._bucket(segment)
+        home = self._store.homes[Kind.PARAM.value, bucket.id].segments[segment.position]
+        if not self.has(bucket):
+            return home.float()
+        exact = torch.empty_strided(
+            home.shape, home.stride(), dtype=torch.float32, device=home.device
+        )
+        row(exact).copy_(join(row(home), row(self.low(bucket).segments[segment.position])))
+        return exact
+
+    def reset_unless_loaded(self, segment: Segment) -> None:
+        """As `reset`, but a difference that was loaded belongs to the weights loaded beside it."""
+        if segment.index not in self._loaded:
+            self.reset(segment)
+
+    def reset(self, segment: Segment) -> None:
+        """A working weight was written: it is its own master now."""
+        bucket = self._bucket(segment)
+        if self.has(bucket):
+            home = self._store.homes[Kind.PARAM.value, bucket.id].segments[segment.position]
+            self._reset(home, self.low(bucket).segments[segment.position], None)
+
+    def written(self, segment: Segment) -> None:
+        """A working weight was written as a whole, as far as one can tell; it comes home next."""
+        if self.has(self._bucket(segment)):
+            self._written.add(segment.index)
+
+    def overwriting(self, bucket: Bucket, start: int, end: int) -> Callable[[], None]:
+        """Weights [start, end) at home are about to be overwritten; call the result afterwards."""
+        if not self.has(bucket):
+            return lambda: None
+        home = self._store.homes[Kind.PARAM.value, bucket.id]
+        before = home.flat[start:end].clone()
+
+        def landed() -> None:
+            self.reset_changed(bucket, start, before)
+            for segment in bucket.segments:
+                inside = start <= segment.offset and segment.end <= end
+                if inside and segment.index in self._written:
+                    self._written.discard(segment.index)
+                    self.reset(segment)
+
+        return landed
+
+    def reset_changed(self, bucket: Bucket, start: int, before: torch.Tensor) -> None:
+        """Make the weights from element ``start`` that differ from ``before`` their own masters."""
+        end = start + before.numel()
+        home = self._store.homes[Kind.PARAM.value, bucket.id].flat[start:end]
+        changed = home.view(torch.int16) != before.view(torch.int16)
+        if bool(changed.any()):
+            self._reset(home, self.low(bucket).flat[start:end], changed)
+
+    def _reset(self, home: torch.Tensor, low: torch.Tensor, where: torch.Tensor | None) -> None:
+        fresh = home.float() if low.dtype is torch.float32 else torch.zeros_like(low)
+        low.copy_(fresh if where is None else torch.where(where, fresh, low))
+
+    # -- state dicts -----------------------------------------------------------------------------
+
+    def load(self, segment: Segment, low: torch.Tensor) -> None:
+        """Take a saved difference; it belongs to the weights loaded before or next."""
+        self.low(self._bucket(segment)).segments[segment.position].copy_(low)
+        self._loaded.add(segment.index)
+
+    def settle(self) -> None:
+        """An update uses the masters: from now on a written weight is its own master again."""
+        self._loaded.clear()
+
+    def saved(self, segment: Segment) -> torch.Tensor | None:
+        """Return what a state dict keeps of a parameter's master, as an alias of its home."""
+        bucket = self._bucket(segment)
+        return self.low(bucket).segments[segment.position].detach() if self.has(bucket) else None
+
+    def _bucket(self, segment: Segment) -> Bucket:
+        return self._layout.buckets[self._layout.home[segment.index][0]]
+
+
+class LossScaler:
+    """Dynamic loss scaling, with the rules and defaults of `torch.amp.GradScaler`.
+
+    The scale is a power of two, so that unscaling is exact.
+    """
+
+    growth_factor = 2.0
+    backoff_factor = 0.5
+
+    def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.scale = scale
+        self.growth_interval = growth_interval
+        self.good_steps = 0
+
+    def update(self, *, finite: bool) -> None:
+        """Note whether a step's gradients were finite; grow after ``growth_interval`` that were."""
+        if not finite:
+            self.scale *= self.backoff_factor
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale *= self.growth_factor
+            self.good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a resumed run needs."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue where ``state_dict`` was taken."""
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

@@ -1,0 +1,126 @@
+"""Closing steps, and carrying them out while the next forward computes (floor 2).
+
+`close` does what makes a step exact: gradients home, norm, clip, finiteness, and the settings of
+the groups as they are now. What is left is work on homes, one job a bucket, for the worker. An error
+in one surfaces wherever somebody waits for that bucket, and in the next `close`; the jobs behind it
+give up with the same error, so nothing hangs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetero.errors import StateError
+from hetero.train.grads import GradStore
+from hetero.train.precision import LossScaler
+from hetero.train.rules import Group, State
+from hetero.train.updater import Update, Updater
+from hetero.train.worker import Job, Slice, Worker
+
+
+class Stepper:
+    """The steps of one prepared model and its optimizer."""
+
+    def __init__(
+        self,
+        updater: Updater,
+        grads: GradStore,
+        worker: Worker,
+        *,
+        scaler: LossScaler | None,
+        pause: Slice | None = None,
+    ) -> None:
+        self.updater = updater
+        self.scaler = scaler
+        self.skipped = False
+        self.surfaced = False  # whether somebody was told of an update that failed
+        self._grads = grads
+        self._worker = worker
+        self._pause = pause
+        self._jobs: list[Job] = []
+        self._failed: BaseException | None = None
+        if scaler is not None:
+            grads.scaling, grads.norm_ord = False, 2.0
+            grads.unscale = 1.0 / scaler.scale
+
+    @contextmanager
+    def scaled(self) -> Iterator[float]:
+        """Scale the loss by what is given, and run its backward pass inside; 1 without fp16."""
+        if self.scaler is None:
+            yield 1.0
+            return
+        self._grads.scaling, self._grads.unscale = True, 1.0 / self.scaler.scale
+        try:
+            yield self.scaler.scale
+        finally:
+            self._grads.scaling = False
+
+    def close(
+        self,
+        groups: Sequence[Group],
+        states: defaultdict[torch.Tensor, State],
+        clip: Callable[[], Any] | None = None,
+    ) -> list[Update]:
+        """Return what every bucket's update does; nothing when loss scaling skips the step."""
+        self.finish()
+        self._grads.finish()
+        self.skipped = False
+        if self.scaler is not None:
+            norms = self._grads.norms()
+            if not norms:
+                raise StateError(
+                    "no gradient to step with", advice="call hetero.backward(loss) before step()"
+                )
+            self.skipped = not math.isfinite(float(torch.stack([n.cpu() for n in norms]).sum()))
+        if self.scaler is not None:
+            self.scaler.update(finite=not self.skipped)
+        if self.skipped:
+            return []
+        if clip is not None:
+            clip()
+        return self.updater.close(groups, states)
+
+    def begin(self, update: Update, *, at_once: bool) -> Job:
+        """Give a bucket's update to the worker, or make a job that its first waiter does."""
+        slices = [partial(self._run, work) for work in update.slices]
+        job = Job(slices, finish=partial(_all, update.finishes))
+        self._grads.lend(update.bucket, job, written=update.scales)
+        self._jobs.append(job)
+        if not (at_once or update.fresh):
+            self._worker.submit(job)
+        return job
+
+    def _run(self, work: Slice) -> None:
+        if self._failed is not None:
+            raise self._failed
+        if self._pause is not None:
+            self._pause()
+        try:
+            work()
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def finish(self) -> None:
+        """Wait for every update of the last step; raises the first error of any, ever."""
+        jobs, self._jobs = self._jobs, []
+        try:
+            for job in jobs:
+                job.wait()
+            if self._failed is not None:
+                raise self._failed
+        except BaseException:
+            self.surfaced = True
+            raise
+
+
+def _all(work: Sequence[Slice]) -> None:
+    for part in work:
+        part()

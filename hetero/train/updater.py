@@ -1,0 +1,374 @@
+"""The updater: what a step does to each bucket, closed at once and carried out later (floor 2).
+
+`Updater.close` looks at every gradient, takes the groups' settings as they are at that moment, and
+says for each bucket which slices of work its update is. Nothing is updated yet: the engine gives
+the buckets to the worker in the order in which the next forward needs them.
+
+Two arithmetics. Parameters that keep their dtype are updated by the user's optimizer class itself
+(rules.py), on flat runs where that gives the same bits. Working weights with an fp32 master are
+updated by the written formulas (formulas.py) in one pass of the kernel, or of torch where there is
+none; rules without a formula run on a whole tensor's master.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from hetero.memory.layout import Bucket, Layout, Segment
+from hetero.memory.slab import Home, HomeStore
+from hetero.train import kernel
+from hetero.train.formulas import Formula, formula_of
+from hetero.train.grads import NONE, Factors, GradStore
+from hetero.train.precision import Masters
+from hetero.train.rules import BLOCK_SCALES, Group, Rule, State, is_elementwise
+from hetero.train.worker import Slice
+from hetero.types import Kind
+
+RULE_NUMEL = 2**18  # elements per call of a rule: below, the calls themselves begin to cost
+KERNEL_NUMEL = 2**20
+PARAM = Kind.PARAM.value
+EXACT = BLOCK_SCALES | {"step"}  # states that keep their dtype when they are loaded
+
+
+@dataclass(slots=True)
+class Update:
+    """What one bucket's update does: slices that may run at once, and what comes behind them."""
+
+    bucket: Bucket
+    slices: list[Slice] = field(default_factory=list)
+    finishes: list[Slice] = field(default_factory=list)
+    fresh: bool = False
+    """Whether states appear, which is not left to a thread."""
+    scales: bool = False
+    """Whether the stored gradients are multiplied by their pending factors on the way."""
+    touched: list[int] = field(default_factory=list)
+    """Indices of the parameters."""
+
+
+class Ready(NamedTuple):
+    """A parameter with a gradient at home: its state, and what the gradient is multiplied by."""
+
+    segment: Segment
+    state: State
+    factors: tuple[float, ...]
+
+
+class Piece(NamedTuple):
+    """Neighbouring parameters that are updated as one: they share scalars and factors."""
+
+    rows: tuple[Ready, ...]
+    fresh: bool
+
+    @property
+    def first(self) -> Ready:
+        return self.rows[0]
+
+    def cuts(self, bucket: Bucket, numel: int) -> Iterator[tuple[int, int]]:
+        """Cut the run at chunk borders, so that what is updated at once stays in the cache."""
+        at, end = self.first.segment.offset, self.rows[-1].segment.end
+        size = bucket.chunk_numel * max(1, numel // bucket.chunk_numel)
+        while at < end:
+            stop = min(end, (at // size + 1) * size)
+            yield at, stop
+            at = stop
+
+
+class Updater:
+    """Updates homes from gradients at home, and keeps the states torch would keep.
+
+    States that have a parameter's shape live in homes of the bucket (kind STATE), the others as
+    they are; ``states`` passed to `close` maps a parameter to the dict torch has in ``state[p]``,
+    which updates fill in place.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        params: Sequence[torch.nn.Parameter],
+        layout: Layout,
+        *,
+        grads: GradStore,
+        store: HomeStore,
+        masters: Masters,
+        native: kernel.Library | None,
+    ) -> None:
+        self.rule = Rule(inner)
+        self.formula: Formula | None = formula_of(type(inner))
+        self.native = native
+        self._params = params
+        self._index = {id(p): i for i, p in enumerate(params)}
+        self._layout = layout
+        self._grads = grads
+        self._store = store
+        self._masters = masters
+        self._stepped: set[int] = set()
+
+    # -- closing a step --------------------------------------------------------------------------
+
+    def close(
+        self, groups: Sequence[Group], states: defaultdict[torch.Tensor, State]
+    ) -> list[Update]:
+        """Return the updates of all buckets that have gradients; nothing is updated yet.
+
+        All gradients are brought home and looked at before the first state is made, so that a
+        gradient that cannot be stepped leaves everything as it was.
+        """
+        ready = [(group, self._ready(group, states)) for group in groups]
+        updates: dict[int, Update] = {}
+        for group, rows in ready:
+            settings = {k: _frozen(v) for k, v in group.items() if k != "params"}
+            for bucket, members in self._by_bucket(rows):
+                update = updates.setdefault(bucket.id, Update(bucket))
+                self._draft(update, settings, members)
+        self._masters.settle()
+        return list(updates.values())
+
+    def _ready(self, group: Group, states: defaultdict[torch.Tensor, State]) -> list[Ready]:
+        found: list[tuple[Segment, Factors]] = []
+        for param in group["params"]:
+            index = self._index.get(id(param), -1)
+            factors = self._grads.closed(index) if index >= 0 else None
+            if factors is not None:
+                found.append((self._layout.home[index][1], factors))
+        numbers = iter(numbers_of([f for _, f in found]))
+        return [
+            Ready(segment, self.adopt(segment, states[self._params[segment.index]]), number)
+            for (segment, _), number in zip(found, numbers, strict=True)
+        ]
+
+    def _by_bucket(self, rows: Sequence[Ready]) -> Iterator[tuple[Bucket, list[Ready]]]:
+        found: dict[int, list[Ready]] = {}
+        for row in rows:
+            found.setdefault(self._bucket(row.segment).id, []).append(row)
+        for bucket_id, members in found.items():
+            yield (
+                self._layout.buckets[bucket_id],
+                sorted(members, key=lambda row: row.segment.position),
+            )
+
+    def _draft(self, update: Update, group: Group, rows: list[Ready]) -> None:
+        bucket = update.bucket
+        draft: Callable[[Update, Group, list[Ready]], None]
+        if self._masters.has(bucket):
+            draft = self._draft_formula if self.formula is not None else self._draft_masters
+        elif self.rule.may_flatten(group, bucket.dtype):
+            draft = self._draft_flat
+        else:
+            draft = self._draft_whole
+        made_here = self._masters.has(bucket) and self.formula is not None
+        fresh = {row.segment.index for row in rows} - self._stepped
+        update.fresh |= bool(fresh) and not made_here
+        self._stepped |= fresh
+        draft(update, group, rows)
+        update.touched.extend(row.segment.index for row in rows)
+
+    # -- the formulas, on masters ----------------------------------------------------------------
+
+    def _draft_formula(self, update: Update, group: Group, rows: list[Ready]) -> None:
+        formula, bucket = self.formula, update.bucket
+        if formula is None:
+            return
+        fills = formula.arrays(group)
+        homes = {k: self._store.get(Kind.STATE, k, bucket, torch.float32) for k in fills}
+        fresh = [any(k not in row.state for k in fills) or not row.state for row in rows]
+        for row, new in zip(rows, fresh, strict=True):
+            if new:
+                self._begin(row, formula.scalars(group), fills, homes)
+        for piece in self._pieces(rows, fresh):
+            scalars = {k: float(piece.first.state[k]) for k in formula.scalars(group)}
+            numbers, after = formula.coefficients(group, scalars, piece.fresh)
+            for row in piece.rows:
+                for key, value in after.items():
+                    row.state[key].fill_(value)
+            for start, end in piece.cuts(bucket, KERNEL_NUMEL):
+                update.slices.append(
+                    partial(
+                        kernel.update,
+                        formula,
+                        numbers,
+                        param=self._store.homes[PARAM, bucket.id].flat[start:end],
+                        low=self._masters.low(bucket).flat[start:end],
+                        grad=self._grads.home(bucket)[start:end],
+                        states=[homes[k].flat[start:end] for k in fills],
+                        factors=piece.first.factors,
+                        native=self.native,
+                    )
+                )
+
+    def _begin(
+        self,
+        row: Ready,
+        scalars: dict[str, float],
+        fills: dict[str, float],
+        homes: dict[str, Home],
+    ) -> None:
+        """Give a parameter the state that torch begins with."""
+        for key, value in scalars.items():
+            row.state.setdefault(key, torch.tensor(value, dtype=torch.float32))
+        for key, value in fills.items():
+            if key not in row.state:
+                row.state[key] = homes[key].segments[row.segment.position].fill_(value)
+
+    # -- torch's rule, on flat runs --------------------------------------------------------------
+
+    def _draft_flat(self, update: Update, group: Group, rows: list[Ready]) -> None:
+        bucket = update.bucket
+        for piece in self._pieces(rows, [False] * len(rows)):
+            update.scales |= bool(piece.first.factors)
+            after: State = {}
+            for start, end in piece.cuts(bucket, RULE_NUMEL):
+                update.slices.append(
+                    partial(self._run_flat, group, bucket, start, end, piece.first, after)
+                )
+            update.finishes.append(partial(self._share, bucket, piece, after))
+
+    def _run_flat(
+        self, group: Group, bucket: Bucket, start: int, end: int, first: Ready, after: State
+    ) -> None:
+        """Step elements [start, end) of a bucket; ``after`` takes the state with its scalars."""
+        homes = self._store.homes
+        flat = homes[PARAM, bucket.id].flat[start:end]
+        flat.grad = _scaled(self._grads.home(bucket)[start:end], first.factors)
+        shape = first.segment.spec.shape
+        before: State = {
+            key: homes[key, bucket.id].flat[start:end]
+            if is_elementwise(key, value, shape)
+            else _copied(value)
+            for key, value in first.state.items()
+        }
+        (done,) = self.rule.run(group, [flat], [before])
+        for key, value in done.items():
+            if is_elementwise(key, value, flat.shape) and value is not before.get(key):
+                home = self._store.get(Kind.STATE, key, bucket, value.dtype)
+                home.flat[start:end].copy_(value)
+        after.update(
+            {k: _Shaped() if is_elementwise(k, v, flat.shape) else v for k, v in done.items()}
+        )
+
+    def _share(self, bucket: Bucket, piece: Piece, after: State) -> None:
+        """Give every parameter of a run its part of the run's state."""
+        for segment, state, _ in piece.rows:
+            for key, value in after.items():
+                if isinstance(value, _Shaped):
+                    state[key] = self._store.homes[key, bucket.id].segments[segment.position]
+                elif isinstance(state.get(key), torch.Tensor):
+                    state[key].copy_(value)
+                else:
+                    state[key] = _copied(value)
+
+    def _pieces(self, rows: Sequence[Ready], fresh: Sequence[bool]) -> Iterator[Piece]:
+        run: list[Ready] = []
+        key: object = None
+        before = False
+        for row, new in zip(rows, fresh, strict=True):
+            scalars = tuple(
+                (k, float(v) if isinstance(v, torch.Tensor) else v)
+                for k, v in row.state.items()
+                if not is_elementwise(k, v, row.segment.spec.shape)
+            )
+            here = (tuple(row.state), scalars, row.factors, new)
+            if run and (here != key or row.segment.position != run[-1].segment.position + 1):
+                yield Piece(tuple(run), before)
+                run = []
+            key, before = here, new
+            run.append(row)
+        if run:
+            yield Piece(tuple(run), before)
+
+    # -- torch's rule, on whole tensors ----------------------------------------------------------
+
+    def _draft_whole(self, update: Update, group: Group, rows: list[Ready]) -> None:
+        update.scales |= any(row.factors for row in rows)
+        update.slices.append(partial(self._run_whole, group, update.bucket, rows))
+
+    def _run_whole(self, group: Group, bucket: Bucket, rows: list[Ready]) -> None:
+        home = self._store.homes[PARAM, bucket.id]
+        views = [home.segments[row.segment.position] for row in rows]
+        for view, row in zip(views, rows, strict=True):
+            view.grad = _scaled(self._grads.segment(row.segment), row.factors)
+        states = self.rule.run(group, views, [row.state for row in rows])
+        for view, row, state in zip(views, rows, states, strict=True):
+            view.grad = None
+            row.state.update(self.adopt(row.segment, state))
+
+    def _draft_masters(self, update: Update, group: Group, rows: list[Ready]) -> None:
+        update.slices.extend(partial(self._run_master, group, row) for row in rows)
+
+    def _run_master(self, group: Group, row: Ready) -> None:
+        """Step one parameter's fp32 master, and round it to its working weight."""
+        master = self._masters.value(row.segment)
+        grad = self._grads.segment(row.segment)
+        master.grad = _scaled(torch.empty_like(master).copy_(grad), row.factors)
+        (state,) = self.rule.run(group, [master], [row.state])
+        row.state.update(self.adopt(row.segment, state))
+        self._masters.assign(row.segment, master)
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def adopt(self, segment: Segment, state: State, *, own: bool = False) -> State:
+        """Return a state whose tensors of the parameter's shape lie in the homes.
+
+        With ``own`` the other tensors are copied too, as when a state dict is loaded.
+        """
+        for key, value in state.items():
+            if own and isinstance(value, torch.Tensor) and key not in EXACT:
+                value = _cast(value, self._state_dtype(segment))
+            if not is_elementwise(key, value, segment.spec.shape):
+                state[key] = _copied(value) if own else value
+                continue
+            home = self._store.get(Kind.STATE, key, self._bucket(segment), value.dtype)
+            view = home.segments[segment.position]
+            if value is not view:
+                view.copy_(value)
+                state[key] = view
+        return state
+
+    def _state_dtype(self, segment: Segment) -> torch.dtype:
+        return torch.float32 if self._masters.has(self._bucket(segment)) else segment.spec.dtype
+
+    def _bucket(self, segment: Segment) -> Bucket:
+        return self._layout.buckets[self._layout.home[segment.index][0]]
+
+
+class _Shaped:
+    """Stands for a state with one number per element, which lies in a home."""
+
+
+def numbers_of(factors: Sequence[Factors]) -> list[tuple[float, ...]]:
+    """Return pending factors as numbers; waits for the device once, not for each."""
+    clips = [f.clip for f in factors if f.clip is not None]
+    values = iter(torch.stack(clips).tolist() if clips else [])
+    return [
+        tuple(x for x in (f.unscale, 1.0 if f.clip is None else next(values)) if x != 1.0)
+        if f is not NONE
+        else ()
+        for f in factors
+    ]
+
+
+def _scaled(grad: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+    for factor in factors:
+        grad.mul_(factor)
+    return grad
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a loaded state in its parameter's dtype, as torch's load_state_dict does."""
+    return value.to(dtype) if value.is_floating_point() and dtype.is_floating_point else value
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _frozen(value: Any) -> Any:
+    """Return a setting as it is now: tensors among them are changed in place by schedulers."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_frozen(v) for v in value)
+    return _copied(value)

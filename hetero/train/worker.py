@@ -1,0 +1,226 @@
+"""Threads that update homes while the model computes (floor 2).
+
+A `Job` is work on one bucket, cut into slices that may run anywhere at the same time. Worker
+threads take jobs in the order in which they were given, and whoever waits for one helps with its
+slices first: on a machine with one core, or with no thread at all, waiting is doing. Threads never
+touch the device: a job is given when what it reads has landed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+Slice = Callable[[], None]
+
+
+class Job:
+    """Slices of work, ``finish`` behind the last of them, and the jobs that come before it."""
+
+    __slots__ = ("_after", "_done", "_error", "_finish", "_left", "_lock", "_slices")
+
+    def __init__(
+        self,
+        slices: Iterable[Slice],
+        *,
+        finish: Slice | None = None,
+        after: Sequence[Job] = (),
+    ) -> None:
+        self._slices = deque(slices)
+        self._left = len(self._slices)
+        self._finish = finish
+        self._after = tuple(after)
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        if not self._left:
+            self._slices.append(_nothing)
+            self._left = 1
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do, because all is done or because something failed."""
+        return self._done.is_set()
+
+    def help(self) -> bool:
+        """Do one slice; False when none is left to begin."""
+        try:
+            work = self._slices.popleft()
+        except IndexError:
+            return False
+        try:
+            for job in self._after:
+                job.wait()
+            with torch.inference_mode(False), torch.no_grad():
+                work()
+                self._complete()
+        except BaseException as error:
+            self.fail(error)
+        return True
+
+    def _complete(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            if self._finish is not None:
+                self._finish()
+            self._close()
+
+    def fail(self, error: BaseException) -> None:
+        """Give up: no further slice begins, and every `wait` raises ``error``."""
+        with self._lock:
+            self._error = self._error or error
+        self._slices.clear()
+        self._close()
+
+    def _close(self) -> None:
+        self._finish, self._after = None, ()
+        self._done.set()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, if anything did."""
+        return self._error
+
+    def wait(self) -> None:
+        """Return when the job is done, helping with it; raises what it raised, where it did."""
+        if not self._done.is_set():
+            with uninterrupted():
+                while self.help():
+                    pass
+                self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _nothing() -> None: ...
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block: an update is not cut in the middle."""
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    asked: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if asked:
+        raise KeyboardInterrupt
+
+
+class _Queue:
+    """What the threads see: they must not keep their Worker alive."""
+
+    def __init__(self, pick: Callable[[int], int]) -> None:
+        self.jobs: list[Job] = []
+        self.changed = threading.Condition()
+        self.closed = False
+        self.pick = pick
+
+    def next(self) -> Job | None:
+        """Return a job to help with, waiting for one; None when it is time to end."""
+        with self.changed:
+            while not self.jobs and not self.closed:
+                self.changed.wait()
+            return self.jobs[self.pick(len(self.jobs))] if self.jobs else None
+
+    def drop(self, job: Job) -> None:
+        """All slices of a job have begun."""
+        with self.changed:
+            if job in self.jobs:
+                self.jobs.remove(job)
+
+
+class Worker:
+    """Runs jobs on ``n_threads`` threads, which start with the first job.
+
+    Args:
+        n_threads: 0 runs every job where it is given.
+        pick: which of n waiting jobs a thread helps with next (tests reorder here).
+    """
+
+    def __init__(self, n_threads: int, *, pick: Callable[[int], int] = lambda n: 0) -> None:
+        self.n_threads = n_threads
+        self._queue = _Queue(pick)
+        self._threads: list[threading.Thread] = []
+        self._pid = os.getpid()
+        self._at_exit = _closing(weakref.ref(self))
+
+    def submit(self, job: Job) -> Job:
+        """Queue a job; it is done before `Job.wait` returns."""
+        if self.n_threads == 0 or self._pid != os.getpid():  # threads do not survive a fork
+            while job.help():
+                pass
+            return job
+        if not self._threads:
+            self._start()
+        with self._queue.changed:
+            self._queue.jobs.append(job)
+            self._queue.changed.notify_all()
+        return job
+
+    def _start(self) -> None:
+        for number in range(self.n_threads):
+            thread = threading.Thread(
+                target=_loop, args=(self._queue,), name=f"hetero-update-{number}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+        # A thread inside torch while the interpreter ends would abort the process.
+        atexit.register(self._at_exit)
+
+    def close(self) -> None:
+        """End the threads; what they have begun is finished, what waits is left to its waiters."""
+        with self._queue.changed:
+            self._queue.jobs.clear()
+            self._queue.closed = True
+            self._queue.changed.notify_all()
+        if self._pid == os.getpid():
+            for thread in self._threads:
+                thread.join()
+        self._threads.clear()
+        self._queue.closed = False
+        atexit.unregister(self._at_exit)
+
+    def __del__(self) -> None:
+        # Not joined: garbage may be collected on one of these very threads.
+        with self._queue.changed:
+            self._queue.closed = True
+            self._queue.changed.notify_all()
+        atexit.unregister(self._at_exit)
+
+
+def thread_budget() -> int:
+    """Return how many threads may update: all cores of this process but the launching one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) - 1)
+
+
+def _closing(worker: weakref.ref[Worker]) -> Callable[[], None]:
+    def close() -> None:
+        found = worker()
+        if found is not None:
+            found.close()
+
+    return close
+
+
+def _loop(queue: _Queue) -> None:
+    while (job := queue.next()) is not None:
+        if not job.help():
+            queue.drop(job)
+        del job  # what a job holds goes when it is done, not when the next one comes
