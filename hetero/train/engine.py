@@ -479,7 +479,8 @@ class Engine:
     def release(self) -> None:
         """Give back a plain module and the plain optimizer with its states."""
         if self.stepper is not None and self.stepper.surfaced:
-            if self.mode == "paged":  # an update failed, as was said: what there is, is given back
+            self.grads.abandon()  # an update failed, as was said: what there is, is given back
+            if self.mode == "paged":
                 self.manager.abandon()
         elif self.mode == "paged" or self.has_masters:
             (self.runtime if self.mode == "paged" else self.resident).quiesce()

@@ -51,7 +51,7 @@ Update = tuple[Coefficients, Scalars]
 class Ops:
     """IEEE operations on fp32 blocks that torch has not, or not in one rounding, and two scratches.
 
-    ``t`` and ``u`` have the length of the block. The methods overwrite ``t``, and one of them ``u``.
+    ``t`` and ``u`` are as long as the block. Methods overwrite ``t``, and `add_quotient_` ``u``.
     """
 
     __slots__ = ("_cpu", "t", "u")

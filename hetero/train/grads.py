@@ -424,9 +424,7 @@ class GradStore:
             self._hand(slot, grad, slot.factors.unscale, first=True)
         return slot
 
-    def _hand(
-        self, slot: GradSlot, grad: torch.Tensor, unscale: float, *, first: bool
-    ) -> None:
+    def _hand(self, slot: GradSlot, grad: torch.Tensor, unscale: float, *, first: bool) -> None:
         """Let the worker add a gradient to its home, or begin the sum with it."""
         target, n_threads = row(slot.home), torch.get_num_threads()
         numel, ord = slot.segment.spec.numel, self.norm_ord
@@ -570,6 +568,12 @@ class GradStore:
         if self._device.cheap_slabs and all(s is None or s.value is not None for s in slots):
             self._store.drop(GRAD, bucket.id)
             self._store.drop(WIDE, bucket.id)
+
+    def abandon(self) -> None:
+        """Stop waiting for updates that failed."""
+        self._updates.clear()
+        for slot in filter(None, (find() for find in self._slots.values())):
+            slot.job = None
 
     def land(self, ticket: Ticket) -> None:
         """Block until a copy has landed."""

@@ -76,7 +76,7 @@ class Optimizer(torch.optim.Optimizer):
                 setattr(self, name, getattr(inner, name))
         self.state = defaultdict(dict, {p: dict(state) for p, state in inner.state.items()})
 
-    @property  # type: ignore[override]
+    @property
     def state(self) -> defaultdict[torch.Tensor, dict[str, Any]]:
         """The states after the last step: updates that are still under way are waited for.
 

@@ -1,9 +1,9 @@
 """Closing steps, and carrying them out while the next forward computes (floor 2).
 
 `close` does what makes a step exact: gradients home, norm, clip, finiteness, and the settings of
-the groups as they are now. What is left is work on homes, one job a bucket, for the worker. An error
-in one surfaces wherever somebody waits for that bucket, and in the next `close`; the jobs behind it
-give up with the same error, so nothing hangs.
+the groups as they are now. What is left is work on homes, one job a bucket, for the worker. An
+error in one surfaces wherever somebody waits for that bucket, and in the next `close`; the jobs
+behind it give up with the same error, so nothing hangs.
 """
 
 from __future__ import annotations

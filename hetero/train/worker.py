@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 
 import torch
 
@@ -25,7 +26,7 @@ Slice = Callable[[], None]
 class Job:
     """Slices of work, ``finish`` behind the last of them, and the jobs that come before it."""
 
-    __slots__ = ("_after", "_done", "_error", "_finish", "_left", "_lock", "_slices")
+    __slots__ = ("_after", "_done", "_error", "_finish", "_left", "_lock", "_slices", "_trace")
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class Job:
         self._finish = finish
         self._after = tuple(after)
         self._error: BaseException | None = None
+        self._trace: TracebackType | None = None  # as raised, without those who waited
         self._lock = threading.Lock()
         self._done = threading.Event()
         if not self._left:
@@ -78,18 +80,14 @@ class Job:
     def fail(self, error: BaseException) -> None:
         """Give up: no further slice begins, and every `wait` raises ``error``."""
         with self._lock:
-            self._error = self._error or error
+            if self._error is None:
+                self._error, self._trace = error, error.__traceback__
         self._slices.clear()
         self._close()
 
     def _close(self) -> None:
         self._finish, self._after = None, ()
         self._done.set()
-
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong, if anything did."""
-        return self._error
 
     def wait(self) -> None:
         """Return when the job is done, helping with it; raises what it raised, where it did."""
@@ -99,7 +97,7 @@ class Job:
                     pass
                 self._done.wait()
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(self._trace)
 
 
 def _nothing() -> None: ...

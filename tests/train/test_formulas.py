@@ -132,7 +132,6 @@ def test_a_formula_stays_close_to_torchs_optimizer(
 def test_states_have_torchs_keys_fills_and_scalars(
     kind: type[torch.optim.Optimizer], flags: dict[str, Any]
 ) -> None:
-    """A gradient of zeros leaves fills as they are, where a rule does not decay them."""
     p = torch.nn.Parameter(torch.ones(5))
     optimizer = kind([p], **flags)
     formula, group = rule(kind, flags)
