@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from hetero.bench import engine, memory
+from hetero.bench import engine, memory, update
 from hetero.device import accelerator_name
 from hetero.errors import ConfigError
 from hetero.version import __version__
@@ -63,6 +63,11 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "misses": engine.misses,
     "waste": memory.waste,
     "host": memory.host,
+    "optimizer": update.optimizer,
+    "optimizer-peer": update.optimizer_peer,
+    "update-overlap": update.update_overlap,
+    "bytes": update.bytes_a_parameter,
+    "fp32-step": update.fp32_step,
 }
 
 

@@ -19,7 +19,7 @@ from hetero.train.worker import Job
 from hetero.types import Kind, Lane, Tier
 
 N_STAGES = 8  # pieces on their way or being added
-MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256 * 2**10, 16 * 2**20
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 512 * 2**10, 16 * 2**20
 SHARE = 2048  # of the gradients' bytes: one piece, between these bounds
 
 Consume = Callable[[torch.Tensor, int], Job]
