@@ -175,6 +175,12 @@ class Status:
     schedule: str
 
 
+def _update_place(engine: Engine) -> str:
+    if engine.mode != "paged":
+        return "in place"
+    return "device" if engine.tuning.update_on_device else "home"
+
+
 def status(model: nn.Module) -> Status:
     """Return residency, bytes per tier and kind, traffic and misses of the last step."""
     engine = engine_of(model)
@@ -195,7 +201,7 @@ def status(model: nn.Module) -> Status:
     return Status(
         device=engine.device.name,
         mode=engine.mode,
-        update_place="home" if paged else "in place",
+        update_place=_update_place(engine),
         chunk_bytes=4 * plan.layout.chunk_numel,
         steps=engine.steps,
         activation_bytes=engine.budget.activation_bytes,

@@ -6,6 +6,7 @@ own storage, so that saving a state dict writes a tensor's bytes and not its nei
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -38,8 +39,25 @@ class Home:
         """Whether somebody outside refers to a segment."""
         return sum(use_count(segment) for segment in self.segments) > self._baseline
 
+    @property
+    def objects_held(self) -> bool:
+        """Whether a segment's very object is referred to by more than one dict of ours."""
+        return any(sys.getrefcount(segment) > _OURS for segment in self.segments)
+
     def close(self) -> None:
         release_slab(self._slab)
+
+
+def _references() -> int:
+    """Return the references to a segment that a state dict has and nobody else (it differs
+    between releases of Python)."""
+    segments = [object()]
+    state = {"key": segments[0]}
+    counts = [sys.getrefcount(segment) for segment in segments]
+    return counts[0] if state else 0
+
+
+_OURS = _references()
 
 
 def shaped(

@@ -35,10 +35,10 @@ from hetero.train.blueprint import Blueprint
 from hetero.train.budget import decide
 from hetero.train.check import MARK, pageable
 from hetero.train.flight import Flight
-from hetero.train.grads import GradStore, LazyGrad
+from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
 from hetero.train.hooks import Hooks
 from hetero.train.optimizer import Optimizer
-from hetero.train.precision import LossScaler, Masters
+from hetero.train.precision import LOW, LossScaler, Masters
 from hetero.train.resident import Resident
 from hetero.train.rules import Rule
 from hetero.train.runtime import Runtime
@@ -48,6 +48,7 @@ from hetero.train.updater import Update, Updater
 from hetero.train.worker import Slice, Worker, thread_budget, uninterrupted
 from hetero.types import Kind, Lane, Tier
 
+NOT_STATES = (PARAM, GRAD, WIDE, LOW)  # homes whose tensors nobody is given as they are
 CUDA_MARGIN = 0.05  # of the allocator's peak: segments are not perfectly reused
 TRIM_BYTES = 16 * 2**20  # of freed originals, before the heap is asked to shrink
 WARM_STEPS = 3  # steps in which states appear and the heap has to settle
@@ -67,6 +68,8 @@ class Tuning:
     """Overrides the threads that update; one with 0 threads updates inside `step`."""
     pause: Slice | None = None
     """Called before each slice of an update."""
+    update_on_device: bool = False
+    """Whether paged updates are streamed through the device, inside `step`, by torch's blocks."""
     native: bool = True
     """Whether the compiled kernel may be used; the blocks of torch have the same bits."""
 
@@ -251,6 +254,7 @@ class Engine:
                 store=self.store,
                 masters=self.masters,
                 native=kernel.load() if self.tuning.native else None,
+                stream_to=self.device.torch_device if self.tuning.update_on_device else None,
             )
             scaler = LossScaler() if self.config.precision == "fp16" else None
             self.stepper = Stepper(
@@ -304,7 +308,8 @@ class Engine:
 
     def _hand_over(self, stepper: Stepper, update: Update) -> None:
         """Begin a bucket's update; wait where it cannot go on behind our back."""
-        seen = self.mode != "paged" or self._is_seen(update.bucket)
+        here = self.mode != "paged" or self.tuning.update_on_device
+        seen = here or self._is_seen(update.bucket)
         job = stepper.begin(update, at_once=seen)
         if self.mode == "paged":
             self.manager.hand_over(update.bucket.id, job)
@@ -317,9 +322,9 @@ class Engine:
     def _is_seen(self, bucket: Bucket) -> bool:
         """Whether somebody outside holds a state's tensor, and would watch it change."""
         return any(
-            home.held
+            home.held or home.objects_held
             for (name, bucket_id), home in self.store.homes.items()
-            if bucket_id == bucket.id and name not in (PARAM, Kind.GRAD.value)
+            if bucket_id == bucket.id and name not in NOT_STATES
         )
 
     def finish(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import torch
 from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.slab import Home, HomeStore
 from hetero.train import kernel
-from hetero.train.formulas import Formula, formula_of
+from hetero.train.formulas import Coefficients, Formula, formula_of
 from hetero.train.grads import NONE, Factors, GradStore
 from hetero.train.precision import Masters
 from hetero.train.rules import BLOCK_SCALES, Group, Rule, State, is_elementwise
@@ -97,6 +98,7 @@ class Updater:
         store: HomeStore,
         masters: Masters,
         native: kernel.Library | None,
+        stream_to: torch.device | None = None,
     ) -> None:
         self.rule = Rule(inner)
         self.formula: Formula | None = formula_of(type(inner))
@@ -107,6 +109,7 @@ class Updater:
         self._grads = grads
         self._store = store
         self._masters = masters
+        self._stream_to = stream_to
         self._stepped: set[int] = set()
 
     # -- closing a step --------------------------------------------------------------------------
@@ -189,7 +192,7 @@ class Updater:
             for start, end in piece.cuts(bucket, KERNEL_NUMEL):
                 update.slices.append(
                     partial(
-                        kernel.update,
+                        self._run_formula,
                         formula,
                         numbers,
                         param=self._store.homes[PARAM, bucket.id].flat[start:end],
@@ -197,9 +200,44 @@ class Updater:
                         grad=self._grads.home(bucket)[start:end],
                         states=[homes[k].flat[start:end] for k in fills],
                         factors=piece.first.factors,
-                        native=self.native,
                     )
                 )
+
+    def _run_formula(
+        self,
+        formula: Formula,
+        numbers: Coefficients,
+        *,
+        param: torch.Tensor,
+        low: torch.Tensor,
+        grad: torch.Tensor,
+        states: list[torch.Tensor],
+        factors: tuple[float, ...],
+    ) -> None:
+        with self._streamed([param, low, *states], grad) as ((p, l, *s), g):
+            kernel.update(
+                formula,
+                numbers,
+                param=p,
+                low=l,
+                grad=g,
+                states=s,
+                factors=factors,
+                native=self.native,
+            )
+
+    @contextmanager
+    def _streamed(
+        self, homes: list[torch.Tensor], grad: torch.Tensor
+    ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+        """Bring pieces of homes to where they are updated, and back; nothing moves at home."""
+        if self._stream_to is None:
+            yield homes, grad
+            return
+        there = [home.to(self._stream_to, copy=True) for home in homes]
+        yield there, grad.to(self._stream_to, copy=True)
+        for home, moved in zip(homes, there, strict=True):
+            home.copy_(moved)
 
     def _begin(
         self,
@@ -232,17 +270,16 @@ class Updater:
         self, group: Group, bucket: Bucket, start: int, end: int, first: Ready, after: State
     ) -> None:
         """Step elements [start, end) of a bucket; ``after`` takes the state with its scalars."""
-        homes = self._store.homes
+        homes, shape = self._store.homes, first.segment.spec.shape
         flat = homes[PARAM, bucket.id].flat[start:end]
-        flat.grad = _scaled(self._grads.home(bucket)[start:end], first.factors)
-        shape = first.segment.spec.shape
-        before: State = {
-            key: homes[key, bucket.id].flat[start:end]
-            if is_elementwise(key, value, shape)
-            else _copied(value)
-            for key, value in first.state.items()
-        }
-        (done,) = self.rule.run(group, [flat], [before])
+        grad = _scaled(self._grads.home(bucket)[start:end], first.factors)
+        keys = [k for k, v in first.state.items() if is_elementwise(k, v, shape)]
+        here = [flat, *(homes[k, bucket.id].flat[start:end] for k in keys)]
+        with self._streamed(here, grad) as ((param, *moved), param_grad):
+            param.grad = param_grad
+            before = {k: _copied(v) for k, v in first.state.items() if k not in keys}
+            before.update(zip(keys, moved, strict=True))
+            (done,) = self.rule.run(group, [param], [before])
         for key, value in done.items():
             if is_elementwise(key, value, flat.shape) and value is not before.get(key):
                 home = self._store.get(Kind.STATE, key, bucket, value.dtype)

@@ -44,6 +44,7 @@ def shuffled(seed: int) -> Callable[[int], int]:
 
 TUNINGS: dict[str, Callable[[], Tuning]] = {
     "synchronous": lambda: Tuning(worker=Worker(0)),
+    "streamed through the device": lambda: Tuning(update_on_device=True),
     "slowed": lambda: Tuning(pause=slowed(1)),
     "three threads": lambda: Tuning(worker=Worker(3), pause=slowed(2)),
     "reordered": lambda: Tuning(worker=Worker(2, pick=shuffled(3)), pause=slowed(3)),
@@ -199,6 +200,19 @@ def test_a_held_state_dict_is_never_seen_half_updated() -> None:
         same(*moments, f"moments of step {number}")
 
 
+def test_a_state_that_somebody_kept_is_never_seen_half_updated() -> None:
+    plain, theirs, model, ours = prepared(Tuning(worker=Worker(1), pause=slowed(11)))
+    one_step(plain, theirs, 0)
+    one_step(model, ours, 0)
+    kept = [
+        [o.state[p]["exp_avg"] for p in m.parameters()] for m, o in ((plain, theirs), (model, ours))
+    ]
+    for number in range(1, 4):
+        one_step(plain, theirs, number)
+        one_step(model, ours, number)
+        same(*kept, f"moments of step {number}")
+
+
 class Broken(RuntimeError):
     """What the rule of the next test raises."""
 
@@ -257,7 +271,11 @@ def test_threads_end_with_their_model() -> None:
     threads = updating_threads() - others
     gone = weakref.ref(engine_of(model))
     del model, ours
-    gc.collect()
+    for _ in range(200):  # a thread may be just about to let the last job go
+        gc.collect()
+        if gone() is None:
+            break
+        time.sleep(0.05)
     assert gone() is None
     for thread in threads:
         thread.join(timeout=10)

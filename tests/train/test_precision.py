@@ -226,9 +226,19 @@ def test_micro_steps_add_up_in_fp32(precision: str, micro: int) -> None:
         {"device": SimDevice(seed=5, lazy=0.0), "hbm": 30_000},
         {"device": SimDevice(seed=6, checked=True), "hbm": 30_000},
         {"tuning": Tuning(native=False)},
+        {"tuning": Tuning(update_on_device=True)},
         {"tuning": Tuning(worker=Worker(0))},
     ],
-    ids=["resident", "cpu", "becomes-resident", "sim", "checked", "blocks", "synchronous"],
+    ids=[
+        "resident",
+        "cpu",
+        "becomes-resident",
+        "sim",
+        "checked",
+        "blocks",
+        "streamed",
+        "synchronous",
+    ],
 )
 def test_placement_changes_nothing(settings: dict[str, Any]) -> None:
     reference, model, optimizer = start("bf16", **settings)
