@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 UNUSABLE = 2  # exit status: the request cannot be honoured as given
 DISAPPOINTED = 1  # exit status: a check is red, or a benchmark does not hold
-SETTINGS = ("device", "hbm", "host")
+SETTINGS = ("device", "hbm", "host", "precision")
 SHAPE = ("width", "layers", "heads", "context", "checkpoint_blocks")
 DEMO_MINUTES = 3.5  # a run of default length ends by then on a slow machine too
 MINUTES_HELP = f"{DEMO_MINUTES}, or never when --steps is given"
+PRECISIONS = click.Choice(["fp32", "bf16", "fp16"])
 POSITIVE = click.IntRange(min=1)
 DEVICES = click.Choice(["cuda", "cpu", "cpu:sim"])
 
@@ -61,6 +62,7 @@ def option(name: str, kind: Any, text: str, default: str = "", **more: Any) -> C
 @option("--hbm", str, "Device budget, as 120MiB; 'all' for none.", "a quarter of the states")
 @option("--host", str, "RAM budget, as 2GiB.", "what is free")
 @option("--device", DEVICES, "Where to compute.", "cuda when there is one, else cpu:sim")
+@option("--precision", PRECISIONS, "Of working weights; bf16 and fp16 keep fp32 masters.", "fp32")
 @option("--seed", int, "Seed of weights and batches.", "0")
 @option("--config", click.Path(exists=True, dir_okay=False), "TOML file of hetero settings.")
 @click.option(

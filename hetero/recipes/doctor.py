@@ -24,6 +24,7 @@ import torch
 from hetero.config import HostLimit, host_limit
 from hetero.device import CudaDevice, Device, release_slab
 from hetero.errors import ConfigError
+from hetero.train import kernel
 from hetero.types import Lane, format_bytes
 from hetero.version import __version__
 
@@ -78,6 +79,7 @@ def examine() -> Report:
         check_system(),
         check_python(),
         check_torch(),
+        check_kernel(),
         *check_cuda(limit),
         check_ram(limit),
         check_cgroup(limit),
@@ -111,6 +113,12 @@ def check_torch() -> Check:
     found = f"{torch.__version__}, built for {build()}; hetero {__version__}"
     good = (int(major), int(minor)) >= OLDEST_TORCH
     return graded("torch", good, found, "pip install 'torch>=2.9'", Level.RED)
+
+
+def check_kernel() -> Check:
+    found = "compiled" if kernel.load() is not None else "missing: torch does its work, same bits"
+    fix = "for faster bf16 and fp16 updates, reinstall hetero where there is a C compiler"
+    return graded("update kernel", kernel.load() is not None, found, fix)
 
 
 def build() -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from hetero.api import Status, prepare, status
+from hetero.api import Status, backward, prepare, status
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import ConfigError
@@ -184,7 +184,7 @@ def run(
     began, tokens = time.perf_counter(), 0
     for step, (x, y) in zip(range(1, options.steps + 1), data, strict=False):
         loss = model(x, y)
-        loss.backward()
+        backward(loss)  # loss.backward(), but for the loss scaling of fp16
         optimizer.clip_grad_norm_(MAX_GRAD_NORM)
         optimizer.step()
         scheduler.step()
@@ -237,5 +237,5 @@ def digest(model: torch.nn.Module) -> str:
     """Return the SHA-256 of all weights in the order of the state dict."""
     sha = hashlib.sha256()
     for value in model.state_dict().values():
-        sha.update(value.detach().cpu().contiguous().numpy().data)
+        sha.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()

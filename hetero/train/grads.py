@@ -530,11 +530,13 @@ class GradStore:
         slot.landed()
         return slot.factors
 
-    def norms(self) -> list[torch.Tensor]:
-        """Return the 2-norm of every gradient there is, pending factors applied."""
+    def norms(self) -> list[float]:
+        """Return the 2-norm of every gradient there is; waits for the device once."""
         grads = [g for g in map(get_grad, self._params) if g is not None]
         wide = (g if isinstance(g, LazyGrad) else g.float() for g in grads)
-        return [torch.linalg.vector_norm(grad, 2.0) for grad in wide]
+        norms = [torch.linalg.vector_norm(grad, 2.0) for grad in wide]
+        found: list[float] = torch.stack(norms).tolist() if norms else []
+        return found
 
     def home(self, bucket: Bucket) -> torch.Tensor:
         """Return a bucket's gradients at home, one index space; `closed` says which are there."""

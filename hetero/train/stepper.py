@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from hetero.errors import StateError
 from hetero.train.grads import GradStore
 from hetero.train.precision import LossScaler
 from hetero.train.rules import Group, State
@@ -74,13 +73,9 @@ class Stepper:
         self.skipped = False
         if self.scaler is not None:
             norms = self._grads.norms()
-            if not norms:
-                raise StateError(
-                    "no gradient to step with", advice="call hetero.backward(loss) before step()"
-                )
-            self.skipped = not math.isfinite(float(torch.stack([n.cpu() for n in norms]).sum()))
-        if self.scaler is not None:
-            self.scaler.update(finite=not self.skipped)
+            self.skipped = not all(math.isfinite(n) for n in norms)
+            if norms:
+                self.scaler.update(finite=not self.skipped)
         if self.skipped:
             return []
         if clip is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import CudaDevice
+from hetero.train.engine import Tuning
+from hetero.train.worker import Worker
 from hetero.types import Lane
 from tests.equivalence.harness import compare_with, sgd, values
 from tests.equivalence.zoo import BY_NAME, CASES, Case, Loop
@@ -93,3 +96,56 @@ def test_the_allocator_stays_under_the_budget() -> None:
     for name, value in plain.state_dict().items():
         assert model.state_dict()[name].shape == value.shape
         assert not torch.equal(model.state_dict()[name], value)
+
+
+def train_bf16(steps: int = 5, **settings: Any) -> tuple[bytes, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
+    precision = settings.pop("precision", "bf16")
+    tuning = settings.pop("tuning", None)
+    config = Config.load(device="cuda", precision=precision, chunk_bytes=1024, **settings)
+    model, optimizer = prepare_tuned(model, plain, config, tuning)
+    for number in range(steps):
+        for part in range(2):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * number + part))
+            loss = model(x.cuda().to(next(model.parameters()).dtype)).float().pow(2).mean()
+            hetero.backward(loss)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = engine_of(model)
+    engine.finish()
+    masters = [engine.masters.value(segment) for _, segment in engine.blueprint.layout.home]
+    return b"".join(m.cpu().numpy().tobytes() for m in masters), engine
+
+
+@needs_cuda
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_masters_are_the_same_wherever_their_updates_run(precision: str) -> None:
+    """The written formulas are IEEE, one rounding at a time: CPU and CUDA have the same bits."""
+    home, engine = train_bf16(hbm=60_000, precision=precision)
+    assert engine.mode == "paged"
+    for tuning in (Tuning(native=False), Tuning(worker=Worker(0)), Tuning(update_on_device=True)):
+        assert train_bf16(hbm=90_000, precision=precision, tuning=tuning)[0] == home
+    resident, engine = train_bf16(hbm=1 << 28, precision=precision)
+    assert engine.mode == "resident"
+    assert resident == home
+
+
+@needs_cuda
+def test_updates_overlap_on_cuda_without_changing_a_bit() -> None:
+    hashes = set()
+    for tuning in (Tuning(), Tuning(worker=Worker(0)), Tuning(worker=Worker(4))):
+        case = BY_NAME["clip_norm"]
+        torch.manual_seed(0)
+        model = case.build()
+        config = Config.load(device="cuda", hbm=500_000, chunk_bytes=256)
+        model, optimizer = prepare_tuned(model, sgd(model), config, tuning)
+        for number in range(6):
+            data = case.data(torch.Generator().manual_seed(number)).cuda()
+            case.step(Loop(model, optimizer, data, number, True))
+            optimizer.step()
+            optimizer.zero_grad()
+        hashes.add(b"".join(v.cpu().numpy().tobytes() for v in values(model)))
+    assert len(hashes) == 1

@@ -136,6 +136,15 @@ def test_without_a_budget_the_weights_are_the_same() -> None:
     assert paged.weights_sha256 == resident.weights_sha256
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_two_byte_weights_are_the_same_at_any_budget(precision: str) -> None:
+    runs = [
+        train(options(settings={"hbm": hbm, "precision": precision})) for hbm in (200_000, 400_000)
+    ]
+    assert runs[0].weights_sha256 == runs[1].weights_sha256
+    assert math.isfinite(runs[0].last_loss)
+
+
 def test_checkpointed_blocks_take_less_room() -> None:
     keep = dataclasses.replace(TINY, checkpoint_blocks=False)
     few, many = (
