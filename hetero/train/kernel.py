@@ -24,7 +24,7 @@ import torch
 from hetero.errors import StateError
 from hetero.train.formulas import Coefficients, Formula, Ops, States
 
-ABI = 1  # of csrc/update.c
+ABI = 2  # of csrc/update.c
 LIBRARY = Path(__file__).resolve().parent.parent / "_update.so"  # hatch_build.py puts it there
 # Some 25 torch calls work on a block: 2**15 elements, which stay in L2, took 2.4 times as long as
 # 2**18, which stay in L3 but hide what a call costs.
@@ -32,11 +32,25 @@ CPU_BLOCK_NUMEL = 2**18
 CUDA_BLOCK_NUMEL = 2**22
 _LAYOUTS = {(torch.bfloat16, torch.int16): 0, (torch.float16, torch.float32): 1}
 _GRADS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_ARGUMENTS = (
-    *(ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),  # n, layout, param, low
-    *(ctypes.c_int, ctypes.c_void_p),  # kind of grad, grad
-    *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_float)),  # states, coefficients
-)
+
+
+class _Job(ctypes.Structure):
+    """A run as update.c takes it: `job` there."""
+
+    _fields_ = (
+        ("n", ctypes.c_int64),
+        ("layout", ctypes.c_int),
+        ("kind", ctypes.c_int),
+        ("hi", ctypes.c_void_p),
+        ("low", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("states", ctypes.c_void_p * 3),
+        ("factors", ctypes.c_float * 2),
+        ("sign", ctypes.c_float),
+        ("couple", ctypes.c_float),
+        ("shrink", ctypes.c_float),
+        ("own", ctypes.c_float * 16),
+    )
 
 
 class Library:
@@ -70,20 +84,23 @@ class Library:
         factors: Sequence[float],
     ) -> None:
         """As `update`, on CPU tensors that it has checked."""
-        function = self._dll[f"hetero_{c.rule}"]
-        function.argtypes, function.restype = _ARGUMENTS, None
-        scales = (*factors, 1.0, 1.0)[:2]
-        numbers = (*scales, c.sign, c.couple, c.shrink, *c.own)
-        function(
-            param.numel(),
-            _LAYOUTS[param.dtype, low.dtype],
-            param.data_ptr(),
-            low.data_ptr(),
-            _GRADS[grad.dtype],
-            grad.data_ptr(),
-            (ctypes.c_void_p * 3)(*(s.data_ptr() for s in states)),
-            (ctypes.c_float * len(numbers))(*numbers),
+        job = _Job(
+            n=param.numel(),
+            layout=_LAYOUTS[param.dtype, low.dtype],
+            kind=_GRADS[grad.dtype],
+            hi=param.data_ptr(),
+            low=low.data_ptr(),
+            grad=grad.data_ptr(),
+            states=tuple(s.data_ptr() for s in states),
+            factors=(*factors, 1.0, 1.0)[:2],
+            sign=c.sign,
+            couple=c.couple,
+            shrink=c.shrink,
+            own=c.own,
         )
+        function = getattr(self._dll, f"hetero_{c.rule}")
+        function.restype = None
+        function(ctypes.byref(job))
 
 
 @functools.cache
