@@ -141,7 +141,7 @@ def _gathered(params: list[nn.Parameter], write: bool) -> Iterator[None]:
         yield  # plain and resident parameters are always gathered
         return
     (runtime,) = owners.values()
-    with runtime.gathered([p for p in params if id(p) in runtime.swizzle.index], write=write):
+    with runtime.gathered([p for p in params if id(p) in runtime.index], write=write):
         yield
 
 

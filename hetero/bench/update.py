@@ -120,10 +120,10 @@ def optimizer(device: str | None = None) -> Figures:
     split, library = Split(NUMEL, place), kernel.load()
     x, y = torch.randn(NUMEL, device=place), torch.randn(NUMEL, device=place)
     worker = Worker(torch.get_num_threads() - 1)
-    alone = Worker(0)  # the blocks of torch are cut among torch's own threads otherwise
+    alone = Worker(0)  # torch's operations bring threads of their own
     calls: dict[str, Callable[[], Any]] = {
         "axpy": lambda: y.add_(x, alpha=0.5),
-        "torch": lambda: split.step(None, worker if place == "cpu" else alone),
+        "torch": lambda: split.step(None, alone),
     }
     if library is not None and place == "cpu":
         calls["kernel"] = lambda: split.step(library, worker)

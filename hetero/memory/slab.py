@@ -7,7 +7,7 @@ own storage, so that saving a state dict writes a tensor's bytes and not its nei
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -79,13 +79,14 @@ class HomeStore:
     With ``resident`` the homes are on the device, otherwise on HOST.
     """
 
-    __slots__ = ("_charged", "_device", "_ledger", "_resident", "homes")
+    __slots__ = ("_charged", "_device", "_ledger", "_names", "_resident", "homes")
 
     def __init__(self, device: Device, ledger: Ledger, *, resident: bool = False) -> None:
         self._device = device
         self._ledger = ledger
         self._resident = resident
         self._charged: dict[tuple[str, int], tuple[Kind, int]] = {}
+        self._names: set[str] = set()
         self.homes: dict[tuple[str, int], Home] = {}
 
     @property
@@ -104,7 +105,15 @@ class HomeStore:
             make = self._device.arena if self._resident else self._device.slab
             home = Home(make(n_bytes), bucket, dtype)
             self.homes[name, bucket.id] = home
+            self._names.add(name)
         return home
+
+    def of_bucket(self, bucket_id: int) -> Iterator[tuple[str, Home]]:
+        """Yield the homes of one bucket with their names."""
+        for name in sorted(self._names):
+            home = self.homes.get((name, bucket_id))
+            if home is not None:
+                yield name, home
 
     def drop(self, name: str, bucket_id: int) -> None:
         """Let one home go; its memory goes when its last tensor does."""

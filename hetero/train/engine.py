@@ -323,8 +323,8 @@ class Engine:
         """Whether somebody outside holds a state's tensor, and would watch it change."""
         return any(
             home.held or home.objects_held
-            for (name, bucket_id), home in self.store.homes.items()
-            if bucket_id == bucket.id and name not in NOT_STATES
+            for name, home in self.store.of_bucket(bucket.id)
+            if name not in NOT_STATES
         )
 
     def finish(self) -> None:

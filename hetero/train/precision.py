@@ -140,6 +140,10 @@ class Masters:
         if self.has(self._bucket(segment)):
             self._written.add(segment.index)
 
+    def not_written(self, segment: Segment) -> None:
+        """A write was given up before it came home."""
+        self._written.discard(segment.index)
+
     def overwriting(self, bucket: Bucket, start: int, end: int) -> Callable[[], None]:
         """Weights [start, end) at home are about to be overwritten; call the result afterwards."""
         if not self.has(bucket):

@@ -75,6 +75,11 @@ class Runtime:
         self._late: deque[Op] = deque()  # planned fetches whose homes are still being updated
         self.scaled: Callable[[], AbstractContextManager[float]] = lambda: nullcontext(1.0)
 
+    @property
+    def index(self) -> dict[int, int]:
+        """Position of every parameter, by its id."""
+        return self.swizzle.index
+
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Take the parameters over as placeholders; their homes hold the values already."""
         fault.guard_functorch()
@@ -431,6 +436,8 @@ class Runtime:
         if changed and not write:
             for bucket in {home[i][0] for i in changed}:
                 self.manager.give_up(bucket)
+            for i in changed:
+                self._masters.not_written(home[i][1])
             names = ", ".join(repr(home[i][1].spec.name) for i in changed)
             raise StateError(
                 f"parameter {names} was written inside gathered(write=False); the write is undone",

@@ -12,9 +12,10 @@ none; rules without a formula run on a whole tensor's master.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from hetero.types import Kind
 RULE_NUMEL = 2**18  # elements per call of a rule: below, the calls themselves begin to cost
 KERNEL_NUMEL = 2**20
 PARAM = Kind.PARAM.value
+RATES = frozenset({"lr", "initial_lr"})  # settings that bring no state with them
 EXACT = BLOCK_SCALES | {"step"}  # states that keep their dtype when they are loaded
 
 
@@ -110,7 +112,10 @@ class Updater:
         self._store = store
         self._masters = masters
         self._stream_to = stream_to
-        self._stepped: set[int] = set()
+        self._stepped: dict[int, str] = {}  # the settings a parameter was last stepped with
+        # Torch's operations bring threads of their own, and two of them at once get in each other's
+        # way (measured: ten times slower); the kernel's slices run side by side.
+        self._torch = threading.Lock()
 
     # -- closing a step --------------------------------------------------------------------------
 
@@ -165,9 +170,10 @@ class Updater:
         else:
             draft = self._draft_whole
         made_here = self._masters.has(bucket) and self.formula is not None
-        fresh = {row.segment.index for row in rows} - self._stepped
-        update.fresh |= bool(fresh) and not made_here
-        self._stepped |= fresh
+        known = repr([(k, v) for k, v in group.items() if k not in RATES])
+        fresh = any(self._stepped.get(row.segment.index) != known for row in rows)
+        update.fresh |= fresh and not made_here
+        self._stepped.update((row.segment.index, known) for row in rows)
         draft(update, group, rows)
         update.touched.extend(row.segment.index for row in rows)
 
@@ -214,7 +220,8 @@ class Updater:
         states: list[torch.Tensor],
         factors: tuple[float, ...],
     ) -> None:
-        with self._streamed([param, low, *states], grad) as ((p, l, *s), g):
+        alone = nullcontext() if self.native is not None else self._torch
+        with alone, self._streamed([param, low, *states], grad) as ((p, l, *s), g):
             kernel.update(
                 formula,
                 numbers,
@@ -275,7 +282,7 @@ class Updater:
         grad = _scaled(self._grads.home(bucket)[start:end], first.factors)
         keys = [k for k, v in first.state.items() if is_elementwise(k, v, shape)]
         here = [flat, *(homes[k, bucket.id].flat[start:end] for k in keys)]
-        with self._streamed(here, grad) as ((param, *moved), param_grad):
+        with self._torch, self._streamed(here, grad) as ((param, *moved), param_grad):
             param.grad = param_grad
             before = {k: _copied(v) for k, v in first.state.items() if k not in keys}
             before.update(zip(keys, moved, strict=True))
@@ -329,7 +336,8 @@ class Updater:
         views = [home.segments[row.segment.position] for row in rows]
         for view, row in zip(views, rows, strict=True):
             view.grad = _scaled(self._grads.segment(row.segment), row.factors)
-        states = self.rule.run(group, views, [row.state for row in rows])
+        with self._torch:
+            states = self.rule.run(group, views, [row.state for row in rows])
         for view, row, state in zip(views, rows, states, strict=True):
             view.grad = None
             row.state.update(self.adopt(row.segment, state))
@@ -342,7 +350,8 @@ class Updater:
         master = self._masters.value(row.segment)
         grad = self._grads.segment(row.segment)
         master.grad = _scaled(torch.empty_like(master).copy_(grad), row.factors)
-        (state,) = self.rule.run(group, [master], [row.state])
+        with self._torch:
+            (state,) = self.rule.run(group, [master], [row.state])
         row.state.update(self.adopt(row.segment, state))
         self._masters.assign(row.segment, master)
 

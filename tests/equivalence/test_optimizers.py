@@ -33,8 +33,9 @@ CHUNK_BYTES = 256
 STEPS = 8
 TOLERANCE = 1e-5
 INF = float("inf")
-# Groups of a block's parameters, in its order: most of them lie in one chunk of 64 elements.
-GROUPS = (0, 1, 2, 0, 1, 2, 0, 0)
+# Groups of a block's parameters, in its order: all three meet in the first chunk of 64 elements,
+# and neighbours of one group are stepped together, unless one of them missed a step.
+GROUPS = (0, 1, 2, 0, 0, 2, 1, 1)
 LR_FACTORS, DECAYS = (1.0, 0.5, 2.0), (None, 0.0, 0.05)
 
 
@@ -79,7 +80,7 @@ class Case(NamedTuple):
     flags: dict[str, Any]
 
     def __str__(self) -> str:
-        shown = ",".join(f"{name}={value}" for name, value in self.flags.items())
+        shown = ",".join(f"{name}={value!r}" for name, value in self.flags.items())
         return f"{self.kind.__name__}({shown})"
 
     def net(self) -> Net:
@@ -472,8 +473,9 @@ def train_beside(reference: Reference, ours: Any, *, steps: int, follow: bool) -
 def test_bf16_masters_stay_close_to_those_torch_steps(case: Case) -> None:
     """Both start from the same gradients; torch fuses here and there what the formulas round.
 
-    A rounding is 2^-24 of its operands. Ten of them in each of eight steps are under 1e-5 of the
-    largest element, also where terms cancel in a small one.
+    A rounding is 2^-24 of its operands: ten of them in each of eight steps are under 1e-5 of the
+    largest element, also where terms cancel in a small one. The largest measured is 2e-6, in a
+    centered RMSprop, whose variance is a difference.
     """
     reference, ours = Reference(case), prepared(case, hbm=SMALL_BYTES, precision="bf16")
     train_beside(reference, ours, steps=STEPS, follow=True)

@@ -258,6 +258,19 @@ def test_a_clip_inside_step_is_the_same_clip() -> None:
 
 
 @pytest.mark.parametrize("place", ["paged", "resident"])
+def test_what_is_written_inside_gathered_is_its_own_master(place: str) -> None:
+    hbm, device = (40_000, "cpu:sim") if place == "paged" else (None, "cpu")
+    reference, model, optimizer = start("bf16", hbm=hbm, device=device)
+    train(reference, model, optimizer, steps=2)
+    with hetero.gathered(model.blocks[1].up, write=True), torch.no_grad():
+        model.blocks[1].up.weight.mul_(0.5)
+    index = [n for n, _ in reference.model.named_parameters()].index("blocks.1.up.weight")
+    reference.params[index].data.mul_(0.5)
+    reference.masters[index] = reference.params[index].detach().float()
+    train(reference, model, optimizer, steps=2)
+
+
+@pytest.mark.parametrize("place", ["paged", "resident"])
 def test_a_written_weight_is_its_own_master(place: str) -> None:
     hbm, device = (40_000, "cpu:sim") if place == "paged" else (None, "cpu")
     reference, model, optimizer = start("bf16", hbm=hbm, device=device)
