@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,8 @@ def backward(loss: torch.Tensor) -> None:
     """Run backward from a scalar loss, scaled under precision="fp16".
 
     The same as ``loss.backward()`` otherwise. The scale is that of the prepared model whose
-    parameters the loss depends on; gradients are unscaled wherever they are looked at.
+    parameters the loss depends on; gradients are unscaled wherever they are looked at. Raises
+    StateError for a loss that leads to parameters outside the models of precision="fp16" as well.
     """
     if loss.numel() != 1 or not loss.requires_grad:
         raise StateError(
@@ -87,29 +88,40 @@ def backward(loss: torch.Tensor) -> None:
             f" requires_grad={loss.requires_grad}",
             advice="reduce the loss, and compute it with gradients enabled",
         )
-    with _owner_of(loss).scaled() as scale:
-        (loss if scale == 1.0 else loss * torch.tensor(scale, device=loss.device)).backward()
+    first = next((_owner(p) for p in _parameters_of(loss) if _owner(p) is not None), None)
+    if first is None or first.scaling is None:
+        loss.backward()
+        return
+    owners = dict.fromkeys(_owner(p) for p in _parameters_of(loss))
+    if any(owner is None or owner.scaling is None for owner in owners):
+        raise StateError(
+            "the loss depends on parameters outside the models of precision='fp16'; their"
+            " gradients would come out multiplied by the loss scale",
+            advice="prepare them with precision='fp16' too, or compute a loss for each model",
+        )
+    scale = first.scaling.scale
+    with ExitStack() as stack:
+        for owner in owners:
+            stack.enter_context(owner.scaling.scaled(scale))
+        (loss * torch.tensor(scale, device=loss.device)).backward()
 
 
-class _Unscaled:
-    """Stands for the owner of a loss that depends on no prepared model."""
-
-    scaled = staticmethod(lambda: nullcontext(1.0))
+def _owner(param: torch.Tensor) -> Any:
+    return getattr(type(param), "hetero_runtime", None)
 
 
-def _owner_of(loss: torch.Tensor) -> Any:
-    """Return whose parameters a loss depends on, by walking its graph to the first of them."""
+def _parameters_of(loss: torch.Tensor) -> Iterator[nn.Parameter]:
+    """Yield the parameters that a loss's graph leads to, nearest branches first."""
     seen, stack = set(), [loss.grad_fn]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        owner = getattr(type(getattr(node, "variable", None)), "hetero_runtime", None)
-        if owner is not None:
-            return owner
+        param = getattr(node, "variable", None)
+        if isinstance(param, nn.Parameter):
+            yield param
         stack.extend(child for child, _ in node.next_functions)
-    return _Unscaled
 
 
 def gathered(

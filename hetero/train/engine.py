@@ -19,7 +19,7 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.device import CpuDevice, Device, trim_heap
-from hetero.errors import StateError
+from hetero.errors import ConfigError, StateError
 from hetero.events import EventLog
 from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Bucket, Segment
@@ -38,7 +38,7 @@ from hetero.train.flight import Flight
 from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
 from hetero.train.hooks import Hooks
 from hetero.train.optimizer import Optimizer
-from hetero.train.precision import LOW, LossScaler, Masters
+from hetero.train.precision import WORKING, LossScaler, Masters
 from hetero.train.resident import Resident
 from hetero.train.rules import Rule
 from hetero.train.runtime import Runtime
@@ -48,7 +48,7 @@ from hetero.train.updater import Update, Updater
 from hetero.train.worker import Slice, Worker, thread_budget, uninterrupted
 from hetero.types import Kind, Lane, Tier
 
-NOT_STATES = (PARAM, GRAD, WIDE, LOW)  # homes whose tensors nobody is given as they are
+NOT_STATES = (PARAM, GRAD, WIDE)  # homes that are looked after elsewhere
 CUDA_MARGIN = 0.05  # of the allocator's peak: segments are not perfectly reused
 TRIM_BYTES = 16 * 2**20  # of freed originals, before the heap is asked to shrink
 WARM_STEPS = 3  # steps in which states appear and the heap has to settle
@@ -236,7 +236,7 @@ class Engine:
         self.resident = Resident(self.params, self.blueprint.layout, self.masters, self.grads)
         self.grads.on_arrival = self.resident.gradient_arrived
         if self.stepper is not None:
-            self.resident.scaled = self.stepper.scaled
+            self.resident.scaling = self._scaling
 
     def _give_back_grads(self) -> None:
         for index, grad in self._grads_before.items():
@@ -260,7 +260,7 @@ class Engine:
             self.stepper = Stepper(
                 updater, self.grads, self.worker, scaler=scaler, pause=self.tuning.pause
             )
-            (self.runtime if self.mode == "paged" else self.resident).scaled = self.stepper.scaled
+            (self.runtime if self.mode == "paged" else self.resident).scaling = self._scaling
         self.optimizer = Optimizer(inner, self)
         for param, state in self.optimizer.state.items():
             self.optimizer.state[param] = self.adopt(param, state)
@@ -285,6 +285,8 @@ class Engine:
         touched = [index for update in updates for index in update.touched]
         if touched:
             torch.autograd.graph.increment_version([self.params[i] for i in touched])
+            if self.mode == "paged":
+                self.runtime.stepped(update.bucket.id for update in updates)
         # 3. homes are handed to their updates, in the order in which they are needed next
         with uninterrupted():
             for update in self._in_order(updates):
@@ -440,6 +442,20 @@ class Engine:
         """Return whether a parameter belongs to the prepared model."""
         return id(param) in self._index
 
+    def refuse_thawed(self, param: torch.Tensor) -> None:
+        """Raise ConfigError for a working weight that was prepared without a master."""
+        if not self.owns(param) or self.config.precision not in WORKING:
+            return
+        segment = self._segment(param)
+        bucket = self.blueprint.layout.buckets[self.blueprint.layout.home[segment.index][0]]
+        if bucket.dtype is WORKING[self.config.precision] and not self.masters.has(bucket):
+            raise ConfigError(
+                f"parameter {segment.spec.name!r} was frozen, and in no group, when the model was"
+                " prepared: it has no fp32 master, and small updates of it would be lost",
+                advice="give the optimizer all parameters that may thaw before hetero.prepare, or"
+                " release the model and prepare it again",
+            )
+
     def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with torch's keys whose tensors are the homes' or copies."""
         if self.stepper is not None:
@@ -459,13 +475,21 @@ class Engine:
         """Whether loss scaling skipped the last step."""
         return self.stepper is not None and self.stepper.skipped
 
+    @property
+    def _scaling(self) -> Stepper | None:
+        return None if self.scaler is None else self.stepper
+
     def saved_masters(self) -> dict[int, torch.Tensor]:
         """Return what a state dict keeps of masters, by the parameter's id."""
+        if self.has_masters:  # a weight that was written is its own master
+            (self.runtime if self.mode == "paged" else self.resident).quiesce()
         saved = ((p, self.masters.saved(self._segment(p))) for p in self.params)
         return {id(p): low for p, low in saved if low is not None}
 
     def load_master(self, param: torch.Tensor, low: torch.Tensor) -> None:
         """Take back what a state dict kept of a parameter's master."""
+        if self.mode == "paged":  # a write that is on its way would come home behind this
+            self.manager.settle(self.blueprint.layout.home[self._index[id(param)]][0])
         self.masters.load(self._segment(param), low)
 
     @contextmanager

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +41,8 @@ from hetero.types import Kind
 _aten = torch.ops.aten
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _task = torch._C._current_graph_task_id
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_DISPATCHERS = (__name__, "torch._ops", "torch.utils._python_dispatch")
 NO_TASK = -1
 GRAD, WIDE = Kind.GRAD.value, "grad32"
 Norm = tuple[float, torch.Tensor]
@@ -124,10 +128,10 @@ class GradSlot:
         if self.value is not None:
             return self.value
         home = self.landed()
+        if self._store.has_master(self.segment):  # what is written must not depend on history
+            self._store.widen(self.segment)
+            home = self.home
         if self.factors != NONE:
-            if self._store.has_master(self.segment):
-                self._store.widen(self.segment)
-                home = self.home
             factors, self.factors = self.factors, NONE
             factors.apply(home)
         self.norm = None
@@ -240,9 +244,26 @@ class LazyGrad(torch.Tensor):
 def _add(grad: LazyGrad, other: Any, *, alpha: Any = 1) -> bool:
     """Add what autograd accumulates on HOST, behind the backward pass; False: not this way."""
     plain = isinstance(other, torch.Tensor) and not isinstance(other, LazyGrad)
-    if _task() == NO_TASK or not plain or alpha != 1 or tuple(other.shape) != tuple(grad.shape):
+    if not plain or alpha != 1 or other.layout is not torch.strided or not _called_by_autograd():
         return False
-    return grad.slot._store.accumulate(grad.slot, other)
+    grad.slot._store.accumulate(grad.slot, other)
+    return True
+
+
+def _called_by_autograd() -> bool:
+    """Whether an operation is the engine's own, and not one of a hook that it runs.
+
+    The engine calls from C++: the nearest Python frame is then the one that started it, or none in
+    a thread of its own.
+    """
+    if _task() == NO_TASK:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"] in _DISPATCHERS
+    ):
+        frame = frame.f_back
+    return frame is None or frame.f_code is _ENGINE
 
 
 def _mul(grad: LazyGrad, other: Any) -> bool:
@@ -334,7 +355,8 @@ class GradStore:
         self.norm_ord: float | None = None  # what is asked for every step is taken as they leave
         self.unscale = 1.0
         self.scaling: bool | None = None  # under loss scaling: whether the loss was scaled
-        self._scaled: set[int] = set()  # autograd's own gradients that are held outside
+        self._leased: set[int] = set()  # gradients that somebody else holds
+        self._lone_uses = lone_uses()
         self.on_arrival: Callable[[], None] = lambda: None
 
     # -- on their way down -----------------------------------------------------------------------
@@ -344,7 +366,8 @@ class GradStore:
         if self.scaling is False:
             raise StateError(
                 "precision='fp16', and this backward pass began without loss scaling",
-                advice="call hetero.backward(loss) in place of loss.backward()",
+                advice="call hetero.backward(loss) in place of loss.backward(); it finds the model"
+                " through the loss's graph, which must not hide all of it in reentrant checkpoints",
             )
         self._pending.append(self._index[id(param)])
         self.on_arrival()
@@ -353,39 +376,81 @@ class GradStore:
         """Start the way home of every gradient that has arrived."""
         if self._pending:
             pending, self._pending = self._pending, []
-            for index in dict.fromkeys(pending):
-                self.flush(index)
+            indices = list(dict.fromkeys((*pending, *self._leased)))
+            self._leased.clear()
+            # Siblings made in one piece (the halves of a concatenation) hold each other's storage.
+            storages = (self._storage(index) for index in indices)
+            siblings = Counter(storage for storage in storages if storage is not None)
+            seen = [self._is_held(index, siblings) for index in indices]
+            for index, held in zip(indices, seen, strict=True):
+                self.flush(index, held=held)
         self.flight.poll()
 
-    def flush(self, index: int) -> None:
+    def flush(self, index: int, *, held: bool, scaled: bool = True) -> None:
         """Take one gradient home and leave a LazyGrad behind; None and flushed ones stay."""
         param = self._params[index]
-        held = holders(param) > self._alone
         grad = get_grad(param)
-        if grad is None or grad.requires_grad:
-            return  # a graph hangs on it (create_graph): the step takes a copy
-        lazy = isinstance(grad, LazyGrad)
+        if grad is None:
+            return
         if isinstance(grad, LazyGrad):
             if grad.slot.value is None or use_count(grad.slot.value) > ALONE:
                 return
-            grad = grad.slot.value
-        elif held or grad.layout is not torch.strided or use_count(grad) > ALONE:
-            self._scaled.add(index)
+            grad, scaled = grad.slot.value, False
+        elif grad.requires_grad or grad.layout is not torch.strided:
+            self._refuse_scaled(index, grad)
+            return  # a graph hangs on it (create_graph): the step takes a copy
+        elif held and self.scaling is None:
+            self._leased.add(index)
             return  # [Note: gradient leases]
-        slot = self._take(index, grad, scaled=not lazy)
+        elif held:  # under loss scaling nobody else's numbers are ours: they keep theirs
+            grad = grad.clone()
+        slot = self._take(index, grad, scaled=scaled)
         set_grad(param, LazyGrad(slot, self.place))
 
-    def accumulate(self, slot: GradSlot, grad: torch.Tensor) -> bool:
-        """Add one more gradient on HOST; False where it has to be done on the device."""
+    def take_plain(self) -> None:
+        """Take the gradients that a user put there: a scaled backward pass must not add to them."""
+        for index, param in enumerate(self._params):
+            grad = get_grad(param)
+            if grad is not None and not isinstance(grad, LazyGrad):
+                self.flush(index, held=True, scaled=False)
+
+    def _storage(self, index: int) -> int | None:
+        grad = get_grad(self._params[index])
+        if grad is None or isinstance(grad, LazyGrad) or grad.layout is not torch.strided:
+            return None
+        return int(grad.untyped_storage()._cdata)
+
+    def _is_held(self, index: int, siblings: Mapping[int, int]) -> bool:
+        """Whether somebody else refers to a gradient, or to bytes of its storage."""
+        storage = self._storage(index)
+        if storage is None:
+            return False
+        uses = int(torch._C._storage_Use_Count(storage))
+        alone = ALONE - 1 + siblings[storage]
+        return holders(self._params[index]) > self._alone or uses > alone
+
+    def _refuse_scaled(self, index: int, grad: torch.Tensor) -> None:
+        if self.scaling is not None and grad.requires_grad:
+            name = self._layout.home[index][1].spec.name
+            raise StateError(
+                f"the gradient of {name!r} has a graph (create_graph=True), which loss scaling"
+                " would leave scaled",
+                advice="use torch.autograd.grad for the inner gradient, or precision='bf16'",
+            )
+
+    def accumulate(self, slot: GradSlot, grad: torch.Tensor) -> None:
+        """Add one more gradient of autograd's, on HOST where it can be done behind its back."""
         spec, master = slot.segment.spec, self.has_master(slot.segment)
-        if grad.layout is not torch.strided or not (master or spec.dtype.itemsize >= 4):
-            return False  # two-byte sums are rounded as torch's own vector loops round them
-        if slot.factors.clip is not None:
+        if slot.factors.clip is not None or (slot.factors != NONE and not master):
             slot.exact()
-        if slot.value is not None:
-            exact = grad.to(slot.value.dtype)
-            slot.value.add_(exact if self.unscale == 1.0 else exact * self.unscale)
-            return True
+        if slot.value is not None or not (master or spec.dtype.itemsize >= 4):
+            # two-byte sums are rounded as torch's own vector loops round them
+            exact = slot.exact()
+            addend = grad.to(exact.dtype)
+            slot.store(exact.add_(addend if self.unscale == 1.0 else addend * self.unscale))
+            return
+        if references(grad) > self._lone_uses or use_count(grad) > ALONE:
+            grad = grad.clone()  # autograd, or a user, may write to it before it is added
         if master:
             self.widen(slot.segment)
         if slot.ticket is not None:
@@ -394,7 +459,6 @@ class GradStore:
         self._sums = slot.summed = True
         grad = self._shaped(slot.segment, grad, spec.dtype)
         self._hand(slot, grad, self.unscale, first=False)
-        return True
 
     def _take(self, index: int, grad: torch.Tensor, *, scaled: bool) -> GradSlot:
         bucket_id, segment = self._layout.home[index]
@@ -413,8 +477,7 @@ class GradStore:
         # 3. queue the way down behind the compute that made it, with its norm beside it
         slot = GradSlot(self, segment, home.segments[segment.position])
         self._slots[index] = weakref.ref(slot)
-        slot.factors = Factors(self.unscale if scaled or index in self._scaled else 1.0)
-        self._scaled.discard(index)
+        slot.factors = Factors(self.unscale if scaled else 1.0)
         if self.norm_ord is not None:
             slot.norm = (self.norm_ord, self.measure(grad, self.norm_ord, segment))
         if slot.home.dtype is grad.dtype:
@@ -515,8 +578,11 @@ class GradStore:
         self.flight.finish()
         self._summed, self._sums = self._sums, False
 
-    def closed(self, index: int) -> Factors | None:
-        """Return a gradient's pending factors, with its bytes at home; None when it has none."""
+    def closed(self, index: int) -> GradSlot | None:
+        """Return a gradient with its bytes at home, factors pending; None when there is none.
+
+        The home is kept for as long as the slot is.
+        """
         grad = get_grad(self._params[index])
         if grad is None:
             return None
@@ -528,7 +594,7 @@ class GradStore:
             slot = self._take(index, value, scaled=False)
             self.flight.finish()
         slot.landed()
-        return slot.factors
+        return slot
 
     def norms(self) -> list[float]:
         """Return the 2-norm of every gradient there is; waits for the device once."""
@@ -550,15 +616,17 @@ class GradStore:
         wide = self._store.homes.get((WIDE, bucket.id))
         return wide or self._store.homes[GRAD, bucket.id]
 
-    def lend(self, bucket: Bucket, job: Job, *, written: bool) -> None:
-        """An update reads a bucket's gradients; when it applies the factors, they pend no more."""
+    def lend(self, bucket: Bucket, job: Job, written: Iterable[int]) -> None:
+        """An update reads a bucket's gradients; to the ``written`` ones it applies the factors."""
         self._updates[bucket.id] = job
         for segment in bucket.segments:
             slot = self._slots.get(segment.index, _gone)()
             if slot is not None and slot.value is None:
                 slot.job = job
-                if written:
-                    slot.factors, slot.norm = NONE, None
+        for index in written:
+            slot = self._slots.get(index, _gone)()
+            if slot is not None:
+                slot.factors, slot.norm = NONE, None
 
     def let_go(self, bucket: Bucket) -> None:
         """Give a bucket's gradient home back when nobody has a gradient in it any more."""
@@ -594,6 +662,38 @@ def same_threads(n_threads: int) -> None:
     """Let torch use as many threads here as it does there: a norm's bits depend on it."""
     if torch.get_num_threads() != n_threads:
         torch.set_num_threads(n_threads)
+
+
+class _Counting(torch.Tensor):
+    """A gradient that tells how many refer to what autograd adds to it."""
+
+    uses = 0
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _aten.add_.Tensor:
+            args[0].uses = references(args[1])
+            return args[0]
+        return cls._make_wrapper_subclass(cls, args[0].shape)  # detach: as good as any
+
+
+def lone_uses() -> int:
+    """Return the references to an addend that autograd alone refers to (it differs by release)."""
+    with torch.inference_mode(False), torch.enable_grad():
+        probe = torch.zeros(2, requires_grad=True)
+        grad = torch.Tensor._make_wrapper_subclass(_Counting, probe.shape)
+        probe.grad = grad
+        (probe * 2).sum().backward()
+    return int(grad.uses)
+
+
+def references(tensor: torch.Tensor) -> int:
+    """Return the references to a tensor from C++ and its Python object; many where torch is too
+    old to tell."""
+    count = getattr(tensor, "_use_count", None)
+    return 2**31 if count is None else int(count())
 
 
 def holders(param: torch.Tensor) -> int:

@@ -41,6 +41,9 @@ class Engine(Protocol):
     def owns(self, param: torch.Tensor) -> bool:
         """Return whether a parameter belongs to the prepared model."""
 
+    def refuse_thawed(self, param: torch.Tensor) -> None:
+        """Raise ConfigError for a working weight that was prepared without a master."""
+
     def finish(self) -> None:
         """Wait until every update is done; raises what one of them raised."""
 
@@ -132,6 +135,7 @@ class Optimizer(torch.optim.Optimizer):
             params = [params] if isinstance(params, torch.Tensor) else list(params)
             param_group = {**param_group, "params": params}  # it may have been a generator
             for param in params:
+                engine.refuse_thawed(param)
                 if not engine.owns(param):
                     raise ConfigError(
                         f"a parameter of shape {list(param.shape)} is not of the prepared model",

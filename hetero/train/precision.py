@@ -9,12 +9,14 @@ is the fp32 master itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from hetero.errors import ConfigError
+from hetero.errors import ConfigError, StateError
 from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.slab import Home, HomeStore
 from hetero.train.kernel import join, split_
@@ -99,8 +101,10 @@ class Masters:
             home.copy_(value)
             return
         if value.dtype is self._working:
+            if torch.equal(home.view(torch.int16), value.to(home.device).view(torch.int16)):
+                return  # the same weights: their masters stay
             home.copy_(value)
-            self.reset_unless_loaded(segment)
+            self._reset_unless_loaded(segment)
             return
         exact = torch.empty_strided(
             home.shape, home.stride(), dtype=torch.float32, device=home.device
@@ -123,9 +127,11 @@ class Masters:
         row(exact).copy_(join(row(home), row(self.low(bucket).segments[segment.position])))
         return exact
 
-    def reset_unless_loaded(self, segment: Segment) -> None:
-        """As `reset`, but a difference that was loaded belongs to the weights loaded beside it."""
-        if segment.index not in self._loaded:
+    def _reset_unless_loaded(self, segment: Segment) -> None:
+        """As `reset`, but a difference that was loaded belongs to the weights loaded next."""
+        if segment.index in self._loaded:
+            self._loaded.discard(segment.index)
+        else:
             self.reset(segment)
 
     def reset(self, segment: Segment) -> None:
@@ -176,8 +182,19 @@ class Masters:
     # -- state dicts -----------------------------------------------------------------------------
 
     def load(self, segment: Segment, low: torch.Tensor) -> None:
-        """Take a saved difference; it belongs to the weights loaded before or next."""
-        self.low(self._bucket(segment)).segments[segment.position].copy_(low)
+        """Take a saved difference; it belongs to the weights loaded before or next.
+
+        Raises StateError for one of another precision, whose bits mean something else.
+        """
+        bucket = self._bucket(segment)
+        if not self.has(bucket) or low.dtype is not self._dtype:
+            raise StateError(
+                f"the state dict has masters of {low.dtype} for {segment.spec.name!r}, which is"
+                f" {bucket.dtype} with {self._dtype if self.has(bucket) else 'no'} masters",
+                advice="resume at the precision of the checkpoint, or load the weights of"
+                " hetero.release, which are fp32, and start the optimizer afresh",
+            )
+        self.low(bucket).segments[segment.position].copy_(low)
         self._loaded.add(segment.index)
 
     def settle(self) -> None:
@@ -191,6 +208,17 @@ class Masters:
 
     def _bucket(self, segment: Segment) -> Bucket:
         return self._layout.buckets[self._layout.home[segment.index][0]]
+
+
+class Scaling(Protocol):
+    """What `hetero.backward` asks of a model whose loss is scaled."""
+
+    @property
+    def scale(self) -> float:
+        """What the next loss is multiplied by."""
+
+    def scaled(self, scale: float) -> AbstractContextManager[None]:
+        """Run the backward pass of a loss that was multiplied by ``scale`` inside."""
 
 
 class LossScaler:

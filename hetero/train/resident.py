@@ -8,7 +8,7 @@ was written is its own master at the next step, as it would be had it been paged
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from hetero.errors import StateError
 from hetero.memory.layout import Bucket, Layout
 from hetero.train import fault, swizzle
 from hetero.train.grads import GradStore
-from hetero.train.precision import Masters
+from hetero.train.precision import Masters, Scaling, row
 
 _task = torch._C._current_graph_task_id
 
@@ -35,7 +35,7 @@ class Resident:
         masters: Masters,
         grads: GradStore,
     ) -> None:
-        self.scaled: Callable[[], AbstractContextManager[float]] = lambda: nullcontext(1.0)
+        self.scaling: Scaling | None = None  # of the loss, under precision="fp16"
         self.index = {id(p): i for i, p in enumerate(params)}
         self._params = params
         self._layout = layout
@@ -64,10 +64,12 @@ class Resident:
         self._grads.flush_pending()
         for index, param in enumerate(self._params):
             if swizzle.version(param) != self._versions[index]:
-                self._masters.reset_unless_loaded(self._layout.home[index][1])
+                self._masters.reset(self._layout.home[index][1])
+                self._versions[index] = swizzle.version(param)
         for index, before in self._shown.items():
             bucket, segment = self._layout.home[index]
             self._masters.reset_changed(self._layout.buckets[bucket], segment.offset, before)
+            before.copy_(row(fault.read_data(self._params[index])))
 
     def updated(self, bucket: Bucket) -> None:
         """A bucket's weights were updated: from here on their writes are news."""
@@ -82,7 +84,7 @@ class Resident:
         if use_count(data) <= _BOUND:
             del self._shown[index]
             return
-        self._shown[index] = torch.as_strided(data, (data.numel(),), (1,)).clone()
+        self._shown[index] = row(data).clone()
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
@@ -109,7 +111,7 @@ class Resident:
         data = fault.read_data(param)
         index = self.index[id(param)]
         if index not in self._shown:
-            self._shown[index] = torch.as_strided(data, (data.numel(),), (1,)).clone()
+            self._shown[index] = row(data).clone()
         return data
 
     def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:

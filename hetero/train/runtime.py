@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from hetero.plan.trace import Access
 from hetero.train import fault, swizzle
 from hetero.train.activation import CHANGED, Saved, SavedTensors, guard_hooks
 from hetero.train.grads import GradStore
-from hetero.train.precision import Masters
+from hetero.train.precision import Masters, Scaling
 from hetero.train.swizzle import Swizzle
 from hetero.train.tracer import Cursor
 from hetero.types import Phase
@@ -69,11 +69,12 @@ class Runtime:
         self._graph_task = NO_TASK
         self._phases: list[Phase] = []
         self._at_home = False
+        self._gathered: list[dict[int, int]] = []  # versions at the beginning of open blocks
         self._sources: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self.closed = False
         self._stepped = stepped  # whether an optimizer's step ends a trace
         self._late: deque[Op] = deque()  # planned fetches whose homes are still being updated
-        self.scaled: Callable[[], AbstractContextManager[float]] = lambda: nullcontext(1.0)
+        self.scaling: Scaling | None = None  # of the loss, under precision="fp16"
 
     @property
     def index(self) -> dict[int, int]:
@@ -204,6 +205,14 @@ class Runtime:
         while self._late and not self.manager.updating(self._late[0].bucket):
             op = self._late.popleft()
             self.manager.prefetch(op.bucket, op.start, op.evict)
+
+    def stepped(self, buckets: Iterable[int]) -> None:
+        """Versions of bound parameters moved because of a step, which is nobody's write."""
+        for bucket in buckets:
+            if self.swizzle.bound[bucket]:
+                self.swizzle.written(bucket)
+        for before in self._gathered:
+            before.update((i, swizzle.version(self.swizzle.params[i])) for i in before)
 
     def border(self) -> None:
         """A step was made: what is late belongs to the old one; begin to prefetch for the next."""
@@ -428,7 +437,11 @@ class Runtime:
         self.quiesce()
         with self.lend(buckets, "gathered"):
             before = {i: swizzle.version(held[i]) for i in indices}
-            yield
+            self._gathered.append(before)
+            try:
+                yield
+            finally:
+                self._gathered.remove(before)
             changed = [i for i, v in before.items() if swizzle.version(held[i]) != v]
             if write:
                 for bucket, segment in (home[i] for i in indices):

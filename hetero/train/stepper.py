@@ -49,15 +49,21 @@ class Stepper:
             grads.scaling, grads.norm_ord = False, 2.0
             grads.unscale = 1.0 / scaler.scale
 
+    @property
+    def scale(self) -> float:
+        """What the next loss is multiplied by; 1 without loss scaling."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
     @contextmanager
-    def scaled(self) -> Iterator[float]:
-        """Scale the loss by what is given, and run its backward pass inside; 1 without fp16."""
+    def scaled(self, scale: float) -> Iterator[None]:
+        """Run the backward pass of a loss that was multiplied by ``scale`` inside."""
         if self.scaler is None:
-            yield 1.0
+            yield
             return
-        self._grads.scaling, self._grads.unscale = True, 1.0 / self.scaler.scale
+        self._grads.take_plain()
+        self._grads.scaling, self._grads.unscale = True, 1.0 / scale
         try:
-            yield self.scaler.scale
+            yield
         finally:
             self._grads.scaling = False
 
@@ -86,7 +92,7 @@ class Stepper:
         """Give a bucket's update to the worker, or make a job that its first waiter does."""
         slices = [partial(self._run, work) for work in update.slices]
         job = Job(slices, finish=partial(_all, update.finishes))
-        self._grads.lend(update.bucket, job, written=update.scales)
+        self._grads.lend(update.bucket, job, update.scaled)
         self._jobs.append(job)
         if not (at_once or update.fresh):
             self._worker.submit(job)

@@ -26,7 +26,7 @@ from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.slab import Home, HomeStore
 from hetero.train import kernel
 from hetero.train.formulas import Coefficients, Formula, formula_of
-from hetero.train.grads import NONE, Factors, GradStore
+from hetero.train.grads import NONE, Factors, GradSlot, GradStore
 from hetero.train.precision import Masters
 from hetero.train.rules import BLOCK_SCALES, Group, Rule, State, is_elementwise
 from hetero.train.worker import Slice
@@ -35,7 +35,6 @@ from hetero.types import Kind
 RULE_NUMEL = 2**18  # elements per call of a rule: below, the calls themselves begin to cost
 KERNEL_NUMEL = 2**20
 PARAM = Kind.PARAM.value
-RATES = frozenset({"lr", "initial_lr"})  # settings that bring no state with them
 EXACT = BLOCK_SCALES | {"step"}  # states that keep their dtype when they are loaded
 
 
@@ -48,8 +47,8 @@ class Update:
     finishes: list[Slice] = field(default_factory=list)
     fresh: bool = False
     """Whether states appear, which is not left to a thread."""
-    scales: bool = False
-    """Whether the stored gradients are multiplied by their pending factors on the way."""
+    scaled: list[int] = field(default_factory=list)
+    """Indices of the parameters whose stored gradients are multiplied by their pending factors."""
     touched: list[int] = field(default_factory=list)
     """Indices of the parameters."""
 
@@ -60,6 +59,8 @@ class Ready(NamedTuple):
     segment: Segment
     state: State
     factors: tuple[float, ...]
+    slot: GradSlot
+    """Keeps the gradient's home until the update is done."""
 
 
 class Piece(NamedTuple):
@@ -112,7 +113,7 @@ class Updater:
         self._store = store
         self._masters = masters
         self._stream_to = stream_to
-        self._stepped: dict[int, str] = {}  # the settings a parameter was last stepped with
+        self._stepped: dict[int, str] = {}  # the kind of settings a parameter was stepped with
         # Torch's operations bring threads of their own, and two of them at once get in each other's
         # way (measured: ten times slower); the kernel's slices run side by side.
         self._torch = threading.Lock()
@@ -138,16 +139,17 @@ class Updater:
         return list(updates.values())
 
     def _ready(self, group: Group, states: defaultdict[torch.Tensor, State]) -> list[Ready]:
-        found: list[tuple[Segment, Factors]] = []
-        for param in group["params"]:
-            index = self._index.get(id(param), -1)
-            factors = self._grads.closed(index) if index >= 0 else None
-            if factors is not None:
-                found.append((self._layout.home[index][1], factors))
-        numbers = iter(numbers_of([f for _, f in found]))
+        indices = (self._index.get(id(param), -1) for param in group["params"])
+        slots = [slot for i in indices if i >= 0 and (slot := self._grads.closed(i)) is not None]
+        numbers = numbers_of([slot.factors for slot in slots])
         return [
-            Ready(segment, self.adopt(segment, states[self._params[segment.index]]), number)
-            for (segment, _), number in zip(found, numbers, strict=True)
+            Ready(
+                slot.segment,
+                self.adopt(slot.segment, states[self._params[slot.segment.index]]),
+                number,
+                slot,
+            )
+            for slot, number in zip(slots, numbers, strict=True)
         ]
 
     def _by_bucket(self, rows: Sequence[Ready]) -> Iterator[tuple[Bucket, list[Ready]]]:
@@ -170,7 +172,7 @@ class Updater:
         else:
             draft = self._draft_whole
         made_here = self._masters.has(bucket) and self.formula is not None
-        known = repr([(k, v) for k, v in group.items() if k not in RATES])
+        known = repr([(key, _kind(value)) for key, value in group.items()])
         fresh = any(self._stepped.get(row.segment.index) != known for row in rows)
         update.fresh |= fresh and not made_here
         self._stepped.update((row.segment.index, known) for row in rows)
@@ -265,7 +267,8 @@ class Updater:
     def _draft_flat(self, update: Update, group: Group, rows: list[Ready]) -> None:
         bucket = update.bucket
         for piece in self._pieces(rows, [False] * len(rows)):
-            update.scales |= bool(piece.first.factors)
+            if piece.first.factors:
+                update.scaled.extend(row.segment.index for row in piece.rows)
             after: State = {}
             for start, end in piece.cuts(bucket, RULE_NUMEL):
                 update.slices.append(
@@ -297,7 +300,7 @@ class Updater:
 
     def _share(self, bucket: Bucket, piece: Piece, after: State) -> None:
         """Give every parameter of a run its part of the run's state."""
-        for segment, state, _ in piece.rows:
+        for segment, state, _, _ in piece.rows:
             for key, value in after.items():
                 if isinstance(value, _Shaped):
                     state[key] = self._store.homes[key, bucket.id].segments[segment.position]
@@ -328,7 +331,7 @@ class Updater:
     # -- torch's rule, on whole tensors ----------------------------------------------------------
 
     def _draft_whole(self, update: Update, group: Group, rows: list[Ready]) -> None:
-        update.scales |= any(row.factors for row in rows)
+        update.scaled.extend(row.segment.index for row in rows if row.factors)
         update.slices.append(partial(self._run_whole, group, update.bucket, rows))
 
     def _run_whole(self, group: Group, bucket: Bucket, rows: list[Ready]) -> None:
@@ -411,6 +414,13 @@ def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _kind(value: Any) -> Any:
+    """Return what of a setting decides which states there are: whether a number is zero."""
+    if isinstance(value, (tuple, list)):
+        return [_kind(v) for v in value]
+    return value != 0 if isinstance(value, (int, float)) else type(value).__name__
 
 
 def _frozen(value: Any) -> Any:

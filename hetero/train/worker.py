@@ -89,13 +89,17 @@ class Job:
         self._finish, self._after = None, ()
         self._done.set()
 
-    def wait(self) -> None:
-        """Return when the job is done, helping with it; raises what it raised, where it did."""
+    def settle(self) -> None:
+        """Return when the job is done or has failed, helping with it."""
         if not self._done.is_set():
             with uninterrupted():
                 while self.help():
                     pass
                 self._done.wait()
+
+    def wait(self) -> None:
+        """Return when the job is done, helping with it; raises what it raised, where it did."""
+        self.settle()
         if self._error is not None:
             raise self._error.with_traceback(self._trace)
 
@@ -156,6 +160,7 @@ class Worker:
         self._queue = _Queue(pick)
         self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
+        self._watches_forks = False
         self._at_exit = _closing(weakref.ref(self))
 
     def submit(self, job: Job) -> Job:
@@ -180,22 +185,36 @@ class Worker:
             self._threads.append(thread)
         # A thread inside torch while the interpreter ends would abort the process.
         atexit.register(self._at_exit)
+        if hasattr(os, "register_at_fork") and not self._watches_forks:
+            # A child has no threads: what one of them had begun would never be done there.
+            os.register_at_fork(before=_resting(weakref.ref(self)))
+            self._watches_forks = True
+
+    def rest(self) -> None:
+        """Wait until every job that was given is done, or has failed."""
+        with self._queue.changed:
+            jobs = list(self._queue.jobs)
+        for job in jobs:
+            job.settle()
 
     def close(self) -> None:
         """End the threads; what they have begun is finished, what waits is left to its waiters."""
+        if self._pid != os.getpid():
+            return  # a forked child: the threads, and perhaps a lock, are the parent's
         with self._queue.changed:
             self._queue.jobs.clear()
             self._queue.closed = True
             self._queue.changed.notify_all()
-        if self._pid == os.getpid():
-            for thread in self._threads:
-                thread.join()
+        for thread in self._threads:
+            thread.join()
         self._threads.clear()
         self._queue.closed = False
         atexit.unregister(self._at_exit)
 
     def __del__(self) -> None:
         # Not joined: garbage may be collected on one of these very threads.
+        if self._pid != os.getpid():
+            return
         with self._queue.changed:
             self._queue.closed = True
             self._queue.changed.notify_all()
@@ -206,6 +225,15 @@ def thread_budget() -> int:
     """Return how many threads may update: all cores of this process but the launching one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) - 1)
+
+
+def _resting(worker: weakref.ref[Worker]) -> Callable[[], None]:
+    def rest() -> None:
+        found = worker()
+        if found is not None:
+            found.rest()
+
+    return rest
 
 
 def _closing(worker: weakref.ref[Worker]) -> Callable[[], None]:
