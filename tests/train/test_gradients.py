@@ -1,0 +1,358 @@
+"""Gradients that are shared, held, replaced or looked at: each of these has once been wrong."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hetero
+from hetero.api import engine_of, prepare_tuned
+from hetero.config import Config
+from hetero.device import SimDevice
+from hetero.train.engine import Tuning
+from hetero.train.worker import Worker
+from tests.equivalence.harness import same, values
+
+PLACES: dict[str, dict[str, Any]] = {
+    "resident": {"device": "cpu", "hbm": None},
+    "cpu": {"device": "cpu", "hbm": 20_000},
+    "sim": {"device": "cpu:sim", "hbm": 20_000},
+}
+each_place = pytest.mark.parametrize("place", PLACES)
+
+
+def prepare(
+    model: nn.Module, *, place: str, tuning: Tuning | None = None, lr: float = 1.0, **settings: Any
+) -> tuple[Any, Any]:
+    given = {**PLACES[place], **settings}
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    config = Config.load(chunk_bytes=256, **given)
+    model, optimizer = prepare_tuned(model, optimizer, config, tuning)
+    engine = engine_of(model)
+    engine._fit = lambda: False  # type: ignore[method-assign]  # a small model would fit and stay
+    return model, optimizer
+
+
+def masters(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    optimizer.state_dict()
+    engine = engine_of(model)
+    return [engine.masters.value(engine._segment(p)) for p in engine.params]
+
+
+def late() -> Tuning:
+    """Threads that come to every slice too late for whoever does not wait."""
+    return Tuning(worker=Worker(1), pause=lambda: time.sleep(0.002))
+
+
+def linears(n: int = 2, width: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(n)))
+
+
+def batch(number: int, width: int = 6) -> Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(number))
+
+
+class Joined(nn.Module):
+    """Two parameters to which autograd hands one and the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(300)), nn.Parameter(torch.randn(300))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return (self.a + self.b if both else self.a) * x
+
+
+@each_place
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_gradient_that_two_parameters_share_is_added_as_it_was(place: str, checked: bool) -> None:
+    torch.manual_seed(0)
+    plain = Joined()
+    settings = {"device": SimDevice(seed=3, checked=True)} if checked and place == "sim" else {}
+    model, ours = prepare(copy.deepcopy(plain), place=place, tuning=late(), **settings)
+    theirs = torch.optim.SGD(plain.parameters(), lr=1.0)
+    for step in range(3):
+        for part in range(6):
+            x = torch.randn(300, generator=torch.Generator().manual_seed(10 * step + part))
+            for m in (plain, model):
+                m(x, part > 0).square().mean().mul(100).backward()
+        for o in (theirs, ours):
+            o.step()
+            o.zero_grad()
+        same(values(plain), values(model), f"step {step}")
+
+
+@each_place
+def test_a_gradient_that_its_user_writes_after_backward_was_added_before(place: str) -> None:
+    plain = linears(1)
+    model, ours = prepare(copy.deepcopy(plain), place=place, tuning=late())
+    theirs = torch.optim.SGD(plain.parameters(), lr=1.0)
+    for step in range(3):
+        for m, o in ((plain, theirs), (model, ours)):
+            for part in range(3):
+                x = torch.zeros(6, requires_grad=True)
+                ((m[0].bias + x) * batch(part)[0]).square().sum().backward()
+                x.grad.sign_()  # the very tensor that the bias was given
+            o.step()
+            o.zero_grad()
+        same(values(plain), values(model), f"step {step}")
+
+
+@each_place
+def test_what_a_hook_adds_to_a_gradient_is_added_at_once(place: str) -> None:
+    plain = linears()
+    model, ours = prepare(copy.deepcopy(plain), place=place, tuning=late())
+    theirs = torch.optim.SGD(plain.parameters(), lr=1.0)
+    buffers = [torch.empty(100), torch.empty(100)]
+    for m, buffer in zip((plain, model), buffers, strict=True):
+        draw = torch.Generator()
+        draw.manual_seed(5)
+
+        def noise(p: Any, buffer: Tensor = buffer, draw: torch.Generator = draw) -> None:
+            p.grad.add_(buffer[: p.numel()].view(p.shape).normal_(generator=draw))
+
+        for p in m.parameters():
+            p.register_post_accumulate_grad_hook(noise)
+    for step in range(4):
+        for m, o in ((plain, theirs), (model, ours)):
+            for part in range(3):
+                m(batch(10 * step + part)).square().mean().backward()
+            o.step()
+            o.zero_grad()
+        same(values(plain), values(model), f"step {step}")
+
+
+@each_place
+def test_a_plain_gradient_beside_one_that_was_looked_at_is_stepped(place: str) -> None:
+    model, optimizer = prepare(linears(1), place=place, precision="bf16")
+    before = masters(model, optimizer)
+    model(batch(0).bfloat16()).square().mean().backward()
+    model[0].weight.grad = model[0].weight.grad.clone()
+    model[0].bias.grad.view(-1)[0]
+    wanted = [b - p.grad.float() for b, p in zip(before, model.parameters(), strict=True)]
+    optimizer.step()
+    same(masters(model, optimizer), wanted, "masters")
+
+
+@each_place
+def test_fp32_parts_of_an_fp16_model_are_unscaled_in_every_micro_step(place: str) -> None:
+    model, _ = prepare(linears(), place=place, precision="fp16", keep_fp32=["1"])
+    engine_of(model).scaler.scale = 2.0**10
+
+    def backward() -> None:
+        hetero.backward(model[1](model[0](batch(0).half()).float()).square().mean())
+
+    backward()
+    once = [p.grad.float().clone() for p in model.parameters()]
+    backward()
+    for p, grad in zip(model.parameters(), once, strict=True):
+        assert torch.allclose(p.grad.float(), 2 * grad, rtol=1e-3)
+
+
+@each_place
+def test_a_clip_reaches_gradients_that_no_optimizer_steps(place: str) -> None:
+    plain = linears()
+    prepared = copy.deepcopy(plain)
+    theirs, inner = (torch.optim.SGD([m[0].weight, m[1].weight], lr=1.0) for m in (plain, prepared))
+    config = Config.load(chunk_bytes=256, **PLACES[place])
+    model, ours = prepare_tuned(prepared, inner, config, None)
+    for step in range(3):
+        for m, o in ((plain, theirs), (model, ours)):
+            m(batch(step)).square().mean().backward()
+            nn.utils.clip_grad_norm_(m.parameters(), 1e-2)
+            o.step()
+            o.zero_grad()  # the biases go on adding up
+        kept = [[m[0].bias.grad.clone(), m[1].bias.grad.clone()] for m in (plain, model)]
+        same(*kept, f"gradients of step {step}")
+        same(values(plain), values(model), f"step {step}")
+
+
+class Fused(nn.Module):
+    """Its gradients are views of one buffer, as those of fused projections are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(5, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.cat([self.a, self.b]).T
+
+
+@each_place
+def test_gradients_made_in_one_piece_add_up_in_fp32(place: str) -> None:
+    torch.manual_seed(0)
+    model, optimizer = prepare(Fused(), place=place, precision="bf16")
+    before = masters(model, optimizer)
+    sums = [torch.zeros_like(b) for b in before]
+    for part in range(4):
+        leaves = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        (batch(part).bfloat16() @ torch.cat(leaves).T).square().mean().backward()
+        for total, leaf in zip(sums, leaves, strict=True):
+            total += leaf.grad.float()
+        model(batch(part).bfloat16()).square().mean().backward()
+    optimizer.step()
+    wanted = [b - total for b, total in zip(before, sums, strict=True)]
+    same(masters(model, optimizer), wanted, "masters")
+
+
+@each_place
+def test_norms_under_loss_scaling_are_those_of_unscaled_gradients(place: str) -> None:
+    torch.manual_seed(0)
+    model, optimizer = prepare(Fused(), place=place, precision="fp16")
+    kept: list[Any] = []
+    model.a.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+    engine_of(model).scaler.scale = 2.0**8
+    leaves = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    (batch(0).half() @ torch.cat(leaves).T).float().square().mean().backward()
+    hetero.backward(model(batch(0).half()).float().square().mean())
+    truth = nn.utils.get_total_norm([leaf.grad.float() for leaf in leaves])
+    assert torch.allclose(optimizer.clip_grad_norm_(1.0), truth, rtol=1e-3)
+
+
+@each_place
+def test_a_gradient_that_a_user_replaces_between_scaled_passes_is_not_scaled(place: str) -> None:
+    model, optimizer = prepare(linears(1), place=place, precision="fp16")
+    engine_of(model).scaler.scale = 2.0**8
+    before = masters(model, optimizer)
+    hetero.backward(model(batch(0).half()).float().square().mean())
+    once = [p.grad.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    hetero.backward(model(batch(0).half()).float().square().mean())
+    optimizer.step()
+    for now, b, grad in zip(masters(model, optimizer), before, once, strict=True):
+        assert torch.allclose(now, b - 1 - grad.float(), atol=1e-5)
+
+
+def test_a_loss_that_leads_outside_the_fp16_models_is_refused() -> None:
+    model, _ = prepare(linears(), place="sim", precision="fp16")
+    head = nn.Linear(6, 1)
+    with pytest.raises(hetero.StateError, match="outside the models"):
+        hetero.backward(head(model(batch(0).half()).float()).sum())
+    assert head.weight.grad is None
+
+
+def test_two_fp16_models_share_one_scale() -> None:
+    first, one = prepare(linears(), place="sim", precision="fp16")
+    second, two = prepare(linears(), place="resident", precision="fp16")
+    engine_of(first).scaler.scale, engine_of(second).scaler.scale = 2.0**6, 2.0**9
+    hetero.backward(second(first(batch(0).half())).float().square().mean())
+    for model in (first, second):
+        assert all(p.grad.abs().max() < 5 for p in model.parameters())
+    one.step(), two.step()
+
+
+def test_a_weight_that_was_frozen_at_prepare_does_not_join_without_a_master() -> None:
+    model = linears()
+    model[0].requires_grad_(False)
+    inner = torch.optim.SGD(model[1].parameters(), lr=1e-4)
+    model, optimizer = hetero.prepare(model, inner, device="cpu", hbm=20_000, precision="bf16")
+    with pytest.raises(hetero.ConfigError, match=r"0\.weight.*no fp32 master"):
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+
+
+def test_masters_of_another_precision_are_refused() -> None:
+    model, optimizer = prepare(linears(), place="sim", precision="bf16")
+    saved = optimizer.state_dict()
+    other, fresh = prepare(linears(), place="sim", precision="fp16")
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(hetero.StateError, match=r"masters of torch\.int16"):
+        fresh.load_state_dict(saved)
+
+
+def train_bf16(
+    place: str, between: Callable[[Any, Any], Any], *, lr: float = 0.01, steps: int = 3
+) -> list[Tensor]:
+    model, optimizer = prepare(linears(), place=place, precision="bf16", lr=lr)
+    for step in range(steps):
+        model(batch(step).bfloat16()).square().mean().backward()
+        between(model, optimizer)
+        optimizer.zero_grad()
+    return masters(model, optimizer)
+
+
+@each_place
+@pytest.mark.parametrize("write", [True, False])
+def test_a_step_inside_gathered_is_nobody_s_write(place: str, write: bool) -> None:
+    def inside(model: nn.Module, optimizer: Any) -> None:
+        with hetero.gathered(model, write=write):
+            optimizer.step()
+
+    plainly = train_bf16("resident", lambda model, optimizer: optimizer.step())
+    same(train_bf16(place, inside), plainly, "masters")
+
+
+@each_place
+def test_a_saved_master_knows_of_the_last_write(place: str) -> None:
+    model, optimizer = prepare(linears(), place=place, precision="bf16", lr=0.01)
+    for step in range(2):
+        model(batch(step).bfloat16()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    saved = copy.deepcopy(optimizer.state_dict()["masters"])
+    assert not saved[0].any() and saved[1].any()
+
+
+@each_place
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_a_load_after_a_write_is_the_load(place: str, order: str) -> None:
+    model, optimizer = prepare(linears(), place=place, precision="bf16", lr=0.01)
+    for step in range(2):
+        model(batch(step).bfloat16()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    truth = masters(model, optimizer)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_()
+    for part in (0, 1) if order == "model first" else (1, 0):
+        (model, optimizer)[part].load_state_dict(saved[part])
+    same(masters(model, optimizer), truth, "masters")
+    with torch.no_grad():
+        model[0].weight.zero_()
+    optimizer.step()  # without gradients: closes what was loaded
+    assert not masters(model, optimizer)[0].any()
+
+
+@each_place
+def test_a_value_clip_does_not_depend_on_the_step_before(place: str) -> None:
+    found = []
+    for parts in (1, 2):
+        model, optimizer = prepare(linears(), place=place, precision="bf16", lr=0.5)
+        for _ in range(parts):
+            model(batch(0).bfloat16()).square().mean().backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        model(batch(1).bfloat16()).square().mean().backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        found.append(masters(model, optimizer))
+    same(*found, "masters")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+def test_a_forked_child_can_use_the_model_right_after_a_step() -> None:
+    model, optimizer = prepare(linears(), place="sim", tuning=late())
+    for step in range(2):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        good = bool(torch.isfinite(model(batch(3))).all())
+        os._exit(0 if good else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.isfinite(model(batch(3))).all()
