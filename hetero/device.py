@@ -30,6 +30,7 @@ from hetero.types import Lane
 
 POISON = 0xFF  # a NaN in every float format, -1 in every int format
 ALONE = 2  # uses of a storage: the tensor asked about, and the handle asked through
+HUGE = 4 * 2**20  # bytes of a slab from which huge pages are asked for
 COPY_LANES = (Lane.H2D, Lane.D2H)
 
 
@@ -136,6 +137,11 @@ def map_slab(n_bytes: int) -> Slab:
     """Map zeroed anonymous memory of exactly ``n_bytes``; pages cost RAM when first touched."""
     # Private: a forked child gets copies of its own, as it does of torch's memory.
     mapping = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if n_bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:  # updates stream through homes: a page table entry for 2 MiB, not for 4 KiB
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel built without them
+            pass
     return Slab(n_bytes, torch.frombuffer(mapping, dtype=torch.uint8), mapping)
 
 

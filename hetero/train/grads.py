@@ -564,6 +564,8 @@ class GradStore:
     def measure(self, grad: torch.Tensor, ord: float, segment: Segment) -> torch.Tensor:
         """Return the norm torch takes of a whole tensor: of fp32 numbers where a master is."""
         dtype = torch.float32 if self.has_master(segment) else None
+        if dtype is not None and grad.device.type == "cpu":
+            grad = grad.float()  # the same bits as dtype=, and vectorised
         norm: torch.Tensor = torch.linalg.vector_norm(grad, ord, dtype=dtype)
         return norm
 
