@@ -392,7 +392,8 @@ class _Shaped:
 def numbers_of(factors: Sequence[Factors]) -> list[tuple[float, ...]]:
     """Return pending factors as numbers; waits for the device once, not for each."""
     clips = [f.clip for f in factors if f.clip is not None]
-    values = iter(torch.stack(clips).tolist() if clips else [])
+    together = [clip.to(clips[0].device) for clip in clips]
+    values = iter(torch.stack(together).tolist() if clips else [])
     return [
         tuple(x for x in (f.unscale, 1.0 if f.clip is None else next(values)) if x != 1.0)
         if f is not NONE
