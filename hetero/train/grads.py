@@ -62,11 +62,6 @@ class Factors(NamedTuple):
             grad.mul_(self.unscale)
         return grad if self.clip is None else grad.mul_(self.clip.to(grad.device))
 
-    def floats(self) -> tuple[float, ...]:
-        """Return the factors that are not one, as numbers; waits for the device that has them."""
-        clip = 1.0 if self.clip is None else float(self.clip)
-        return tuple(f for f in (self.unscale, clip) if f != 1.0)
-
 
 NONE = Factors()
 

@@ -161,7 +161,7 @@ class Worker:
         self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
         self._watches_forks = False
-        self._at_exit = _closing(weakref.ref(self))
+        self._at_exit = _if_alive(weakref.ref(self), Worker.close)
 
     def submit(self, job: Job) -> Job:
         """Queue a job; it is done before `Job.wait` returns."""
@@ -187,7 +187,7 @@ class Worker:
         atexit.register(self._at_exit)
         if hasattr(os, "register_at_fork") and not self._watches_forks:
             # A child has no threads: what one of them had begun would never be done there.
-            os.register_at_fork(before=_resting(weakref.ref(self)))
+            os.register_at_fork(before=_if_alive(weakref.ref(self), Worker.rest))
             self._watches_forks = True
 
     def rest(self) -> None:
@@ -227,22 +227,15 @@ def thread_budget() -> int:
     return max(1, (cores or 1) - 1)
 
 
-def _resting(worker: weakref.ref[Worker]) -> Callable[[], None]:
-    def rest() -> None:
+def _if_alive(worker: weakref.ref[Worker], act: Callable[[Worker], None]) -> Callable[[], None]:
+    """Return a call for the interpreter's own lists, which must not keep a worker alive."""
+
+    def call() -> None:
         found = worker()
         if found is not None:
-            found.rest()
+            act(found)
 
-    return rest
-
-
-def _closing(worker: weakref.ref[Worker]) -> Callable[[], None]:
-    def close() -> None:
-        found = worker()
-        if found is not None:
-            found.close()
-
-    return close
+    return call
 
 
 def _loop(queue: _Queue) -> None:
