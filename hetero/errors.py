@@ -54,16 +54,84 @@ class StateError(HeteroError, RuntimeError):
     """The library or the model is not in a state that allows the operation."""
 
 
+class ForkedProcessError(StateError):
+    """A forked child uses files or threads that belong to its parent."""
+
+
 class TransferError(HeteroError, RuntimeError):
     """A copy between tiers failed, or arrived with other bytes than were sent."""
 
 
 class StorageError(HeteroError, OSError):
-    """A disk failed, filled up or returned other bytes than were written."""
+    """A disk failed, filled up or returned other bytes than were written.
+
+    ``op`` is what was tried at byte ``offset`` of ``path``; ``wanted`` and ``got`` are bytes.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        advice: str = "",
+        moves: Iterable[str] = (),
+        path: str = "",
+        op: str = "",
+        offset: int = 0,
+        wanted: int = 0,
+        got: int = 0,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message, advice=advice, moves=moves)
+        self.path = path
+        self.op = op
+        self.offset = offset
+        self.wanted = wanted
+        self.got = got
+        self.errno = errno
+
+
+class DiskFull(StorageError):
+    """No space, no quota, or a file larger than the system allows."""
+
+
+class DiskReadError(StorageError):
+    """A read failed twice."""
+
+
+class DiskWriteError(StorageError):
+    """A write, a sync or a change of a directory failed."""
+
+
+class TruncatedChunk(StorageError):
+    """A file ended before the bytes that were asked for."""
+
+
+class ChunkCorrupt(StorageError):
+    """Bytes came back from a disk that were not the ones written last."""
 
 
 class CheckpointError(HeteroError, RuntimeError):
     """A checkpoint is missing, damaged, unsafe or of another model."""
+
+
+class NoCheckpoint(CheckpointError):
+    """A directory holds no complete checkpoint."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A checkpoint's bytes are not the ones that were saved."""
+
+
+class CheckpointTooNew(CheckpointError):
+    """A checkpoint was written by a later format than this version reads."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is of another model or another optimizer."""
+
+
+class UnsafeCheckpoint(CheckpointError):
+    """A checkpoint names or declares something that no save of ours writes; nothing was opened."""
 
 
 class DivergenceError(HeteroError, RuntimeError):

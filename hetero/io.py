@@ -1,0 +1,567 @@
+"""The only door to files, and its fake twin (floor 0, no torch).
+
+Every system call that touches a file goes through `IO.call`, where a `FaultPlan` can count, record,
+fail, shorten, falsify or kill it. Above it, `File` and `Folder` loop until a transfer is complete,
+read every result and turn what fails into typed errors. Folders are descriptors, names are never
+paths, and symbolic links are not followed.
+
+[Note: direct I/O]  With O_DIRECT the buffer's address, the offset and the length are multiples of
+`ALIGN`. Where a file system refuses it, a file is buffered, and what passed is dropped from the
+page cache. A file is one or the other for life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import signal
+import stat
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from hetero.errors import (
+    ConfigError,
+    DiskFull,
+    DiskReadError,
+    DiskWriteError,
+    StorageError,
+    TruncatedChunk,
+)
+from hetero.types import format_bytes
+
+T = TypeVar("T")
+
+ALIGN = 4096  # bytes: serves logical blocks of 512 and of 4096
+MAX_CALL = 2**30  # bytes of one system call; Linux moves at most 2^31 - 4096
+WINDOW = 32 * 2**20  # bytes written through the page cache before they are pushed out of it
+PATIENCE = 64  # calls in a row without progress
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+RAM_FILE_SYSTEMS = ("tmpfs", "ramfs")
+FAR_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "overlay", "fuse")
+
+
+def align_up(n_bytes: int) -> int:
+    """Return the next multiple of `ALIGN`."""
+    return -(-n_bytes // ALIGN) * ALIGN
+
+
+def aligned_buffer(n_bytes: int) -> memoryview:
+    """Return zeroed memory of ``n_bytes`` rounded up to `ALIGN`, for direct transfers.
+
+    It is shared with children, so that a fork cannot divert a transfer that is under way.
+    """
+    return memoryview(mmap.mmap(-1, max(ALIGN, align_up(n_bytes))))
+
+
+class IO:
+    """The real thing: carries out each call as it is given."""
+
+    def call(self, op: str, act: Callable[..., T], *args: Any, where: str, offset: int = 0) -> T:
+        """Return ``act(*args)``; ``where`` names the file or folder, ``offset`` is for transfers.
+
+        ``op`` is one of open, create, private, mkdir, list, stat, read, write, reserve, sync,
+        sync_folder, rename, unlink, rmdir.
+        """
+        return act(*args)
+
+
+class Op(NamedTuple):
+    """One recorded call. ``data`` is what a write wrote; ``to`` the new name of a rename."""
+
+    op: str
+    where: str
+    offset: int
+    data: bytes
+    to: str
+
+
+class FaultPlan(IO):
+    """An `IO` that goes wrong on purpose, and keeps a log of what it carried out.
+
+    ``k`` counts the calls of one op from 0; op "any" counts all calls but open, list and stat.
+    """
+
+    PASSIVE = ("open", "list", "stat")
+
+    def __init__(self, *, keep_data: bool = False) -> None:
+        self.log: list[Op] = []
+        self.seen: Counter[str] = Counter()
+        self.fired = 0
+        self._keep_data = keep_data
+        self._rules: list[tuple[str, int, int | None, Callable[..., Any]]] = []
+        self._lock = threading.Lock()
+
+    def fail_at(self, op: str, k: int, number: int, times: int | None = 1) -> None:
+        """Let calls from the ``k``-th on fail, ``times`` times or, with None, for ever."""
+
+        def fail(act: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+            raise OSError(number, os.strerror(number))
+
+        self._rules.append((op, k, times, fail))
+
+    def short_at(self, op: str, k: int, got: int, times: int | None = 1) -> None:
+        """Let a read or write move at most ``got`` bytes."""
+
+        def shorten(act: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+            fd, buffer, offset = args
+            try:
+                return act(fd, buffer[:got], offset)
+            except OSError:  # a direct file: no less than whole blocks can really be moved
+                return min(act(fd, buffer[: align_up(got)], offset), got)
+
+        self._rules.append((op, k, times, shorten))
+
+    def lie_at(self, k: int, how: Literal["drop", "misdirect", "flip"]) -> None:
+        """Let the ``k``-th write claim success and do something else."""
+
+        def lie(act: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+            fd, buffer, offset = args
+            if how == "misdirect":
+                act(fd, buffer, offset + ALIGN)
+            elif how == "flip":
+                wrong = aligned_buffer(len(buffer))
+                wrong[: len(buffer)] = buffer
+                wrong[len(buffer) // 2] ^= 1
+                act(fd, wrong[: len(buffer)], offset)
+            return len(buffer)
+
+        self._rules.append(("write", k, 1, lie))
+
+    def kill_at(self, k: int) -> None:
+        """Let this process die of SIGKILL in place of the ``k``-th call of any op."""
+
+        def kill(act: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        self._rules.append(("any", k, 1, kill))
+
+    def clear(self) -> None:
+        """Let everything succeed from now on."""
+        self._rules.clear()
+
+    def call(self, op: str, act: Callable[..., T], *args: Any, where: str, offset: int = 0) -> T:
+        with self._lock:
+            wrong = self._wrong(op)
+            self.seen[op] += 1
+            if op not in self.PASSIVE:
+                self.seen["any"] += 1
+        result = act(*args) if wrong is None else wrong(act, args)
+        with self._lock:
+            data = bytes(args[1][:result]) if op == "write" and self._keep_data else b""
+            to = str(args[1]) if op == "rename" else ""
+            self.log.append(Op(op, where, offset, data, to))
+        return result
+
+    def _wrong(self, op: str) -> Callable[..., Any] | None:
+        for rule, k, times, act in self._rules:
+            active = rule == op or (rule == "any" and op not in self.PASSIVE)
+            n = self.seen[rule]
+            if active and n >= k and (times is None or n < k + times):
+                self.fired += 1
+                return act
+        return None
+
+
+class File:
+    """One open file; transfers are complete, or a typed error."""
+
+    def __init__(self, io: IO, fd: int, path: str, *, direct: bool = False) -> None:
+        self.path = path
+        self.direct = direct
+        self._io = io
+        self._fd = fd
+        self._pid = os.getpid()
+        self._window = 0
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` from byte ``offset`` on; a failed read is tried once more.
+
+        Raises TruncatedChunk at the end of the file, DiskReadError otherwise.
+        """
+        try:
+            self._transfer("read", _read, offset, into)
+        except DiskReadError as error:
+            if error.errno != errno.EIO:
+                raise
+            self._transfer("read", _read, offset, into)
+        if not self.direct:
+            self._uncache(offset, len(into))
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of ``data`` from byte ``offset`` on; raises DiskFull or DiskWriteError."""
+        self._transfer("write", _write, offset, data)
+        self._window += len(data)
+        if not self.direct and self._window >= WINDOW:
+            self._window = 0
+            self._call("sync", os.fdatasync, self._fd)
+            self._uncache(0, 0)
+
+    def reserve(self, n_bytes: int) -> None:
+        """Let the file have ``n_bytes`` on its disk now; raises DiskFull where they are not."""
+        if n_bytes > 0:
+            self._call("reserve", os.posix_fallocate, self._fd, 0, n_bytes, wanted=n_bytes)
+
+    def sync(self) -> None:
+        """Return when everything written is durable. A failure is final: write to a new file."""
+        self._call("sync", os.fsync, self._fd)
+        if not self.direct:
+            self._uncache(0, 0)
+
+    def size(self) -> int:
+        """Return the length in bytes."""
+        return self._call("stat", os.fstat, self._fd).st_size
+
+    def allocated(self) -> int:
+        """Return the bytes that the file takes on its disk."""
+        return 512 * self._call("stat", os.fstat, self._fd).st_blocks
+
+    def close(self) -> None:
+        """Let the descriptor go; again is no error, and neither is a forked child's."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0 and self._pid == os.getpid():
+            os.close(fd)
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _transfer(
+        self, op: str, act: Callable[[int, memoryview, int], int], offset: int, data: memoryview
+    ) -> None:
+        done = idle = 0
+        while done < len(data):
+            at, part = offset + done, data[done : done + MAX_CALL]
+            try:
+                got = self._io.call(op, act, self._fd, part, at, where=self.path, offset=at)
+            except (InterruptedError, BlockingIOError):
+                got = -1
+            except OSError as error:
+                raise failed(op, error, self.path, offset=at, wanted=len(data), got=done) from error
+            if got == 0 and op == "read":
+                raise TruncatedChunk(
+                    f"{self.path} ends at byte {at}; {len(data)} bytes from {offset} were wanted",
+                    advice="the file was cut short: use another copy",
+                    path=self.path,
+                    op=op,
+                    offset=offset,
+                    wanted=len(data),
+                    got=done,
+                )
+            # a short direct transfer goes on from the last aligned byte
+            step = got - got % ALIGN if self.direct and done + got < len(data) else got
+            idle = 0 if step > 0 else idle + 1
+            if idle > PATIENCE:
+                stuck = OSError(errno.EIO, f"no progress in {idle} calls")
+                raise failed(op, stuck, self.path, offset=at, wanted=len(data), got=done)
+            done += max(step, 0)
+
+    def _call(self, op: str, act: Callable[..., T], *args: Any, wanted: int = 0) -> T:
+        return patiently(self._io, op, act, *args, where=self.path, wanted=wanted)
+
+    def _uncache(self, offset: int, n_bytes: int) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # a hint, which some systems lack
+            os.posix_fadvise(self._fd, offset, n_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def failed(
+    op: str, error: OSError, path: str, *, offset: int = 0, wanted: int = 0, got: int = 0
+) -> StorageError:
+    """Return the typed error for a system call that failed."""
+    full = error.errno in NO_SPACE
+    kind = DiskFull if full else DiskReadError if op in ("read", "open", "stat") else DiskWriteError
+    amount = f" of {format_bytes(wanted)} at byte {offset}" if wanted else ""
+    advice = "look at the system log: the drive or its file system reports an error"
+    if full:
+        advice = (
+            f"free {format_bytes(wanted)} there, or name another directory"
+            if wanted
+            else ("free some space there, or name another directory")
+        )
+    elif error.errno == errno.EROFS:
+        advice = "the file system is read-only: remount it, or name another directory"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        advice = "the directory's permissions do not allow it: name another one"
+    return kind(
+        f"{op}{amount} failed on {path}: {error.strerror or error}",
+        advice=advice,
+        path=path,
+        op=op,
+        offset=offset,
+        wanted=wanted,
+        got=got,
+        errno=error.errno,
+    )
+
+
+def patiently(io: IO, op: str, act: Callable[..., T], *args: Any, where: str, wanted: int = 0) -> T:
+    """Make one call, again while it is interrupted; any other failure is a typed error."""
+    for _ in range(PATIENCE):
+        try:
+            return io.call(op, act, *args, where=where)
+        except (InterruptedError, BlockingIOError):
+            continue
+        except OSError as error:
+            raise failed(op, error, where, wanted=wanted) from error
+    stuck = OSError(errno.EINTR, f"interrupted {PATIENCE} times")
+    raise failed(op, stuck, where, wanted=wanted)
+
+
+def _read(fd: int, part: memoryview, offset: int) -> int:
+    return os.preadv(fd, [part], offset)
+
+
+def _write(fd: int, part: memoryview, offset: int) -> int:
+    return os.pwritev(fd, [part], offset)
+
+
+class Folder:
+    """An open directory. Names in it are single names; links are not followed."""
+
+    def __init__(self, io: IO, fd: int, path: str) -> None:
+        self.path = path
+        self._io = io
+        self._fd = fd
+        self._pid = os.getpid()
+
+    @classmethod
+    def open(cls, path: str | Path, io: IO | None = None) -> Folder:
+        """Open an existing directory, which the user named: links in its path are theirs.
+
+        Raises DiskReadError where it is missing or is no directory.
+        """
+        io = io or IO()
+        where = os.fspath(path)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        return cls(io, patiently(io, "open", os.open, where, flags, where=where), where)
+
+    def folder(self, name: str) -> Folder:
+        """Open a directory in this one."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+        return Folder(self._io, self._open("open", name, flags), self.where(name))
+
+    def make(self, name: str) -> Folder:
+        """Make a directory (mode 0700) and open it; an existing one is a DiskWriteError."""
+        self._call("mkdir", _mkdir, self.checked(name), self._fd, where=self.where(name))
+        return self.folder(name)
+
+    def file(self, name: str, *, direct: bool = False) -> File:
+        """Open a regular file for reading; anything else is a DiskReadError."""
+        # O_NONBLOCK: opening a FIFO would wait for its other end
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        return self._file("open", name, flags, direct=direct)
+
+    def create(self, name: str, *, direct: bool = False) -> File:
+        """Make a new file (mode 0600) for writing; an existing one is a DiskWriteError."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        return self._file("create", name, flags, direct=direct)
+
+    def private(self, *, direct: bool = True) -> File:
+        """Make a file without a name (mode 0600): it goes when its process does, however."""
+        if hasattr(os, "O_TMPFILE"):
+            try:
+                flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+                return self._file("private", ".", flags, direct=direct)
+            except StorageError as error:
+                if error.errno not in NO_TMPFILE:
+                    raise
+        name = f"hetero-{os.getpid()}-{os.urandom(8).hex()}"
+        file = self.create(name, direct=direct)
+        self.unlink(name)
+        return file
+
+    def names(self) -> list[str]:
+        """Return the names in this directory, sorted."""
+        return sorted(self._call("list", os.listdir, self._fd, where=self.path))
+
+    def has(self, name: str) -> bool:
+        """Whether there is something of that name, a link that leads nowhere included."""
+        try:
+            self._call("stat", _lstat, self.checked(name), self._fd, where=self.where(name))
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                return False
+            raise
+        return True
+
+    def rename(self, name: str, to: str) -> None:
+        """Give a file or directory in here another name; what had that name is replaced."""
+        names = self.checked(name), self.checked(to)
+        self._call("rename", _rename, *names, self._fd, where=self.where(name))
+
+    def unlink(self, name: str) -> None:
+        """Remove a file's name."""
+        self._call("unlink", _unlink, self.checked(name), self._fd, where=self.where(name))
+
+    def rmdir(self, name: str) -> None:
+        """Remove an empty directory."""
+        self._call("rmdir", _rmdir, self.checked(name), self._fd, where=self.where(name))
+
+    def sync(self) -> None:
+        """Return when the names in this directory are durable."""
+        self._call("sync_folder", os.fsync, self._fd, where=self.path)
+
+    def space(self) -> int:
+        """Return the bytes that this user can still write here."""
+        found = self._call("stat", os.fstatvfs, self._fd, where=self.path)
+        return found.f_bavail * found.f_frsize
+
+    def where(self, name: str) -> str:
+        """Return a name with this directory's path, for messages."""
+        return self.path if name == "." else os.path.join(self.path, name)
+
+    @staticmethod
+    def checked(name: str) -> str:
+        """Return a name that stays in its directory, or raise DiskReadError."""
+        bad = name in ("", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255
+        if bad:
+            raise DiskReadError(
+                f"{name[:300]!r} is not the name of a file", advice="a single name is needed"
+            )
+        return name
+
+    def close(self) -> None:
+        """Let the descriptor go; again is no error, and neither is a forked child's."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0 and self._pid == os.getpid():
+            os.close(fd)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _file(self, op: str, name: str, flags: int, *, direct: bool) -> File:
+        if direct and hasattr(os, "O_DIRECT"):
+            try:
+                fd = self._open(op, name, flags | os.O_DIRECT)
+            except StorageError as error:
+                if error.errno not in NO_DIRECT:
+                    raise
+                if op == "create":  # some file systems refuse after they have made it
+                    with contextlib.suppress(StorageError):
+                        self.unlink(name)
+                return self._file(op, name, flags, direct=False)
+        else:
+            direct, fd = False, self._open(op, name, flags)
+        file = File(self._io, fd, self.where(name), direct=direct)
+        if op == "open" and not stat.S_ISREG(os.fstat(fd).st_mode):
+            file.close()
+            raise DiskReadError(
+                f"{self.where(name)} is not a regular file",
+                advice="only regular files are read",
+                path=self.where(name),
+                op=op,
+            )
+        return file
+
+    def _open(self, op: str, name: str, flags: int) -> int:
+        name = self.checked(name)
+        return self._call(op, _open_at, name, flags, self._fd, where=self.where(name))
+
+    def _call(self, op: str, act: Callable[..., T], *args: Any, where: str) -> T:
+        return patiently(self._io, op, act, *args, where=where)
+
+
+def _open_at(name: str, flags: int, folder: int) -> int:
+    return os.open(name, flags, 0o600, dir_fd=folder)
+
+
+def _mkdir(name: str, folder: int) -> None:
+    os.mkdir(name, 0o700, dir_fd=folder)
+
+
+def _lstat(name: str, folder: int) -> os.stat_result:
+    return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+
+def _rename(name: str, to: str, folder: int) -> None:
+    os.replace(name, to, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _unlink(name: str, folder: int) -> None:
+    os.unlink(name, dir_fd=folder)
+
+
+def _rmdir(name: str, folder: int) -> None:
+    os.rmdir(name, dir_fd=folder)
+
+
+class Mount(NamedTuple):
+    """What a directory lies on."""
+
+    kind: str
+    """Type of the file system, as "ext4"; "" where the system does not say."""
+
+    @property
+    def is_ram(self) -> bool:
+        return self.kind in RAM_FILE_SYSTEMS
+
+    @property
+    def is_far(self) -> bool:
+        """Whether its answers come from a network or from another file system's layer."""
+        return self.kind.split(".")[0] in FAR_FILE_SYSTEMS
+
+
+def mount_of(path: str | Path, root: Path = Path("/")) -> Mount:
+    """Return what a directory lies on, by the device number that the kernel lists for mounts."""
+    try:
+        device = os.stat(path).st_dev
+        rows = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return Mount("")
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for row in rows:  # id parent major:minor root mount-point options ... - type source options
+        fields, _, rest = row.partition(" - ")
+        if fields.split()[2:3] == [number]:
+            return Mount(rest.split()[0])
+    return Mount("")
+
+
+def spill_folder(path: str | Path, io: IO | None = None) -> Folder:
+    """Open a directory that is to hold what HOST cannot; refuse one that cannot be right for it.
+
+    Raises ConfigError where it is missing, is RAM itself, or may be written by others; warns where
+    it lies on a network.
+    """
+    where = os.fspath(path)
+    try:
+        folder = Folder.open(path, io)
+    except (StorageError, ValueError) as error:
+        raise ConfigError(
+            f"nvme={where!r} cannot be opened: {getattr(error, 'args', [error])[0]}",
+            advice="nvme= takes existing directories on a local drive",
+        ) from error
+    mount, mode = mount_of(where), os.stat(where).st_mode
+    if mount.is_ram:
+        raise ConfigError(
+            f"nvme={where!r} lies on {mount.kind}, which is RAM",
+            advice="name a directory on a drive, or raise host=",
+        )
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"nvme={where!r} may be written by everybody (mode {stat.S_IMODE(mode):o})",
+            advice=f"chmod o-w {where}, or name a directory of your own",
+        )
+    if mount.is_far:
+        warnings.warn(
+            f"nvme={where!r} lies on {mount.kind}, which is slow for this and may lose writes",
+            stacklevel=2,
+        )
+    return folder
