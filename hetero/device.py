@@ -133,11 +133,11 @@ class Slab:
         return torch.utils.dlpack.from_dlpack(piece)
 
 
-def map_slab(n_bytes: int) -> Slab:
+def map_slab(n_bytes: int, *, huge: bool = True) -> Slab:
     """Map zeroed anonymous memory of exactly ``n_bytes``; pages cost RAM when first touched."""
     # Private: a forked child gets copies of its own, as it does of torch's memory.
     mapping = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if n_bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge and n_bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         try:  # updates stream through homes: a page table entry for 2 MiB, not for 4 KiB
             mapping.madvise(mmap.MADV_HUGEPAGE)
         except OSError:  # a kernel built without them

@@ -23,6 +23,7 @@ class Kind(Enum):
     STATE = "state"
     ACTIVATION = "activation"
     BUFFER = "buffer"
+    POOL = "pool"
 
 
 class Lane(Enum):
@@ -32,6 +33,8 @@ class Lane(Enum):
     UPDATE = "update"
     H2D = "h2d"
     D2H = "d2h"
+    READ = "read"
+    WRITE = "write"
 
 
 class Phase(Enum):

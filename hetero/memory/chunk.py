@@ -26,22 +26,34 @@ LEGAL: frozenset[tuple[CopyState, CopyState, str]] = frozenset(
         (C, A, "discard"),  # dead: another copy is newer
         (D, A, "discard"),  # a write that is given up on purpose
         (F, C, "fail"),  # a home whose flush failed keeps its old bytes
+        (F, A, "fail"),  # a read that failed leaves nothing
+        (L, D, "fail"),  # a write that failed leaves the only good copy where it was
     }
 )
-_HOME = frozenset({"evict", "discard"})
 
 
 class CopyTable:
-    """State of every chunk's copy on HBM and HOST, and the ring of the last moves."""
+    """State of every copy on a tier and in the homes below it, and the ring of the last moves.
 
-    __slots__ = ("_moves", "_states")
+    ``home`` is the tier whose copies are never ABSENT; ``what`` names a copy in messages.
+    """
 
-    def __init__(self, n_chunks: int) -> None:
-        self._states = {
-            Tier.HBM: [CopyState.ABSENT] * n_chunks,
-            Tier.HOST: [CopyState.CLEAN] * n_chunks,  # the home copy is never ABSENT
-        }
+    __slots__ = ("_home", "_moves", "_states", "_what")
+
+    def __init__(self, n_copies: int, *, home: Tier = Tier.HOST, what: str = "chunk") -> None:
+        self._home = home
+        self._what = what
+        self._states: dict[Tier, list[CopyState]] = {Tier(home - 1): [], home: []}
         self._moves: deque[tuple[int, Tier, CopyState, CopyState, str]] = deque(maxlen=1000)
+        self.extend(n_copies)
+
+    def extend(self, n_copies: int) -> int:
+        """Add copies, at home, and return the number of the first."""
+        first_new = len(self._states[self._home])
+        for tier, states in self._states.items():
+            first = CopyState.CLEAN if tier is self._home else CopyState.ABSENT
+            states.extend([first] * n_copies)
+        return first_new
 
     def state(self, chunk: int, tier: Tier) -> CopyState:
         """Return the state of one copy."""
@@ -51,9 +63,10 @@ class CopyTable:
         """Move one copy to ``new`` because of ``why``, or raise StateError."""
         old = self._states[tier][chunk]
         self._moves.append((chunk, tier, old, new, why))
-        if (old, new, why) not in LEGAL or (tier is Tier.HOST and why in _HOME):
+        if (old, new, why) not in LEGAL or (tier is self._home and new is A):
             raise StateError(
-                f"chunk {chunk} on {tier.name}: {old.name} -> {new.name} by {why} is not legal",
+                f"{self._what} {chunk} on {tier.name}: {old.name} -> {new.name} by {why} is not"
+                " legal",
                 moves=self.moves(),
             )
         self._states[tier][chunk] = new
@@ -61,6 +74,6 @@ class CopyTable:
     def moves(self) -> list[str]:
         """Return the last moves, oldest first, for an error message."""
         return [
-            f"chunk {chunk} {tier.name}: {old.name} -> {new.name} ({why})"
+            f"{self._what} {chunk} {tier.name}: {old.name} -> {new.name} ({why})"
             for chunk, tier, old, new, why in self._moves
         ]

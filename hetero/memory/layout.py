@@ -55,6 +55,10 @@ class Segment:
     def end(self) -> int:
         return self.offset + self.spec.numel
 
+    def inside(self, run: slice) -> slice:
+        """Return a run of the bucket's elements as a run of the segment's own."""
+        return slice(run.start - self.offset, run.stop - self.offset)
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:

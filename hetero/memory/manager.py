@@ -27,9 +27,10 @@ from hetero.device import Device, Slab, Ticket, use_count
 from hetero.errors import BudgetError, TransferError
 from hetero.memory.chunk import CopyTable
 from hetero.memory.frame import FrameMap, Place
-from hetero.memory.layout import Bucket, Layout
+from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
+from hetero.memory.pool import Request, Span, Use
 from hetero.memory.slab import Home, HomeStore
 from hetero.types import CopyState, Kind, Lane, Tier, format_bytes
 
@@ -123,6 +124,7 @@ class ChunkManager:
         self._shown_homes: dict[int, tuple[int, ...]] = {}
         self._updates: dict[int, Work] = {}
         self._landed: dict[int, list[Done]] = {}  # what comes behind a flush
+        self._asked: dict[int, list[Request]] = {}  # homes that are being read from disk
         self.overwriting: Callable[[Bucket, int, int], Done] = _unwatched
         self.claimed: Callable[[Bucket], None] = lambda bucket: None
         self._paranoid = paranoid()
@@ -239,16 +241,26 @@ class ChunkManager:
             del self._shown_homes[bucket_id]  # no state dict refers to it any more
         if seen or bucket_id in self._shown_homes:
             self._claim(bucket_id)
-            self.renew(bucket_id)
         elif replica is not None:
             if replica.ready is not None:
                 self._arrive(replica)
             self._drop(replica, "discard")
 
-    def updating(self, bucket_id: int) -> bool:
-        """Whether a fetch would have to wait for an update."""
+    def busy(self, bucket_id: int) -> bool:
+        """Whether a fetch would have to wait, for an update or for the disk, which is asked."""
         work = self._updates.get(bucket_id)
-        return work is not None and not work.done
+        if work is not None and not work.done:
+            return True
+        home, pool = self._store.homes[PARAM, bucket_id], self._store.pool
+        if pool is None or home.extents is None or bucket_id in self.replicas:
+            return False
+        asked = self._asked.get(bucket_id)
+        if asked is None:
+            size, numel = pool.extent_numel, self.layout.buckets[bucket_id].numel
+            spans = (Span(home, at, min(at + size, numel)) for at in range(0, numel, size))
+            asked = self._asked[bucket_id] = [Request([span]) for span in spans]
+            pool.ahead(asked)
+        return not all(pool.ready(request) for request in asked)
 
     def abandon(self) -> None:
         """Stop waiting for updates that failed; their homes are what the work left there."""
@@ -270,6 +282,8 @@ class ChunkManager:
             self.table.transition(chunk, Tier.HOST, CopyState.CLEAN, "ready")
         self._digest(bucket_id)
         self.claimed(bucket)
+        if bucket_id in self.replicas or bucket_id in self._shown_homes:
+            self.renew(bucket_id)
 
     def renew(self, bucket_id: int) -> None:
         """The home was written: discard the replica, or refresh it where somebody looks at it."""
@@ -311,6 +325,10 @@ class ChunkManager:
             self._claim(bucket_id)
         return self._store.homes[PARAM, bucket_id]
 
+    def read_home(self, bucket_id: int, segment: Segment) -> torch.Tensor:
+        """Return a copy of a parameter's value at home."""
+        return self._store.read(self.home(bucket_id), segment)
+
     def resize(self, limit: int) -> bool:
         """Change the number of frames; False, and nothing changed, while replicas are held."""
         if self.held:
@@ -350,6 +368,8 @@ class ChunkManager:
         held: list[Replica] = []
         try:
             for bucket_id in ids:
+                if bucket_id in self._updates and bucket_id in self.replicas:
+                    self._claim(bucket_id)
                 if self._shown_homes:
                     self._follow_home(bucket_id)
                 replica = self.replicas.get(bucket_id)
@@ -386,7 +406,8 @@ class ChunkManager:
         return self._fetch(bucket, place, why)
 
     def _fetch(self, bucket: Bucket, place: Place, why: str) -> Replica:
-        # 1. let the present owners go
+        # 1. wait for the home, and let the present owners of the frames go
+        self._claim(bucket.id)
         for owner in place.evict:
             self.evict(owner)
         # 2. debit the frames when the transfer is queued, not when it lands
@@ -412,15 +433,20 @@ class ChunkManager:
             self._check_digest(bucket.id)
         for chunk in bucket.chunks:
             self.table.transition(chunk, Tier.HBM, CopyState.FILLING, "fetch")
-        n_bytes = bucket.segments[-1].end * bucket.dtype.itemsize
-        replica.ready = self.link.move(
-            Lane.H2D,
-            replica.bytes[:n_bytes],
-            home.bytes[:n_bytes],
-            after=after,
-            subject=self.layout.unit_names[bucket.unit],
-            why=why,
-        )
+        after, size = tuple(after), bucket.dtype.itemsize
+        self._asked.pop(bucket.id, None)
+        for run in self._store.runs(0, bucket.segments[-1].end, (home, Use.READ)):
+            piece = slice(run.start * size, run.stop * size)
+            replica.ready = self.link.move(
+                Lane.H2D,
+                replica.bytes[piece],
+                home.bytes[piece],
+                after=after,
+                subject=self.layout.unit_names[bucket.unit],
+                why=why,
+            )
+            if home.extents is not None:  # its memory is not page-locked, and is given back
+                self.device.sync(replica.ready)
 
     def _arrive(self, replica: Replica) -> None:
         """Make compute wait for the fetch; from here on the copy may be read."""
@@ -438,29 +464,40 @@ class ChunkManager:
         dirty = self._dirty(replica)
         if not dirty:
             return None
-        done = self.device.mark()
-        size, home = bucket.chunk_numel * bucket.dtype.itemsize, self.home(bucket.id)
+        done, home = self.device.mark(), self.home(bucket.id)
         self._land(bucket.id)
         for first, end in _runs(dirty):
             for chunk in range(first, end):
                 self.table.transition(chunk, Tier.HBM, CopyState.FLUSHING, "flush")
                 self.table.transition(chunk, Tier.HOST, CopyState.FILLING, "fetch")
-            piece = slice((first - bucket.first_chunk) * size, (end - bucket.first_chunk) * size)
-            numel = bucket.chunk_numel
-            done_here = self.overwriting(
-                bucket, (first - bucket.first_chunk) * numel, (end - bucket.first_chunk) * numel
-            )
-            self._landed.setdefault(bucket.id, []).append(done_here)
-            self._landing[bucket.id] = self.link.move(
-                Lane.D2H,
-                home.bytes[piece],
-                replica.bytes[piece],
-                after=(done,),
-                subject=self.layout.unit_names[bucket.unit],
-                why="flush",
-            )
+            start = (first - bucket.first_chunk) * bucket.chunk_numel
+            stop = (end - bucket.first_chunk) * bucket.chunk_numel
+            for run in self._store.runs(start, stop, (home, Use.WRITE)):
+                landed = self.overwriting(bucket, run.start, run.stop)
+                ticket = self._send(replica, home, run, done, self.layout.unit_names[bucket.unit])
+                self._landing[bucket.id] = ticket
+                if home.extents is not None:
+                    self.device.sync(ticket)
+                    landed()
+                else:
+                    self._landed.setdefault(bucket.id, []).append(landed)
         self.counts["flush"] += 1
         return self._landing[bucket.id]
+
+    def _send(
+        self, replica: Replica, home: Home, run: slice, after: Ticket, subject: str
+    ) -> Ticket:
+        """Queue the way home of some elements."""
+        size = replica.bucket.dtype.itemsize
+        piece = slice(run.start * size, run.stop * size)
+        return self.link.move(
+            Lane.D2H,
+            home.bytes[piece],
+            replica.bytes[piece],
+            after=(after,),
+            subject=subject,
+            why="flush",
+        )
 
     def _dirty(self, replica: Replica) -> list[int]:
         state = self.table.state
@@ -568,22 +605,16 @@ class ChunkManager:
 
     def _merge(self, replica: Replica, seen: tuple[int, ...]) -> None:
         """Both copies were written: bring home the segments that were not written there."""
-        bucket, size = replica.bucket, replica.bucket.dtype.itemsize
+        bucket, home = replica.bucket, self.home(replica.bucket.id)
         if replica.ready is not None:
             self._arrive(replica)
         for segment, then, now in zip(
             bucket.segments, seen, self._home_version(bucket.id), strict=True
         ):
             if then == now:
-                piece = slice(segment.offset * size, segment.end * size)
                 landed = self.overwriting(bucket, segment.offset, segment.end)
-                done = self.link.move(
-                    *(Lane.D2H, self.home(bucket.id).bytes[piece], replica.bytes[piece]),
-                    after=(self.device.mark(),),
-                    subject=segment.spec.name,
-                    why="flush",
-                )
-                self.device.sync(done)
+                run, done = slice(segment.offset, segment.end), self.device.mark()
+                self.device.sync(self._send(replica, home, run, done, segment.spec.name))
                 landed()
         for chunk in self._dirty(replica):
             self.table.transition(chunk, Tier.HBM, CopyState.FLUSHING, "flush")
@@ -591,8 +622,9 @@ class ChunkManager:
         replica.shown = False
 
     def _digest(self, bucket_id: int) -> None:
-        if self._paranoid:
-            self._digests[bucket_id] = _crc(self.home(bucket_id))
+        home = self.home(bucket_id)
+        if self._paranoid and home.extents is None:  # what lies on disk has digests of its own
+            self._digests[bucket_id] = _crc(home)
 
     def _check_digest(self, bucket_id: int) -> None:
         """Compare a home with its digest; homes that were shown may change unseen."""

@@ -1,29 +1,40 @@
-"""HOST homes: where every parameter's authoritative bytes live (floor 1, mechanism).
+"""Homes: where every parameter's authoritative bytes live (floor 1, mechanism).
 
-One slab per kind and bucket, exactly sized and page-locked on CUDA. Every segment of a slab is its
-own storage, so that saving a state dict writes a tensor's bytes and not its neighbours'.
+On HOST a home is one slab per kind and bucket, exactly sized and page-locked on CUDA. Every segment
+of a slab is its own storage, so that saving a state dict writes a tensor's bytes and not its
+neighbours'. A home on NVME has the same views, which mean something while they are pinned (see
+[Note: addresses stay] in pool.py); `HomeStore.held` and `runs` cost nothing for one on HOST.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from hetero.device import Device, Slab, release_slab, use_count
-from hetero.memory.layout import Bucket
+from hetero.device import Device, Slab, map_slab, release_slab, use_count
+from hetero.io import align_up
+from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
+from hetero.memory.pool import Extents, Pool, Request, Span, Use
 from hetero.types import Kind, Tier
 
 
 class Home:
-    """One kind of one bucket on HOST: flat, by bytes, and by segment."""
+    """One kind of one bucket: flat, by bytes, and by segment.
 
-    __slots__ = ("_baseline", "_slab", "bytes", "flat", "segments")
+    ``extents`` are those of a home on NVME, None on HOST.
+    """
 
-    def __init__(self, slab: Slab, bucket: Bucket, dtype: torch.dtype) -> None:
+    __slots__ = ("_baseline", "_slab", "bytes", "extents", "flat", "segments")
+
+    def __init__(
+        self, slab: Slab, bucket: Bucket, dtype: torch.dtype, extents: Extents | None = None
+    ) -> None:
         self._slab = slab
+        self.extents = extents
         self.bytes = slab.carve(0, bucket.numel * dtype.itemsize)
         self.flat = self.bytes.view(dtype)
         self.segments = [
@@ -76,22 +87,37 @@ def shaped(
 class HomeStore:
     """Makes homes under their tier's budget and keeps them: ``homes[kind name, bucket id]``.
 
-    With ``resident`` the homes are on the device, otherwise on HOST.
+    With ``resident`` the homes are on the device, otherwise on HOST, or on NVME where ``on_disk``
+    says so of a kind and a bucket.
     """
 
-    __slots__ = ("_charged", "_device", "_ledger", "_names", "_resident", "homes")
+    __slots__ = (
+        *("_charged", "_device", "_ledger", "_names", "_on_disk", "_parked", "_resident"),
+        *("homes", "pool"),
+    )
 
-    def __init__(self, device: Device, ledger: Ledger, *, resident: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        ledger: Ledger,
+        *,
+        resident: bool = False,
+        pool: Pool | None = None,
+        on_disk: Callable[[Kind, int], bool] = lambda kind, bucket: False,
+    ) -> None:
         self._device = device
         self._ledger = ledger
         self._resident = resident
+        self._on_disk = on_disk
         self._charged: dict[tuple[str, int], tuple[Kind, int]] = {}
+        self._parked: dict[tuple[str, int], Home] = {}  # homes on NVME without content
         self._names: set[str] = set()
+        self.pool = pool
         self.homes: dict[tuple[str, int], Home] = {}
 
     @property
     def tier(self) -> Tier:
-        """Where the homes are."""
+        """Where the homes are that are not on disk."""
         return Tier.HBM if self._resident else Tier.HOST
 
     def get(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype | None = None) -> Home:
@@ -99,14 +125,28 @@ class HomeStore:
         home = self.homes.get((name, bucket.id))
         if home is None:
             dtype = dtype or bucket.dtype
-            n_bytes = bucket.numel * dtype.itemsize
-            self._ledger.charge(self.tier, kind, n_bytes, f"{name} of bucket {bucket.id}")
-            self._charged[name, bucket.id] = (kind, n_bytes)
-            make = self._device.arena if self._resident else self._device.slab
-            home = Home(make(n_bytes), bucket, dtype)
-            self.homes[name, bucket.id] = home
+            spilled = self.pool is not None and self._on_disk(kind, bucket.id)
+            make = self._on_nvme if spilled else self._in_memory
+            home = self.homes[name, bucket.id] = make(kind, name, bucket, dtype)
             self._names.add(name)
         return home
+
+    def _in_memory(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype) -> Home:
+        n_bytes = bucket.numel * dtype.itemsize
+        self._ledger.charge(self.tier, kind, n_bytes, f"{name} of bucket {bucket.id}")
+        self._charged[name, bucket.id] = (kind, n_bytes)
+        make = self._device.arena if self._resident else self._device.slab
+        return Home(make(n_bytes), bucket, dtype)
+
+    def _on_nvme(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype) -> Home:
+        parked = self._parked.pop((name, bucket.id), None)
+        if parked is not None or self.pool is None:
+            return parked or self._in_memory(kind, name, bucket, dtype)
+        n_bytes = bucket.numel * dtype.itemsize
+        slab = map_slab(align_up(n_bytes), huge=False)  # a huge page would span several extents
+        what = f"{name} of bucket {bucket.id}"
+        extents = self.pool.adopt(kind, slab, n_bytes, dtype.itemsize, what)
+        return Home(slab, bucket, dtype, extents)
 
     def of_bucket(self, bucket_id: int) -> Iterator[tuple[str, Home]]:
         """Yield the homes of one bucket with their names."""
@@ -115,15 +155,72 @@ class HomeStore:
             if home is not None:
                 yield name, home
 
+    def request(self, *spans: Span) -> Request | None:
+        """Return what has to be pinned of spans; None where all of it is on HOST."""
+        if self.pool is None or all(span.home.extents is None for span in spans):
+            return None
+        return Request(spans)
+
+    def held(self, request: Request | None) -> AbstractContextManager[None]:
+        """Hold what a request names in memory for the length of a block (see `Pool.pin`)."""
+        if request is None or self.pool is None:
+            return _NOTHING
+        return self.pool.pin(request)
+
+    def runs(self, start: int, end: int, *uses: tuple[Home, Use]) -> Iterator[slice]:
+        """Yield [start, end) in runs, each pinned in all the homes until the next is asked for."""
+        if self.pool is None or all(home.extents is None for home, _ in uses):
+            yield slice(start, end)
+            return
+        size = self.pool.extent_numel
+        while start < end:
+            stop = min(end, (start // size + 1) * size)
+            with self.pool.pin(Request(Span(home, start, stop, use) for home, use in uses)):
+                yield slice(start, stop)
+            start = stop
+
+    def read(self, home: Home, segment: Segment) -> torch.Tensor:
+        """Return a tensor of its own with a segment's value, in the home's dtype and strides."""
+        view = home.segments[segment.position]
+        value = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
+        flat = torch.as_strided(value, (value.numel(),), (1,))
+        for run in self.runs(segment.offset, segment.end, (home, Use.READ)):
+            flat[segment.inside(run)].copy_(home.flat[run])
+        return value
+
+    def write(self, home: Home, segment: Segment, value: torch.Tensor) -> None:
+        """Copy ``value`` (the segment's shape; any dtype and strides) into a segment."""
+        view = home.segments[segment.position]
+        if home.extents is None:
+            view.copy_(value)
+            return
+        if value.stride() != view.stride() or value.dtype != view.dtype:
+            same = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype)
+            value = same.copy_(value)
+        flat = torch.as_strided(value, (value.numel(),), (1,))
+        for run in self.runs(segment.offset, segment.end, (home, Use.FRESH)):
+            home.flat[run].copy_(flat[segment.inside(run)])
+
     def drop(self, name: str, bucket_id: int) -> None:
         """Let one home go; its memory goes when its last tensor does."""
         home = self.homes.pop((name, bucket_id), None)
-        if home is not None:
-            home.close()
-            self._ledger.credit(self.tier, *self._charged.pop((name, bucket_id)))
+        if home is None:
+            return
+        if home.extents is not None and self.pool is not None:
+            self.pool.discard(home.extents)
+            self._parked[name, bucket_id] = home
+            return
+        home.close()
+        self._ledger.credit(self.tier, *self._charged.pop((name, bucket_id)))
 
     def close(self) -> None:
         """Let all homes go."""
         for home in self.homes.values():
             home.close()
         self.homes.clear()
+        self._parked.clear()
+        if self.pool is not None:
+            self.pool.close()
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()

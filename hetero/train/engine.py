@@ -19,7 +19,7 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.device import CpuDevice, Device, trim_heap
-from hetero.errors import ConfigError, StateError
+from hetero.errors import ConfigError, StateError, StorageError
 from hetero.events import EventLog
 from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Bucket, Segment
@@ -289,8 +289,7 @@ class Engine:
                 self.runtime.stepped(update.bucket.id for update in updates)
         # 3. homes are handed to their updates, in the order in which they are needed next
         with uninterrupted():
-            for update in self._in_order(updates):
-                self._hand_over(self.stepper, update)
+            self._hand_over_all(self.stepper, self._in_order(updates))
         self._border()
 
     def _step_in_place(self, optimizer: Optimizer) -> None:
@@ -307,6 +306,20 @@ class Engine:
             return updates
         order = self.runtime.train.order()
         return sorted(updates, key=lambda update: order.get(update.bucket.id, len(order)))
+
+    def _hand_over_all(self, stepper: Stepper, updates: list[Update]) -> None:
+        """Begin all updates, then raise what a disk raised: a step is begun as a whole."""
+        if self.store.pool is not None:
+            self.store.pool.ahead(request for update in updates for request in update.requests)
+        errors = []
+        for update in updates:
+            try:
+                self._hand_over(stepper, update)
+            except StorageError as error:
+                errors.append(error)
+        if errors:
+            self._count()
+            raise errors[0]
 
     def _hand_over(self, stepper: Stepper, update: Update) -> None:
         """Begin a bucket's update; wait where it cannot go on behind our back."""
@@ -459,7 +472,7 @@ class Engine:
     def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with torch's keys whose tensors are the homes' or copies."""
         if self.stepper is not None:
-            return self.stepper.updater.adopt(self._segment(param), state, own=True)
+            return self.stepper.updater.adopt(self._segment(param), state)
         return {k: _placed(v, param) for k, v in state.items()}
 
     def _segment(self, param: torch.Tensor) -> Segment:

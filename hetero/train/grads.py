@@ -26,13 +26,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from hetero.device import ALONE, Device, Ticket, use_count
 from hetero.errors import ConfigError, StateError
 from hetero.memory.layout import Bucket, Layout, Segment
+from hetero.memory.pool import Use
 from hetero.memory.slab import Home, HomeStore
 from hetero.train.flight import Flight
+from hetero.train.lazy import Lazy, call
 from hetero.train.precision import Masters, row
 from hetero.train.swizzle import get_grad, set_grad
 from hetero.train.worker import Job, Worker
@@ -79,7 +80,7 @@ class GradSlot:
         *("value", "factors", "norm", "summed"),
     )
 
-    def __init__(self, store: GradStore, segment: Segment, home: torch.Tensor) -> None:
+    def __init__(self, store: GradStore, segment: Segment, home: Home) -> None:
         self._store = store
         self.segment = segment
         self.home = home
@@ -91,8 +92,8 @@ class GradSlot:
         self.norm: Norm | None = None
         self.summed = False
 
-    def landed(self) -> torch.Tensor:
-        """Return the HOST bytes once they have arrived and everything is added; factors pend."""
+    def land(self) -> None:
+        """Return when the bytes have arrived at home and everything is added; factors pend."""
         if self.ticket is not None:
             self._store.land(self.ticket)
             self.ticket = None
@@ -101,7 +102,11 @@ class GradSlot:
         if self.job is not None:
             self.job.wait()
             self.job = None
-        return self.home
+
+    def stored(self) -> torch.Tensor:
+        """Return what is at home: the home's own tensor on HOST, a copy from disk."""
+        self.land()
+        return self._store.stored(self.home, self.segment)
 
     @property
     def deferrable(self) -> bool:
@@ -113,7 +118,7 @@ class GradSlot:
         """Return what ``p.grad`` shows, on the device, for one operation that does not write."""
         held = self.value
         if held is None:
-            held = self.landed().to(self._store.place)
+            held = self.stored().to(self._store.place)
             if self.factors != NONE:
                 held = self.factors.apply(held.float().clone())
         return held.to(self.segment.spec.dtype)
@@ -122,20 +127,20 @@ class GradSlot:
         """Return the gradient itself, on the device, for one operation that writes it."""
         if self.value is not None:
             return self.value
-        home = self.landed()
+        self.land()
         if self._store.has_master(self.segment):  # what is written must not depend on history
             self._store.widen(self.segment)
-            home = self.home
+        home = self.stored()
         if self.factors != NONE:
-            factors, self.factors = self.factors, NONE
-            factors.apply(home)
+            self._store.put(self.home, self.segment, self.factors.apply(home))
+            self.factors = NONE
         self.norm = None
         return home.to(self._store.place)
 
     def keep(self) -> torch.Tensor:
         """Return a private tensor that aliases may refer to; it replaces the HOST bytes."""
         if self.value is None:
-            home = self.landed()
+            home = self.stored()
             dtype = torch.float32 if self._store.has_master(self.segment) else home.dtype
             private = torch.empty_strided(
                 home.shape, home.stride(), dtype=dtype, device=self._store.place
@@ -146,8 +151,8 @@ class GradSlot:
 
     def store(self, written: torch.Tensor) -> None:
         """Write back what an in-place operation left in the tensor that `exact` gave."""
-        if self.value is None and written is not self.home:
-            self.home.copy_(written)
+        if self.value is None:
+            self._store.put(self.home, self.segment, written)
 
     def norm_of(self, ord: float) -> torch.Tensor:
         """Return the tensor's norm as torch would have it from ``p.grad``, on the device."""
@@ -155,7 +160,7 @@ class GradSlot:
             self._store.norm_ord = ord
             exact = self.value if self.value is not None else self.factors.apply(self.home_copy())
             return self._store.measure(exact, ord, self.segment)
-        home = self.landed()
+        home = self.stored()
         if self.norm is None or self.norm[0] != ord:
             single = home if self.summed else home.to(self._store.place)
             self.norm = (ord, self._store.measure(single, ord, self.segment))
@@ -165,75 +170,27 @@ class GradSlot:
 
     def home_copy(self) -> torch.Tensor:
         """Return a copy of the HOST bytes, as fp32 where there is a master."""
-        home = self.landed()
+        home = self.stored()
         return home.float() if home.dtype.itemsize < 4 else home.clone()
 
 
-class LazyGrad(torch.Tensor):
+class LazyGrad(Lazy):
     """A gradient at home on HOST that computes like a tensor on the parameter's device."""
 
     slot: GradSlot
 
-    @staticmethod
-    def __new__(cls, slot: GradSlot, device: torch.device) -> LazyGrad:
-        spec = slot.segment.spec
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, strides=spec.stride, dtype=spec.dtype, device=device
-        )
-        self.slot = slot
-        return self
-
-    def __init__(self, slot: GradSlot, device: torch.device) -> None:
-        super().__init__()
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self.slot.read())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.slot.read().clone()
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.slot.keep().__array__(*args, **kwargs)
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.slot.keep().__dlpack__(**kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.slot.read().clone().__reduce_ex__(protocol)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.slot.keep().numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self.slot.read().tolist()
-
-    def data_ptr(self) -> int:
-        return self.slot.keep().data_ptr()
-
-    def share_memory_(self) -> Any:
-        return self.slot.keep().share_memory_()
-
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is _aten.detach.default:
-            return cls(args[0].slot, args[0].device)
+    def shortcut(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func is _UNSCALE:  # a list of all gradients: one tensor on the device at a time
             for grad in args[0]:
-                _call(func, ([grad], *args[1:]), kwargs)
+                call(func, ([grad], *args[1:]), kwargs)
             return None
         short = _SHORT.get(func)
         if short is not None and isinstance(args[0], LazyGrad) and short(*args, **kwargs):
             return args[0]
         if func is _aten.linalg_vector_norm.default and _is_whole(args, kwargs):
             return args[0].slot.norm_of(float(args[1]) if len(args) > 1 else 2.0)
-        return _call(func, args, kwargs)
+        return NotImplemented
 
 
 def _add(grad: LazyGrad, other: Any, *, alpha: Any = 1) -> bool:
@@ -279,42 +236,6 @@ _SHORT: dict[Any, Callable[..., bool]] = {_aten.add_.Tensor: _add, _aten.mul_.Te
 def _is_whole(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a vector norm is of one whole gradient, in its own precision."""
     return isinstance(args[0], LazyGrad) and len(args) <= 2 and not kwargs
-
-
-def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run one operation on fetched gradients and write back what it changed."""
-    views = any(
-        r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
-    )
-    written: dict[int, tuple[LazyGrad, torch.Tensor]] = {}
-
-    def write(value: Any) -> Any:
-        if not isinstance(value, LazyGrad):
-            return value
-        if id(value) not in written:
-            written[id(value)] = (value, value.slot.exact())
-        return written[id(value)][1]
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, LazyGrad):
-            return value
-        if id(value) in written:
-            return written[id(value)][1]
-        return value.slot.keep() if views else value.slot.read()
-
-    places = {
-        a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
-    }
-    flags = list(places.values())
-    # what is written comes first: a read of the same gradient must see that very tensor
-    args = [tree_map(write, a) if flags[i] else a for i, a in enumerate(args)]
-    named = {k: tree_map(write, v) if places.get(k) else v for k, v in kwargs.items()}
-    out = func(*tree_map(read, args), **tree_map(read, named))
-    back: dict[int, LazyGrad] = {}
-    for lazy, tensor in written.values():
-        lazy.slot.store(tensor)
-        back[id(tensor)] = lazy
-    return tree_map(lambda value: back.get(id(value), value), out) if back else out
 
 
 class GradStore:
@@ -400,7 +321,8 @@ class GradStore:
         elif held:  # under loss scaling nobody else's numbers are ours: they keep theirs
             grad = grad.clone()
         slot = self._take(index, grad, scaled=scaled)
-        set_grad(param, LazyGrad(slot, self.place))
+        spec = slot.segment.spec
+        set_grad(param, LazyGrad(slot, spec.shape, spec.stride, spec.dtype, self.place))
 
     def take_plain(self) -> None:
         """Take the gradients that a user put there: a scaled backward pass must not add to them."""
@@ -454,6 +376,7 @@ class GradStore:
         self._sums = slot.summed = True
         grad = self._shaped(slot.segment, grad, spec.dtype)
         self._hand(slot, grad, self.unscale, first=False)
+        slot.factors = NONE
 
     def _take(self, index: int, grad: torch.Tensor, *, scaled: bool) -> GradSlot:
         bucket_id, segment = self._layout.home[index]
@@ -463,29 +386,34 @@ class GradStore:
         if old is not None and old.value is None:
             old.keep()
         if bucket_id in self._updates:
-            self._updates.pop(bucket_id).wait()
+            self._updates[bucket_id].wait()
+            del self._updates[bucket_id]
         # 2. bring it into the home's geometry, which is the parameter's own
         bucket = self._layout.buckets[bucket_id]
         exact = grad.dtype is torch.float32 and self._masters.has(bucket)
         grad = self._shaped(segment, grad, torch.float32 if exact else segment.spec.dtype)
         home = self._home_for(bucket, wide=exact)
         # 3. queue the way down behind the compute that made it, with its norm beside it
-        slot = GradSlot(self, segment, home.segments[segment.position])
+        slot = GradSlot(self, segment, home)
         self._slots[index] = weakref.ref(slot)
         slot.factors = Factors(self.unscale if scaled else 1.0)
         if self.norm_ord is not None:
             slot.norm = (self.norm_ord, self.measure(grad, self.norm_ord, segment))
-        if slot.home.dtype is grad.dtype:
-            raw, subject = row(grad).view(torch.uint8), segment.spec.name
-            slot.ticket = self.flight.copy(row(slot.home).view(torch.uint8), raw, subject=subject)
-        else:
+        if home.flat.dtype is not grad.dtype:
             self._hand(slot, grad, slot.factors.unscale, first=True)
+            slot.factors = NONE
+        elif home.extents is not None:  # what lies on disk is written by jobs
+            self._hand(slot, grad, 1.0, first=True)
+        else:
+            raw, subject = row(grad).view(torch.uint8), segment.spec.name
+            target = row(home.segments[segment.position]).view(torch.uint8)
+            slot.ticket = self.flight.copy(target, raw, subject=subject)
         return slot
 
     def _hand(self, slot: GradSlot, grad: torch.Tensor, unscale: float, *, first: bool) -> None:
         """Let the worker add a gradient to its home, or begin the sum with it."""
-        target, n_threads = row(slot.home), torch.get_num_threads()
-        numel, ord = slot.segment.spec.numel, self.norm_ord
+        home, segment, n_threads = slot.home, slot.segment, torch.get_num_threads()
+        ord, use = self.norm_ord, Use.FRESH if first else Use.WRITE
         if slot.norm is not None and first:
             slot.norm = (slot.norm[0], slot.norm[1] * unscale)
         elif not first:
@@ -493,23 +421,39 @@ class GradStore:
 
         def consume(piece: torch.Tensor, start: int) -> Job:
             end = start + piece.numel()
+            done = start  # a disk may fail between two runs, and the rest is tried again later
 
             def work() -> None:
+                nonlocal done
                 same_threads(n_threads)
                 exact = piece if unscale == 1.0 else piece.float() * unscale
-                part = target[start:end]
-                part.copy_(exact) if first else part.add_(exact)
-                if end == numel and not first and ord is not None:
-                    slot.norm = (ord, self.measure(slot.home, ord, slot.segment))
+                whole = segment.offset + done, segment.offset + end
+                for run in self._store.runs(*whole, (home, use)):
+                    here = segment.inside(run)
+                    part, addend = home.flat[run], exact[here.start - start : here.stop - start]
+                    part.copy_(addend) if first else part.add_(addend)
+                    done = here.stop
+                if end == segment.spec.numel and not first and ord is not None:
+                    slot.norm = (ord, self.measure(self.stored(home, segment), ord, segment))
 
             slot.flying -= 1
             before = slot.job
             slot.job = Job([work], after=() if before is None or before.done else (before,))
             return self._worker.submit(slot.job)
 
-        slot.factors = NONE
         slot.flying += self.flight.n_pieces(grad)
-        self.flight.hand(row(grad), consume, subject=slot.segment.spec.name)
+        self.flight.hand(row(grad), consume, subject=segment.spec.name)
+
+    def stored(self, home: Home, segment: Segment) -> torch.Tensor:
+        """Return a gradient at home: the home's own tensor on HOST, a copy from disk."""
+        if home.extents is None:
+            return home.segments[segment.position]
+        return self._store.read(home, segment)
+
+    def put(self, home: Home, segment: Segment, grad: torch.Tensor) -> None:
+        """Write a gradient home, where it is not the home's own tensor."""
+        if grad is not home.segments[segment.position]:
+            self._store.write(home, segment, grad)
 
     def widen(self, segment: Segment) -> None:
         """Make the stored gradients of a parameter's bucket fp32."""
@@ -518,17 +462,20 @@ class GradStore:
         if narrow is None:
             return
         wide = self._store.get(Kind.GRAD, WIDE, bucket, torch.float32)
-        for segment in bucket.segments:
-            held = self._slots.get(segment.index, _gone)()
-            if held is None or held.home is not narrow.segments[segment.position]:
+        for other in bucket.segments:
+            held = self._slots.get(other.index, _gone)()
+            if held is None or held.home is not narrow:
                 continue
             if held.value is None:
-                home = wide.segments[segment.position].copy_(held.landed())
-                Factors(held.factors.unscale).apply(home)
+                exact = wide.segments[other.position]
+                if wide.extents is not None:
+                    exact = torch.empty_strided(exact.shape, exact.stride(), dtype=exact.dtype)
+                Factors(held.factors.unscale).apply(exact.copy_(held.stored()))
+                self.put(wide, other, exact)
                 if held.norm is not None:
                     held.norm = (held.norm[0], held.norm[1] * held.factors.unscale)
                 held.factors = held.factors._replace(unscale=1.0)
-            held.home = wide.segments[segment.position]
+            held.home = wide
         self._store.drop(GRAD, bucket.id)
 
     def _home_for(self, bucket: Bucket, *, wide: bool) -> Home:
@@ -590,7 +537,7 @@ class GradStore:
             assert_dense(value, self._layout.home[index][1].spec.name)
             slot = self._take(index, value, scaled=False)
             self.flight.finish()
-        slot.landed()
+        slot.land()
         return slot
 
     def norms(self) -> list[float]:
@@ -601,15 +548,8 @@ class GradStore:
         found: list[float] = torch.stack(norms).tolist() if norms else []
         return found
 
-    def home(self, bucket: Bucket) -> torch.Tensor:
-        """Return a bucket's gradients at home, one index space; `closed` says which are there."""
-        return self._homes(bucket).flat
-
-    def segment(self, segment: Segment) -> torch.Tensor:
-        """Return one gradient at home."""
-        return self._homes(self._bucket(segment)).segments[segment.position]
-
-    def _homes(self, bucket: Bucket) -> Home:
+    def home(self, bucket: Bucket) -> Home:
+        """Return the home of a bucket's gradients; `closed` says which are there."""
         wide = self._store.homes.get((WIDE, bucket.id))
         return wide or self._store.homes[GRAD, bucket.id]
 
@@ -632,9 +572,12 @@ class GradStore:
             return
         self._updates.pop(bucket.id, None)
         slots = (self._slots.get(s.index, _gone)() for s in bucket.segments)
-        if self._device.cheap_slabs and all(s is None or s.value is not None for s in slots):
-            self._store.drop(GRAD, bucket.id)
-            self._store.drop(WIDE, bucket.id)
+        if any(s is not None and s.value is None for s in slots):
+            return
+        for name in (GRAD, WIDE):
+            home = self._store.homes.get((name, bucket.id))
+            if home is not None and (self._device.cheap_slabs or home.extents is not None):
+                self._store.drop(name, bucket.id)
 
     def abandon(self) -> None:
         """Stop waiting for updates that failed."""

@@ -18,8 +18,10 @@ from torch import nn
 
 from hetero.errors import ConfigError, StateError
 from hetero.memory.layout import Bucket, Layout, Segment
+from hetero.memory.pool import Use
 from hetero.memory.slab import Home, HomeStore
 from hetero.train.kernel import join, split_
+from hetero.train.lazy import handle
 from hetero.types import Kind
 
 WORKING = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,36 +98,58 @@ class Masters:
         A value of the working dtype keeps what a state dict has loaded for the difference.
         """
         bucket = self._bucket(segment)
-        home = self._store.homes[Kind.PARAM.value, bucket.id].segments[segment.position]
+        home = self._home(bucket)
         if bucket.dtype is not self._working:
-            home.copy_(value)
+            self._store.write(home, segment, value)
             return
         if value.dtype is self._working:
-            if torch.equal(home.view(torch.int16), value.to(home.device).view(torch.int16)):
+            if self._same(home, segment, value):
                 return  # the same weights: their masters stay
-            home.copy_(value)
+            self._store.write(home, segment, value)
             self._reset_unless_loaded(segment)
             return
-        exact = torch.empty_strided(
-            home.shape, home.stride(), dtype=torch.float32, device=home.device
-        ).copy_(value.detach())
+        exact = self._empty(segment).copy_(value.detach())
+        uses = [(home, Use.FRESH)]
         if self.has(bucket):
-            low = self.low(bucket).segments[segment.position]
-        else:  # a frozen weight: rounded the same way, and nothing is kept of it
-            low = torch.empty_like(home, dtype=self._dtype)
-        split_(row(exact), row(home), row(low))
+            uses.append((self.low(bucket), Use.FRESH))
+        for run in self._store.runs(segment.offset, segment.end, *uses):
+            working = home.flat[run]
+            if self.has(bucket):
+                low = self.low(bucket).flat[run]
+            else:  # a frozen weight: rounded the same way, and nothing is kept of it
+                low = torch.empty_like(working, dtype=self._dtype)
+            split_(row(exact)[segment.inside(run)], working, low)
 
     def value(self, segment: Segment) -> torch.Tensor:
         """Return a parameter's master, or without one its weight, as an fp32 tensor of its own."""
         bucket = self._bucket(segment)
-        home = self._store.homes[Kind.PARAM.value, bucket.id].segments[segment.position]
-        if not self.has(bucket):
-            return home.float()
-        exact = torch.empty_strided(
-            home.shape, home.stride(), dtype=torch.float32, device=home.device
-        )
-        row(exact).copy_(join(row(home), row(self.low(bucket).segments[segment.position])))
+        home, exact = self._home(bucket), self._empty(segment)
+        uses = [(home, Use.READ)]
+        if self.has(bucket):
+            uses.append((self.low(bucket), Use.READ))
+        for run in self._store.runs(segment.offset, segment.end, *uses):
+            part = home.flat[run]
+            if self.has(bucket):
+                part = join(part, self.low(bucket).flat[run])
+            row(exact)[segment.inside(run)].copy_(part)
         return exact
+
+    def _empty(self, segment: Segment) -> torch.Tensor:
+        """Return memory for a parameter's master, in the parameter's own strides."""
+        view = self._home(self._bucket(segment)).segments[segment.position]
+        return torch.empty_strided(
+            view.shape, view.stride(), dtype=torch.float32, device=view.device
+        )
+
+    def _home(self, bucket: Bucket) -> Home:
+        return self._store.homes[Kind.PARAM.value, bucket.id]
+
+    def _same(self, home: Home, segment: Segment, value: torch.Tensor) -> bool:
+        """Whether a value has the bits that are at home."""
+        there = home.segments[segment.position]
+        if home.extents is not None:
+            there = self._store.read(home, segment)
+        return torch.equal(there.view(torch.int16), value.to(there.device).view(torch.int16))
 
     def _reset_unless_loaded(self, segment: Segment) -> None:
         """As `reset`, but a difference that was loaded belongs to the weights loaded next."""
@@ -138,8 +162,10 @@ class Masters:
         """A working weight was written: it is its own master now."""
         bucket = self._bucket(segment)
         if self.has(bucket):
-            home = self._store.homes[Kind.PARAM.value, bucket.id].segments[segment.position]
-            self._reset(home, self.low(bucket).segments[segment.position], None)
+            home, low = self._home(bucket), self.low(bucket)
+            uses = (home, Use.READ), (low, Use.FRESH)
+            for run in self._store.runs(segment.offset, segment.end, *uses):
+                self._reset(home.flat[run], low.flat[run], None)
 
     def written(self, segment: Segment) -> None:
         """A working weight was written as a whole, as far as one can tell; it comes home next."""
@@ -154,14 +180,13 @@ class Masters:
         """Weights [start, end) at home are about to be overwritten; call the result afterwards."""
         if not self.has(bucket):
             return lambda: None
-        home = self._store.homes[Kind.PARAM.value, bucket.id]
-        before = home.flat[start:end].clone()
+        before = self._home(bucket).flat[start:end].clone()
 
         def landed() -> None:
             self.reset_changed(bucket, start, before)
             for segment in bucket.segments:
-                inside = start <= segment.offset and segment.end <= end
-                if inside and segment.index in self._written:
+                # what was written as a whole comes home as a whole, its end last
+                if start < segment.end <= end and segment.index in self._written:
                     self._written.discard(segment.index)
                     self.reset(segment)
 
@@ -169,11 +194,13 @@ class Masters:
 
     def reset_changed(self, bucket: Bucket, start: int, before: torch.Tensor) -> None:
         """Make the weights from element ``start`` that differ from ``before`` their own masters."""
-        end = start + before.numel()
-        home = self._store.homes[Kind.PARAM.value, bucket.id].flat[start:end]
-        changed = home.view(torch.int16) != before.view(torch.int16)
+        home, end = self._home(bucket).flat, start + before.numel()
+        changed = home[start:end].view(torch.int16) != before.view(torch.int16)
         if bool(changed.any()):
-            self._reset(home, self.low(bucket).flat[start:end], changed)
+            low = self.low(bucket)
+            for run in self._store.runs(start, end, (low, Use.WRITE)):
+                where = changed[run.start - start : run.stop - start]
+                self._reset(home[run], low.flat[run], where)
 
     def _reset(self, home: torch.Tensor, low: torch.Tensor, where: torch.Tensor | None) -> None:
         fresh = home.float() if low.dtype is torch.float32 else torch.zeros_like(low)
@@ -194,7 +221,7 @@ class Masters:
                 advice="resume at the precision of the checkpoint, or load the weights of"
                 " hetero.release, which are fp32, and start the optimizer afresh",
             )
-        self.low(bucket).segments[segment.position].copy_(low)
+        self._store.write(self.low(bucket), segment, low)
         self._loaded.add(segment.index)
 
     def settle(self) -> None:
@@ -204,7 +231,9 @@ class Masters:
     def saved(self, segment: Segment) -> torch.Tensor | None:
         """Return what a state dict keeps of a parameter's master, as an alias of its home."""
         bucket = self._bucket(segment)
-        return self.low(bucket).segments[segment.position].detach() if self.has(bucket) else None
+        if not self.has(bucket):
+            return None
+        return handle(self._store, self.low(bucket), segment).detach()
 
     def _bucket(self, segment: Segment) -> Bucket:
         return self._layout.buckets[self._layout.home[segment.index][0]]

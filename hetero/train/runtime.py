@@ -26,6 +26,7 @@ from hetero.plan.trace import Access
 from hetero.train import fault, swizzle
 from hetero.train.activation import CHANGED, Saved, SavedTensors, guard_hooks
 from hetero.train.grads import GradStore
+from hetero.train.lazy import DiskSlot, OnDisk
 from hetero.train.precision import Masters, Scaling
 from hetero.train.swizzle import Swizzle
 from hetero.train.tracer import Cursor
@@ -73,7 +74,7 @@ class Runtime:
         self._sources: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self.closed = False
         self._stepped = stepped  # whether an optimizer's step ends a trace
-        self._late: deque[Op] = deque()  # planned fetches whose homes are still being updated
+        self._late: deque[Op] = deque()  # planned fetches whose homes are not ready yet
         self.scaling: Scaling | None = None  # of the loss, under precision="fp16"
 
     @property
@@ -198,11 +199,11 @@ class Runtime:
     def issue(self, ops: Sequence[Op]) -> None:
         """Carry out planned ops; one that does not fit any more is skipped (it is advice).
 
-        A fetch whose home is still being updated is late, and those behind it wait with it, in
-        order: the addresses of a plan are right only in its own order.
+        A fetch whose home is still being updated, or read from disk, is late, and those behind it
+        wait with it, in order: the addresses of a plan are right only in its own order.
         """
         self._late.extend(op for op in ops if not op.demand)
-        while self._late and not self.manager.updating(self._late[0].bucket):
+        while self._late and not self.manager.busy(self._late[0].bucket):
             op = self._late.popleft()
             self.manager.prefetch(op.bucket, op.start, op.evict)
 
@@ -331,15 +332,31 @@ class Runtime:
         """Carry out a state dict's ``detach`` or ``copy_`` on the home itself."""
         param: nn.Parameter = args[0]
         bucket, segment = self.layout.home[self.swizzle.index[id(param)]]
+        home = self.manager.home(bucket)
+        if func == torch.Tensor.detach and home.extents is not None:
+            return self._on_disk(param, segment)
         self.manager.settle(bucket)
-        home = self.manager.home(bucket).segments[segment.position]
         if func == torch.Tensor.detach:
             self.manager.show_home(bucket)
-            return home.detach()
+            return home.segments[segment.position].detach()
         self._masters.assign(segment, args[1])
         torch.autograd.graph.increment_version(param)
         self.manager.renew(bucket)
         return param
+
+    def _on_disk(self, param: nn.Parameter, segment: Segment) -> torch.Tensor:
+        """Return what a state dict shows of a parameter that memory does not hold."""
+        bucket, spec = self.layout.home[self.swizzle.index[id(param)]][0], segment.spec
+
+        def read() -> torch.Tensor:
+            self.manager.settle(bucket)
+            return self.manager.read_home(bucket, segment)
+
+        def write(value: torch.Tensor) -> None:
+            self._reach_home(torch.Tensor.copy_, (param, value))
+
+        slot = DiskSlot(read, write)
+        return OnDisk(slot, spec.shape, spec.stride, spec.dtype, torch.device("cpu"))
 
     def fault(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

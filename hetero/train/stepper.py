@@ -3,7 +3,8 @@
 `close` does what makes a step exact: gradients home, norm, clip, finiteness, and the settings of
 the groups as they are now. What is left is work on homes, one job a bucket, for the worker. An
 error in one surfaces wherever somebody waits for that bucket, and in the next `close`; the jobs
-behind it give up with the same error, so nothing hangs.
+behind it give up with the same error, so nothing hangs. An error of a disk is not the end: the step
+stays pending, every wait tries again, and nobody sees parameters of two steps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hetero.errors import StorageError
 from hetero.train.grads import GradStore
 from hetero.train.precision import LossScaler
 from hetero.train.rules import Group, State
@@ -105,18 +107,25 @@ class Stepper:
             self._pause()
         try:
             work()
+        except StorageError:
+            raise  # the step stays pending: its work is tried again
         except BaseException as error:
             self._failed = error
             raise
 
     def finish(self) -> None:
-        """Wait for every update of the last step; raises the first error of any, ever."""
-        jobs, self._jobs = self._jobs, []
+        """Wait for every update of the last step; raises the first error of any, ever.
+
+        After a StorageError the step is pending: it goes on with the next call.
+        """
         try:
-            for job in jobs:
-                job.wait()
+            while self._jobs:
+                self._jobs[0].wait()
+                del self._jobs[0]
             if self._failed is not None:
                 raise self._failed
+        except StorageError:
+            raise
         except BaseException:
             self.surfaced = True
             raise

@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 import torch
 
 from hetero.memory.layout import Bucket, Layout, Segment
+from hetero.memory.pool import Request, Span, Use
 from hetero.memory.slab import Home, HomeStore
 from hetero.train import kernel
 from hetero.train.formulas import Coefficients, Formula, formula_of
 from hetero.train.grads import NONE, Factors, GradSlot, GradStore
+from hetero.train.lazy import OnDisk, handle
 from hetero.train.precision import Masters
 from hetero.train.rules import BLOCK_SCALES, Group, Rule, State, is_elementwise
 from hetero.train.worker import Slice
@@ -51,6 +53,8 @@ class Update:
     """Indices of the parameters whose stored gradients are multiplied by their pending factors."""
     touched: list[int] = field(default_factory=list)
     """Indices of the parameters."""
+    requests: list[Request] = field(default_factory=list)
+    """What the slices need from disk, in their order."""
 
 
 class Ready(NamedTuple):
@@ -67,16 +71,16 @@ class Piece(NamedTuple):
     """Neighbouring parameters that are updated as one: they share scalars and factors."""
 
     rows: tuple[Ready, ...]
-    fresh: bool
+    missing: tuple[str, ...] | None
+    """The states that appear with this update; None where none has to."""
 
     @property
     def first(self) -> Ready:
         return self.rows[0]
 
-    def cuts(self, bucket: Bucket, numel: int) -> Iterator[tuple[int, int]]:
-        """Cut the run at chunk borders, so that what is updated at once stays in the cache."""
+    def cuts(self, size: int) -> Iterator[tuple[int, int]]:
+        """Cut the run at multiples of ``size``, so that what is updated at once is small."""
         at, end = self.first.segment.offset, self.rows[-1].segment.end
-        size = bucket.chunk_numel * max(1, numel // bucket.chunk_numel)
         while at < end:
             stop = min(end, (at // size + 1) * size)
             yield at, stop
@@ -114,6 +118,7 @@ class Updater:
         self._masters = masters
         self._stream_to = stream_to
         self._stepped: dict[int, str] = {}  # the kind of settings a parameter was stepped with
+        self._probed: dict[tuple[str, torch.dtype, int], dict[str, torch.dtype]] = {}
         # Torch's operations bring threads of their own, and two of them at once get in each other's
         # way (measured: ten times slower); the kernel's slices run side by side.
         self._torch = threading.Lock()
@@ -187,29 +192,63 @@ class Updater:
             return
         fills = formula.arrays(group)
         homes = {k: self._store.get(Kind.STATE, k, bucket, torch.float32) for k in fills}
-        fresh = [any(k not in row.state for k in fills) or not row.state for row in rows]
+        fresh = [
+            missing
+            if (missing := tuple(k for k in fills if k not in row.state)) or not row.state
+            else None
+            for row in rows
+        ]
         for row, new in zip(rows, fresh, strict=True):
-            if new:
+            if new is not None:
                 self._begin(row, formula.scalars(group), fills, homes)
         for piece in self._pieces(rows, fresh):
             scalars = {k: float(piece.first.state[k]) for k in formula.scalars(group)}
-            numbers, after = formula.coefficients(group, scalars, piece.fresh)
+            numbers, after = formula.coefficients(group, scalars, piece.missing is not None)
             for row in piece.rows:
                 for key, value in after.items():
                     row.state[key].fill_(value)
-            for start, end in piece.cuts(bucket, KERNEL_NUMEL):
+            for start, end in self._cuts(piece, bucket, KERNEL_NUMEL):
+                run, missing = slice(start, end), piece.missing or ()
+                moments = [
+                    Span(home, start, end, Use.FRESH if k in missing else Use.WRITE)
+                    for k, home in homes.items()
+                ]
+                request = self._request(update, start, end, self._masters.low(bucket), *moments)
                 update.slices.append(
                     partial(
                         self._run_formula,
                         formula,
                         numbers,
-                        param=self._store.homes[PARAM, bucket.id].flat[start:end],
-                        low=self._masters.low(bucket).flat[start:end],
-                        grad=self._grads.home(bucket)[start:end],
-                        states=[homes[k].flat[start:end] for k in fills],
+                        param=self._store.homes[PARAM, bucket.id].flat[run],
+                        low=self._masters.low(bucket).flat[run],
+                        grad=self._grads.home(bucket).flat[run],
+                        states=[homes[k].flat[run] for k in fills],
                         factors=piece.first.factors,
+                        fills=[(homes[k].flat[run], fills[k]) for k in missing],
+                        request=request,
                     )
                 )
+
+    def _cuts(self, piece: Piece, bucket: Bucket, numel: int) -> Iterator[tuple[int, int]]:
+        """Cut a piece into slices; where anything lies on disk, at the borders of extents."""
+        pool = self._store.pool
+        if pool is None:
+            return piece.cuts(bucket.chunk_numel * max(1, numel // bucket.chunk_numel))
+        return piece.cuts(pool.extent_numel)
+
+    def _request(
+        self, update: Update, start: int, end: int, *others: Home | Span
+    ) -> Request | None:
+        """Return what a slice needs from disk: weights, gradients, and the other homes given."""
+        bucket = update.bucket
+        request = self._store.request(
+            Span(self._store.homes[PARAM, bucket.id], start, end, Use.WRITE),
+            Span(self._grads.home(bucket), start, end),
+            *(x if isinstance(x, Span) else Span(x, start, end, Use.WRITE) for x in others),
+        )
+        if request is not None:
+            update.requests.append(request)
+        return request
 
     def _run_formula(
         self,
@@ -221,19 +260,24 @@ class Updater:
         grad: torch.Tensor,
         states: list[torch.Tensor],
         factors: tuple[float, ...],
+        fills: list[tuple[torch.Tensor, float]],
+        request: Request | None,
     ) -> None:
         alone = nullcontext() if self.native is not None else self._torch
-        with alone, self._streamed([param, low, *states], grad) as ((p, l, *s), g):
-            kernel.update(
-                formula,
-                numbers,
-                param=p,
-                low=l,
-                grad=g,
-                states=s,
-                factors=factors,
-                native=self.native,
-            )
+        with self._store.held(request), alone:
+            for state, value in fills:
+                state.fill_(value)
+            with self._streamed([param, low, *states], grad) as ((p, l, *s), g):
+                kernel.update(
+                    formula,
+                    numbers,
+                    param=p,
+                    low=l,
+                    grad=g,
+                    states=s,
+                    factors=factors,
+                    native=self.native,
+                )
 
     @contextmanager
     def _streamed(
@@ -255,45 +299,88 @@ class Updater:
         fills: dict[str, float],
         homes: dict[str, Home],
     ) -> None:
-        """Give a parameter the state that torch begins with."""
+        """Give a parameter the state that torch begins with; the first update fills it."""
         for key, value in scalars.items():
             row.state.setdefault(key, torch.tensor(value, dtype=torch.float32))
-        for key, value in fills.items():
+        for key in fills:
             if key not in row.state:
-                row.state[key] = homes[key].segments[row.segment.position].fill_(value)
+                row.state[key] = handle(self._store, homes[key], row.segment)
 
     # -- torch's rule, on flat runs --------------------------------------------------------------
 
     def _draft_flat(self, update: Update, group: Group, rows: list[Ready]) -> None:
         bucket = update.bucket
-        for piece in self._pieces(rows, [False] * len(rows)):
+        for piece in self._pieces(rows, [None] * len(rows)):
             if piece.first.factors:
                 update.scaled.extend(row.segment.index for row in piece.rows)
             after: State = {}
-            for start, end in piece.cuts(bucket, RULE_NUMEL):
-                update.slices.append(
-                    partial(self._run_flat, group, bucket, start, end, piece.first, after)
-                )
+            keys = self._elementwise_keys(group, bucket, piece.first)
+            homes = {key: self._store.homes[key, bucket.id] for key in keys}
+            for start, end in self._cuts(piece, bucket, RULE_NUMEL):
+                run = slice(start, end)
+                request = self._request(update, start, end, *homes.values())
+                work = partial(self._run_flat, group, bucket, run, piece.first, homes, after)
+                update.slices.append(partial(self._hold, request, work))
             update.finishes.append(partial(self._share, bucket, piece, after))
 
-    def _run_flat(
-        self, group: Group, bucket: Bucket, start: int, end: int, first: Ready, after: State
-    ) -> None:
-        """Step elements [start, end) of a bucket; ``after`` takes the state with its scalars."""
-        homes, shape = self._store.homes, first.segment.spec.shape
-        flat = homes[PARAM, bucket.id].flat[start:end]
-        grad = _scaled(self._grads.home(bucket)[start:end], first.factors)
+    def _hold(self, request: Request | None, work: Slice) -> None:
+        """Do a slice's work with all that it needs in memory: it fails before it begins."""
+        with self._store.held(request):
+            work()
+
+    def _elementwise_keys(self, group: Group, bucket: Bucket, first: Ready) -> list[str]:
+        """Return the states of a run that have a home, those included that are about to appear.
+
+        Homes on disk have to be there before the step, so that nothing fails in its middle.
+        """
+        shape = first.segment.spec.shape
         keys = [k for k, v in first.state.items() if is_elementwise(k, v, shape)]
-        here = [flat, *(homes[k, bucket.id].flat[start:end] for k in keys)]
+        if self._store.pool is None:
+            return keys
+        return list(dict.fromkeys((*keys, *self._appearing(group, bucket, bucket.dtype, 2))))
+
+    def _appearing(
+        self, group: Group, bucket: Bucket, dtype: torch.dtype, n_dims: int
+    ) -> list[str]:
+        """Return the states that a step with these settings needs a home for, and make it.
+
+        A tiny parameter is stepped to see: rules tell by dtype and dimensions, not by sizes.
+        """
+        known = repr([(key, _kind(value)) for key, value in group.items()]), dtype, n_dims
+        if known not in self._probed:
+            probe = torch.zeros((4,) * n_dims, dtype=dtype)
+            probe.grad = torch.zeros_like(probe)
+            with torch.no_grad():
+                (state,) = self.rule.run({**group, "lr": 0.0}, [probe], [{}])
+            held = ((k, v) for k, v in state.items() if is_elementwise(k, v, probe.shape))
+            self._probed[known] = {k: v.dtype for k, v in held}
+        for key, state_dtype in self._probed[known].items():
+            self._store.get(Kind.STATE, key, bucket, state_dtype)
+        return list(self._probed[known])
+
+    def _run_flat(
+        self,
+        group: Group,
+        bucket: Bucket,
+        run: slice,
+        first: Ready,
+        homes: dict[str, Home],
+        after: State,
+    ) -> None:
+        """Step a run of a bucket; ``after`` takes the state with its scalars."""
+        flat = self._store.homes[PARAM, bucket.id].flat[run]
+        grad = _scaled(self._grads.home(bucket).flat[run], first.factors)
+        there = [key for key in homes if key in first.state]
+        here = [flat, *(homes[key].flat[run] for key in there)]
         with self._torch, self._streamed(here, grad) as ((param, *moved), param_grad):
             param.grad = param_grad
-            before = {k: _copied(v) for k, v in first.state.items() if k not in keys}
-            before.update(zip(keys, moved, strict=True))
+            before = {k: _copied(v) for k, v in first.state.items() if k not in there}
+            before.update(zip(there, moved, strict=True))
             (done,) = self.rule.run(group, [param], [before])
         for key, value in done.items():
             if is_elementwise(key, value, flat.shape) and value is not before.get(key):
-                home = self._store.get(Kind.STATE, key, bucket, value.dtype)
-                home.flat[start:end].copy_(value)
+                home = homes.get(key) or self._store.get(Kind.STATE, key, bucket, value.dtype)
+                home.flat[run].copy_(value)
         after.update(
             {k: _Shaped() if is_elementwise(k, v, flat.shape) else v for k, v in done.items()}
         )
@@ -303,16 +390,20 @@ class Updater:
         for segment, state, _, _ in piece.rows:
             for key, value in after.items():
                 if isinstance(value, _Shaped):
-                    state[key] = self._store.homes[key, bucket.id].segments[segment.position]
+                    if not isinstance(state.get(key), OnDisk):
+                        home = self._store.homes[key, bucket.id]
+                        state[key] = handle(self._store, home, segment)
                 elif isinstance(state.get(key), torch.Tensor):
                     state[key].copy_(value)
                 else:
                     state[key] = _copied(value)
 
-    def _pieces(self, rows: Sequence[Ready], fresh: Sequence[bool]) -> Iterator[Piece]:
+    def _pieces(
+        self, rows: Sequence[Ready], fresh: Sequence[tuple[str, ...] | None]
+    ) -> Iterator[Piece]:
         run: list[Ready] = []
         key: object = None
-        before = False
+        before: tuple[str, ...] | None = None
         for row, new in zip(rows, fresh, strict=True):
             scalars = tuple(
                 (k, float(v) if isinstance(v, torch.Tensor) else v)
@@ -332,50 +423,93 @@ class Updater:
 
     def _draft_whole(self, update: Update, group: Group, rows: list[Ready]) -> None:
         update.scaled.extend(row.segment.index for row in rows if row.factors)
-        update.slices.append(partial(self._run_whole, group, update.bucket, rows))
+        alone = self._store.pool is not None  # no more in memory at once than has to be
+        for some in [[row] for row in rows] if alone else [rows]:
+            work = partial(self._run_whole, group, update.bucket, some)
+            update.slices.append(
+                partial(self._hold, self._whole_request(update, group, some), work)
+            )
+
+    def _whole_request(self, update: Update, group: Group, rows: Sequence[Ready]) -> Request | None:
+        """Return what whole parameters need from disk, which is one parameter then."""
+        if self._store.pool is None:
+            return None
+        bucket, segment = update.bucket, rows[0].segment
+        homes = [self._store.homes[k, bucket.id] for k in self._whole_keys(group, bucket, rows[0])]
+        if self._masters.has(bucket):
+            homes.append(self._masters.low(bucket))
+        return self._request(update, segment.offset, segment.end, *homes)
+
+    def _whole_keys(self, group: Group, bucket: Bucket, row: Ready) -> list[str]:
+        """Return the states of a parameter that have a home, now or after this step."""
+        shape = row.segment.spec.shape
+        keys = [k for k, v in row.state.items() if is_elementwise(k, v, shape)]
+        dtype = self._state_dtype(row.segment)
+        return list(dict.fromkeys((*keys, *self._appearing(group, bucket, dtype, len(shape)))))
 
     def _run_whole(self, group: Group, bucket: Bucket, rows: list[Ready]) -> None:
-        home = self._store.homes[PARAM, bucket.id]
+        home, grads = self._store.homes[PARAM, bucket.id], self._grads.home(bucket)
         views = [home.segments[row.segment.position] for row in rows]
         for view, row in zip(views, rows, strict=True):
-            view.grad = _scaled(self._grads.segment(row.segment), row.factors)
+            view.grad = _scaled(grads.segments[row.segment.position], row.factors)
         with self._torch:
-            states = self.rule.run(group, views, [row.state for row in rows])
+            states = self.rule.run(group, views, [self._views(row) for row in rows])
         for view, row, state in zip(views, rows, states, strict=True):
             view.grad = None
-            row.state.update(self.adopt(row.segment, state))
+            self._keep(row, state)
 
     def _draft_masters(self, update: Update, group: Group, rows: list[Ready]) -> None:
-        update.slices.extend(partial(self._run_master, group, row) for row in rows)
+        for row in rows:
+            work = partial(self._run_master, group, row)
+            request = self._whole_request(update, group, [row])
+            update.slices.append(partial(self._hold, request, work))
 
     def _run_master(self, group: Group, row: Ready) -> None:
         """Step one parameter's fp32 master, and round it to its working weight."""
         master = self._masters.value(row.segment)
-        grad = self._grads.segment(row.segment)
+        grad = self._grads.home(self._bucket(row.segment)).segments[row.segment.position]
         master.grad = _scaled(torch.empty_like(master).copy_(grad), row.factors)
         with self._torch:
-            (state,) = self.rule.run(group, [master], [row.state])
-        row.state.update(self.adopt(row.segment, state))
+            (state,) = self.rule.run(group, [master], [self._views(row)])
+        self._keep(row, state)
         self._masters.assign(row.segment, master)
 
     # -- states ----------------------------------------------------------------------------------
 
-    def adopt(self, segment: Segment, state: State, *, own: bool = False) -> State:
-        """Return a state whose tensors of the parameter's shape lie in the homes.
+    def _views(self, row: Ready) -> State:
+        """Return a parameter's state for a rule: its homes' own tensors, which are pinned."""
+        homes, bucket = self._store.homes, self._bucket(row.segment).id
+        return {
+            k: homes[k, bucket].segments[row.segment.position]
+            if is_elementwise(k, v, row.segment.spec.shape)
+            else v
+            for k, v in row.state.items()
+        }
 
-        With ``own`` the other tensors are copied too, as when a state dict is loaded.
-        """
+    def _keep(self, row: Ready, state: State) -> None:
+        """Take what a rule left: tensors of the parameter's shape lie in the homes."""
         for key, value in state.items():
-            if own and isinstance(value, torch.Tensor) and key not in EXACT:
-                value = _cast(value, self._state_dtype(segment))
-            if not is_elementwise(key, value, segment.spec.shape):
-                state[key] = _copied(value) if own else value
+            if not is_elementwise(key, value, row.segment.spec.shape):
+                row.state[key] = value
                 continue
-            home = self._store.get(Kind.STATE, key, self._bucket(segment), value.dtype)
-            view = home.segments[segment.position]
+            home = self._store.get(Kind.STATE, key, self._bucket(row.segment), value.dtype)
+            view = home.segments[row.segment.position]
             if value is not view:
                 view.copy_(value)
-                state[key] = view
+            if not isinstance(row.state.get(key), OnDisk):
+                row.state[key] = handle(self._store, home, row.segment)
+
+    def adopt(self, segment: Segment, state: State) -> State:
+        """Return a loaded state: copies, those of the parameter's shape in the homes."""
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and key not in EXACT:
+                value = _cast(value, self._state_dtype(segment))
+            if not is_elementwise(key, value, segment.spec.shape):
+                state[key] = _copied(value)
+                continue
+            home = self._store.get(Kind.STATE, key, self._bucket(segment), value.dtype)
+            self._store.write(home, segment, value)
+            state[key] = handle(self._store, home, segment)
         return state
 
     def _state_dtype(self, segment: Segment) -> torch.dtype:

@@ -15,18 +15,24 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 import torch
+
+from hetero.errors import StorageError
 
 Slice = Callable[[], None]
 
 
 class Job:
-    """Slices of work, ``finish`` behind the last of them, and the jobs that come before it."""
+    """Slices of work, ``finish`` behind the last of them, and the jobs that come before it.
 
-    __slots__ = ("_after", "_done", "_error", "_finish", "_left", "_lock", "_slices", "_trace")
+    A slice that raises StorageError has changed nothing (it fails while it brings in what it needs)
+    and stays to be done: whoever waits next tries it again. Any other error ends the job.
+    """
+
+    __slots__ = ("_after", "_changed", "_closed", "_error", "_finish", "_left", "_slices", "_stuck")
 
     def __init__(
         self,
@@ -39,10 +45,10 @@ class Job:
         self._left = len(self._slices)
         self._finish = finish
         self._after = tuple(after)
-        self._error: BaseException | None = None
-        self._trace: TracebackType | None = None  # as raised, without those who waited
-        self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._error: tuple[BaseException, TracebackType | None] | None = None
+        self._stuck: StorageError | None = None
+        self._closed = False
+        self._changed = threading.Condition()
         if not self._left:
             self._slices.append(_nothing)
             self._left = 1
@@ -50,26 +56,33 @@ class Job:
     @property
     def done(self) -> bool:
         """Whether nothing is left to do, because all is done or because something failed."""
-        return self._done.is_set()
+        return self._closed
 
     def help(self) -> bool:
-        """Do one slice; False when none is left to begin."""
-        try:
+        """Do one slice; False when none is left to begin, or one cannot be done now."""
+        with self._changed:
+            if not self._slices:
+                return False
             work = self._slices.popleft()
-        except IndexError:
-            return False
+            self._stuck = None
         try:
             for job in self._after:
                 job.wait()
             with torch.inference_mode(False), torch.no_grad():
                 work()
                 self._complete()
+        except StorageError as error:
+            with self._changed:
+                self._slices.appendleft(work)
+                self._stuck = error
+                self._changed.notify_all()
+            return False
         except BaseException as error:
             self.fail(error)
         return True
 
     def _complete(self) -> None:
-        with self._lock:
+        with self._changed:
             self._left -= 1
             last = self._left == 0
         if last:
@@ -79,29 +92,38 @@ class Job:
 
     def fail(self, error: BaseException) -> None:
         """Give up: no further slice begins, and every `wait` raises ``error``."""
-        with self._lock:
+        with self._changed:
             if self._error is None:
-                self._error, self._trace = error, error.__traceback__
-        self._slices.clear()
+                # the traceback as raised, without those who waited
+                self._error = error, error.__traceback__
+            self._slices.clear()
         self._close()
 
     def _close(self) -> None:
-        self._finish, self._after = None, ()
-        self._done.set()
+        with self._changed:
+            self._finish, self._after = None, ()
+            self._closed = True
+            self._changed.notify_all()
 
     def settle(self) -> None:
-        """Return when the job is done or has failed, helping with it."""
-        if not self._done.is_set():
+        """Return when the job is done or has failed, helping with it; raises StorageError."""
+        while not self._closed:
             with uninterrupted():
                 while self.help():
                     pass
-                self._done.wait()
+                with self._changed:
+                    while not (self._closed or self._slices or self._stuck):
+                        self._changed.wait()
+                    stuck, self._stuck = self._stuck, None
+            if stuck is not None and not self._closed:
+                raise stuck
 
     def wait(self) -> None:
         """Return when the job is done, helping with it; raises what it raised, where it did."""
         self.settle()
         if self._error is not None:
-            raise self._error.with_traceback(self._trace)
+            error, trace = self._error
+            raise error.with_traceback(trace)
 
 
 def _nothing() -> None: ...
@@ -195,7 +217,8 @@ class Worker:
         with self._queue.changed:
             jobs = list(self._queue.jobs)
         for job in jobs:
-            job.settle()
+            with suppress(StorageError):  # nothing of it is under way then
+                job.settle()
 
     def close(self) -> None:
         """End the threads; what they have begun is finished, what waits is left to its waiters."""

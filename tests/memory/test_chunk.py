@@ -33,6 +33,8 @@ RIGHT = {
     (ABSENT, FILLING, "fetch"),
     (FILLING, CLEAN, "ready"),
     (FILLING, CLEAN, "fail"),
+    (FILLING, ABSENT, "fail"),
+    (FLUSHING, DIRTY, "fail"),
     (CLEAN, DIRTY, "write"),
     (CLEAN, FILLING, "fetch"),
     (CLEAN, FILLING, "update"),

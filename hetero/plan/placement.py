@@ -1,0 +1,40 @@
+"""Placement: which homes HOST holds, and which go to disk (floor 1, policy; no torch).
+
+A byte of optimizer state moves twice a step (down and up), a byte of a gradient twice, a byte of a
+parameter up to three times, and parameters are what the device waits for. So HOST is given to
+parameters first, then to gradients, then to what masters and states need, in the order in which the
+model computes. The choice is made once: every step goes through the homes in the same order, so a
+fixed part of them on HOST saves as many bytes as any replacement could (it is what Belady's rule
+keeps of a cycle), and the first unit's update never waits for a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from hetero.types import Kind
+
+PRIORITY = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.STATE)
+
+
+class Part(NamedTuple):
+    """The home of one kind of one bucket."""
+
+    kind: Kind
+    bucket: int
+    n_bytes: int
+
+
+def place(parts: Iterable[Part], host_bytes: int) -> frozenset[tuple[Kind, int]]:
+    """Return (kind, bucket) of the homes that do not fit ``host_bytes`` any more.
+
+    ``parts`` are in the order in which the model computes.
+    """
+    spilled = set()
+    for part in sorted(parts, key=lambda part: PRIORITY.index(part.kind)):
+        if part.n_bytes <= host_bytes:
+            host_bytes -= part.n_bytes
+        else:
+            spilled.add((part.kind, part.bucket))
+    return frozenset(spilled)

@@ -1,0 +1,169 @@
+"""Tensors that are at home elsewhere, and fetched when somebody computes with them (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map
+
+from hetero.memory.layout import Segment
+from hetero.memory.slab import Home, HomeStore
+
+_aten = torch.ops.aten
+
+
+class Slot(Protocol):
+    """Where the bytes of a lazy tensor are; all tensors are on the lazy tensor's device."""
+
+    def read(self) -> torch.Tensor:
+        """Return the value for one operation that does not write."""
+
+    def exact(self) -> torch.Tensor:
+        """Return the value for one operation that writes it."""
+
+    def store(self, written: torch.Tensor) -> None:
+        """Write back what an operation left in the tensor that `exact` gave."""
+
+    def keep(self) -> torch.Tensor:
+        """Return a tensor of its own that aliases may refer to."""
+
+
+class Lazy(torch.Tensor):
+    """A tensor without bytes that computes as the one its slot fetches."""
+
+    slot: Slot
+
+    @staticmethod
+    def __new__(
+        cls,
+        slot: Any,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Lazy:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=stride, dtype=dtype, device=device
+        )
+        self.slot = slot
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.slot.read())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.slot.read().clone()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.slot.keep().__array__(*args, **kwargs)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.slot.keep().__dlpack__(**kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.slot.read().clone().__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.slot.keep().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.slot.read().tolist()
+
+    def data_ptr(self) -> int:
+        return self.slot.keep().data_ptr()
+
+    def share_memory_(self) -> Any:
+        return self.slot.keep().share_memory_()
+
+    @classmethod
+    def shortcut(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operation that needs no bytes; NotImplemented for others."""
+        return NotImplemented
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.detach.default:
+            it = args[0]
+            return type(it)(it.slot, it.shape, it.stride(), it.dtype, it.device)
+        done = cls.shortcut(func, args, kwargs)
+        return call(func, args, kwargs) if done is NotImplemented else done
+
+
+def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run one operation on fetched tensors and write back what it changed."""
+    views = any(
+        r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+    )
+    written: dict[int, tuple[Lazy, torch.Tensor]] = {}
+
+    def write(value: Any) -> Any:
+        if not isinstance(value, Lazy):
+            return value
+        if id(value) not in written:
+            written[id(value)] = (value, value.slot.exact())
+        return written[id(value)][1]
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, Lazy):
+            return value
+        if id(value) in written:
+            return written[id(value)][1]
+        return value.slot.keep() if views else value.slot.read()
+
+    places = {
+        a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
+    }
+    flags = list(places.values())
+    # what is written comes first: a read of the same tensor must see that very one
+    args = [tree_map(write, a) if flags[i] else a for i, a in enumerate(args)]
+    named = {k: tree_map(write, v) if places.get(k) else v for k, v in kwargs.items()}
+    out = func(*tree_map(read, args), **tree_map(read, named))
+    back: dict[int, Lazy] = {}
+    for lazy, tensor in written.values():
+        lazy.slot.store(tensor)
+        back[id(tensor)] = lazy
+    return tree_map(lambda value: back.get(id(value), value), out) if back else out
+
+
+class DiskSlot:
+    """A tensor that is at home on disk: read, and written back, as a whole.
+
+    ``keep`` gives a copy: what is written to it through an alias is not written to the home.
+    """
+
+    def __init__(
+        self, read: Callable[[], torch.Tensor], write: Callable[[torch.Tensor], None]
+    ) -> None:
+        self.read = read
+        self.exact = read
+        self.keep = read
+        self.store = write
+
+
+class OnDisk(Lazy):
+    """A parameter or a state, in a state dict, that is read from disk when it is used."""
+
+    slot: DiskSlot
+
+
+def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
+    """Return a home's part for a state dict: its own tensor on HOST, else one that reads itself."""
+    view = home.segments[segment.position]
+    if home.extents is None:
+        return view
+    slot = DiskSlot(
+        lambda: store.read(home, segment), lambda value: store.write(home, segment, value)
+    )
+    return OnDisk(slot, view.shape, view.stride(), view.dtype, view.device)
