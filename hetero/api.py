@@ -16,6 +16,7 @@ from hetero.device import open_device
 from hetero.errors import StateError
 from hetero.train.blueprint import draw
 from hetero.train.check import MARK, check_model, check_pair
+from hetero.train.empty import empty_parameters
 from hetero.train.engine import Engine, Tuning
 from hetero.train.optimizer import Optimizer
 from hetero.types import Kind, Lane, Tier
@@ -56,7 +57,7 @@ def prepare_tuned(
     tuning: Tuning | None,
 ) -> Any:
     """Carry out `prepare` with choices that change no number (tests and benchmarks)."""
-    check_model(model)
+    check_model(model, weights=config.weights is not None)
     inner = check_pair(model, optimizer)
     device = open_device(config.device)
     engine = Engine(model, inner, config, device, draw(model, inner, config), tuning)
@@ -157,11 +158,26 @@ def _gathered(params: list[nn.Parameter], write: bool) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def empty_init() -> Iterator[None]:
-    """Build modules on the meta device: shapes and names of a model of any size, no memory."""
-    with torch.device("meta"):
-        yield
+def empty_init() -> AbstractContextManager[None]:
+    """Build models of any size inside a ``with`` block without memory for their parameters.
+
+    A parameter that a module registers becomes a meta parameter of the same class, dtype, strides,
+    ``requires_grad`` and attributes; one that is registered twice stays one. Buffers (rotary
+    frequencies, masks, running means) are real, with their values. Initialisation of parameters
+    (``nn.init``, ``reset_parameters``) runs on meta: it costs nothing and draws no random numbers,
+    so that buffers made of random numbers come out otherwise than in a plain build.
+
+    ``nn.Parameter(torch.empty(n))`` touches no memory on its way, ``nn.Parameter(torch.randn(n))``
+    does for a moment. What a constructor computes from registered parameters is on meta too, and a
+    constructor that asks for their values (``.item()``) fails. A reference to a parameter from
+    before it was registered is to the original. Sparse, quantized, lazy and subclassed tensors,
+    and entries that bypass ``register_parameter``, stay as they are. Loading weights inside (as
+    ``from_pretrained`` does) would lose them: build from a config.
+
+    ``nn.Module.register_parameter`` is replaced inside the block, for the thread that entered it:
+    others build as ever. Blocks nest.
+    """
+    return empty_parameters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +196,12 @@ class Status:
     """Per unit, "resident" or "home"."""
     h2d_bytes: int
     d2h_bytes: int
+    read_bytes: int
+    """From disk, in the last step."""
+    write_bytes: int
+    """To disk, in the last step."""
+    written_bytes: int
+    """To disk since prepare: what the drives' endurance is spent on."""
     hits: int
     misses: int
     fetches: int
@@ -198,7 +220,8 @@ def status(model: nn.Module) -> Status:
     engine = engine_of(model)
     plan, stats, ledger = engine.blueprint, engine.stats, engine.ledger
     tiers: dict[str, dict[str, int | None]] = {}
-    for tier in (Tier.HBM, Tier.HOST):
+    pool = engine.store.pool
+    for tier in (Tier.HBM, Tier.HOST, *((Tier.NVME,) if pool is not None else ())):
         row: dict[str, int | None] = {
             "budget": ledger.budgets.get(tier),
             "used": ledger.used(tier),
@@ -224,6 +247,9 @@ def status(model: nn.Module) -> Status:
         },
         h2d_bytes=stats.n_bytes[Lane.H2D],
         d2h_bytes=stats.n_bytes[Lane.D2H],
+        read_bytes=stats.n_bytes[Lane.READ],
+        write_bytes=stats.n_bytes[Lane.WRITE],
+        written_bytes=0 if pool is None else pool.nvme.written_bytes,
         hits=stats.counts["hit"],
         misses=stats.counts["miss"],
         fetches=stats.counts["fetch"],

@@ -38,13 +38,10 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(" + "|".join(UNITS) + ")")
 DEVICES = ("cuda", "cpu", "cpu:sim")
 PRECISIONS = ("fp32", "bf16", "fp16")
 NOT_YET = {  # named in the public face; each arrives with its part of the library
-    "nvme": "the disk tier",
-    "nvme_bytes": "the disk tier",
     "activations": "activation policies",
     "micro_batch": "layer-major micro-batching",
     "mesh": "several ranks",
     "profile": "hardware profiles",
-    "weights": "streaming safetensors into the homes",
 }
 
 
@@ -83,6 +80,14 @@ class Config:
     """Global 2-norm that `step` clips gradients to; None: it does not clip."""
     chunk_bytes: int | None = None
     """Bytes of a chunk of 4-byte elements, a multiple of 64; None: chosen for under 1 % waste."""
+    nvme: tuple[str, ...] = ()
+    """Directories on local drives for what `host` does not hold, striped over all of them; private
+    files are made there and go with the process, however it ends. None: nothing goes to disk."""
+    nvme_bytes: int | None = None
+    """Budget in bytes for those files, all together; None: what is free there."""
+    weights: str | None = None
+    """Directory of safetensors (or one file) to read parameters and buffers from, piece by piece;
+    a model from `hetero.empty_init` needs it."""
     units: tuple[str, ...] | None = None
     """Names (or glob patterns) of the modules fetched as a whole; None: found in the model."""
 
@@ -151,10 +156,14 @@ def unknown_key(key: str, known: list[str]) -> str:
 
 def check_one(key: str, value: Any) -> Any:
     """Return one setting in its clean form."""
-    if key in ("hbm", "host"):
+    if key in ("hbm", "host", "nvme_bytes"):
         return None if value is None else parse_bytes(value, key)
     if key == "chunk_bytes":
         return None if value is None else check_chunk_bytes(parse_bytes(value, key))
+    if key == "nvme":
+        return check_paths(key, value)
+    if key == "weights" and value is not None:
+        return check_paths(key, [value])[0]
     if key == "precision" and value not in PRECISIONS:
         raise ConfigError(
             f"precision={value!r} is unknown", advice=f"precision takes one of {PRECISIONS}"
@@ -171,6 +180,21 @@ def check_one(key: str, value: Any) -> Any:
             raise ConfigError(f"{key}={value!r}", advice=f"{key} takes a list of module names")
         return tuple(value)
     return value
+
+
+def check_paths(key: str, value: Any) -> tuple[str, ...]:
+    """Return paths given as one or as several; None is no path."""
+    given = [value] if isinstance(value, (str, os.PathLike)) else value
+    given = () if given is None else given
+    found: list[str] = []
+    for path in given if isinstance(given, (list, tuple)) else [given]:
+        text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+        if not text or any(c in text for c in "\0\n"):
+            raise ConfigError(f"{key}={path!r} is no path", advice=f"{key} takes a path")
+        found.append(text)
+    if len(set(found)) < len(found):
+        raise ConfigError(f"{key}={value!r} names a directory twice", advice="name each once")
+    return tuple(found)
 
 
 def check_norm(value: Any) -> float:

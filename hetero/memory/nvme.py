@@ -54,7 +54,7 @@ class Nvme:
         log: EventLog,
         checked: bool = True,
     ) -> None:
-        self.n_bytes: Counter[Lane] = Counter()
+        self._moved: Counter[Lane] = Counter()
         self.written_bytes = 0  # since the beginning: what a drive's endurance is spent on
         self._checked = checked
         self._ledger = ledger
@@ -104,9 +104,15 @@ class Nvme:
         slot.generation, slot.digest = generation, digest
         self._count(Lane.WRITE, slot.n_bytes)
 
+    def take_counts(self) -> Counter[Lane]:
+        """Return the bytes moved since this was last asked."""
+        with self._lock:
+            moved, self._moved = self._moved, Counter()
+        return moved
+
     def _count(self, lane: Lane, n_bytes: int) -> None:
         with self._lock:
-            self.n_bytes[lane] += n_bytes
+            self._moved[lane] += n_bytes
             if lane is Lane.WRITE:
                 self.written_bytes += n_bytes
 

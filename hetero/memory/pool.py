@@ -20,7 +20,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import IntEnum
@@ -28,13 +28,16 @@ from typing import NamedTuple, Protocol
 
 from hetero.config import paranoid
 from hetero.device import POISON, Slab
-from hetero.errors import BudgetError, ForkedProcessError
-from hetero.io import align_up
+from hetero.errors import BudgetError, DiskFull, ForkedProcessError
+from hetero.events import EventLog
+from hetero.io import Folder, align_up
 from hetero.memory.chunk import CopyTable
+from hetero.memory.ledger import Ledger
 from hetero.memory.nvme import Nvme, Slot
 from hetero.types import CopyState, Kind, Tier, format_bytes
 
 STALL_SECONDS = 60.0  # without anything happening, while somebody waits for room
+N_THREADS = 4  # transfers at once
 AHEAD_SHARE = 3  # this part of the pool is kept for what is read ahead
 
 
@@ -134,7 +137,7 @@ class Pool:
         n_bytes: int,
         *,
         extent_numel: int,
-        n_threads: int = 4,
+        n_threads: int = N_THREADS,
         executor: Executor | None = None,
     ) -> None:
         self.nvme = nvme
@@ -444,3 +447,31 @@ def _before_fork(pool: weakref.ref[Pool]) -> Callable[[], None]:
             found.drain()
 
     return settle
+
+
+def open_pool(
+    folders: Sequence[Folder],
+    disk_bytes: int,
+    *,
+    pool_bytes: int,
+    extent_numel: int,
+    ledger: Ledger,
+    log: EventLog,
+    n_threads: int | None = None,
+    checked: bool = True,
+) -> Pool:
+    """Return a pool over private files of ``disk_bytes`` in ``folders``; raises DiskFull."""
+    for folder in folders:
+        need, free = align_up(disk_bytes // len(folders)), folder.space()
+        if need > free:
+            raise DiskFull(
+                f"{format_bytes(need)} go to {folder.path}; {format_bytes(free)} are free there,"
+                f" {need - free} bytes short",
+                advice="free some space, name more directories in nvme=, or raise host=",
+                path=folder.path,
+                op="reserve",
+                wanted=need,
+                got=free,
+            )
+    nvme = Nvme(folders, disk_bytes, ledger=ledger, log=log, checked=checked)
+    return Pool(nvme, pool_bytes, extent_numel=extent_numel, n_threads=n_threads or N_THREADS)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from hetero.config import Config
-from hetero.memory.layout import Layout, ParamSpec, build_layout, dense_stride
+from hetero.memory.layout import Bucket, Layout, ParamSpec, build_layout, dense_stride
 from hetero.train.check import pageable
+from hetero.train.formulas import formula_of
 from hetero.train.precision import WORKING, low_dtype, working_dtypes
 from hetero.train.rules import Rule, is_elementwise
 from hetero.train.units import Unit, assign, find_units
+from hetero.types import Kind
+
+
+class Costs(NamedTuple):
+    """What training an element costs beside the element; bytes."""
+
+    master: int
+    state: int
+    whole: bool
+    """Whether the rule needs whole tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +35,8 @@ class Blueprint:
     units: tuple[Unit, ...]
     layout: Layout
     needs: tuple[tuple[int, ...], ...]
-    state_bytes: int
-    """Bytes of optimizer states for all trainable buckets."""
+    costs: Mapping[torch.dtype, Costs]
+    """What an element of a trainable bucket costs beside itself, by the bucket's dtype."""
 
     @property
     def granule_bytes(self) -> int:
@@ -51,10 +63,33 @@ class Blueprint:
     @property
     def home_bytes(self) -> int:
         """Bytes of parameters, gradients and states at home."""
-        params = sum(b.n_bytes for b in self.layout.buckets)
-        return (
-            params + sum(b.n_bytes for b in self.layout.buckets if b.trainable) + self.state_bytes
-        )
+        total = 0
+        for bucket in self.layout.buckets:
+            total += bucket.n_bytes
+            if bucket.trainable:
+                costs = self.costs[bucket.dtype]
+                total += bucket.n_bytes + bucket.numel * (costs.master + costs.state)
+        return total
+
+    @property
+    def grad_sizes(self) -> list[int]:
+        """Bytes of every gradient there can be."""
+        trainable = [b for b in self.layout.buckets if b.trainable]
+        return [s.spec.numel * b.dtype.itemsize for b in trainable for s in b.segments]
+
+    def element_bytes(self, bucket: Bucket) -> dict[Kind, int]:
+        """Return the bytes an element of a trainable bucket costs by kind, PARAM not counted.
+
+        A gradient is counted as it is while several add up.
+        """
+        costs = self.costs[bucket.dtype]
+        grad = 4 if costs.master else bucket.dtype.itemsize
+        sizes = {Kind.GRAD: grad, Kind.MASTER: costs.master, Kind.STATE: costs.state}
+        return {kind: size for kind, size in sizes.items() if size}
+
+    def whole_tensors(self, bucket: Bucket) -> bool:
+        """Whether a trainable bucket's update needs whole tensors in memory."""
+        return self.costs[bucket.dtype].whole
 
 
 def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> Blueprint:
@@ -78,10 +113,9 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
     paged = [p for p in model.parameters() if pageable(p)]
     bucket_of = {id(p): layout.home[i][0] for i, p in enumerate(paged)}
     needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
-    trainable = [b for b in layout.buckets if b.trainable]
-    per_element = state_bytes_per_element(optimizer, {b.dtype for b in trainable}, config.precision)
-    states = sum(b.numel * per_element[b.dtype] for b in trainable)
-    return Blueprint(tuple(units), layout, needs, states)
+    dtypes = {b.dtype for b in layout.buckets if b.trainable}
+    costs = {dtype: costs_of(optimizer, dtype, config.precision) for dtype in dtypes}
+    return Blueprint(tuple(units), layout, needs, costs)
 
 
 def unit_needs(
@@ -93,19 +127,19 @@ def unit_needs(
     return tuple(sorted({bucket_of[id(p)] for p in unit.module.parameters() if pageable(p)}))
 
 
-def state_bytes_per_element(
-    optimizer: torch.optim.Optimizer | None, dtypes: Iterable[torch.dtype], precision: str
-) -> dict[torch.dtype, int]:
-    """Return the bytes of states, and of what a master takes, that an element of a dtype costs."""
-    found = dict.fromkeys(dtypes, 0)
+def costs_of(optimizer: torch.optim.Optimizer | None, dtype: torch.dtype, precision: str) -> Costs:
+    """Return what an element of a dtype costs under an optimizer and a precision."""
     low = low_dtype(precision)
-    for dtype in found:
-        has_master = low is not None and dtype is WORKING[precision]
-        if optimizer is not None:
-            found[dtype] = probed_bytes(optimizer, torch.float32 if has_master else dtype)
-        if has_master and low is not None:
-            found[dtype] += low.itemsize
-    return found
+    has_master = low is not None and dtype is WORKING[precision]
+    master = low.itemsize if low is not None and has_master else 0
+    if optimizer is None:
+        return Costs(master, 0, False)
+    rule = Rule(optimizer)
+    whole = not all(rule.may_flatten(group, dtype) for group in optimizer.param_groups)
+    if has_master:
+        whole = formula_of(type(optimizer)) is None
+    state = probed_bytes(optimizer, torch.float32 if has_master else dtype)
+    return Costs(master, state, whole)
 
 
 def probed_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> int:

@@ -15,9 +15,11 @@ from hetero.device import Device
 from hetero.errors import BudgetError, ConfigError
 from hetero.train.blueprint import Blueprint
 from hetero.train.check import pageable
+from hetero.train.spill import Spill, draw_spill
 from hetero.types import format_bytes
 
 CUDA_SHARE = 0.95  # of free HBM, when no budget is given
+CPU_FRAMES = 4  # this part of RAM is for frames, when no budget is given for them
 CUDA_RESIDENT = 1.5  # a model is kept on the device when its states fit this many times
 
 
@@ -28,6 +30,8 @@ class Budget:
     plan: Blueprint
     hbm: int | None
     buffer_bytes: int
+    spill: Spill | None = None
+    """What goes to disk."""
     activation_bytes: int = 0
     measured: bool = False
 
@@ -59,7 +63,13 @@ class Budget:
         return whole <= (self.hbm or 0)
 
 
-def decide(model: nn.Module, config: Config, device: Device, plan: Blueprint) -> tuple[Budget, str]:
+def decide(
+    model: nn.Module,
+    config: Config,
+    device: Device,
+    plan: Blueprint,
+    extent_numel: int | None = None,
+) -> tuple[Budget, str]:
     """Return the budget and the mode ("paged", "resident"); refuse what cannot fit."""
     hbm, total, free = config.hbm, device.total_bytes(), device.free_bytes()
     if hbm is not None and total is not None and hbm > total:
@@ -72,11 +82,36 @@ def decide(model: nn.Module, config: Config, device: Device, plan: Blueprint) ->
     tables = (p for p in model.parameters() if not pageable(p))
     budget = Budget(plan, hbm, sum(t.nbytes for t in (*model.buffers(), *tables)))
     on_cuda = device.torch_device.type == "cuda"
+    host = host_bytes(model, config)
+    if hbm is None and config.nvme and plan.home_bytes > host:  # one memory, less than it all
+        budget.hbm = hbm = max(host // CPU_FRAMES, 2 * plan.least_bytes + budget.buffer_bytes)
+        host = max(0, host - hbm)
+    elif config.host is None and not on_cuda and hbm is not None:
+        host = max(0, host - hbm)
     resident = hbm is None or (on_cuda and hbm >= CUDA_RESIDENT * plan.home_bytes)
     if not resident:
         check_hbm(budget)
-    check_host(model, config, budget, resident=resident, on_cuda=on_cuda)
+        if config.nvme:
+            budget.spill = draw_spill(plan, host, config.nvme_bytes, extent_numel)
+    if budget.spill is None and not (resident and on_cuda):
+        check_host(plan, host, nvme=bool(config.nvme))
     return budget, "resident" if resident else "paged"
+
+
+def host_bytes(model: nn.Module, config: Config) -> int:
+    """Return the RAM for homes: the budget, or what this process may take."""
+    limit = host_limit()
+    params = [p for p in model.parameters() if pageable(p)]
+    held = sum(p.nbytes for p in params if p.device.type == "cpu")  # moved, not copied
+    if config.host is None:
+        return limit.n_bytes + held
+    if config.host > limit.n_bytes + held:
+        raise ConfigError(
+            f"host={format_bytes(config.host)} is more than this process may take:"
+            f" {describe_limit(limit)}",
+            advice=f"host= takes at most {limit.n_bytes + held} bytes here",
+        )
+    return config.host
 
 
 def check_hbm(budget: Budget) -> None:
@@ -94,27 +129,17 @@ def check_hbm(budget: Budget) -> None:
         )
 
 
-def check_host(
-    model: nn.Module, config: Config, budget: Budget, *, resident: bool, on_cuda: bool
-) -> None:
-    """Refuse states that RAM cannot hold; on a CPU, frames are RAM too."""
-    plan, limit = budget.plan, host_limit()
-    params = [p for p in model.parameters() if pageable(p)]
-    held = sum(p.nbytes for p in params if p.device.type == "cpu")  # moved, not copied
-    if config.host is not None and config.host > limit.n_bytes + held:
-        raise ConfigError(
-            f"host={format_bytes(config.host)} is more than this process may take:"
-            f" {describe_limit(limit)}",
-            advice=f"host= takes at most {limit.n_bytes + held} bytes here",
-        )
-    frames = 0 if on_cuda or resident else budget.hbm or 0
-    need = 0 if resident and on_cuda else plan.home_bytes
-    have = config.host if config.host is not None else limit.n_bytes + held - frames
+def check_host(plan: Blueprint, have: int, *, nvme: bool) -> None:
+    """Refuse states that RAM cannot hold."""
+    need = plan.home_bytes
     if need > have:
+        advice = "raise host=, train fewer parameters, or use an optimizer with less state"
+        if not nvme:
+            advice = f"name a directory on a drive with nvme=, {advice}"
         raise BudgetError(
             f"HOST must hold {format_bytes(need)} of parameters, gradients and states;"
             f" {format_bytes(have)} are there, {need - have} bytes short",
-            advice="raise host=, train fewer parameters, or use an optimizer with less state",
+            advice=advice,
             tier="HOST",
             needed_bytes=need,
         )

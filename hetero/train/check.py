@@ -21,8 +21,11 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"
 _FLOAT8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_"))
 
 
-def check_model(model: object) -> nn.Module:
-    """Return the model, or raise naming the module or the parameter that cannot be prepared."""
+def check_model(model: object, *, weights: bool = False) -> nn.Module:
+    """Return the model, or raise naming the module or the parameter that cannot be prepared.
+
+    With ``weights`` to come, parameters may be empty (on the meta device).
+    """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
     for name, module in model.named_modules():
@@ -48,7 +51,8 @@ def check_model(model: object) -> nn.Module:
             "the model has no parameters of floating point", advice="there is nothing to page"
         )
     for name, param in named:
-        check_param(name, param)
+        if not (weights and param.is_meta):
+            check_param(name, param)
     check_one_device(named)
     check_overlaps(named)
     return model
@@ -74,7 +78,7 @@ def check_param(name: str, param: nn.Parameter) -> None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         kind = "uninitialized (a lazy module)"
     elif param.is_meta:
-        kind = "on the meta device"
+        kind = "on the meta device (name its values with weights=)"
     elif param.is_sparse or param.layout is not torch.strided:
         kind = f"sparse ({param.layout})"
     elif param.is_quantized or param.is_nested:
@@ -105,7 +109,7 @@ def check_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse parameters that share part of a storage; tied ones are one parameter."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, param in named:
-        if param.numel() == 0:
+        if param.numel() == 0 or param.is_meta:
             continue
         last: int = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))
         first = int(param.storage_offset()) * param.element_size()

@@ -21,11 +21,13 @@ from hetero.config import Config
 from hetero.device import CpuDevice, Device, trim_heap
 from hetero.errors import ConfigError, StateError, StorageError
 from hetero.events import EventLog
+from hetero.io import IO, spill_folder
 from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
+from hetero.memory.pool import open_pool
 from hetero.memory.slab import Home, HomeStore
 from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
@@ -37,11 +39,13 @@ from hetero.train.check import MARK, pageable
 from hetero.train.flight import Flight
 from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
 from hetero.train.hooks import Hooks
+from hetero.train.lazy import handle
 from hetero.train.optimizer import Optimizer
 from hetero.train.precision import WORKING, LossScaler, Masters
 from hetero.train.resident import Resident
 from hetero.train.rules import Rule
 from hetero.train.runtime import Runtime
+from hetero.train.source import Source
 from hetero.train.stepper import Stepper
 from hetero.train.tracer import Cursor
 from hetero.train.updater import Update, Updater
@@ -72,6 +76,14 @@ class Tuning:
     """Whether paged updates are streamed through the device, inside `step`, by torch's blocks."""
     native: bool = True
     """Whether the compiled kernel may be used; the blocks of torch have the same bits."""
+    extent_numel: int | None = None
+    """Elements of an extent, a multiple of 4096; None: chosen from the model's size."""
+    io: IO | None = None
+    """Through which the files of the NVME tier are used; tests let it go wrong."""
+    io_threads: int | None = None
+    """Threads that read and write the NVME tier; None: chosen by measuring the drive."""
+    checked: bool = True
+    """Whether what lies on disk is checksummed (benchmarks measure what that costs)."""
 
 
 @dataclass(slots=True)
@@ -105,11 +117,12 @@ class Engine:
         self.log = EventLog()
         self.stats = StepStats()
         self.steps = 0
-        self.budget, self.mode = decide(model, config, device, blueprint)
+        self.budget, self.mode = decide(model, config, device, blueprint, self.tuning.extent_numel)
         self.optimizer: Optimizer | None = None
         self.stepper: Stepper | None = None
         self._index = {id(p): i for i, p in enumerate(self.params)}
-        self._origin = self.params[0].device
+        meta = self.params[0].is_meta  # of `empty_init`: there is no way back to nothing
+        self._origin = torch.device("cpu") if meta else self.params[0].device
         self._origin_dtypes = [p.dtype for p in self.params]
         self._grads_before: dict[int, torch.Tensor] = {}
 
@@ -117,9 +130,15 @@ class Engine:
 
     def build(self) -> None:
         """Move the parameters to their homes and attach everything; undone on any failure."""
-        self.ledger = Ledger({Tier.HBM: self.budget.hbm, Tier.HOST: self.config.host})
+        self.ledger = Ledger(
+            {
+                Tier.HBM: self.budget.hbm,
+                Tier.HOST: self.config.host,
+                Tier.NVME: self.config.nvme_bytes,
+            }
+        )
         self.link = Link(self.device, self.log)
-        self.store = HomeStore(self.device, self.ledger, resident=self.mode == "resident")
+        self.store = self._make_store()
         layout = self.blueprint.layout
         self.masters = Masters(self.config.precision, layout, self.store)
         self.worker = self.tuning.worker or Worker(thread_budget())
@@ -135,12 +154,33 @@ class Engine:
             object.__setattr__(self.model, MARK, self)
         except BaseException:
             self._move_out()
+            self.store.close()
             raise
+
+    def _make_store(self) -> HomeStore:
+        """Return the store of homes, with files for those that HOST does not hold."""
+        resident, spill = self.mode == "resident", self.budget.spill
+        if spill is None:
+            return HomeStore(self.device, self.ledger, resident=resident)
+        self.ledger.charge(Tier.HOST, Kind.POOL, spill.pool_bytes, "memory for homes on disk")
+        folders = [spill_folder(path, self.tuning.io) for path in self.config.nvme]
+        pool = open_pool(
+            folders,
+            spill.disk_bytes,
+            pool_bytes=spill.pool_bytes,
+            extent_numel=spill.extent_numel,
+            ledger=self.ledger,
+            log=self.log,
+            n_threads=self.tuning.io_threads,
+            checked=self.tuning.checked,
+        )
+        return HomeStore(self.device, self.ledger, pool=pool, on_disk=spill.holds)
 
     def _move_in(self) -> None:
         """Copy every parameter to its home and point it there; the originals are freed."""
         place = self.device.torch_device
         self.ledger.charge(Tier.HBM, Kind.BUFFER, self.budget.buffer_bytes, "buffers")
+        weights = self._open_weights()
         _move_buffers(self.model, place)
         moved = 0
         for bucket in self.blueprint.layout.buckets:
@@ -148,7 +188,10 @@ class Engine:
             for segment, view in zip(bucket.segments, home.segments, strict=True):
                 param = self.params[segment.index]
                 grad, param.grad = param.grad, None
-                self.masters.assign(segment, param.detach())
+                if weights is not None:
+                    weights.into(self.masters, segment)
+                else:
+                    self.masters.assign(segment, param.detach())
                 swizzle.point(param, view)
                 if grad is not None:
                     self._grads_before[segment.index] = grad.to(place)
@@ -158,6 +201,14 @@ class Engine:
                 trim_heap()
         if self.mode == "resident":
             self._give_back_grads()
+
+    def _open_weights(self) -> Source | None:
+        """Open the files that parameters come from, and read the buffers they have."""
+        if self.config.weights is None:
+            return None
+        source = Source(self.model, self.config.weights, self.blueprint.layout)
+        source.read_buffers()
+        return source
 
     def _attach(self) -> None:
         """Make the parameters pages: frames, runtime, hooks."""
@@ -360,6 +411,8 @@ class Engine:
         self.stats = StepStats(Counter(n_bytes), Counter(counts))
         counts.clear()
         n_bytes.clear()
+        if self.store.pool is not None:
+            self.stats.n_bytes.update(self.store.pool.nvme.take_counts())
         if self._fit():
             return
         self.runtime.saved.footprint.restart()
@@ -378,7 +431,8 @@ class Engine:
             return False
         limit = budget.frames_beside(needed)
         on_cpu = self.device.torch_device.type == "cpu"
-        if on_cpu and self.inner is not None and budget.holds_everything(needed):
+        roomy = budget.spill is None and budget.holds_everything(needed)
+        if on_cpu and self.inner is not None and roomy:
             return self._become_resident(needed)
         if not self.manager.resize(limit):
             return False  # a view is still held: the next border tries again
@@ -579,7 +633,7 @@ class Engine:
             return self.masters.value(segment)
         if self.mode == "resident":  # then the user may have pointed it elsewhere
             return param.detach()
-        return home.segments[segment.position]
+        return handle(self.store, home, segment)
 
 
 def _forgotten(inner: torch.optim.Optimizer, *_: Any, **__: Any) -> None:

@@ -25,6 +25,13 @@ SHARE = 2048  # of the gradients' bytes: one piece, between these bounds
 Consume = Callable[[torch.Tensor, int], Job]
 
 
+def ring_bytes(sizes_bytes: Sequence[int]) -> int:
+    """Return the HOST memory of the staging ring for tensors of these sizes."""
+    largest = max(sizes_bytes, default=0)
+    piece = min(max(sum(sizes_bytes) // SHARE, MIN_PIECE_BYTES), MAX_PIECE_BYTES, largest)
+    return N_STAGES * (-(-piece // 16) * 16)
+
+
 class Leg(NamedTuple):
     """One copy under way: its source is held, ``then`` is called when it has landed."""
 
@@ -59,10 +66,8 @@ class Flight:
         sizes_bytes: Sequence[int],
         held_bytes: int,
     ) -> None:
-        largest = max(sizes_bytes, default=0)
-        piece = min(max(sum(sizes_bytes) // SHARE, MIN_PIECE_BYTES), MAX_PIECE_BYTES, largest)
         self.held_bytes = held_bytes
-        self._piece_bytes = -(-piece // 16) * 16
+        self._piece_bytes = ring_bytes(sizes_bytes) // N_STAGES
         self._device = device
         self._link = link
         self._ledger = ledger

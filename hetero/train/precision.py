@@ -109,16 +109,35 @@ class Masters:
             self._reset_unless_loaded(segment)
             return
         exact = self._empty(segment).copy_(value.detach())
+        self._split(segment, segment.offset, row(exact))
+
+    def assign_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
+        """As `assign`, for elements from ``start`` on of a parameter that has no master yet.
+
+        ``values`` are in the order of memory.
+        """
+        bucket, first = self._bucket(segment), segment.offset + start
+        if bucket.dtype is self._working:
+            self._split(segment, first, values.float())
+            return
+        home = self._home(bucket)
+        for run in self._store.runs(first, first + values.numel(), (home, Use.FRESH)):
+            home.flat[run].copy_(values[run.start - first : run.stop - first])
+
+    def _split(self, segment: Segment, first: int, exact: torch.Tensor) -> None:
+        """Write fp32 numbers as working weights and what these leave of them."""
+        bucket = self._bucket(segment)
+        home = self._home(bucket)
         uses = [(home, Use.FRESH)]
         if self.has(bucket):
             uses.append((self.low(bucket), Use.FRESH))
-        for run in self._store.runs(segment.offset, segment.end, *uses):
+        for run in self._store.runs(first, first + exact.numel(), *uses):
             working = home.flat[run]
             if self.has(bucket):
                 low = self.low(bucket).flat[run]
             else:  # a frozen weight: rounded the same way, and nothing is kept of it
                 low = torch.empty_like(working, dtype=self._dtype)
-            split_(row(exact)[segment.inside(run)], working, low)
+            split_(exact[run.start - first : run.stop - first], working, low)
 
     def value(self, segment: Segment) -> torch.Tensor:
         """Return a parameter's master, or without one its weight, as an fp32 tensor of its own."""

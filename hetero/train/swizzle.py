@@ -122,7 +122,10 @@ class Swizzle:
 
 
 def point(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Point a plain parameter at ``value``, which holds the same numbers."""
+    """Point a plain parameter at ``value``, which holds its numbers."""
+    if param.is_meta:  # its data cannot become another device's, but the whole tensor can
+        torch.utils.swap_tensors(param, nn.Parameter(value, param.requires_grad))
+        return
     _set_data(param, value)
 
 

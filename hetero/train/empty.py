@@ -1,0 +1,121 @@
+"""Building a model without memory for its parameters (floor 2)."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+PATCHING = threading.Lock()
+FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Let this thread's modules register meta parameters: see `hetero.empty_init`."""
+    build = Build()
+    build.patch()
+    try:
+        with BeyondMemory():
+            yield
+    finally:
+        build.undo()
+
+
+class Build:
+    """One open context: who builds in it, and what became of the parameters."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.before: Callable[..., None] = nn.Module.register_parameter
+        self._thread = threading.get_ident()
+        # by identity, so that a parameter that is registered twice stays one
+        self._known: Any = WeakIdKeyDictionary()
+
+    def patch(self) -> None:
+        """Put ourselves before `nn.Module.register_parameter`."""
+        with PATCHING:
+            self.before = before = nn.Module.register_parameter
+            if outer := self._outer(before):  # the same build: ties reach across
+                self._known = outer._known
+
+            @functools.wraps(before)
+            def register_parameter(module: nn.Module, name: str, param: Any) -> None:
+                before(module, name, self.emptied(param))
+
+            vars(register_parameter)["hetero_build"] = self
+            nn.Module.register_parameter = register_parameter  # type: ignore
+
+    def undo(self) -> None:
+        """Let go; threads that overlap close in any order, so the last one takes all away."""
+        self.open = False
+        with PATCHING:
+            while (top := _build_of(nn.Module.register_parameter)) and not top.open:
+                nn.Module.register_parameter = top.before  # type: ignore[method-assign]
+
+    def emptied(self, param: Any) -> Any:
+        """Return the meta parameter that stands for ``param``, or what it is where none can."""
+        if not self.open or threading.get_ident() != self._thread or not _holds_memory(param):
+            return param
+        if param not in self._known:
+            self._known[param] = _on_meta(param)
+        return self._known[param]
+
+    def _outer(self, function: Callable[..., None]) -> Build | None:
+        found = _build_of(function)
+        return found if found and found.open and found._thread == self._thread else None
+
+
+def _build_of(function: Callable[..., None]) -> Build | None:
+    return getattr(function, "hetero_build", None)
+
+
+def _holds_memory(param: Any) -> bool:
+    """Whether a value is a plain dense parameter off meta; prepared ones are somebody's already."""
+    return (
+        isinstance(param, nn.Parameter)
+        and not isinstance(param, nn.parameter.UninitializedParameter)
+        and not hasattr(type(param), "hetero_runtime")
+        and not param.is_meta
+        and param.layout is torch.strided
+        and not param.is_quantized
+        and type(param.data) is torch.Tensor
+    )
+
+
+def _on_meta(param: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of the same class, geometry and attributes without memory."""
+    data = torch.empty_like(param.data, device="meta")
+    empty: nn.Parameter = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
+    empty.__dict__.update(param.__dict__)
+    return empty
+
+
+class BeyondMemory(TorchFunctionMode):
+    """Makes a new tensor on meta where the machine has not even the address space for it.
+
+    Only a parameter is ever that large, and it would go to meta when it is registered.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            refused = "DefaultCPUAllocator" in str(error)
+            if not refused or func not in FACTORIES or kwargs.get("out") is not None:
+                raise
+            return func(*args, **{**kwargs, "device": "meta"})

@@ -1,0 +1,110 @@
+"""Where parameters come from when they are not in the model yet (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from hetero.errors import ConfigError
+from hetero.memory.layout import Layout, Segment, contiguous_stride
+from hetero.train.check import pageable
+from hetero.train.precision import Masters
+from hetero.train.swizzle import point
+from hetero.weights import Weights
+
+PIECE_NUMEL = 4 * 2**20  # elements read at once
+
+
+class Source:
+    """Safetensors with the values of a model's parameters and buffers.
+
+    A tied parameter is found under any of its names. Raises ConfigError that lists parameters and
+    persistent buffers that are missing, or whose shapes differ, before anything is changed.
+    """
+
+    def __init__(self, model: nn.Module, path: str, layout: Layout) -> None:
+        self._model = model
+        self._weights = Weights(path)
+        self._there = set(self._weights.names())
+        self._prefix = self._find_prefix()
+        self._name: dict[int, str] = {}
+        names: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        problems = []
+        params = list(model.parameters())
+        for param in params:
+            problems += self._note(id(param), names[id(param)], param)
+        for name, buffer in self._buffers():
+            problems += self._note(id(buffer), [name], buffer)
+        if problems:
+            shown = "; ".join(problems[:10])
+            raise ConfigError(
+                f"weights={path!r} do not fit the model: {len(problems)} differences: {shown}",
+                advice="name the directory of this very model's weights",
+            )
+        paged = [param for param in params if pageable(param)]
+        self._of_index = [self._name[id(param)] for param in paged]
+        self._layout = layout
+        self._tables = [param for param in params if not pageable(param)]
+
+    def into(self, masters: Masters, segment: Segment) -> None:
+        """Read a parameter straight into its home, and into its master where it has one."""
+        name = self._of_index[segment.index]
+        spec = segment.spec
+        if spec.stride != contiguous_stride(spec.shape):
+            masters.assign(segment, self._whole(name))
+            return
+        for start, values in self._weights.pieces(name, PIECE_NUMEL):
+            masters.assign_run(segment, start, values)
+
+    def read_buffers(self) -> None:
+        """Read the buffers there are, and parameters that are never paged, where they are."""
+        with torch.no_grad():
+            for table in self._tables:
+                value = self._whole(self._name[id(table)])
+                if table.is_meta:
+                    point(table, value.to(table.dtype))
+                else:
+                    table.copy_(value)
+            for name, buffer in self._buffers():
+                if name in self._there or self._prefix + name in self._there:
+                    buffer.copy_(self._whole(self._name[id(buffer)]))
+
+    def _whole(self, name: str) -> torch.Tensor:
+        value = torch.empty(self._weights.shape(name), dtype=self._weights.dtype(name))
+        flat = value.view(-1)
+        for start, values in self._weights.pieces(name, PIECE_NUMEL):
+            flat[start : start + values.numel()].copy_(values)
+        return value
+
+    def _note(self, key: int, names: Iterable[str], tensor: torch.Tensor) -> list[str]:
+        """Remember under which name a tensor is there; return what is wrong with it."""
+        listed = list(names)
+        found = next(
+            (n for name in listed for n in (name, self._prefix + name) if n in self._there), None
+        )
+        if found is None:
+            return [f"{listed[0]!r} is missing"]
+        if self._weights.shape(found) != tuple(tensor.shape):
+            theirs = list(self._weights.shape(found))
+            return [f"{listed[0]!r} is {list(tensor.shape)} here and {theirs} there"]
+        self._name[key] = found
+        return []
+
+    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the persistent buffers with their names."""
+        found = []
+        for prefix, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    found.append((f"{prefix}.{name}" if prefix else name, buffer))
+        return found
+
+    def _find_prefix(self) -> str:
+        """Return what stands before a Hugging Face base model's names in a head model's files."""
+        prefix = getattr(self._model, "base_model_prefix", "")
+        dotted = f"{prefix}." if isinstance(prefix, str) and prefix else ""
+        return dotted if any(name.startswith(dotted) for name in self._there) else ""
