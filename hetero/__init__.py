@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hetero.config import Config
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
         release,
         status,
     )
+    from hetero.export import export
     from hetero.train.optimizer import Optimizer
 
 _LAZY = {
@@ -34,6 +37,7 @@ _LAZY = {
         ("prepare", "backward", "gathered", "empty_init", "status", "Status", "release"),
         "hetero.api",
     ),
+    "export": "hetero.export",
     "Optimizer": "hetero.train.optimizer",
 }
 
@@ -45,6 +49,17 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'hetero' has no attribute {name!r}")
+
+
+class _Face(ModuleType):
+    """Keeps a public name public where a module of that name is imported beneath it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _LAZY and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face
 
 
 __all__ = [
@@ -62,6 +77,7 @@ __all__ = [
     "__version__",
     "backward",
     "empty_init",
+    "export",
     "gathered",
     "prepare",
     "release",

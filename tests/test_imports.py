@@ -13,7 +13,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "hetero"
 FLOORS = {
-    **dict.fromkeys(("types", "config", "errors", "version", "device", "io", "events", "optim"), 0),
+    **dict.fromkeys(("types", "config", "errors", "version", "events", "optim"), 0),
+    **dict.fromkeys(("device", "io", "weights"), 0),
     **dict.fromkeys(("memory", "plan"), 1),
     "train": 2,
     "parallel": 3,
@@ -252,7 +253,7 @@ def assigns_data(trees: Trees) -> list[str]:
 
 
 def assigns_pins(trees: Trees) -> list[str]:
-    return assigns(trees, "pins", only_in("memory.manager"))
+    return assigns(trees, "pins", only_in("memory.manager", "memory.pool"))
 
 
 def pushes_saved_tensors_hooks(trees: Trees) -> list[str]:
@@ -287,7 +288,7 @@ def registers_hooks(trees: Trees) -> list[str]:
 
 
 def changes_states(trees: Trees) -> list[str]:
-    return calls(trees, re.compile("transition"), only_in("memory.manager"))
+    return calls(trees, re.compile("transition"), only_in("memory.manager", "memory.pool"))
 
 
 def prints(trees: Trees) -> list[str]:
@@ -311,10 +312,10 @@ RULES: dict[str, Rule] = {
     "only zero, parallel and checkpoint name torch.distributed": names_distributed,
     "accelerate, transformers and peft stay in their rooms": names_ecosystem,
     "only swizzle.py assigns param.data": assigns_data,
-    "only manager.py changes a pin count": assigns_pins,
+    "only manager.py and pool.py change a pin count": assigns_pins,
     "only activation.py pushes saved-tensor hooks": pushes_saved_tensors_hooks,
     "only hooks.py registers hooks": registers_hooks,
-    "only manager.py changes a copy's state": changes_states,
+    "only manager.py and pool.py change a copy's state": changes_states,
     "only the product rooms print": prints,
 }
 
@@ -370,7 +371,7 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
         "only swizzle.py assigns param.data",
         {"train.a": "get, put = T.data.__get__, T.data.__set__\nput(p, x)"},
     ),
-    ("only manager.py changes a pin count", {"train.a": "replica.pins += 1"}),
+    ("only manager.py and pool.py change a pin count", {"train.a": "replica.pins += 1"}),
     (
         "only activation.py pushes saved-tensor hooks",
         {"train.a": "torch._C._autograd._push_saved_tensors_default_hooks(a, b)"},
@@ -383,7 +384,7 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
     ("only hooks.py registers hooks", {"train.a": "m.register_forward_pre_hook(f)"}),
     ("only hooks.py registers hooks", {"api": "p.register_post_accumulate_grad_hook(f)"}),
     (
-        "only manager.py changes a copy's state",
+        "only manager.py and pool.py change a copy's state",
         {"train.a": "table.transition(0, tier, new, 'why')"},
     ),
     ("only the product rooms print", {"train.a": "print('hello')"}),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,8 +35,8 @@ class Blueprint:
     units: tuple[Unit, ...]
     layout: Layout
     needs: tuple[tuple[int, ...], ...]
-    costs: Mapping[torch.dtype, Costs]
-    """What an element of a trainable bucket costs beside itself, by the bucket's dtype."""
+    costs: tuple[Costs, ...]
+    """What an element of each bucket costs beside itself."""
 
     @property
     def granule_bytes(self) -> int:
@@ -67,7 +67,7 @@ class Blueprint:
         for bucket in self.layout.buckets:
             total += bucket.n_bytes
             if bucket.trainable:
-                costs = self.costs[bucket.dtype]
+                costs = self.costs[bucket.id]
                 total += bucket.n_bytes + bucket.numel * (costs.master + costs.state)
         return total
 
@@ -82,14 +82,14 @@ class Blueprint:
 
         A gradient is counted as it is while several add up.
         """
-        costs = self.costs[bucket.dtype]
+        costs = self.costs[bucket.id]
         grad = 4 if costs.master else bucket.dtype.itemsize
         sizes = {Kind.GRAD: grad, Kind.MASTER: costs.master, Kind.STATE: costs.state}
         return {kind: size for kind, size in sizes.items() if size}
 
     def whole_tensors(self, bucket: Bucket) -> bool:
         """Whether a trainable bucket's update needs whole tensors in memory."""
-        return self.costs[bucket.dtype].whole
+        return self.costs[bucket.id].whole
 
 
 def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> Blueprint:
@@ -113,9 +113,9 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
     paged = [p for p in model.parameters() if pageable(p)]
     bucket_of = {id(p): layout.home[i][0] for i, p in enumerate(paged)}
     needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
-    dtypes = {b.dtype for b in layout.buckets if b.trainable}
-    costs = {dtype: costs_of(optimizer, dtype, config.precision) for dtype in dtypes}
-    return Blueprint(tuple(units), layout, needs, costs)
+    costs = cache(partial(costs_of, optimizer, config.precision))
+    each = (costs(b.dtype, dimensions(b), b.trainable) for b in layout.buckets)
+    return Blueprint(tuple(units), layout, needs, tuple(each))
 
 
 def unit_needs(
@@ -127,8 +127,21 @@ def unit_needs(
     return tuple(sorted({bucket_of[id(p)] for p in unit.module.parameters() if pageable(p)}))
 
 
-def costs_of(optimizer: torch.optim.Optimizer | None, dtype: torch.dtype, precision: str) -> Costs:
-    """Return what an element of a dtype costs under an optimizer and a precision."""
+def dimensions(bucket: Bucket) -> frozenset[int]:
+    """Return how many dimensions a bucket's parameters have: rules tell by it what they keep."""
+    return frozenset(len(segment.spec.shape) for segment in bucket.segments)
+
+
+def costs_of(
+    optimizer: torch.optim.Optimizer | None,
+    precision: str,
+    dtype: torch.dtype,
+    dims: frozenset[int],
+    trainable: bool,
+) -> Costs:
+    """Return what an element of a bucket costs under an optimizer and a precision."""
+    if not trainable:
+        return Costs(0, 0, False)
     low = low_dtype(precision)
     has_master = low is not None and dtype is WORKING[precision]
     master = low.itemsize if low is not None and has_master else 0
@@ -138,18 +151,24 @@ def costs_of(optimizer: torch.optim.Optimizer | None, dtype: torch.dtype, precis
     whole = not all(rule.may_flatten(group, dtype) for group in optimizer.param_groups)
     if has_master:
         whole = formula_of(type(optimizer)) is None
-    state = probed_bytes(optimizer, torch.float32 if has_master else dtype)
-    return Costs(master, state, whole)
-
-
-def probed_bytes(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> int:
-    """Return the bytes of state that an element costs, by stepping a tiny parameter."""
-    rule, most = Rule(optimizer), 0
+    kept = torch.float32 if has_master else dtype
+    found: dict[str, int] = {}  # a state that one parameter keeps has a home in its whole bucket
     for group in optimizer.param_groups:
-        probe = torch.zeros(4, 4, dtype=dtype)
-        probe.grad = torch.zeros_like(probe)
-        with torch.no_grad():
-            (state,) = rule.run({**group, "lr": 0.0}, [probe], [{}])
-        held = (v for k, v in state.items() if is_elementwise(k, v, probe.shape))
-        most = max(most, sum(v.element_size() for v in held))
-    return most
+        for n_dims in sorted(dims):
+            sizes = probed_bytes(rule, group, kept, n_dims)
+            found.update({k: max(size, found.get(k, 0)) for k, size in sizes.items()})
+    return Costs(master, sum(found.values()), whole)
+
+
+def probed_bytes(
+    rule: Rule, group: dict[str, Any], dtype: torch.dtype, n_dims: int
+) -> dict[str, int]:
+    """Return the bytes of each state that an element costs, by stepping a tiny parameter."""
+    if rule.refuses(n_dims):
+        return {}
+    probe = torch.zeros((4,) * n_dims, dtype=dtype)
+    probe.grad = torch.zeros_like(probe)
+    with torch.no_grad():
+        (state,) = rule.run({**group, "lr": 0.0}, [probe], [{}])
+    held = ((k, v) for k, v in state.items() if is_elementwise(k, v, probe.shape))
+    return {k: v.element_size() for k, v in held}

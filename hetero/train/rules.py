@@ -77,6 +77,10 @@ class Rule:
         finally:
             self._pattern.param_groups, self._pattern.state = [], defaultdict(dict)
 
+    def refuses(self, n_dims: int) -> bool:
+        """Whether the rule does not step parameters of so many dimensions."""
+        return n_dims != 2 and self.kind.__name__ == "Muon"
+
     def may_flatten(self, group: Group, dtype: torch.dtype) -> bool:
         """Whether parameters of a group may be updated as one run, cut anywhere."""
         return self.elementwise and not group.get("fused") and dtype.itemsize >= 4

@@ -1,0 +1,400 @@
+"""Weights as Hugging Face sharded safetensors, streamed into a directory (floor 4).
+
+[Note: the switch]  New files are written and synced under names that nothing loads (`NEW`); the
+directory changes hands afterwards, by renames alone. Loaders take ``model.safetensors`` where there
+is one, else the index with the files that it names, so one last rename makes the new export the
+live one. Where new parts have the names of old ones, the index and those old parts are set aside
+first (`OLD`), and between those renames nothing loads: never a mixture of two exports, and never
+a part of one. A failure undoes the renames; what a killed process left, the next export clears.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hetero.config import parse_bytes
+from hetero.errors import ConfigError, DiskFull, StateError, StorageError
+from hetero.io import IO, Folder
+from hetero.train.worker import uninterrupted
+from hetero.types import format_bytes
+from hetero.weights import DTYPES, INDEX, PART, SINGLE
+
+PIECE = 8 * 2**20  # bytes of a tensor that are copied at once where they have to be
+NEW, OLD = ".hetero-new-", ".hetero-old-"
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def export(model: nn.Module, directory: str | Path, *, max_shard_bytes: int | str = "5GB") -> Path:
+    """Write a model's weights as Hugging Face safetensors, for any loader of that format.
+
+    The tensors are those of ``model.state_dict()``, with their dtypes, in row-major order; at most
+    one of them is in memory beyond what was there. Tied weights are written once, under their
+    first name. ``config.json`` and ``generation_config.json`` come along where the model has such
+    objects. A directory that is missing is made; an export that is in it is replaced, and stays
+    as it is until the new one is complete.
+
+    Args:
+        model: a prepared model, or any ``nn.Module``.
+        directory: where ``model.safetensors`` goes, or ``model-00001-of-0000N.safetensors`` with
+            ``model.safetensors.index.json``.
+        max_shard_bytes: bytes of tensors a file, or "5GB"; a larger tensor has a file of its own.
+
+    Returns the directory. Use it by one process at a time, and from the thread that trains.
+
+    Raises:
+        ConfigError: part of the state is no plain tensor (it is named), or a config is invalid.
+        StorageError: the drive is full or failed; nothing of the new export is left.
+    """
+    limit_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
+    return write(model, Path(directory), limit_bytes, IO())
+
+
+def write(model: nn.Module, directory: Path, limit_bytes: int, io: IO) -> Path:
+    """Carry out `export` through a given door to files."""
+    # 1. all that can be refused is refused before a file is touched
+    items = items_of(model)
+    notes = configs_of(model, items)
+    parts = cut(items, limit_bytes)
+    if SINGLE not in parts:
+        notes[INDEX] = index_of(parts)
+    with ExitStack() as undo:
+        folder = open_or_make(directory, io, undo)
+        recover(folder)
+        # 2. the new files, under names that nothing loads
+        undo.callback(remove, folder, NEW)
+        check_room(folder, sum(item.n_bytes for item in items))
+        for name, part in parts.items():
+            stage(folder, name, sum(i.n_bytes for i in part), header_of(part), bytes_of(part))
+        for name, data in notes.items():
+            stage(folder, name, 0, data, ())
+        # 3. the directory changes hands
+        with uninterrupted():
+            switch(folder, list(parts), list(notes))
+            undo.pop_all()
+    # 4. what nothing refers to any more
+    with folder:
+        folder.sync()
+        sweep(folder, parts)
+        folder.sync()
+    return directory
+
+
+# -- what is written -----------------------------------------------------------------------------
+
+
+class Item(NamedTuple):
+    """One tensor to be written."""
+
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def n_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.dtype.itemsize
+
+
+def items_of(model: nn.Module) -> list[Item]:
+    """Return the tensors of a model's state, tied ones once; ConfigError names what is none."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
+    params = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    items: list[Item] = []
+    seen: set[object] = set()
+    for name, value in model.state_dict().items():
+        check_item(name, value)
+        tensor = value.detach() if is_plain(value) else value
+        # only parameters are tied: a loader asks for every buffer
+        marks = {params[name], memory_of(tensor) or name} if name in params else set()
+        if not marks & seen:
+            items.append(Item(name, tensor))
+        seen |= marks
+    return items
+
+
+def check_item(name: str, value: Any) -> None:
+    """Refuse state that safetensors cannot hold."""
+    kind = ""
+    if not isinstance(value, torch.Tensor):
+        kind = f"a {type(value).__name__}, not a tensor"
+    elif value.is_meta:
+        kind = "on the meta device: it has no values"
+    elif value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        kind = f"not a dense tensor ({value.dtype}, {value.layout})"
+    elif value.dtype not in CODES:
+        kind = f"of {value.dtype}, which the format does not have"
+    elif name == "__metadata__":
+        kind = "called like a part of the format"
+    if kind:
+        raise ConfigError(
+            f"{name!r} of the model's state is {kind}",
+            advice="safetensors holds plain tensors: keep it out of state_dict(), or torch.save it",
+        )
+
+
+def is_plain(value: torch.Tensor) -> bool:
+    """Whether a tensor is memory and no more; others are materialised when they are written."""
+    return type(value) in (torch.Tensor, nn.Parameter)
+
+
+def memory_of(tensor: torch.Tensor) -> object:
+    """Return what two tensors have in common that are the same bytes; None where not known."""
+    if not is_plain(tensor) or not tensor.numel():
+        return None
+    view = tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), view
+
+
+def cut(items: Iterable[Item], limit_bytes: int) -> dict[str, list[Item]]:
+    """Return ``{file name: tensors}``, in order, each file within the limit where it can be."""
+    parts: list[list[Item]] = [[]]
+    room = limit_bytes
+    for item in items:
+        if parts[-1] and item.n_bytes > room:
+            parts.append([])
+            room = limit_bytes
+        parts[-1].append(item)
+        room -= item.n_bytes
+    for part in parts:  # largest elements first: every tensor is aligned to its dtype
+        part.sort(key=lambda item: -item.tensor.dtype.itemsize)
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    n = len(parts)
+    return {f"model-{i:05d}-of-{n:05d}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def index_of(parts: Mapping[str, Sequence[Item]]) -> bytes:
+    """Return the index of several files, as Hugging Face writes it."""
+    where = {item.name: file for file, part in parts.items() for item in part}
+    total = sum(item.n_bytes for part in parts.values() for item in part)
+    found = {"metadata": {"total_size": total}, "weight_map": where}
+    return json.dumps(found, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def header_of(part: Sequence[Item]) -> bytes:
+    """Return the beginning of a file, up to its first tensor."""
+    found: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in part:
+        end = at + tensor.numel() * tensor.dtype.itemsize
+        code, shape = CODES[tensor.dtype], list(tensor.shape)
+        found[name] = {"dtype": code, "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(found, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(part: Iterable[Item]) -> Iterator[memoryview]:
+    """Yield the bytes of tensors, one tensor at a time."""
+    for name, tensor in part:
+        whole = tensor if is_plain(tensor) else materialised(name, tensor)
+        if whole.numel():
+            for piece in pieces_of(whole.resolve_conj().resolve_neg()):
+                yield memoryview(piece.cpu().view(torch.uint8).numpy())
+
+
+def materialised(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor that makes them when it is used."""
+    value = tensor.detach().cpu()
+    if not is_plain(value):  # it is on the CPU as it was: a view of it needs the bytes, and no copy
+        value = value.view(value.shape)
+    if not is_plain(value):
+        raise ConfigError(
+            f"{name!r} of the model's state is a {type(tensor).__name__}, no plain tensor",
+            advice="gather or dequantize it first",
+        )
+    return value
+
+
+def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor in row-major order, as flat pieces; copies are of `PIECE` bytes at most."""
+    n_bytes = tensor.numel() * tensor.element_size()
+    if tensor.is_contiguous():
+        yield from tensor.reshape(-1).split(PIECE // tensor.element_size())
+    elif n_bytes <= PIECE:
+        yield tensor.contiguous().reshape(-1)
+    else:
+        rows = PIECE // (n_bytes // len(tensor))
+        for part in tensor.split(rows) if rows else tensor:
+            yield from pieces_of(part)
+
+
+# -- configs -------------------------------------------------------------------------------------
+
+
+def configs_of(model: nn.Module, items: Sequence[Item]) -> dict[str, bytes]:
+    """Return ``{file name: contents}`` of the model's configs, where it has such objects."""
+    found: dict[str, bytes] = {}
+    for name, attribute in (
+        ("config.json", "config"),
+        ("generation_config.json", "generation_config"),
+    ):
+        found.update(saved(getattr(model, attribute, None), name))
+    if "config.json" in found:
+        found["config.json"] = true_of(found["config.json"], model, items)
+    return found
+
+
+def saved(config: Any, name: str) -> dict[str, bytes]:
+    """Return what a config object writes of itself (code of a remote model included)."""
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            if callable(getattr(config, "save_pretrained", None)):
+                config.save_pretrained(place)
+            elif callable(getattr(config, "to_json_file", None)):
+                config.to_json_file(os.path.join(place, name))
+        except Exception as error:  # whatever their own checks raise
+            raise ConfigError(
+                f"{name} cannot be saved: {error}",
+                advice=f"correct the model's {name.removesuffix('.json')}, or set it to None",
+            ) from error
+        return {path.name: path.read_bytes() for path in Path(place).iterdir() if path.is_file()}
+
+
+def true_of(text: bytes, model: nn.Module, items: Sequence[Item]) -> bytes:
+    """Let a config of transformers name the class and the dtype of these weights."""
+    found = json.loads(text)
+    if not isinstance(found, dict) or "transformers_version" not in found:
+        return text
+    if getattr(type(model), "config_class", None) is not None:
+        found["architectures"] = [type(model).__name__]
+    dtypes = [item.tensor.dtype for item in items if item.tensor.dtype.is_floating_point]
+    if dtypes:
+        key = "torch_dtype" if "torch_dtype" in found else "dtype"  # older releases, newer ones
+        found[key] = str(dtypes[0]).removeprefix("torch.")
+    return json.dumps(found, indent=2, sort_keys=True).encode() + b"\n"
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def open_or_make(path: Path, io: IO, undo: ExitStack) -> Folder:
+    """Open a directory, made with its parents where missing; ``undo`` takes away what was made."""
+    try:
+        return Folder.open(path, io)
+    except StorageError as error:
+        if error.errno != errno.ENOENT or path == path.parent:
+            raise
+    parent = open_or_make(path.parent, io, undo)
+    folder = parent.make(path.name)
+    undo.callback(quietly, parent.rmdir, path.name)
+    parent.sync()
+    return folder
+
+
+def check_room(folder: Folder, n_bytes: int) -> None:
+    """Raise DiskFull before hours of writing rather than after them."""
+    have = folder.space()
+    if have < n_bytes:
+        raise DiskFull(
+            f"{folder.path} has {format_bytes(have)} left; {format_bytes(n_bytes)} are needed",
+            advice="free some space there, or name another directory",
+            path=folder.path,
+            op="reserve",
+            wanted=n_bytes,
+            got=have,
+            errno=errno.ENOSPC,
+        )
+
+
+def stage(
+    folder: Folder, name: str, n_bytes: int, head: bytes, pieces: Iterable[memoryview]
+) -> None:
+    """Write a new file of ``head`` and ``n_bytes`` more, durably, under its temporary name."""
+    end = len(head) + n_bytes
+    with folder.create(NEW + name) as file:
+        file.reserve(end)
+        file.write(0, memoryview(head))
+        at = len(head)
+        for piece in pieces:
+            file.write(at, piece)
+            at += len(piece)
+        if at != end:
+            raise StateError(
+                f"{name} came to {at} bytes instead of {end}",
+                advice="do not change the model while it is exported",
+            )
+        file.sync()
+
+
+def switch(folder: Folder, parts: Sequence[str], notes: Sequence[str]) -> None:
+    """Make the staged files the live ones, or leave all as it was: see [Note: the switch]."""
+    there = set(folder.names())
+    last = SINGLE if SINGLE in parts else INDEX
+    clash = [name for name in parts if name in there and name != SINGLE]
+    moved: list[tuple[str, str]] = []
+
+    def move(name: str, to: str) -> None:
+        folder.rename(name, to)
+        moved.append((name, to))
+
+    try:
+        # 1. an index that would name new parts, or be replaced while it is not the live one
+        if last == INDEX and (clash or SINGLE in there):
+            for name in (INDEX, *clash):
+                if name in there:
+                    move(name, OLD + name)
+            folder.sync()
+        # 2. parts and configs
+        for name in (*parts, *notes):
+            if name == last:
+                continue
+            if name in there and name not in clash:
+                move(name, OLD + name)
+            move(NEW + name, name)
+        folder.sync()
+        # 3. the last rename: only this one replaces what was live
+        move(NEW + last, last)
+        if last == INDEX and SINGLE in there:  # which loaders prefer
+            folder.sync()
+            move(SINGLE, OLD + SINGLE)
+    except BaseException:
+        for name, to in reversed(moved):
+            quietly(folder.rename, to, name)
+        raise
+
+
+def recover(folder: Folder) -> None:
+    """Clear up after an export that was killed; one that had not got to its switch is undone."""
+    there = set(folder.names())
+    undone = any(NEW + name in there for name in (SINGLE, INDEX)) or not there & {SINGLE, INDEX}
+    for name in sorted(there):
+        if name.startswith(OLD) and undone:
+            folder.rename(name, name.removeprefix(OLD))
+        elif name.startswith((OLD, NEW)):
+            folder.unlink(name)
+
+
+def sweep(folder: Folder, parts: Mapping[str, object]) -> None:
+    """Remove the files of the export that was replaced."""
+    for name in folder.names():
+        part = PART.fullmatch(name)
+        surplus = part is not None and part[1] == "model" and name not in parts
+        stale = name == INDEX and SINGLE in parts
+        if surplus or stale or name.startswith(OLD):
+            folder.unlink(name)
+
+
+def remove(folder: Folder, prefix: str) -> None:
+    """Remove the files whose names begin so, as far as the drive lets us."""
+    with contextlib.suppress(StorageError):
+        for name in folder.names():
+            if name.startswith(prefix):
+                quietly(folder.unlink, name)
+
+
+def quietly(act: Any, *args: Any) -> None:
+    """Undo one thing; that this fails too is no news."""
+    with contextlib.suppress(StorageError):
+        act(*args)
