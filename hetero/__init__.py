@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         release,
         status,
     )
+    from hetero.checkpoint.load import load_checkpoint
+    from hetero.checkpoint.save import Save, save_checkpoint
     from hetero.export import export
     from hetero.train.optimizer import Optimizer
 
@@ -37,6 +39,8 @@ _LAZY = {
         ("prepare", "backward", "gathered", "empty_init", "status", "Status", "release"),
         "hetero.api",
     ),
+    **dict.fromkeys(("save_checkpoint", "Save"), "hetero.checkpoint.save"),
+    "load_checkpoint": "hetero.checkpoint.load",
     "export": "hetero.export",
     "Optimizer": "hetero.train.optimizer",
 }
@@ -70,6 +74,7 @@ __all__ = [
     "DivergenceError",
     "HeteroError",
     "Optimizer",
+    "Save",
     "StateError",
     "Status",
     "StorageError",
@@ -79,7 +84,9 @@ __all__ = [
     "empty_init",
     "export",
     "gathered",
+    "load_checkpoint",
     "prepare",
     "release",
+    "save_checkpoint",
     "status",
 ]

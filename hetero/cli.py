@@ -1,4 +1,4 @@
-"""The command line: ``hetero train | doctor | bench`` (floor 4).
+"""The command line: ``hetero train | doctor | verify | bench`` (floor 4).
 
 Commands import what they need when they run, so that ``hetero --help`` is fast and loads no torch.
 """
@@ -115,6 +115,26 @@ def doctor(as_json: bool) -> None:
         else:
             show.examination(open_console(as_json), report)
     sys.exit(0 if report.healthy else DISAPPOINTED)
+
+
+@main.command()
+@click.argument("directory", type=click.Path())
+@json_option
+def verify(directory: str, as_json: bool) -> None:
+    """Check every byte of the checkpoints in DIRECTORY, or of the one that it is.
+
+    The exit status is 1 when one is damaged, 2 when there is nothing to check.
+    """
+    with failures(as_json):
+        from hetero.checkpoint.verify import verify as examine
+        from hetero.recipes import show
+
+        report = examine(directory)
+        if as_json:
+            print_json(report.as_json())
+        else:
+            show.verification(open_console(as_json), report)
+    sys.exit(0 if report.ok else DISAPPOINTED)
 
 
 @main.command()

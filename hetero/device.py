@@ -460,6 +460,17 @@ def accelerator_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
+def accelerator_rng(place: torch.device) -> torch.Tensor | None:
+    """Return the state of a CUDA device's generator; None for a CPU."""
+    return torch.cuda.get_rng_state(place) if place.type == "cuda" else None
+
+
+def set_accelerator_rng(place: torch.device, state: torch.Tensor) -> None:
+    """Set the state of a CUDA device's generator; nothing on a CPU."""
+    if place.type == "cuda":
+        torch.cuda.set_rng_state(state, place)
+
+
 def trim_heap() -> None:
     """Hand freed heap pages back to the system, so that moved parameters do not count twice."""
     try:

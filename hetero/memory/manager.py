@@ -18,7 +18,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -261,6 +261,10 @@ class ChunkManager:
             asked = self._asked[bucket_id] = [Request([span]) for span in spans]
             pool.ahead(asked)
         return not all(pool.ready(request) for request in asked)
+
+    def update_of(self, bucket_id: int) -> Any:
+        """Return the work that rewrites a home now; None where there is none."""
+        return self._updates.get(bucket_id)
 
     def abandon(self) -> None:
         """Stop waiting for updates that failed; their homes are what the work left there."""

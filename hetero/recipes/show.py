@@ -16,6 +16,7 @@ from hetero.types import Kind, format_bytes
 if TYPE_CHECKING:  # these load torch, and rendering does not need it
     from hetero.api import Status
     from hetero.bench.runner import Result
+    from hetero.checkpoint.verify import Report as VerifyReport
     from hetero.recipes.doctor import Check, Report
     from hetero.recipes.train import StepReport, TrainResult
 
@@ -171,6 +172,25 @@ def paste_block(report: Report) -> str:
     """Return the examination as Markdown."""
     rows = [f"{check.name}: {check.found} [{check.level.value}]" for check in report.checks]
     return "\n".join(["```", *rows, "```"])
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+def verification(console: Console, report: VerifyReport) -> None:
+    """Show each checkpoint, whether its bytes are right, and which one to load."""
+    table = Table(title=escape(report.path), title_justify="left")
+    for name in ("checkpoint", "bytes", "", "problem"):
+        table.add_column(name, overflow="fold", justify="right" if name == "bytes" else "left")
+    for found in report.checkpoints:
+        verdict = "[green]good[/green]" if found.ok else "[red]damaged[/red]"
+        size = format_bytes(found.bytes) if found.bytes else "-"
+        table.add_row(escape(found.name), size, verdict, escape(found.problem))
+    for name in report.unfinished:
+        table.add_row(escape(name), "-", "unfinished", "")
+    console.print(table)
+    newest = "none" if report.newest_good is None else f"step {report.newest_good}"
+    console.print(f"newest good: {newest}", highlight=False)
 
 
 # -- benchmarks ----------------------------------------------------------------------------------

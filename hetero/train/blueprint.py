@@ -87,6 +87,10 @@ class Blueprint:
         sizes = {Kind.GRAD: grad, Kind.MASTER: costs.master, Kind.STATE: costs.state}
         return {kind: size for kind, size in sizes.items() if size}
 
+    def has_master(self, bucket: Bucket) -> bool:
+        """Whether a trainable bucket's weights have fp32 masters."""
+        return self.costs[bucket.id].master > 0
+
     def whole_tensors(self, bucket: Bucket) -> bool:
         """Whether a trainable bucket's update needs whole tensors in memory."""
         return self.costs[bucket.id].whole

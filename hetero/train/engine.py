@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.memory.manager import PARAM, ChunkManager
+from hetero.memory.manager import PARAM, ChunkManager, Done
 from hetero.memory.pool import open_pool
 from hetero.memory.slab import Home, HomeStore
 from hetero.plan.planner import Planner
@@ -45,11 +45,12 @@ from hetero.train.precision import WORKING, LossScaler, Masters
 from hetero.train.resident import Resident
 from hetero.train.rules import Rule
 from hetero.train.runtime import Runtime
+from hetero.train.snapshot import Saving
 from hetero.train.source import Source
 from hetero.train.stepper import Stepper
 from hetero.train.tracer import Cursor
 from hetero.train.updater import Update, Updater
-from hetero.train.worker import Slice, Worker, thread_budget, uninterrupted
+from hetero.train.worker import Job, Slice, Worker, thread_budget, uninterrupted
 from hetero.types import Kind, Lane, Tier
 
 NOT_STATES = (PARAM, GRAD, WIDE)  # homes that are looked after elsewhere
@@ -86,6 +87,15 @@ class Tuning:
     """Whether what lies on disk is checksummed (benchmarks measure what that costs)."""
 
 
+class Waitable(Protocol):
+    """A save that goes on behind the training."""
+
+    told: bool
+
+    def wait(self) -> Any:
+        """Return when it is done; raises what it raised."""
+
+
 @dataclass(slots=True)
 class StepStats:
     """Traffic and misses of the last whole step."""
@@ -119,6 +129,9 @@ class Engine:
         self.steps = 0
         self.budget, self.mode = decide(model, config, device, blueprint, self.tuning.extent_numel)
         self.optimizer: Optimizer | None = None
+        self.saving: Saving | None = None
+        self.last_save: Waitable | None = None  # that may not be durable yet
+        self.broken = ""  # why the model must not be used: a load that failed half-way
         self.stepper: Stepper | None = None
         self._index = {id(p): i for i, p in enumerate(self.params)}
         meta = self.params[0].is_meta  # of `empty_init`: there is no way back to nothing
@@ -227,7 +240,7 @@ class Engine:
             ceiling=ceiling,
             next_use=self._next_use,
         )
-        self.manager.overwriting = self.masters.overwriting
+        self.manager.overwriting = self._before_writing
         self._attach_grads(self.device)
         self.manager.claimed = self.grads.let_go
         self.runtime = Runtime(
@@ -243,6 +256,8 @@ class Engine:
         )
         self.grads.on_arrival = self.runtime.gradient_arrived
         self.runtime.on_idle = self._after_evaluation
+        self.runtime.before_load = self.finish_saving
+        self.runtime.before_use = self.refuse_broken
         self.runtime.attach(self.params)
         self._give_back_grads()
         self.hooks.watch(self.model, plan.units, self.runtime)
@@ -323,6 +338,9 @@ class Engine:
 
     def step(self, optimizer: Optimizer) -> None:
         """Update all parameters that have a gradient, now or behind the next forward."""
+        self.refuse_broken()
+        if self.mode != "paged":
+            self.finish_saving()  # what is saved is what is trained
         clip = self._clip if self.config.max_grad_norm is not None else None
         if self.stepper is None:
             if clip is not None:
@@ -376,7 +394,8 @@ class Engine:
         """Begin a bucket's update; wait where it cannot go on behind our back."""
         here = self.mode != "paged" or self.tuning.update_on_device
         seen = here or self._is_seen(update.bucket)
-        job = stepper.begin(update, at_once=seen)
+        after = () if self.saving is None else self.saving.before_writing(update.bucket.id)
+        job = stepper.begin(update, at_once=seen, after=after)
         if self.mode == "paged":
             self.manager.hand_over(update.bucket.id, job)
         if update.fresh or seen:
@@ -384,6 +403,34 @@ class Engine:
         if self.mode != "paged":
             self.resident.updated(update.bucket)
             self.grads.let_go(update.bucket)
+
+    def save(self, saving: Saving) -> None:
+        """From here on, homes change only behind what a save reads of them."""
+        self.saving = saving
+
+    def finish_saving(self) -> None:
+        """Wait until a save that is under way has read everything."""
+        if self.saving is not None:
+            self.saving.run()
+            self.saving = None
+
+    def update_of(self, bucket_id: int) -> Job | None:
+        """Return the update of a bucket that is under way, where there is one."""
+        return self.manager.update_of(bucket_id) if self.mode == "paged" else None
+
+    def _before_writing(self, bucket: Bucket, start: int, end: int) -> Done:
+        """A user's write comes home: behind what a save reads of the old values."""
+        if self.saving is not None:
+            self.saving.wait_for(bucket.id)
+        return self.masters.overwriting(bucket, start, end)
+
+    def refuse_broken(self) -> None:
+        """Raise StateError where a load failed half-way."""
+        if self.broken:
+            raise StateError(
+                f"the model is of two checkpoints: {self.broken}",
+                advice="load a whole checkpoint with hetero.load_checkpoint before going on",
+            )
 
     def _is_seen(self, bucket: Bucket) -> bool:
         """Whether somebody outside holds a state's tensor, and would watch it change."""
@@ -462,6 +509,7 @@ class Engine:
         """Everything fits beside the activations: the homes become the parameters themselves."""
         if self.manager.held:
             return False  # a view is still held: the next border tries again
+        self.finish_saving()
         self.finish()
         self._unhook()
         for index, (bucket, segment) in enumerate(self.blueprint.layout.home):
@@ -525,6 +573,7 @@ class Engine:
 
     def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with torch's keys whose tensors are the homes' or copies."""
+        self.finish_saving()
         if self.stepper is not None:
             return self.stepper.updater.adopt(self._segment(param), state)
         return {k: _placed(v, param) for k, v in state.items()}
@@ -555,6 +604,7 @@ class Engine:
 
     def load_master(self, param: torch.Tensor, low: torch.Tensor) -> None:
         """Take back what a state dict kept of a parameter's master."""
+        self.finish_saving()
         if self.mode == "paged":  # a write that is on its way would come home behind this
             self.manager.settle(self.blueprint.layout.home[self._index[id(param)]][0])
         self.masters.load(self._segment(param), low)
@@ -574,6 +624,7 @@ class Engine:
 
     def release(self) -> None:
         """Give back a plain module and the plain optimizer with its states."""
+        self.finish_saving()
         if self.stepper is not None and self.stepper.surfaced:
             self.grads.abandon()  # an update failed, as was said: what there is, is given back
             if self.mode == "paged":

@@ -247,6 +247,11 @@ class Masters:
         """An update uses the masters: from now on a written weight is its own master again."""
         self._loaded.clear()
 
+    def forget(self) -> None:
+        """Weights and masters were both replaced by ones that belong together."""
+        self._loaded.clear()
+        self._written.clear()
+
     def saved(self, segment: Segment) -> torch.Tensor | None:
         """Return what a state dict keeps of a parameter's master, as an alias of its home."""
         bucket = self._bucket(segment)

@@ -63,6 +63,8 @@ class Runtime:
         self.evaluate = evaluate
         self.active = train
         self.on_idle: Callable[[], None] = lambda: None
+        self.before_load: Callable[[], None] = lambda: None  # a state dict replaces a value at home
+        self.before_use: Callable[[], None] = lambda: None  # raises where the model must not be
         self.swizzle: Swizzle  # set by attach: its classes fault into this runtime
         self.saved = SavedTensors(self)
         self._device = device
@@ -119,6 +121,7 @@ class Runtime:
 
     def enter_model(self) -> bool:
         """Begin a call of the whole model: decide the phase, see what is saved between units."""
+        self.before_use()
         if _functorch() is not None:
             raise self._functorch_refusal()
         self._settle_backward()
@@ -339,6 +342,7 @@ class Runtime:
         if func == torch.Tensor.detach:
             self.manager.show_home(bucket)
             return home.segments[segment.position].detach()
+        self.before_load()
         self._masters.assign(segment, args[1])
         torch.autograd.graph.increment_version(param)
         self.manager.renew(bucket)

@@ -43,7 +43,7 @@ def draw_spill(
     Raises BudgetError where HOST does not hold what has to be in memory at once, or NVME the rest.
     """
     parts = list(parts_of(plan))
-    ring = ring_bytes(plan.grad_sizes)
+    ring = ring_bytes(plan.grad_sizes) + widening(plan)
     if sum(part.n_bytes for part in parts) + ring <= host_bytes:
         return None
     size = extent_numel or extent_of(plan)
@@ -80,6 +80,12 @@ def parts_of(plan: Blueprint) -> Iterator[Part]:
         if bucket.trainable:
             for kind, size in plan.element_bytes(bucket).items():
                 yield Part(kind, bucket.id, bucket.numel * size)
+
+
+def widening(plan: Blueprint) -> int:
+    """Return the bytes of a bucket's 2-byte gradients, which stay while they become fp32."""
+    narrow = [b.n_bytes for b in plan.layout.buckets if b.trainable and plan.has_master(b)]
+    return max(narrow, default=0)
 
 
 def disk_bytes(plan: Blueprint, kind: Kind, bucket: Bucket) -> int:

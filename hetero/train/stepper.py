@@ -90,10 +90,10 @@ class Stepper:
             clip()
         return self.updater.close(groups, states)
 
-    def begin(self, update: Update, *, at_once: bool) -> Job:
+    def begin(self, update: Update, *, at_once: bool, after: Sequence[Job] = ()) -> Job:
         """Give a bucket's update to the worker, or make a job that its first waiter does."""
         slices = [partial(self._run, work) for work in update.slices]
-        job = Job(slices, finish=partial(_all, update.finishes))
+        job = Job(slices, finish=partial(_all, update.finishes), after=after)
         self._grads.lend(update.bucket, job, update.scaled)
         self._jobs.append(job)
         if not (at_once or update.fresh):

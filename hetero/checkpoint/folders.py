@@ -1,0 +1,240 @@
+"""Directories of checkpoints: their names, who holds one, and how one goes.
+
+[Note: live attempts]  A save writes into ``step-N.<uuid>.tmp`` and holds a lock (flock) on that
+directory for life; the kernel frees it with the process. A directory of such a name whose lock can
+be had was left behind, once it is known that the name still leads to what was locked: its owner may
+have renamed it meanwhile. Where a file system has no locks, nothing is swept.
+
+[Note: names before contents]  What once was visible as ``step-N`` loses that name durably before
+any file in it goes, so no crash leaves a visible checkpoint with less in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+import uuid
+from typing import NamedTuple
+
+from hetero.checkpoint.manifest import MANIFEST, SHARD
+from hetero.errors import CheckpointCorrupt, CheckpointError, StorageError, UnsafeCheckpoint
+from hetero.io import Folder
+
+STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+TMP = re.compile(r"step-(0|[1-9][0-9]{0,17})\.[0-9a-f]{32}\.tmp")
+MANIFEST_TMP = f"{MANIFEST}.tmp"
+OURS = (MANIFEST_TMP, MANIFEST, SHARD)
+TRIES = 8  # names for one attempt: each is lost only to a sweep at that very moment
+
+
+class Named(NamedTuple):
+    """A directory whose name is one of ours."""
+
+    step: int
+    name: str
+
+    @property
+    def unfinished(self) -> bool:
+        return self.name.endswith(".tmp")
+
+
+def final_name(step: int) -> str:
+    return f"step-{step}"
+
+
+def named(root: Folder) -> list[Named]:
+    """Return what has a name of ours in ``root``, by step; looks at nothing else."""
+    matches = [(STEP.fullmatch(name) or TMP.fullmatch(name)) for name in root.names()]
+    return sorted(Named(int(match[1]), match[0]) for match in matches if match)
+
+
+# -- what io.Folder does not tell ----------------------------------------------------------------
+
+
+def details(folder: Folder, name: str) -> os.stat_result:
+    """Return what is under a name, a link itself; raises StorageError where there is nothing."""
+    where = folder.where(name)
+    return folder._call("stat", _lstat, folder.checked(name), folder._fd, where=where)
+
+
+def _lstat(name: str, fd: int) -> os.stat_result:
+    return os.stat(name, dir_fd=fd, follow_symlinks=False)
+
+
+def lock(folder: Folder) -> bool:
+    """Take the folder's lock without waiting; False where another descriptor has it.
+
+    It goes with the folder. Raises StorageError on file systems without locks.
+    """
+    return folder._call("lock", _flock, folder._fd, where=folder.path)
+
+
+def _flock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def leads_to(root: Folder, name: str, folder: Folder) -> bool:
+    """Whether ``name`` is still the directory that is open as ``folder``."""
+    try:
+        found = details(root, name)
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return False
+        raise
+    return os.path.samestat(found, details(folder, "."))
+
+
+def check_safe(folder: Folder, name: str, *, is_folder: bool = False) -> None:
+    """Raise UnsafeCheckpoint unless a name is a plain directory, or a regular file of its own.
+
+    Links, devices and pipes are refused before anything is opened, and so are files with a
+    second name, through which others may change them. What is missing is a CheckpointCorrupt.
+    """
+    try:
+        found = details(folder, name)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise CheckpointCorrupt(
+            f"{folder.where(name)} is missing", advice="use another checkpoint"
+        ) from None
+    right = stat.S_ISDIR if is_folder else stat.S_ISREG
+    wanted = "directory" if is_folder else "regular file"
+    problem = "" if right(found.st_mode) else f"is no {wanted} but a {kind_of(found)}"
+    if not problem and not is_folder and found.st_nlink != 1:
+        problem = f"has {found.st_nlink} names (hard links)"
+    if problem:
+        advice = "copy the checkpoint with its files as regular files (cp -rL), if you trust it"
+        raise UnsafeCheckpoint(f"{folder.where(name)} {problem}", advice=advice)
+
+
+def kind_of(found: os.stat_result) -> str:
+    names = {stat.S_IFLNK: "symbolic link", stat.S_IFDIR: "directory", stat.S_IFIFO: "pipe"}
+    names |= {stat.S_IFREG: "regular file", stat.S_IFSOCK: "socket"}
+    return names.get(stat.S_IFMT(found.st_mode), "device")
+
+
+# -- attempts ------------------------------------------------------------------------------------
+
+
+class Attempt:
+    """The directory of one save, from ``step-N.<uuid>.tmp`` to ``step-N`` or to nothing."""
+
+    def __init__(self, root: Folder, step: int) -> None:
+        self.root = root
+        self.final = final_name(step)
+        check_free(root, self.final)
+        sweep(root)
+        self.tmp, self.folder = claim(root, self.final)
+        self._pid = os.getpid()
+
+    def publish(self) -> None:
+        """Let the directory be ``step-N``, durably."""
+        check_free(self.root, self.final)
+        self.root.rename(self.tmp, self.final)
+        self.root.sync()
+
+    def discard(self) -> None:
+        """Remove the directory as far as that works; a forked child leaves its parent's alone."""
+        if self._pid != os.getpid():
+            return
+        with contextlib.suppress(StorageError):
+            published = leads_to(self.root, self.final, self.folder)
+            name = hide(self.root, self.final) if published else self.tmp
+            remove(self.root, name, self.folder)
+        self.folder.close()
+
+
+def check_free(root: Folder, name: str) -> None:
+    if root.has(name):
+        raise CheckpointError(
+            f"{root.where(name)} is there already",
+            advice="remove it, or save another step: a save overwrites nothing",
+        )
+
+
+def claim(root: Folder, final: str) -> tuple[str, Folder]:
+    """Make a directory for an attempt and take its lock. [Note: live attempts]"""
+    for _ in range(TRIES):
+        name = tmp_name(final)
+        try:
+            folder = root.make(name)
+            if held(root, name, folder):
+                return name, folder
+        except StorageError as error:
+            remove_empty(root, name)
+            if not (error.errno == errno.ENOENT and error.op == "open"):  # swept as soon as made
+                raise
+    raise CheckpointError(
+        f"{TRIES} directories made in {root.path} were removed at once",
+        advice="something removes step-*.tmp there while hetero saves: stop it",
+    )
+
+
+def held(root: Folder, name: str, folder: Folder) -> bool:
+    """Take the lock of a directory just made; False where a sweep was faster."""
+    try:
+        mine = lock(folder)
+    except StorageError:  # a file system without locks: nobody sweeps there
+        return True
+    return mine and leads_to(root, name, folder)
+
+
+def remove_empty(root: Folder, name: str) -> None:
+    with contextlib.suppress(StorageError):
+        root.rmdir(name)
+
+
+def tmp_name(final: str) -> str:
+    return f"{final}.{uuid.uuid4().hex}.tmp"
+
+
+def hide(root: Folder, name: str) -> str:
+    """Turn a visible checkpoint into an unfinished one, durably; returns its new name."""
+    hidden = tmp_name(name)
+    root.rename(name, hidden)
+    root.sync()  # [Note: names before contents]
+    return hidden
+
+
+def remove(root: Folder, name: str, folder: Folder) -> None:
+    """Remove our files from an unfinished checkpoint, and itself when nothing else is in it."""
+    there = folder.names()
+    for ours in OURS:
+        if ours in there:
+            folder.unlink(ours)
+    root.rmdir(name)
+
+
+def sweep(root: Folder) -> None:
+    """Remove what killed saves of this user left in ``root``. [Note: live attempts]
+
+    Raises StorageError only where the directory's sync fails.
+    """
+    left = []
+    for found in named(root):
+        if found.unfinished:
+            with contextlib.suppress(StorageError):
+                left += abandoned(root, found.name)
+    if left:
+        root.sync()  # [Note: names before contents]: a failed save may have hidden one
+    for name, folder in left:
+        with contextlib.suppress(StorageError):
+            remove(root, name, folder)
+        folder.close()
+
+
+def abandoned(root: Folder, name: str) -> list[tuple[str, Folder]]:
+    """Return the directory with its lock, or nothing where it is somebody's."""
+    if details(root, name).st_uid != os.geteuid():
+        return []
+    folder = root.folder(name)
+    return [(name, folder)] if lock(folder) and leads_to(root, name, folder) else []

@@ -1,0 +1,246 @@
+"""Loading into a prepared model (floor 4)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from hetero.api import engine_of
+from hetero.checkpoint.manifest import Entry
+from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.save import HasState, check_pair, decode_scalars, dtype_named
+from hetero.checkpoint.values import decode
+from hetero.device import set_accelerator_rng
+from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+from hetero.io import IO
+from hetero.train.engine import Engine
+from hetero.train.optimizer import Optimizer
+from hetero.train.snapshot import PIECE_BYTES, Name, Part
+from hetero.train.state import begin_again, loaded, parts_of, settle, take_scalars
+
+SHOWN = 10  # differences that a message lists
+MAX_VALUE_BYTES = 2**30  # of one tensor that the user's own values hold
+
+
+def load_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: HasState | None = None,
+    data: HasState | None = None,
+    step: int | None = None,
+) -> Any:
+    """Load a checkpoint into a prepared model and optimizer; returns the ``extra`` it was given.
+
+    Budgets, chunk size, tiers and device may be others than those of the save; training goes on bit
+    for bit. The states of torch's, Python's and numpy's generators are set.
+
+    Args:
+        directory: of checkpoints, of which the newest is loaded, or one ``step-N`` itself.
+        model, optimizer: as `hetero.prepare` returned them, at the precision of the checkpoint.
+        scheduler, data: get the state that was saved of theirs.
+        step: which checkpoint; None: the newest.
+
+    Raises:
+        NoCheckpoint: there is none; CheckpointCorrupt: it is damaged, and the advice names the
+            newest good one; CheckpointMismatch: it is of another model, optimizer or precision, and
+            nothing was changed; UnsafeCheckpoint, CheckpointTooNew, StorageError.
+    """
+    return load_through(
+        IO(), directory, model, optimizer, scheduler=scheduler, data=data, step=step
+    )
+
+
+def load_through(
+    io: IO,
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: HasState | None = None,
+    data: HasState | None = None,
+    step: int | None = None,
+) -> Any:
+    """Carry out `load_checkpoint` through an `IO` (tests let it go wrong)."""
+    engine = engine_of(model)
+    check_pair(engine, optimizer)
+    with Reader.open(directory, step, io) as reader:
+        # 1. everything that can be refused is refused before anything is touched
+        beside = understood(engine, reader)
+        check_meta(engine, beside)
+        check_entries(engine, reader.entries)
+        check_given(beside, scheduler=scheduler, data=data)
+        settle(engine)
+        # 2. the tensors; until all are there the model is of no use to anybody
+        engine.broken = f"{reader.path} was loaded in part"
+        states = (e for e in reader.entries if e.kind == "state")
+        begin_again(engine, ((name_of(e), dtype_of(e), e.shape) for e in states))
+        for part, number in matched(parts_of(engine), reader):
+            part.load(partial(reader.read, number))
+        loaded(engine)
+        # 3. what is beside them
+        take_scalars(engine, beside["scalars"])
+        restore(engine, beside)
+        if scheduler is not None:
+            scheduler.load_state_dict(beside["scheduler"])
+        if data is not None:
+            data.load_state_dict(beside["data"])
+        engine.broken = ""
+    return beside["extra"]
+
+
+OURS = ("extra", "scheduler", "data", "rng", "groups", "scaler")
+WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError)
+
+
+def understood(engine: Engine, reader: Reader) -> dict[str, Any]:
+    """Return what a checkpoint says beside tensors; CheckpointCorrupt where no save wrote it."""
+    meta, values = reader.meta, partial(value_of, reader, engine.blueprint.layout.param_bytes)
+    try:
+        found = {key: decode(meta[key], values) for key in OURS}
+        found["scalars"] = decode_scalars(meta["scalars"])
+        found.update({key: meta[key] for key in ("precision", "optimizer", "members")})
+        found["steps"] = int(meta["steps"])
+        members = [len(names) for names in found["members"]]
+        if len(members) != len(found["groups"]) or not all(found["groups"]):
+            raise ValueError("as many groups as there are settings of groups")
+        check_rng(found["rng"])
+    except CheckpointError:
+        raise
+    except WRONG as error:
+        raise CheckpointCorrupt(
+            f"{reader.path} says something that no save writes: {error!r}",
+            advice="use another checkpoint; hetero verify lists them",
+        ) from error
+    return found
+
+
+def check_rng(rng: Mapping[str, Any]) -> None:
+    """Try generators' states on generators of our own."""
+    torch.Generator().set_state(rng["torch"])
+    random.Random().setstate(rng["python"])
+    numpy.random.RandomState().set_state(rng["numpy"])
+
+
+def name_of(entry: Entry) -> Name:
+    """Return what an entry is of."""
+    return Name(entry.kind, entry.name, entry.key)
+
+
+def dtype_of(entry: Entry) -> torch.dtype:
+    """Return an entry's dtype."""
+    return dtype_named(entry.dtype)
+
+
+def value_of(reader: Reader, limit_bytes: int, path: str) -> torch.Tensor:
+    """Return a tensor that stands among the values beside the model's own."""
+    number = reader.find("extra", path)
+    if number is None:
+        raise CheckpointCorrupt(f"{reader.path} names a tensor {path!r} that is not there")
+    entry = reader.entries[number]
+    if entry.n_bytes > max(limit_bytes, MAX_VALUE_BYTES):
+        raise CheckpointMismatch(f"{path!r} is a tensor of {entry.n_bytes} bytes")
+    value = torch.empty(entry.shape, dtype=dtype_of(entry))
+    view = memoryview(value.view(-1).view(torch.uint8).numpy())
+    for start in range(0, len(view), PIECE_BYTES):
+        reader.read(number, start, view[start : start + PIECE_BYTES])
+    return value
+
+
+def matched(parts: Sequence[Part], reader: Reader) -> Iterator[tuple[Part, int]]:
+    """Yield every part of the model with the number of its entry."""
+    for part in parts:
+        number = reader.find(*part.name)
+        if number is None:
+            raise CheckpointMismatch(f"{part.name} is not in {reader.path}")
+        yield part, number
+
+
+def check_meta(engine: Engine, beside: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another precision, or of another optimizer."""
+    kind = None if engine.inner is None else type(engine.inner).__name__
+    ours = {"precision": engine.config.precision, "optimizer": kind}
+    for key, here in ours.items():
+        there = beside[key]
+        if there != here and not (key == "optimizer" and here is None):
+            raise CheckpointMismatch(
+                f"the checkpoint was saved with {key} {there}; this model has {here}",
+                advice=f"prepare the model with {key} {there}, or export the weights and start"
+                " afresh with weights=",
+            )
+    if engine.optimizer is None:
+        return
+    names = {id(engine.params[s.index]): s.spec.name for _, s in engine.blueprint.layout.home}
+    groups = [[names[id(p)] for p in group["params"]] for group in engine.optimizer.param_groups]
+    if groups != beside["members"]:
+        raise CheckpointMismatch(
+            f"the checkpoint's parameter groups hold"
+            f" {[len(m) for m in beside['members']]} parameters, this optimizer's"
+            f" {[len(m) for m in groups]}, or others in another order",
+            advice="build the optimizer with the groups it had when it was saved",
+        )
+
+
+def check_entries(engine: Engine, entries: Sequence[Entry]) -> None:
+    """Refuse tensors of other names, shapes or dtypes than the model has, listing the first."""
+    fixed = ("param", "master", "buffer")
+    here = {p.name: (p.shape, p.dtype) for p in parts_of(engine) if p.name.kind in fixed}
+    there = {name_of(e): (e.shape, dtype_of(e)) for e in entries if e.kind in fixed}
+    taken = {s.spec.name for _, s in engine.blueprint.layout.home}
+    problems = [f"{n.kind} {n.name!r} is not in the checkpoint" for n in here if n not in there]
+    problems += [f"{n.kind} {n.name!r} is not in the model" for n in there if n not in here]
+    for name in here:
+        if name in there and there[name] != here[name]:
+            (shape, dtype), (their_shape, their_dtype) = here[name], there[name]
+            problems.append(
+                f"{name.kind} {name.name!r} is {dtype} {list(shape)} here and {their_dtype}"
+                f" {list(their_shape)} there"
+            )
+    for entry in entries:
+        if entry.kind == "state" and entry.name not in taken:
+            problems.append(f"state {entry.key!r} is of {entry.name!r}, which is not in the model")
+    if problems:
+        more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise CheckpointMismatch(
+            f"the checkpoint is of another model: {'; '.join(problems[:SHOWN])}{more}",
+            advice="build the model as it was when it was saved",
+        )
+
+
+def check_given(beside: Mapping[str, Any], **given: HasState | None) -> None:
+    """Refuse to restore what was not saved."""
+    for name, thing in given.items():
+        if thing is not None and beside[name] is None:
+            raise CheckpointMismatch(
+                f"the checkpoint has no state of {name}=",
+                advice=f"pass {name}= to save_checkpoint as well, or do not pass it here",
+            )
+
+
+def restore(engine: Engine, beside: Mapping[str, Any]) -> None:
+    """Set the groups' settings, the loss scale, the generators and the count of steps."""
+    engine.steps = beside["steps"]
+    if engine.scaler is not None and beside["scaler"] is not None:
+        engine.scaler.load_state_dict(beside["scaler"])
+    if engine.optimizer is not None:
+        for group, saved in zip(engine.optimizer.param_groups, beside["groups"], strict=True):
+            for key, value in saved.items():
+                mine = group.get(key)
+                if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
+                    mine.copy_(value)  # a schedule may hold it
+                else:
+                    group[key] = value
+    rng = beside["rng"]
+    torch.set_rng_state(rng["torch"])
+    if rng["device"] is not None:
+        set_accelerator_rng(engine.device.torch_device, rng["device"])
+    random.setstate(rng["python"])
+    numpy.random.set_state(rng["numpy"])

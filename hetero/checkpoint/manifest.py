@@ -1,0 +1,364 @@
+"""What a checkpoint says about itself: values, their JSON, and every check of it (no I/O).
+
+[Note: format]  A checkpoint is a directory ``step-N`` with `MANIFEST` and one shard. Entries lie
+in the shard in their order, each padded with zeros to a multiple of `ALIGN`, and tile it. A CRC
+covers each `BLOCK` of an entry's padded bytes, seeded with the numbers of entry and block, so every
+byte of the shard is under exactly one CRC, and valid bytes in the wrong place are refused.
+
+The manifest is one line of ASCII JSON, and its first member is the CRC of all bytes after it; that
+head stays in later versions. CRCs are eight hexadecimal digits a block in one string: 96 GB take
+0.8 MB, and parsing makes no object a block. Numbers outside JSON are Python's own tokens (NaN,
+Infinity, -Infinity), and floats come back bit for bit, except the payload of a NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from hetero.errors import CheckpointCorrupt, CheckpointTooNew, UnsafeCheckpoint
+from hetero.io import align_up
+from hetero.types import format_bytes
+
+FORMAT = "hetero checkpoint"
+VERSION = 1
+MANIFEST = "MANIFEST.json"
+SHARD = "r00000.bin"
+BLOCK = 2**20  # bytes under one CRC
+
+# Limits of what a load believes. A save keeps them too: it reads its own manifest back.
+MAX_MANIFEST_BYTES = 64 * 2**20  # at 8 digits a MiB it still describes 8 TB
+MAX_DEPTH = 16
+MAX_CONTAINERS = 2**20  # objects and arrays of the JSON: they bound what parsing allocates
+MAX_COMMAS = 2**22
+MAX_DIGITS = 400  # of one integer: parsing takes the square of it
+MAX_ENTRIES = 2**17
+MAX_STEP = 10**18 - 1
+MAX_NAME = 4096  # characters of a parameter's name
+MAX_KEY = 256
+MAX_RANK = 64  # torch's own limit
+MAX_BYTES = 2**50  # of one entry, and of a shard
+
+ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+
+KIND = re.compile(r"[a-z][a-z0-9_]{0,31}")
+CRCS = re.compile(r"[0-9a-f]*")
+STRING = re.compile(rb'"[^"]*"')
+HEAD = b'{"crc32":"%08x",'
+HEAD_BYTES = len(HEAD % 0)
+FOLD = bytes.maketrans(b"{}", b"[]")
+NEITHER_QUOTE_NOR_BRACKET = bytes(set(range(256)) - set(b'"[]{}'))
+UNSAFE = "no save of hetero writes this: do not use a checkpoint from there"
+
+
+class Unfit(Exception):
+    """A value breaks a rule of the format; the text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a checkpoint, whole: what it is of, and what its bytes are."""
+
+    kind: str
+    """A short word: "param", "state", "master", "buffer", "tensor"."""
+    name: str
+    """The parameter's own name, any string; it is never the name of a file."""
+    key: str
+    """Which state, as "exp_avg"; "" otherwise."""
+    dtype: str
+    """A name of `ITEM_BYTES`."""
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+    @property
+    def n_blocks(self) -> int:
+        return -(-align_up(self.n_bytes) // BLOCK)
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return " ".join(part[:80] for part in (self.kind, self.name, self.key) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything a checkpoint says: entries in shard order, their CRCs, and ``meta``."""
+
+    step: int
+    entries: tuple[Entry, ...]
+    crcs: tuple[str, ...]
+    """For each entry eight hexadecimal digits a block."""
+    meta: dict[str, Any]
+
+
+def layout(entries: Iterable[Entry]) -> list[int]:
+    """Return the byte at which each entry starts in the shard, and last the shard's size."""
+    return list(accumulate((align_up(entry.n_bytes) for entry in entries), initial=0))
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return a manifest's bytes; raises Unfit where a load would not give it back as it is."""
+    offsets = layout(manifest.entries)
+    record = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "shards": [{"file": SHARD, "bytes": offsets[-1]}],
+        "index": [
+            entry_record(*row)
+            for row in zip(manifest.entries, offsets[:-1], manifest.crcs, strict=True)
+        ],
+        "meta": plain(manifest.meta),
+    }
+    try:
+        body = json.dumps(record, separators=(",", ":"))[1:].encode("ascii")
+    except ValueError as error:  # an integer of thousands of digits
+        raise Unfit(f"a value is no JSON: {error}") from None
+    raw = HEAD % zlib.crc32(body) + body
+    found = _decode(raw)
+    if found.entries != manifest.entries or repr(found.meta) != repr(record["meta"]):
+        raise Unfit("a string does not survive JSON: it has surrogates that form a pair")
+    return raw
+
+
+def entry_record(entry: Entry, offset: int, crcs: str) -> dict[str, Any]:
+    """Return what the index says of an entry; later, ranks add slices of their own."""
+    piece = {"shard": 0, "offset": offset, "slice": whole(entry.shape), "crcs": crcs}
+    return {
+        "kind": entry.kind,
+        "name": entry.name,
+        "key": entry.key,
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "slices": [piece],
+    }
+
+
+def whole(shape: Sequence[int]) -> str:
+    """Return the slice that is all of a tensor: ``(3, 4) -> "0:3,0:4"``."""
+    return ",".join(f"0:{size}" for size in shape)
+
+
+def plain(value: Any, depth: int = 2) -> Any:
+    """Return ``value`` as JSON gives it back: tuples are lists, subclasses their base.
+
+    Raises Unfit for a key that is no string, for nesting beyond `MAX_DEPTH`, and for what JSON
+    does not have.
+    """
+    if depth > MAX_DEPTH:
+        raise Unfit(f"meta is nested deeper than {MAX_DEPTH - 2}")
+    if isinstance(value, Mapping):
+        odd = [key for key in value if not isinstance(key, str)]
+        if odd:
+            raise Unfit(f"meta has the key {odd[0]!r}, and keys are strings")
+        return {str(key): plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, depth + 1) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    raise Unfit(f"meta has a {type(value).__name__}, which JSON does not have")
+
+
+# -- reading a manifest --------------------------------------------------------------------------
+
+
+def decode(raw: bytes, where: str) -> Manifest:
+    """Return the manifest in the bytes of the file ``where``; nothing in them is trusted.
+
+    Raises CheckpointCorrupt where the bytes are not those that were saved, CheckpointTooNew for a
+    later format, UnsafeCheckpoint where they declare what no save of ours declares.
+    """
+    try:
+        check_crc(raw)
+    except Unfit as error:
+        raise CheckpointCorrupt(
+            f"{where} is damaged: {error}", advice="use another checkpoint"
+        ) from None
+    try:
+        return _decode(raw)
+    except Unfit as error:
+        raise UnsafeCheckpoint(f"{where}: {error}", advice=UNSAFE) from None
+    except CheckpointTooNew as error:
+        raise CheckpointTooNew(f"{where} {error.args[0]}", advice=error.advice) from None
+
+
+def check_crc(raw: bytes) -> None:
+    """Raise Unfit unless the first member of the JSON is the CRC of all that follows."""
+    if len(raw) <= HEAD_BYTES or raw[:10] != HEAD[:10]:
+        raise Unfit(f"at byte 0, it does not begin as a manifest does but with {raw[:16]!r}")
+    expected = HEAD % zlib.crc32(memoryview(raw)[HEAD_BYTES:])
+    if raw[:HEAD_BYTES] != expected:
+        raise Unfit(f"its CRC is {raw[10:18]!r}, that of its bytes is {expected[10:18]!r}")
+
+
+def _decode(raw: bytes) -> Manifest:
+    record = parse(raw)
+    check_version(record)
+    kinds = {"crc32": str, "format": str, "version": int, "step": int}
+    kinds |= {"shards": list, "index": list, "meta": dict}
+    *_, step, shards, index, meta = fields("the manifest", record, kinds)
+    if not 0 <= step <= MAX_STEP:
+        raise Unfit("its step is negative or has more than 18 digits")
+    if len(index) > MAX_ENTRIES:
+        raise Unfit(f"{len(index)} entries are more than {MAX_ENTRIES}")
+    entries, crcs, end = [], [], 0
+    for number, given in enumerate(index):
+        entry, digits = index_entry(f"entry {number}", given, end)
+        entries.append(entry)
+        crcs.append(digits)
+        end += align_up(entry.n_bytes)
+    check_shards(shards, end)
+    check_unique(entries)
+    return Manifest(step, tuple(entries), tuple(crcs), meta)
+
+
+def parse(raw: bytes) -> Any:
+    """Return the JSON, after checks of what parsing it can take; refuses duplicate keys."""
+    containers, commas = raw.count(b"[") + raw.count(b"{"), raw.count(b",")
+    if containers > MAX_CONTAINERS or commas > MAX_COMMAS:
+        raise Unfit(f"it has {containers} arrays and objects and {commas} commas: too many")
+    if deeper_than(raw, MAX_DEPTH):
+        raise Unfit(f"its brackets do not match, or are nested deeper than {MAX_DEPTH}")
+    try:
+        return json.loads(raw, object_pairs_hook=unique, parse_int=integer)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise Unfit(f"it is no JSON: {str(error)[:200]}") from None
+
+
+def deeper_than(raw: bytes, depth: int) -> bool:
+    """Whether brackets are nested deeper, or left open. Time and memory are linear in the bytes."""
+    text = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # a quote now begins or ends a string
+    brackets = STRING.sub(b"", text.translate(FOLD, NEITHER_QUOTE_NOR_BRACKET))
+    for _ in range(depth):
+        brackets = brackets.replace(b"[]", b"")  # the innermost of each nest
+    return bool(brackets)
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        last = {key: number for number, (key, _) in enumerate(pairs)}
+        twice = next(key for number, (key, _) in enumerate(pairs) if last[key] > number)
+        raise Unfit(f"the key {twice[:80]!r} is there twice")
+    return found
+
+
+def integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise Unfit(f"a number of {len(digits)} digits is longer than {MAX_DIGITS}")
+    return int(digits)
+
+
+def check_version(record: Any) -> None:
+    if type(record) is not dict or record.get("format") != FORMAT:
+        raise Unfit(f'it does not say that it is a "{FORMAT}"')
+    version = record.get("version")
+    if type(version) is not int or version < 1:
+        raise Unfit("its version is no positive number")
+    if version > VERSION:
+        raise CheckpointTooNew(
+            f"is of format version {version}; this hetero reads up to {VERSION}",
+            advice="load it with the version of hetero that wrote it, or a later one",
+        )
+
+
+def fields(what: str, record: Any, kinds: Mapping[str, type]) -> list[Any]:
+    """Return the values of an object that has exactly these keys and types, in their order."""
+    if type(record) is not dict:
+        raise Unfit(f"{what} is no object")
+    if record.keys() != kinds.keys():
+        odd = sorted(record.keys() ^ kinds.keys())[0]
+        raise Unfit(f"{what} {'lacks' if odd in kinds else 'has the unknown'} field {odd[:80]!r}")
+    for key, kind in kinds.items():
+        if type(record[key]) is not kind:
+            raise Unfit(f"{what}: {key} is of type {type(record[key]).__name__}")
+    return [record[key] for key in kinds]
+
+
+ENTRY_FIELDS = {"kind": str, "name": str, "key": str, "dtype": str, "shape": list, "slices": list}
+SLICE_FIELDS = {"shard": int, "offset": int, "slice": str, "crcs": str}
+
+
+def index_entry(what: str, record: Any, end: int) -> tuple[Entry, str]:
+    """Return an entry of the index and its CRCs; it has to start at byte ``end`` of the shard."""
+    kind, name, key, dtype, shape, slices = fields(what, record, ENTRY_FIELDS)
+    entry = Entry(kind, name, key, dtype, tuple(shape))
+    check_entry(what, entry)
+    if len(slices) != 1:
+        raise Unfit(f"{what} has {len(slices)} slices, and one holds it all")
+    shard, offset, part, crcs = fields(f"{what}'s slice", slices[0], SLICE_FIELDS)
+    if shard != 0:
+        raise Unfit(f"{what} lies in a shard that is not there")
+    if part != whole(entry.shape):
+        raise Unfit(f"{what}'s slice {part[:80]!r} is not all of it")
+    if offset != end:
+        wrong = "overlaps what is before it" if offset < end else "leaves a hole before it"
+        raise Unfit(f"{what} {wrong}: it starts at byte {clip(offset)}, not {end}")
+    if len(crcs) != 8 * entry.n_blocks or not CRCS.fullmatch(crcs):
+        raise Unfit(f"{what} does not have 8 hexadecimal digits for each of its blocks")
+    return entry, crcs
+
+
+def check_entry(what: str, entry: Entry) -> None:
+    """Raise Unfit unless an entry's words, shape and size are what a checkpoint may have."""
+    if not KIND.fullmatch(entry.kind):
+        raise Unfit(f"{what}: the kind {entry.kind[:80]!r} is no short lower-case word")
+    if len(entry.name) > MAX_NAME or len(entry.key) > MAX_KEY:
+        raise Unfit(f"{what}: its name or key is longer than {MAX_NAME} or {MAX_KEY} characters")
+    if entry.dtype not in ITEM_BYTES:
+        raise Unfit(f"{what}: there is no dtype {entry.dtype[:80]!r}")
+    if len(entry.shape) > MAX_RANK:
+        raise Unfit(f"{what}: {len(entry.shape)} dimensions are more than {MAX_RANK}")
+    if any(type(size) is not int or not 0 <= size <= MAX_BYTES for size in entry.shape):
+        raise Unfit(f"{what}: a size in its shape is no number from 0 to {MAX_BYTES}")
+    # empty tensors too: strides are products of the sizes that are not 0
+    if prod(max(size, 1) for size in entry.shape) * ITEM_BYTES[entry.dtype] > MAX_BYTES:
+        raise Unfit(f"{what} is larger than {format_bytes(MAX_BYTES)}")
+
+
+def check_shards(shards: list[Any], n_bytes: int) -> None:
+    if len(shards) != 1:
+        raise Unfit(f"{len(shards)} shards, and this version has one")
+    file, size = fields("the shard", shards[0], {"file": str, "bytes": int})
+    if file != SHARD:
+        raise Unfit(f"the file {file[:300]!r} is not {SHARD}: names are ours")
+    if size != n_bytes or n_bytes > MAX_BYTES:
+        raise Unfit(f"the shard is declared with {clip(size)} bytes, its entries take {n_bytes}")
+
+
+def check_unique(entries: Sequence[Entry]) -> None:
+    """Raise Unfit where two entries have the same kind, name and key."""
+    seen: set[tuple[str, str, str]] = set()
+    for entry in entries:
+        key = (entry.kind, entry.name, entry.key)
+        if key in seen:
+            raise Unfit(f"the entry {entry.label!r} is there twice")
+        seen.add(key)
+
+
+def clip(number: int) -> str:
+    """Return a number for a message, however long it is."""
+    return str(number) if abs(number) < 10**20 else f"about 2^{number.bit_length() - 1}"

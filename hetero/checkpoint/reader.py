@@ -1,0 +1,282 @@
+"""Loading: which checkpoint, whether it may be believed, and its bytes.
+
+[Note: order of belief]  Names and types of files, before anything is opened; size of the manifest,
+before it is read; its CRC, before it is parsed; its version; every declared value, before anything
+is allocated by it; the shard's size; and the CRC of each block before its bytes are given out.
+Unknown files in a checkpoint are never opened.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from hetero.checkpoint.folders import Named, check_safe, final_name, named
+from hetero.checkpoint.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    SHARD,
+    UNSAFE,
+    Manifest,
+    decode,
+    layout,
+)
+from hetero.checkpoint.shard import Mismatch, ShardReader, flat
+from hetero.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    NoCheckpoint,
+    StorageError,
+    UnsafeCheckpoint,
+)
+from hetero.io import IO, File, Folder
+from hetero.types import format_bytes
+
+SLACK_BYTES = 64 * 2**20  # of holes that no shard is refused for
+FOREIGN_NAMES = {  # endings of what other tools write: never opened
+    ".metadata": "torch.distributed.checkpoint (DCP)",
+    ".distcp": "torch.distributed.checkpoint (DCP)",
+    ".safetensors": "safetensors",
+    ".safetensors.index.json": "safetensors",
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pkl"), "torch.save (pickle)"),
+}
+
+
+FOREIGN_BYTES = {b"PK\x03\x04": "zip archive, as torch.save writes", b"\x80": "pickle"}
+NAME_ONE = "name a directory that holds step-N, or a step-N itself"
+SAVE_AGAIN = "only a finished save is loaded"
+
+
+class State(Enum):
+    """What a name in a root leads to."""
+
+    COMPLETE = "complete"
+    DAMAGED = "damaged"
+    UNFINISHED = "unfinished"
+
+
+class Found(NamedTuple):
+    """One name of ours in a root; ``problem`` says why it is not complete."""
+
+    step: int
+    name: str
+    state: State
+    problem: str
+
+
+class Reader:
+    """An open checkpoint: what is in it, and its bytes, verified as they are read."""
+
+    def __init__(self, folder: Folder, root: Folder | None = None) -> None:
+        """Believe what ``folder`` holds, in the order of [Note: order of belief]."""
+        self._folder, self._root = folder, root
+        manifest = read_manifest(folder)
+        self.step = manifest.step
+        self.meta = manifest.meta
+        self.entries = manifest.entries
+        self.path = folder.path
+        self._numbers = {(e.kind, e.name, e.key): n for n, e in enumerate(self.entries)}
+        self._shard = ShardReader(open_shard(folder, manifest), self.entries, manifest.crcs)
+
+    @classmethod
+    def open(cls, path: str | Path, step: int | None = None, io: IO | None = None) -> Reader:
+        """Open a checkpoint, or the newest one in a directory of them, or that of ``step``.
+
+        Never falls back in silence: where the newest is damaged, the error's advice names the
+        newest good one. Raises NoCheckpoint, CheckpointCorrupt, CheckpointTooNew, UnsafeCheckpoint,
+        plain CheckpointError for another program's checkpoint, StorageError where a read fails.
+        """
+        root = open_folder(path, io)
+        if root.has(MANIFEST):
+            return cls._open_one(root, step)
+        found = [n for n in named(root) if not n.unfinished and step in (None, n.step)]
+        if not found:
+            raise nothing(root, step)
+        try:
+            return open_in(root, found[-1])
+        except CheckpointError as error:
+            advice = f"{newest_good(root, found[-1].step)}; {error.advice}"
+            raise type(error)(error.args[0], advice=advice) from None
+
+    @classmethod
+    def _open_one(cls, folder: Folder, step: int | None) -> Reader:
+        if Path(folder.path).resolve().name.endswith(".tmp"):
+            raise NoCheckpoint(f"{folder.path} is a save that did not finish", advice=SAVE_AGAIN)
+        reader = cls(folder)
+        if step not in (None, reader.step):
+            raise NoCheckpoint(f"{folder.path} is of step {reader.step}, not {step}")
+        return reader
+
+    def find(self, kind: str, name: str, key: str = "") -> int | None:
+        """Return the number of an entry, or None."""
+        return self._numbers.get((kind, name, key))
+
+    def read(self, entry: int, start: int, into: memoryview) -> None:
+        """Fill ``into`` with bytes [start, start + len(into)) of an entry, by its number.
+
+        ``start`` is a multiple of `BLOCK`, and so is the end unless it is the entry's own. Any
+        thread may. Raises CheckpointCorrupt for bytes that are not those that were saved,
+        StorageError where the drive fails; ``into`` then holds nothing of use.
+        """
+        if not 0 <= entry < len(self.entries):
+            raise CheckpointError(f"there is no entry {entry} of {len(self.entries)}")
+        try:
+            self._shard.read(entry, start, flat(into))
+        except Mismatch as wrong:
+            raise CheckpointCorrupt(
+                f"{self._folder.where(SHARD)}: block {wrong.block} of entry {entry}"
+                f" ({self.entries[entry].label!r}) has CRC {wrong.got}, saved was {wrong.expected}",
+                advice=newest_good(self._root, self.step),
+            ) from None
+
+    def close(self) -> None:
+        """Let the files go; again is no error."""
+        self._shard.close()
+        self._folder.close()
+        self._root = None
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_in(root: Folder, found: Named) -> Reader:
+    """Open one of the checkpoints in ``root``; its name has to be that of its step."""
+    check_safe(root, found.name, is_folder=True)
+    reader = Reader(root.folder(found.name), root)
+    if reader.step != found.step:
+        reader.close()
+        raise CheckpointCorrupt(
+            f"{reader.path} holds step {reader.step}",
+            advice=f"give it its name back: {final_name(reader.step)}",
+        )
+    return reader
+
+
+def steps(root: Folder | str | Path) -> list[Found]:
+    """Return what has a name of ours in a directory of checkpoints, by step.
+
+    COMPLETE means a valid manifest and a shard of its size; `verify` reads the bytes too.
+    """
+    if not isinstance(root, Folder):
+        root = open_folder(root, None)
+    return [found_at(root, each) for each in named(root)]
+
+
+def found_at(root: Folder, found: Named) -> Found:
+    if found.unfinished:
+        return Found(*found, State.UNFINISHED, SAVE_AGAIN)
+    try:
+        with open_in(root, found):
+            return Found(*found, State.COMPLETE, "")
+    except (CheckpointError, StorageError) as error:
+        return Found(*found, State.DAMAGED, error.args[0])
+
+
+def newest_good(root: Folder | None, step: int) -> str:
+    """Return advice: the newest checkpoint that can be opened, that of ``step`` aside."""
+    others = [found_at(root, n) for n in named(root) if n.step != step] if root else []
+    for found in reversed(others):
+        if found.state is State.COMPLETE:
+            return f"step {found.step} is the newest good one: load it with step={found.step}"
+    return "there is no other good one in this directory"
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    """Return what a checkpoint declares; nothing is allocated by it before it is checked."""
+    refuse_foreign(folder, folder.names())
+    check_safe(folder, MANIFEST)
+    with folder.file(MANIFEST) as file:
+        size = file.size()
+        if size > MAX_MANIFEST_BYTES:
+            raise UnsafeCheckpoint(
+                f"{file.path} has {format_bytes(size)} of {format_bytes(MAX_MANIFEST_BYTES)}",
+                advice=UNSAFE,
+            )
+        return decode(read_bytes(file, size), file.path)
+
+
+def read_bytes(file: File, n_bytes: int) -> bytes:
+    """Return the first bytes of a file."""
+    raw = bytearray(n_bytes)
+    file.read(0, memoryview(raw))
+    return bytes(raw)
+
+
+def open_shard(folder: Folder, manifest: Manifest) -> File:
+    """Open the shard, and check that the drive holds as much as the manifest declares."""
+    check_safe(folder, SHARD)
+    file = folder.file(SHARD, direct=True)
+    declared, size = layout(manifest.entries)[-1], file.size()
+    if size != declared:
+        raise CheckpointCorrupt(
+            f"{file.path} has {size} bytes, {declared} were saved", advice="use another checkpoint"
+        )
+    if size - file.allocated() > max(SLACK_BYTES, size * 3 // 4):
+        raise UnsafeCheckpoint(
+            f"{file.path} is declared with {format_bytes(size)}, and most of it are holes",
+            advice="if a copy made the holes, fill them: cp --sparse=never",
+        )
+    return file
+
+
+# -- what is no checkpoint of ours ---------------------------------------------------------------
+
+
+def open_folder(path: str | Path, io: IO | None) -> Folder:
+    """Open the directory that a user named; raises NoCheckpoint where there is none."""
+    try:
+        return Folder.open(path, io)
+    except ValueError:  # a NUL in the path
+        raise NoCheckpoint(f"{str(path)[:300]!r} is no path", advice=NAME_ONE) from None
+    except StorageError as error:
+        if error.errno == errno.ENOTDIR:
+            raise foreign_file(path, io) from None
+        if error.errno != errno.ENOENT:
+            raise
+        raise NoCheckpoint(f"{path} does not exist", advice=NAME_ONE) from None
+
+
+def foreign_file(path: str | Path, io: IO | None) -> CheckpointError:
+    """Return the refusal of a path that is no directory."""
+    where = Path(path)
+    with Folder.open(where.parent, io) as folder, folder.file(where.name) as file:
+        found = foreign_bytes(read_bytes(file, min(16, file.size())))
+    return CheckpointError(f"{path} is a {found or 'file'}, not a directory", advice=NAME_ONE)
+
+
+def foreign_bytes(head: bytes) -> str:
+    """Return what a file of other programs is by its first bytes, "" when that is unknown."""
+    if head[8:9] == b"{":
+        return "safetensors file"
+    return next((name for magic, name in FOREIGN_BYTES.items() if head.startswith(magic)), "")
+
+
+def refuse_foreign(folder: Folder, names: Sequence[str]) -> None:
+    """Raise CheckpointError for a directory that other programs wrote, judged by names alone."""
+    if MANIFEST in names:
+        return
+    for ending, program in FOREIGN_NAMES.items():
+        if any(name.endswith(ending) and name != SHARD for name in names):
+            raise CheckpointError(
+                f"{folder.path} is a checkpoint of {program}, not of hetero",
+                advice="load it with that program into the model, then prepare it",
+            )
+
+
+def nothing(root: Folder, step: int | None) -> NoCheckpoint:
+    """Return the refusal of a directory without what was asked for, saying what is in it."""
+    names = root.names()
+    refuse_foreign(root, names)
+    wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+    there = ", ".join(repr(name[:80]) for name in names[:12]) or "nothing"
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return NoCheckpoint(
+        f"{root.path} holds no {wanted}; found: {there}{more}",
+        advice=f"{NAME_ONE}; a name that ends in .tmp is a save that did not finish",
+    )

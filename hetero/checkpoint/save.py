@@ -1,0 +1,322 @@
+"""Saving a prepared model (floor 4)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import nn
+
+from hetero.api import engine_of
+from hetero.checkpoint.manifest import ITEM_BYTES, Entry
+from hetero.checkpoint.values import decode, encode
+from hetero.checkpoint.writer import Writer, retain
+from hetero.device import accelerator_rng
+from hetero.errors import CheckpointCorrupt, ConfigError, DiskWriteError, StateError
+from hetero.io import IO, Folder
+from hetero.memory.layout import Bucket
+from hetero.train.engine import Engine
+from hetero.train.optimizer import Optimizer
+from hetero.train.snapshot import Name, Part, Saving, of_tensor
+from hetero.train.state import Scalars, counted_at_close, parts_of, scalars_of
+from hetero.version import __version__
+
+
+class HasState(Protocol):
+    """A scheduler, a dataloader, a sampler: anything with torch's two methods."""
+
+    def state_dict(self) -> Any:
+        """Return what `load_state_dict` takes."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Continue where ``state_dict`` was taken."""
+
+
+class Save:
+    """A checkpoint that is written, or about to be; a path-like object.
+
+    ``step`` is its step and ``path`` the directory it will have.
+    """
+
+    def __init__(self, step: int, path: Path, done: Future[Path]) -> None:
+        self.step = step
+        self.path = path
+        self.told = False  # whether somebody heard what came of it
+        self._done = done
+
+    def wait(self) -> Path:
+        """Return the directory once the checkpoint is durable; raises what the save raised."""
+        try:
+            return self._done.result()
+        finally:
+            self.told = True
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._done.done()
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"Save(step={self.step}, path={str(self.path)!r}, done={self.done})"
+
+
+def save_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+    *,
+    scheduler: HasState | None = None,
+    data: HasState | None = None,
+    step: int | None = None,
+    keep_last: int | None = None,
+    asynchronous: bool = False,
+) -> Save:
+    """Write ``directory/step-N``: parameters, masters, states, buffers, loss scale, RNG states.
+
+    What a save reported done is loadable after any crash, and loads bit for bit at any budget,
+    chunk size, set of tiers and device. Gradients are not saved: save between steps.
+
+    Args:
+        directory: made where it is missing; holds one ``step-N`` for each checkpoint.
+        model, optimizer: as `hetero.prepare` returned them.
+        extra: numbers, strings, bytes, lists, tuples, dicts, tensors; `load_checkpoint` returns it.
+        scheduler, data: objects with ``state_dict``: a learning-rate scheduler, a dataloader.
+        step: N; None: the optimizer steps made.
+        keep_last: how many checkpoints stay in ``directory``; None: all of them.
+        asynchronous: return at once, and write while training goes on; errors come from `wait`.
+            One save is under way at a time: another begins when it is done.
+
+    Raises CheckpointError where ``step-N`` exists, DiskFull and other StorageErrors; older
+    checkpoints are then as they were. ConfigError for an ``extra`` that is none of the above.
+    """
+    return save_through(
+        IO(),
+        directory,
+        model,
+        optimizer,
+        extra,
+        scheduler=scheduler,
+        data=data,
+        step=step,
+        keep_last=keep_last,
+        asynchronous=asynchronous,
+    )
+
+
+def save_through(
+    io: IO,
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+    *,
+    scheduler: HasState | None = None,
+    data: HasState | None = None,
+    step: int | None = None,
+    keep_last: int | None = None,
+    asynchronous: bool = False,
+) -> Save:
+    """Carry out `save_checkpoint` through an `IO` (tests let it go wrong)."""
+    engine = engine_of(model)
+    check_pair(engine, optimizer)
+    if keep_last is not None and keep_last < 1:
+        raise ConfigError(f"keep_last={keep_last}", advice="keep_last takes a positive number")
+    previous, engine.last_save = engine.last_save, None
+    if previous is not None and not previous.told:
+        previous.wait()  # one at a time; its error is said now if it was not before
+    # 1. everything that is small is taken now
+    engine.refuse_broken()
+    quiesce(engine)
+    extras: list[Part] = []
+    meta = meta_of(engine, extra, scheduler, data, extras)
+    number = engine.steps if step is None else step
+    # 2. the tensors are read bucket by bucket, each behind its update and before its next one
+    writing = Writing(engine, io, Path(directory), number, [*parts_of(engine), *extras], meta)
+    executor = ThreadPoolExecutor(1, "hetero-save")
+    done = executor.submit(writing.run, keep_last)
+    executor.shutdown(wait=False)
+    save = Save(number, writing.path, done)
+    if asynchronous:
+        engine.last_save = save
+    else:
+        save.wait()
+    return save
+
+
+def check_pair(engine: Engine, optimizer: Optimizer | None) -> None:
+    """Refuse an optimizer that was not prepared with the model, and a missing one."""
+    if optimizer is not engine.optimizer:
+        raise StateError(
+            "the optimizer was not prepared with this model"
+            if optimizer is not None
+            else "the model was prepared with an optimizer, which is not given",
+            advice="pass both as hetero.prepare returned them",
+        )
+
+
+def quiesce(engine: Engine) -> None:
+    """Bring written parameters home; updates may go on."""
+    if engine.mode == "paged":
+        engine.runtime.quiesce()
+    elif engine.has_masters:
+        engine.resident.quiesce()
+
+
+def meta_of(
+    engine: Engine,
+    extra: Any,
+    scheduler: HasState | None,
+    data: HasState | None,
+    extras: list[Part],
+) -> dict[str, Any]:
+    """Return what a checkpoint says beside tensors; tensors in it are added to ``extras``."""
+
+    def keep(path: str, tensor: torch.Tensor) -> None:
+        extras.append(of_tensor(Name("extra", path), tensor.detach().cpu().clone()))
+
+    names = {id(engine.params[s.index]): s.spec.name for _, s in engine.blueprint.layout.home}
+    optimizer = engine.optimizer
+    groups = optimizer.param_groups if optimizer is not None else []
+    beside: Mapping[str, Any] = {
+        "extra": extra,
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "data": None if data is None else data.state_dict(),
+        "rng": rng_state(engine),
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
+        "scaler": None if engine.scaler is None else engine.scaler.state_dict(),
+    }
+    return {
+        "hetero": __version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "precision": engine.config.precision,
+        "optimizer": None if engine.inner is None else type(engine.inner).__name__,
+        "steps": engine.steps,
+        "members": [[names[id(p)] for p in group["params"]] for group in groups],
+        **{key: encode(value, key, keep) for key, value in beside.items()},
+    }
+
+
+def rng_state(engine: Engine) -> dict[str, Any]:
+    """Return the states of the generators that a training loop draws from."""
+    return {
+        "torch": torch.get_rng_state(),
+        "device": accelerator_rng(engine.device.torch_device),
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+    }
+
+
+class Writing:
+    """One save: what is written, and the commit behind it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        io: IO,
+        directory: Path,
+        step: int,
+        parts: Sequence[Part],
+        meta: dict[str, Any],
+    ) -> None:
+        self.path = directory / f"step-{step}"
+        self._meta = meta
+        self._root = make_directory(directory, io)
+        buckets = engine.blueprint.layout.buckets
+        self._scalars: Scalars = {}
+        for bucket in buckets:
+            self._scalars.update(scalars_of(engine, bucket))
+        entries = [
+            Entry(*part.name, str(part.dtype).removeprefix("torch."), part.shape) for part in parts
+        ]
+        self._writer = Writer(self._root, step, entries)
+        self._saving = Saving(
+            parts,
+            self._writer.write,
+            pending=engine.update_of,
+            noted=partial(self._note, engine, buckets),
+        )
+        engine.save(self._saving)
+
+    def _note(self, engine: Engine, buckets: Sequence[Bucket], bucket: int) -> None:
+        if not counted_at_close(engine, buckets[bucket]):
+            self._scalars.update(scalars_of(engine, buckets[bucket]))
+
+    def run(self, keep_last: int | None) -> Path:
+        """Read everything, commit, and remove what is older than ``keep_last``."""
+        with self._root, self._writer:
+            try:
+                self._saving.run()
+            except BaseException as error:
+                self._saving.error = error
+            if self._saving.error is not None:
+                raise self._saving.error
+            path = self._writer.commit({**self._meta, "scalars": encode_scalars(self._scalars)})
+            if keep_last is not None:
+                retain(self._root, keep_last)
+        return path
+
+
+def encode_scalars(scalars: Scalars) -> Any:
+    """Return step counts and the like as JSON: a tensor of one number as dtype and number."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            return {"dtype": dtype, "value": value.item()}
+        return {"value": encode(value, "state", refuse)}
+
+    return {name: {k: plain(v) for k, v in state.items()} for name, state in scalars.items()}
+
+
+def decode_scalars(saved: Mapping[str, Mapping[str, Any]]) -> Scalars:
+    """Return what `encode_scalars` was given."""
+
+    def made(value: Mapping[str, Any]) -> Any:
+        if "dtype" in value:
+            return torch.tensor(value["value"], dtype=dtype_named(value["dtype"]))
+        return decode(value["value"], refuse)
+
+    return {name: {k: made(v) for k, v in state.items()} for name, state in saved.items()}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return a dtype of the format's table; KeyError for any other name."""
+    if name not in ITEM_BYTES:
+        raise KeyError(name)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def refuse(path: str, *_: Any) -> Any:
+    """There are no tensors here."""
+    raise CheckpointCorrupt(f"{path} names a tensor where none is saved")
+
+
+def make_directory(directory: Path, io: IO) -> Folder:
+    """Open the directory of checkpoints, made durably where it is missing."""
+    missing = []
+    while not directory.is_dir():
+        missing.append(directory.name)
+        if directory == directory.parent or directory.exists():
+            raise DiskWriteError(
+                f"{directory} is no directory", advice="name a directory for checkpoints"
+            )
+        directory = directory.parent
+    folder = Folder.open(directory, io)
+    for name in reversed(missing):
+        child = folder.make(name)
+        folder.sync()
+        folder.close()
+        folder = child
+    return folder

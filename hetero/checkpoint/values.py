@@ -1,0 +1,107 @@
+"""Values beside tensors, as JSON and back, with no code in them (floor 4).
+
+JSON has no tuples, no bytes, no keys but strings and no tensors. Each of them is an object with one
+reserved key; tensors of one element or more are entries of the checkpoint, and the object names the
+entry. What is none of these is refused by the path that leads to it.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from hetero.errors import CheckpointCorrupt, ConfigError
+
+MARK = "__hetero__"
+Keep = Callable[[str, torch.Tensor], None]
+Find = Callable[[str], torch.Tensor]
+
+
+def encode(value: Any, path: str, keep: Keep) -> Any:
+    """Return a value as JSON; its tensors go to ``keep(path, tensor)``.
+
+    Raises ConfigError for what is neither a number, a string, bytes, a container nor a tensor.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return _plain(value)
+    if isinstance(value, torch.Tensor):
+        keep(path, value.detach())
+        return {MARK: "tensor", "entry": path}
+    if isinstance(value, (bytes, bytearray)):
+        return {MARK: "bytes", "base64": base64.b64encode(value).decode()}
+    if isinstance(value, numpy.generic):
+        return encode(value.item(), path, keep)
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+        keep(path, torch.from_numpy(value.copy()))
+        return {MARK: "array", "entry": path}
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        items = [encode(item, f"{path}[{i}]", keep) for i, item in enumerate(value)]
+        kind = next(k for k in (list, tuple, set, frozenset, deque) if isinstance(value, k))
+        return items if kind is list else {MARK: kind.__name__, "items": items}
+    if isinstance(value, Mapping):
+        return _mapping(value, path, keep)
+    raise ConfigError(
+        f"{path} is a {type(value).__name__}, which a checkpoint does not keep",
+        advice="save numbers, strings, bytes, lists, tuples, dicts and tensors: nothing is pickled",
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or string without its subclass (a numpy float, an enum's string)."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _mapping(value: Mapping[Any, Any], path: str, keep: Keep) -> Any:
+    plain = all(isinstance(key, str) for key in value) and MARK not in value
+    if plain:
+        return {str(k): encode(v, f"{path}.{k}", keep) for k, v in value.items()}
+    pairs = [
+        [encode(k, f"{path} key {i}", keep), encode(v, f"{path}[{k!r}]", keep)]
+        for i, (k, v) in enumerate(value.items())
+    ]
+    return {MARK: "dict", "items": pairs}
+
+
+def decode(value: Any, find: Find) -> Any:
+    """Return what `encode` was given; ``find(path)`` returns its tensors.
+
+    Raises CheckpointCorrupt for what `encode` does not write.
+    """
+    if isinstance(value, list):
+        return [decode(item, find) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if MARK not in value:
+        return {key: decode(item, find) for key, item in value.items()}
+    kind = value[MARK]
+    try:
+        return _MAKE[kind](value, find)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorrupt(f"a value is of kind {kind!r} and is not: {error}") from error
+
+
+def _items(value: dict[str, Any], find: Find) -> list[Any]:
+    return [decode(item, find) for item in value["items"]]
+
+
+_MAKE: dict[str, Callable[[dict[str, Any], Find], Any]] = {
+    "tensor": lambda value, find: find(value["entry"]),
+    "array": lambda value, find: find(value["entry"]).numpy(),
+    "bytes": lambda value, find: base64.b64decode(value["base64"], validate=True),
+    "tuple": lambda value, find: tuple(_items(value, find)),
+    "set": lambda value, find: set(_items(value, find)),
+    "frozenset": lambda value, find: frozenset(_items(value, find)),
+    "deque": lambda value, find: deque(_items(value, find)),
+    "dict": lambda value, find: {decode(k, find): decode(v, find) for k, v in value["items"]},
+}

@@ -1,0 +1,103 @@
+"""Checking checkpoints: every byte of every one, without a model and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hetero.checkpoint.folders import named
+from hetero.checkpoint.manifest import MANIFEST, layout
+from hetero.checkpoint.reader import Reader, nothing, open_folder, open_in
+from hetero.checkpoint.shard import BUFFERS, PIECE, Buffers
+from hetero.errors import CheckpointError, StorageError
+from hetero.io import IO
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of one checkpoint; ``problem`` is "" where every byte is right."""
+
+    step: int | None
+    """None where a single directory does not tell it."""
+    name: str
+    bytes: int
+    """Size of the shard, 0 where its manifest cannot be believed."""
+    ok: bool
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of a directory of checkpoints, or of one, by step."""
+
+    path: str
+    checkpoints: tuple[Verdict, ...]
+    unfinished: tuple[str, ...]
+    """Directories of saves that did not finish, or are under way: no load looks at them."""
+
+    @property
+    def ok(self) -> bool:
+        return all(verdict.ok for verdict in self.checkpoints)
+
+    @property
+    def newest_good(self) -> int | None:
+        """The highest step whose bytes are all right."""
+        return max((v.step for v in self.checkpoints if v.ok and v.step is not None), default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok, "newest_good": self.newest_good}
+
+
+def verify(path: str | Path, io: IO | None = None) -> Report:
+    """Read every byte of each ``step-N`` under ``path``, or of the one that it is.
+
+    Damage, and drives that fail, are told in the report. Raises NoCheckpoint where there is nothing
+    to check, and CheckpointError where another program wrote it.
+    """
+    root = open_folder(path, io)
+    if root.has(MANIFEST):
+        name = Path(root.path).name
+        return Report(root.path, (examine(None, name, partial(Reader, root)),), ())
+    found = named(root)
+    done = [each for each in found if not each.unfinished]
+    if not done:
+        raise nothing(root, None)
+    verdicts = tuple(examine(each.step, each.name, partial(open_in, root, each)) for each in done)
+    return Report(root.path, verdicts, tuple(each.name for each in found if each.unfinished))
+
+
+def examine(step: int | None, name: str, opened: Callable[[], Reader]) -> Verdict:
+    """Return the verdict on one checkpoint."""
+    n_bytes = 0
+    try:
+        with opened() as reader:
+            step, n_bytes = reader.step, layout(reader.entries)[-1]
+            read_all(reader)
+    except (CheckpointError, StorageError) as error:
+        return Verdict(step, name, n_bytes, False, f"{type(error).__name__}: {error.args[0]}")
+    return Verdict(step, name, n_bytes, True, "")
+
+
+def read_all(reader: Reader) -> None:
+    """Read every block; raises what the first bad one raises."""
+    buffers = Buffers()
+
+    def read(piece: tuple[int, int, int]) -> None:
+        entry, start, n_bytes = piece
+        with buffers.one() as buffer:
+            reader.read(entry, start, buffer[:n_bytes])
+
+    with ThreadPoolExecutor(BUFFERS, thread_name_prefix="hetero-verify") as pool:
+        for _ in pool.map(read, pieces(reader)):  # one sums while another reads
+            pass
+
+
+def pieces(reader: Reader) -> Iterator[tuple[int, int, int]]:
+    """Yield (entry, start, bytes) of every byte of a checkpoint, a buffer at a time."""
+    for number, entry in enumerate(reader.entries):
+        for start in range(0, entry.n_bytes, PIECE):
+            yield number, start, min(PIECE, entry.n_bytes - start)

@@ -1,0 +1,33 @@
+"""Manifests that somebody else made, with a right CRC, so that what comes after it is reached."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from hetero.checkpoint.manifest import HEAD, HEAD_BYTES, MANIFEST
+
+Record = dict[str, Any]
+
+
+def record_of(path: Path) -> Record:
+    """Return what a checkpoint's manifest says, without its CRC."""
+    record = json.loads((path / MANIFEST).read_bytes())
+    del record["crc32"]
+    return record
+
+
+def sealed(body: bytes) -> bytes:
+    """Return a manifest whose bytes after the CRC are ``body``."""
+    return HEAD % zlib.crc32(body) + body
+
+
+def text_of(record: Record) -> bytes:
+    """Return the bytes after the CRC for a record."""
+    return json.dumps(record)[1:].encode()
+
+
+def body_of(path: Path) -> bytes:
+    return (path / MANIFEST).read_bytes()[HEAD_BYTES:]

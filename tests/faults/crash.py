@@ -1,0 +1,204 @@
+"""What a crash can leave of a log of file operations: the model of reliability 2.10, in memory.
+
+Names and inodes are apart. A file's writes, and the reservation of its size, are pending until its
+sync: each may be lost, kept, torn in the middle, or there as zeros, each on its own. Changes of
+names are pending until a sync of their directory; of the pending ones there survives
+
+    prefix   any prefix of them, across all directories (a journal)
+    subset   any subset of them (all that POSIX promises)
+
+A sync of a file makes no name durable, and a sync of a directory no bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Literal, NamedTuple
+
+from hetero.io import Op
+
+Model = Literal["prefix", "subset"]
+Tree = dict[str, "bytes | Tree"]
+Fate = Literal["kept", "lost", "torn", "zero"]
+
+OPS = ("mkdir", "create", "rename", "unlink", "rmdir", "write", "reserve", "sync", "sync_folder")
+FATES: tuple[Fate, ...] = ("kept", "lost", "torn", "zero")
+SAMPLES = 8  # random mixtures of fates, beside the systematic ones
+
+
+class Change(NamedTuple):
+    """A change of names in one directory: ``old`` goes, ``new`` leads to ``inode``."""
+
+    folder: int
+    old: str
+    new: str
+    inode: int
+
+
+@dataclass
+class Inode:
+    """A file or a directory; what is pending is lost unless a state keeps it."""
+
+    names: dict[str, int] | None = None
+    data: bytes = b""
+    reserved: int = 0
+    writes: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+class Drive:
+    """What a drive holds for sure, and what it may hold, after some operations of a log."""
+
+    def __init__(self, before: Tree, model: Model) -> None:
+        self.model = model
+        self.inodes: list[Inode] = []
+        self.changes: list[Change] = []
+        self.paths: dict[str, int] = {"": self._plant(before)}
+        self.live: dict[tuple[int, str], int] = {}
+        for path, number in list(self.paths.items()):
+            self._enter(path, number)
+
+    def _plant(self, tree: Tree | bytes) -> int:
+        self.inodes.append(Inode())
+        number, inode = len(self.inodes) - 1, self.inodes[-1]
+        if isinstance(tree, bytes):
+            inode.data = tree
+        else:
+            inode.names = {name: self._plant(each) for name, each in tree.items()}
+        return number
+
+    def _enter(self, path: str, number: int) -> None:
+        """Note the names under a path; a path keeps leading to what was opened by it."""
+        for name, each in (self.inodes[number].names or {}).items():
+            self.live[number, name] = self.paths[os.path.join(path, name)] = each
+            self._enter(os.path.join(path, name), each)
+
+    def apply(self, op: Op) -> None:
+        """Take one operation of a log whose paths are relative to the root."""
+        head, name = os.path.split(op.where)
+        folder = self.paths[head]
+        if op.op in ("mkdir", "create"):
+            self.inodes.append(Inode(names={} if op.op == "mkdir" else None))
+            self._rename(folder, "", name, len(self.inodes) - 1, op.where)
+        elif op.op == "rename":
+            inode = self.live.pop((folder, name))
+            self._rename(folder, name, op.to, inode, os.path.join(head, op.to))
+        elif op.op in ("unlink", "rmdir"):
+            self._rename(folder, name, "", self.live.pop((folder, name)), "")
+        elif op.op == "write":
+            self.inodes[self.paths[op.where]].writes.append((op.offset, op.data))
+        elif op.op == "reserve":
+            self.inodes[self.paths[op.where]].reserved = op.offset
+        elif op.op == "sync":
+            settle(self.inodes[self.paths[op.where]])
+        elif op.op == "sync_folder":
+            self._sync_names(self.paths[op.where])
+
+    def _rename(self, folder: int, old: str, new: str, inode: int, path: str) -> None:
+        self.changes.append(Change(folder, old, new, inode))
+        if new:
+            self.live[folder, new] = self.paths[path] = inode
+
+    def _sync_names(self, folder: int) -> None:
+        mine = [n for n, change in enumerate(self.changes) if change.folder == folder]
+        if (
+            self.model == "prefix"
+        ):  # a journal keeps their order: what is before them is durable too
+            mine = list(range(mine[-1] + 1)) if mine else []
+        for n in mine:
+            perform(self.durable(), self.changes[n])
+        self.changes = [change for n, change in enumerate(self.changes) if n not in mine]
+
+    def durable(self) -> dict[int, dict[str, int]]:
+        return {n: inode.names for n, inode in enumerate(self.inodes) if inode.names is not None}
+
+    def name_states(self) -> Iterator[dict[int, dict[str, int]]]:
+        """Yield the names that may be there: {directory: {name: inode}}."""
+        for survivors in survivals(self.changes, self.model):
+            names = {folder: dict(entries) for folder, entries in self.durable().items()}
+            for change in survivors:
+                perform(names, change)
+            yield names
+
+    def byte_states(self, seeded: random.Random) -> Iterator[dict[int, bytes]]:
+        """Yield the bytes that files with pending writes may have."""
+        pending = {n: i for n, i in enumerate(self.inodes) if i.writes or i.reserved}
+        slots = [(number, k) for number, i in pending.items() for k in range(len(i.writes) + 1)]
+        for fates in mixtures(slots, seeded):
+            yield {
+                number: surviving(inode, [fates[number, k] for k in range(len(inode.writes) + 1)])
+                for number, inode in pending.items()
+            }
+
+    def trees(self, seeded: random.Random) -> Iterator[Tree]:
+        """Yield what a crash may leave under the root."""
+        names = list(self.name_states())
+        for data in self.byte_states(seeded):
+            for each in names:
+                yield self._tree(0, each, data)
+
+    def _tree(self, number: int, names: dict[int, dict[str, int]], data: dict[int, bytes]) -> Tree:
+        return {
+            name: self._tree(inode, names, data)
+            if self.inodes[inode].names is not None
+            else data.get(inode, self.inodes[inode].data)
+            for name, inode in sorted(names[number].items())
+        }
+
+
+def frozen(tree: Tree) -> Hashable:
+    """Return a tree as a key."""
+    return tuple(
+        (name, each if isinstance(each, bytes) else frozen(each)) for name, each in tree.items()
+    )
+
+
+def settle(inode: Inode) -> None:
+    inode.data = surviving(inode, ["kept"] * (len(inode.writes) + 1))
+    inode.writes, inode.reserved = [], 0
+
+
+def perform(names: dict[int, dict[str, int]], change: Change) -> None:
+    if change.old and names[change.folder].get(change.old) == change.inode:
+        del names[change.folder][change.old]
+    if change.new:
+        names[change.folder][change.new] = change.inode
+
+
+def survivals(changes: Sequence[Change], model: Model) -> Iterator[tuple[Change, ...]]:
+    for n in range(len(changes) + 1):
+        if model == "prefix":
+            yield tuple(changes[:n])
+        else:
+            yield from combinations(changes, n)
+
+
+def mixtures(
+    slots: list[tuple[int, int]], seeded: random.Random
+) -> Iterator[dict[tuple[int, int], Fate]]:
+    """Yield fates: all the same; one unlike the others; random ones."""
+    for common in FATES:
+        yield dict.fromkeys(slots, common)
+    for slot in slots:
+        for fate in FATES[1:]:
+            yield {**dict.fromkeys(slots, FATES[0]), slot: fate}
+        yield {**dict.fromkeys(slots, FATES[1]), slot: FATES[0]}
+    for _ in range(SAMPLES if slots else 0):
+        yield {slot: seeded.choice(FATES) for slot in slots}
+
+
+def surviving(inode: Inode, fates: Sequence[Fate]) -> bytes:
+    """Return a file's bytes by the fate of its reservation (first) and of each write."""
+    data = bytearray(inode.data)
+    if fates[0] == "kept":
+        data += bytes(max(0, inode.reserved - len(data)))
+    for (offset, what), fate in zip(inode.writes, fates[1:], strict=True):
+        if fate == "lost":
+            continue
+        end = offset + (len(what) // 2 if fate == "torn" else len(what))
+        data += bytes(max(0, end - len(data)))
+        data[offset:end] = bytes(end - offset) if fate == "zero" else what[: end - offset]
+    return bytes(data)

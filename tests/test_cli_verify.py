@@ -1,0 +1,131 @@
+"""``hetero verify``: what it says of checkpoints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hetero.checkpoint.manifest import SHARD, Entry
+from hetero.checkpoint.writer import Writer
+from hetero.cli import main
+from hetero.io import Folder
+
+ENTRIES = (Entry("param", "a [red]", "", "uint8", (5000,)), Entry("state", "a", "m", "int8", (9,)))
+
+
+def call(line: Sequence[str]) -> Result:
+    return CliRunner().invoke(main, ["verify", *line])
+
+
+def last_json(result: Result) -> Any:
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return a directory with the checkpoints of steps 5 and 10."""
+    for step in (5, 10):
+        with Folder.open(tmp_path) as folder, Writer(folder, step, ENTRIES) as writer:
+            for number, entry in enumerate(ENTRIES):
+                writer.write(number, 0, memoryview(bytes([step]) * entry.n_bytes))
+            writer.commit({})
+    return tmp_path
+
+
+def damage(path: Path, offset: int = 100) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1
+    path.write_bytes(raw)
+
+
+def test_good_checkpoints_end_with_status_0(root: Path) -> None:
+    result = call([str(root)])
+
+    assert result.exit_code == 0
+    assert "newest good: step 10" in result.stdout
+
+
+def test_one_flipped_bit_ends_with_status_1_and_names_the_newest_good_one(root: Path) -> None:
+    damage(root / "step-10" / SHARD)
+
+    result = call([str(root)])
+
+    assert result.exit_code == 1
+    assert "damaged" in result.stdout
+    assert "newest good: step 5" in result.stdout
+
+
+def test_everything_is_told_in_json(root: Path) -> None:
+    damage(root / "step-5" / SHARD, 4096 + 4095)  # padding counts too
+    (root / f"step-11.{'0' * 32}.tmp").mkdir()
+
+    result = call([str(root), "--json"])
+
+    data = last_json(result)
+    assert result.exit_code == 1
+    assert [(c["step"], c["ok"], c["bytes"]) for c in data["checkpoints"]] == [
+        (5, False, 12288),
+        (10, True, 12288),
+    ]
+    assert "block 0 of entry 0 ('param a [red]')" in data["checkpoints"][0]["problem"]
+    assert data["unfinished"] == [f"step-11.{'0' * 32}.tmp"]
+    assert data["newest_good"] == 10
+    assert data["ok"] is False
+
+
+def test_one_checkpoint_is_checked_by_its_own_name(root: Path) -> None:
+    damage(root / "step-5" / SHARD)
+
+    assert call([str(root / "step-10")]).exit_code == 0
+    assert call([str(root / "step-5")]).exit_code == 1
+
+
+def test_a_damaged_manifest_is_a_damaged_checkpoint(root: Path) -> None:
+    damage(root / "step-10" / "MANIFEST.json")
+
+    data = last_json(call([str(root), "--json"]))
+
+    assert [(c["ok"], c["bytes"]) for c in data["checkpoints"]] == [(True, 12288), (False, 0)]
+    assert "MANIFEST.json is damaged" in data["checkpoints"][1]["problem"]
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty"])
+def test_nothing_to_check_ends_with_status_2_and_advice(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+
+    result = call([str(tmp_path / name), "--json"])
+
+    assert result.exit_code == 2
+    assert last_json(result)["error"] == "NoCheckpoint"
+    assert "Advice" in result.stderr
+
+
+def test_checkpoints_of_other_programs_end_with_status_2_and_their_name(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+
+    result = call([str(tmp_path)])
+
+    assert result.exit_code == 2
+    assert "safetensors" in result.stderr
+
+
+def test_verifying_does_not_load_torch(root: Path) -> None:
+    code = (
+        "import sys\n"
+        "from hetero.cli import main\n"
+        "try:\n"
+        f"    main(['verify', {str(root)!r}])\n"
+        "except SystemExit as end:\n"
+        "    print('ended', end.code, 'torch' in sys.modules, 'numpy' in sys.modules)\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.splitlines()[-1] == "ended 0 False False"
