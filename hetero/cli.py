@@ -6,6 +6,7 @@ Commands import what they need when they run, so that ``hetero --help`` is fast 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 UNUSABLE = 2  # exit status: the request cannot be honoured as given
 DISAPPOINTED = 1  # exit status: a check is red, or a benchmark does not hold
-SETTINGS = ("device", "hbm", "host", "precision")
+SETTINGS = ("device", "hbm", "host", "nvme", "nvme_bytes", "precision")
 SHAPE = ("width", "layers", "heads", "context", "checkpoint_blocks")
 DEMO_MINUTES = 3.5  # a run of default length ends by then on a slow machine too
 MINUTES_HELP = f"{DEMO_MINUTES}, or never when --steps is given"
@@ -60,7 +61,13 @@ def option(name: str, kind: Any, text: str, default: str = "", **more: Any) -> C
 @option("--heads", POSITIVE, "Attention heads per block.", "8")
 @option("--lr", click.FloatRange(0, min_open=True), "Peak learning rate.", "0.0005")
 @option("--hbm", str, "Device budget, as 120MiB; 'all' for none.", "a quarter of the states")
-@option("--host", str, "RAM budget, as 2GiB.", "what is free")
+@option("--host", str, "RAM budget, as 2GiB.", "half the states")
+@option("--nvme", str, "Directory for what RAM does not hold.", "runs")
+@option("--nvme-bytes", str, "Budget of that directory, as 100GiB.", "what is free there")
+@option("--checkpoints", str, "Directory of checkpoints.", "the next of runs/1, runs/2 ...")
+@option("--save-every", POSITIVE, "Steps between checkpoints.", "20")
+@option("--keep-last", POSITIVE, "Checkpoints that stay.", "2")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of the last run.")
 @option("--device", DEVICES, "Where to compute.", "cuda when there is one, else cpu:sim")
 @option("--precision", PRECISIONS, "Of working weights; bf16 and fp16 keep fp32 masters.", "fp32")
 @option("--seed", int, "Seed of weights and batches.", "0")
@@ -76,18 +83,43 @@ def option(name: str, kind: Any, text: str, default: str = "", **more: Any) -> C
 )
 @json_option
 def train(as_json: bool, **given: Any) -> None:
-    """Train a byte-level GPT on real text inside a byte budget."""
-    with failures(as_json):
+    """Train a byte-level GPT on real text inside byte budgets of HBM, RAM and disk.
+
+    Ctrl-C, or SIGTERM, finishes the step and saves it; --resume goes on bit for bit.
+    """
+    with failures(as_json), stopping() as stop:
         from hetero.recipes import show
         from hetero.recipes.train import train as run
 
         console = open_console(as_json)
         options = train_options({k: v for k, v in given.items() if v is not None})
         with show.watching(console, options.steps) as watch:
-            result = run(options, watch)
+            result = run(options, watch, stop)
         show.summary(console, result)
         if as_json:
             print_json(result.as_json())
+    if result.signal is not None:
+        sys.exit(128 + result.signal)
+
+
+@contextmanager
+def stopping() -> Iterator[Callable[[], int | None]]:
+    """Yield what returns the number of the first SIGINT or SIGTERM; a second one ends at once."""
+    asked: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: Any) -> None:
+        asked.append(number)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield lambda: asked[0] if asked else None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def train_options(given: dict[str, Any]) -> TrainOptions:

@@ -63,12 +63,13 @@ def plain_line(console: Console, report: StepReport, steps: int) -> None:
 def step_line(report: StepReport) -> str:
     """Return one step in one line: loss, speed, tiers, traffic, misses."""
     status = report.status
-    moved = status.h2d_bytes + status.d2h_bytes
+    moved, disk = status.h2d_bytes + status.d2h_bytes, status.read_bytes + status.write_bytes
     parts = [
         f"loss {report.loss:.3f}",
         f"{report.tokens / report.seconds:,.0f} tokens/s",
         *(f"{name} {fill(row)}" for name, row in status.tiers.items()),
         f"moved {format_bytes(moved)}/step",
+        *([f"disk {format_bytes(disk)}/step"] if disk else []),
         f"{status.misses} misses",
     ]
     return "  ".join(parts)
@@ -123,15 +124,37 @@ def run_facts(result: TrainResult) -> list[tuple[str, str]]:
         ("activations", format_bytes(status.activation_bytes)),
         ("units", f"{resident} resident, {len(units) - resident} at home"),
         ("last step", traffic),
+        *disk_facts(status),
         ("speed", f"{result.tokens_per_second:,.0f} tokens/s, {result.seconds:.1f} s of training"),
         ("loss", loss_line(result)),
+        ("checkpoint", f"{result.checkpoint}{went_on(result)}"),
         ("weights", f"sha256 {result.weights_sha256[:16]}; as many steps give it at any budget"),
     ]
 
 
+def disk_facts(status: Status) -> list[tuple[str, str]]:
+    """Return what went to disk, and how much of the drive's life it took."""
+    if "NVME" not in status.tiers:
+        return []
+    line = (
+        f"read {format_bytes(status.read_bytes)}, wrote {format_bytes(status.write_bytes)};"
+        f" written in all {format_bytes(status.written_bytes)}"
+    )
+    return [("disk", line)]
+
+
+def went_on(result: TrainResult) -> str:
+    """Return where a run went on from, and how to go on with one that was stopped."""
+    said = f", resumed from step {result.resumed_step}" if result.resumed_step else ""
+    if result.steps < result.planned_steps:
+        said += "; the same command with --resume goes on"
+    return said
+
+
 def loss_line(result: TrainResult) -> str:
     early = result.steps < result.planned_steps
-    steps = f"{result.steps} of {result.planned_steps}, time was up" if early else result.steps
+    why = "time was up" if result.signal is None else "stopped"
+    steps = f"{result.steps} of {result.planned_steps}, {why}" if early else result.steps
     return (
         f"{result.first_loss:.3f} -> {result.last_loss:.3f} nats a byte in steps: {steps}"
         f" (without context: {result.unigram_entropy:.3f})"

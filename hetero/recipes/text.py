@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -39,19 +39,35 @@ def as_tokens(text: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def batches(
-    tokens: torch.Tensor, *, batch: int, context: int, seed: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (tokens, targets) without end, int64 [batch, context] each, from random places.
+class Batches:
+    """Yields (tokens, targets) without end, int64 [batch, context] each, from random places.
 
-    The same seed yields the same batches; the global generator is not touched.
+    The same seed yields the same batches; the global generator is not touched. The position is the
+    generator's state, which a checkpoint keeps.
     """
-    generator = torch.Generator().manual_seed(seed)
-    offsets = torch.arange(context + 1)
-    while True:
-        starts = torch.randint(len(tokens) - context, (batch, 1), generator=generator)
-        windows = tokens[starts + offsets].long()
-        yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def __init__(self, tokens: torch.Tensor, *, batch: int, context: int, seed: int) -> None:
+        self._tokens = tokens
+        self._batch = batch
+        self._offsets = torch.arange(context + 1)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        places = len(self._tokens) - len(self._offsets) + 1
+        starts = torch.randint(places, (self._batch, 1), generator=self._generator)
+        windows = self._tokens[starts + self._offsets].long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return where the batches are."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        self._generator.set_state(state["generator"])
 
 
 def unigram_entropy(tokens: torch.Tensor) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,20 +15,25 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from hetero.api import Status, backward, prepare, status
+from hetero.checkpoint.load import load_checkpoint
+from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.save import Save, save_checkpoint
 from hetero.config import Config
 from hetero.device import open_device
-from hetero.errors import ConfigError
+from hetero.errors import BudgetError, ConfigError
 from hetero.recipes.gpt import GPT, GPTConfig
-from hetero.recipes.text import as_tokens, batches, read_files, topics_text, unigram_entropy
+from hetero.recipes.text import Batches, as_tokens, read_files, topics_text, unigram_entropy
+from hetero.train.blueprint import draw
 from hetero.train.optimizer import Optimizer
+from hetero.train.spill import draw_spill
 
 WARM_UP = 0.1  # of the steps
 FLOOR = 0.1  # of the peak learning rate, where the cosine ends
 SMOOTHED = 10  # steps in the mean that is reported as the last loss
 MAX_GRAD_NORM = 1.0
 STATES_PER_BUDGET = 4  # the default hbm is this part of param, gradient and the two moments
-
-Batch = tuple[torch.Tensor, torch.Tensor]
+STATES_PER_HOST = 2  # and the default host is this part; the rest is on disk
+RUNS = "runs"  # folder in the working directory, of checkpoints and of what is on disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,15 @@ class TrainOptions:
     """TOML file of hetero settings."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `hetero.prepare` that go on top of the file; hbm="all" means no budget."""
+    checkpoints: str | Path | None = None
+    """Directory of checkpoints; None: the next, or with ``resume`` the last, of runs/1, runs/2 ...
+    """
+    save_every: int = 20
+    """Steps from one checkpoint to the next; one is written at the end, too."""
+    keep_last: int = 2
+    """Checkpoints that stay."""
+    resume: bool = False
+    """Go on from the newest checkpoint."""
 
 
 class StepReport(NamedTuple):
@@ -89,6 +103,12 @@ class TrainResult:
     """Mean over the last ten steps."""
     weights_sha256: str
     """Digest of the weights: as many steps give the same at any budget."""
+    checkpoint: str
+    """The last one written."""
+    resumed_step: int
+    """Where the run went on; 0 for one from the beginning."""
+    signal: int | None
+    """The number of the signal that ended it early; None where none did."""
     status: Status
 
     def as_json(self) -> dict[str, Any]:
@@ -96,27 +116,68 @@ class TrainResult:
         return dataclasses.asdict(self)
 
 
-def train(options: TrainOptions, watch: Callable[[StepReport], None] | None = None) -> TrainResult:
+Stop = Callable[[], "int | None"]
+
+
+def train(
+    options: TrainOptions,
+    watch: Callable[[StepReport], None] | None = None,
+    stop: Stop = lambda: None,
+) -> TrainResult:
     """Run the whole recipe; ``watch`` hears of every step.
 
-    Raises ConfigError and BudgetError of `hetero.prepare`, and ConfigError for options that cannot
-    be honoured. The global generator is seeded.
+    Once ``stop`` returns the number of a signal, the step under way is finished, saved, and the
+    last. Raises ConfigError and BudgetError of `hetero.prepare`, ConfigError for options that
+    cannot be honoured, and what saving and loading raise. The global generator is seeded.
     """
     # 1. text, model and optimizer, as in plain PyTorch
     tokens = load_tokens(options)
+    folder = folder_of(options)
+    if options.resume:
+        check_run(folder, options)
     model = build_model(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), fused=True)
-    # 2. the one line that puts it under a budget
-    config = settings_for(model, options)
+    # 2. the one line that puts it under budgets
+    config = settings_for(model, optimizer, options)
     model, optimizer = prepare(model, optimizer, config=config)
     # 3. the same loop as ever
-    reports: list[StepReport] = []
-    for report in run(model, optimizer, options, draw(tokens, options, config)):
-        reports.append(report)
-        if watch is not None:
-            watch(report)
+    run = Run(model, optimizer, options, tokens, folder)
+    if options.resume:
+        run.resume()
+    number = run.train(open_device(config.device).torch_device, watch, stop)
     # 4. what came of it
-    return conclude(model, reports, tokens, options.steps)
+    return conclude(run, tokens, number)
+
+
+def folder_of(options: TrainOptions) -> Path:
+    """Return where a run's checkpoints are; ConfigError where there are others, or none to go on.
+
+    Without a name, runs are numbered in the folder `RUNS` of the working directory.
+    """
+    if options.checkpoints is None:
+        numbers = [int(p.name) for p in Path(RUNS).glob("*") if p.name.isdigit()]
+        saved = [n for n in numbers if found_in(Path(RUNS, str(n)))]
+        number = max(saved, default=0) if options.resume else max(numbers, default=0) + 1
+        folder = Path(RUNS, str(number))
+    else:
+        folder = Path(options.checkpoints)
+    there = found_in(folder)
+    if options.resume and not there:
+        raise ConfigError(
+            f"{folder} holds no checkpoint to go on from",
+            advice="start without --resume, or name the run's folder with --checkpoints",
+        )
+    if there and not options.resume:
+        raise ConfigError(
+            f"{folder} holds the checkpoints of another run",
+            advice="go on from them with --resume, or name another folder with --checkpoints",
+        )
+    return folder
+
+
+def found_in(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint."""
+    return any(p.name.removeprefix("step-").isdigit() for p in folder.glob("step-*"))
 
 
 def shape(**fields: Any) -> GPTConfig:
@@ -148,8 +209,11 @@ def build_model(options: TrainOptions) -> GPT:
     return GPT(options.model)
 
 
-def settings_for(model: torch.nn.Module, options: TrainOptions) -> Config:
-    """Return the settings: CUDA or the simulated device, and by default a quarter of the states."""
+def settings_for(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: TrainOptions
+) -> Config:
+    """Return the settings: CUDA or the simulated device; by default HBM for a quarter of the
+    states, RAM for half of them, and a disk for the rest."""
     given = dict(options.settings)
     unlimited = given.get("hbm") == "all"
     if unlimited:
@@ -160,7 +224,22 @@ def settings_for(model: torch.nn.Module, options: TrainOptions) -> Config:
         config = dataclasses.replace(config, device="cpu:sim" if found.name == "cpu" else found)
     if config.hbm is None and not unlimited:
         config = dataclasses.replace(config, hbm=states_of(model) // STATES_PER_BUDGET)
+    if config.host is None and not unlimited:
+        config = dataclasses.replace(config, host=host_of(model, optimizer, config))
+    if not config.nvme and not unlimited:
+        Path(RUNS).mkdir(exist_ok=True)
+        config = dataclasses.replace(config, nvme=(RUNS,))
     return config
+
+
+def host_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> int:
+    """Return the default RAM budget: half the states, so that the rest is on disk."""
+    half = states_of(model) // STATES_PER_HOST
+    try:
+        draw_spill(draw(model, optimizer, config), half, None)
+    except BudgetError as error:  # a model too small for its own largest update
+        return error.needed_bytes
+    return half
 
 
 def states_of(model: torch.nn.Module) -> int:
@@ -168,32 +247,116 @@ def states_of(model: torch.nn.Module) -> int:
     return 4 * sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def draw(tokens: torch.Tensor, options: TrainOptions, config: Config) -> Iterator[Batch]:
-    """Yield the batches of a run on the device."""
-    place = open_device(config.device).torch_device
-    context = options.model.context
-    for x, y in batches(tokens, batch=options.batch, context=context, seed=options.seed):
-        yield x.to(place), y.to(place)
+class Run:
+    """The loop: a plain PyTorch loop, with a checkpoint now and then."""
 
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        options: TrainOptions,
+        tokens: torch.Tensor,
+        folder: Path,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.options = options
+        self.folder = folder
+        self.scheduler = LambdaLR(optimizer, warm_up_and_cosine(options.steps))
+        context = options.model.context
+        self.data = Batches(tokens, batch=options.batch, context=context, seed=options.seed)
+        self.losses: list[float] = []
+        self.seconds = 0.0
+        self.resumed_step = 0
+        self.saved: Save | None = None
 
-def run(
-    model: torch.nn.Module, optimizer: Optimizer, options: TrainOptions, data: Iterable[Batch]
-) -> Iterator[StepReport]:
-    """Train step by step, as any PyTorch loop does, and report each step."""
-    scheduler = LambdaLR(optimizer, warm_up_and_cosine(options.steps))
-    began, tokens = time.perf_counter(), 0
-    for step, (x, y) in zip(range(1, options.steps + 1), data, strict=False):
-        loss = model(x, y)
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on since the beginning."""
+        return len(self.losses) * self.options.batch * self.options.model.context
+
+    def train(
+        self,
+        place: torch.device,
+        watch: Callable[[StepReport], None] | None,
+        stop: Stop,
+    ) -> int | None:
+        """Train to the end, or to the signal that is returned."""
+        options, number = self.options, None
+        began = time.perf_counter() - self.seconds
+        while len(self.losses) < options.steps and number is None:
+            self.step(place)
+            self.seconds = time.perf_counter() - began
+            step = len(self.losses)
+            if watch is not None:
+                row = (step, self.losses[-1], self.seconds, self.tokens, status(self.model))
+                watch(StepReport(*row))
+            number = stop()
+            if options.minutes is not None and self.seconds >= 60 * options.minutes:
+                break
+            if number is None and step % options.save_every == 0 and step < options.steps:
+                self.save(asynchronous=True)  # training goes on while it is written
+        last = self.saved
+        if last is None or last.step < len(self.losses):
+            last = self.save()
+        last.wait()
+        return number
+
+    def step(self, place: torch.device) -> None:
+        """Make one step, as any PyTorch loop does."""
+        x, y = next(self.data)
+        loss = self.model(x.to(place), y.to(place))
         backward(loss)  # loss.backward(), but for the loss scaling of fp16
-        optimizer.clip_grad_norm_(MAX_GRAD_NORM)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        tokens += x.numel()
-        seconds = time.perf_counter() - began
-        yield StepReport(step, loss.item(), seconds, tokens, status(model))
-        if options.minutes is not None and seconds >= 60 * options.minutes:
-            return
+        self.optimizer.clip_grad_norm_(MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def save(self, *, asynchronous: bool = False) -> Save:
+        """Write a checkpoint."""
+        run = fingerprint(self.options)
+        progress = {"losses": self.losses, "seconds": self.seconds, "run": run}
+        self.saved = save_checkpoint(
+            self.folder,
+            self.model,
+            self.optimizer,
+            progress,
+            scheduler=self.scheduler,
+            data=self.data,
+            keep_last=self.options.keep_last,
+            asynchronous=asynchronous,
+        )
+        return self.saved
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint."""
+        progress = load_checkpoint(
+            self.folder, self.model, self.optimizer, scheduler=self.scheduler, data=self.data
+        )
+        self.losses, self.seconds = list(progress["losses"]), progress["seconds"]
+        self.resumed_step = len(self.losses)
+
+
+def fingerprint(options: TrainOptions) -> dict[str, Any]:
+    """Return the options that decide the numbers; budgets do not."""
+    names = ("batch", "steps", "lr", "seed")
+    return {**{n: getattr(options, n) for n in names}, **dataclasses.asdict(options.model)}
+
+
+def check_run(folder: Path, options: TrainOptions) -> None:
+    """Refuse to go on with a run of other options, before anything is built."""
+    with Reader.open(folder) as reader:
+        extra = reader.meta.get("extra")
+    there, here = extra.get("run") if isinstance(extra, dict) else None, fingerprint(options)
+    if not isinstance(there, dict):
+        raise ConfigError(f"{folder} is no run of hetero train", advice="name the run's folder")
+    other = [f"{k} was {there.get(k)} and is {v}" for k, v in here.items() if there.get(k) != v]
+    if other:
+        raise ConfigError(
+            f"the run in {folder} had other options: {', '.join(other)}",
+            advice="resume with the options the run was started with",
+        )
 
 
 def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
@@ -209,27 +372,27 @@ def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
     return factor
 
 
-def conclude(
-    model: torch.nn.Module, reports: list[StepReport], tokens: torch.Tensor, planned_steps: int
-) -> TrainResult:
+def conclude(run: Run, tokens: torch.Tensor, number: int | None) -> TrainResult:
     """Return the result of a run that has ended."""
-    losses = tuple(report.loss for report in reports)
-    last, tail = reports[-1], losses[-SMOOTHED:]
-    n_parameters = sum(p.numel() for p in model.parameters())
+    losses = tuple(run.losses)
+    tail = losses[-SMOOTHED:]
     return TrainResult(
-        parameters=n_parameters,
-        state_bytes=states_of(model),
+        parameters=sum(p.numel() for p in run.model.parameters()),
+        state_bytes=states_of(run.model),
         text_bytes=len(tokens),
         unigram_entropy=unigram_entropy(tokens),
-        steps=last.step,
-        planned_steps=planned_steps,
-        seconds=last.seconds,
-        tokens_per_second=last.tokens / last.seconds,
+        steps=len(losses),
+        planned_steps=run.options.steps,
+        seconds=run.seconds,
+        tokens_per_second=run.tokens / run.seconds,
         losses=losses,
         first_loss=losses[0],
         last_loss=sum(tail) / len(tail),
-        weights_sha256=digest(model),
-        status=last.status,
+        weights_sha256=digest(run.model),
+        checkpoint="" if run.saved is None else str(run.saved.path),
+        resumed_step=run.resumed_step,
+        signal=number,
+        status=status(run.model),
     )
 
 
