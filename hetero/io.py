@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import signal
@@ -67,7 +68,7 @@ class IO:
     def call(self, op: str, act: Callable[..., T], *args: Any, where: str, offset: int = 0) -> T:
         """Return ``act(*args)``; ``where`` names the file or folder, ``offset`` is for transfers.
 
-        ``op`` is one of open, create, private, mkdir, list, stat, read, write, reserve, sync,
+        ``op`` is one of open, create, private, mkdir, list, stat, lock, read, write, reserve, sync,
         sync_folder, rename, unlink, rmdir.
         """
         return act(*args)
@@ -219,6 +220,10 @@ class File:
         """Return the length in bytes."""
         return self._call("stat", os.fstat, self._fd).st_size
 
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._fd
+
     def allocated(self) -> int:
         """Return the bytes that the file takes on its disk."""
         return 512 * self._call("stat", os.fstat, self._fd).st_blocks
@@ -281,7 +286,8 @@ def failed(
 ) -> StorageError:
     """Return the typed error for a system call that failed."""
     full = error.errno in NO_SPACE
-    kind = DiskFull if full else DiskReadError if op in ("read", "open", "stat") else DiskWriteError
+    reading = ("read", "open", "stat", "list")
+    kind = DiskFull if full else DiskReadError if op in reading else DiskWriteError
     amount = f" of {format_bytes(wanted)} at byte {offset}" if wanted else ""
     advice = "look at the system log: the drive or its file system reports an error"
     if full:
@@ -386,10 +392,21 @@ class Folder:
         """Return the names in this directory, sorted."""
         return sorted(self._call("list", os.listdir, self._fd, where=self.path))
 
+    def stat(self, name: str) -> os.stat_result:
+        """Return what the system says of a name; of a link itself, not of where it leads."""
+        return self._call("stat", _lstat, self.checked(name), self._fd, where=self.where(name))
+
+    def lock(self) -> bool:
+        """Take this directory for as long as it is open; False where another process has it.
+
+        Raises StorageError where the file system has no locks.
+        """
+        return self._call("lock", _lock, self._fd, where=self.path)
+
     def has(self, name: str) -> bool:
         """Whether there is something of that name, a link that leads nowhere included."""
         try:
-            self._call("stat", _lstat, self.checked(name), self._fd, where=self.where(name))
+            self.stat(name)
         except StorageError as error:
             if error.errno == errno.ENOENT:
                 return False
@@ -489,6 +506,14 @@ def _mkdir(name: str, folder: int) -> None:
 
 def _lstat(name: str, folder: int) -> os.stat_result:
     return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _rename(name: str, to: str, folder: int) -> None:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
+
+RUNS = Path(__file__).parent.parent / "runs"
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """A directory on a real disk: the usual temporary ones may be RAM."""
+    RUNS.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=RUNS) as path:
+        yield Path(path)

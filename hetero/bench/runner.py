@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from hetero.bench import engine, memory, update
+from hetero.bench import disk, engine, memory, update
 from hetero.device import accelerator_name
 from hetero.errors import ConfigError
 from hetero.version import __version__
@@ -68,6 +68,11 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "update-overlap": update.update_overlap,
     "bytes": update.bytes_a_parameter,
     "fp32-step": update.fp32_step,
+    "disk": disk.disk,
+    "disk-step": disk.disk_step,
+    "checksum": disk.checksum,
+    "save": disk.save,
+    "page-cache": disk.page_cache,
 }
 
 

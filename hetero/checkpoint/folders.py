@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -52,44 +51,15 @@ def named(root: Folder) -> list[Named]:
     return sorted(Named(int(match[1]), match[0]) for match in matches if match)
 
 
-# -- what io.Folder does not tell ----------------------------------------------------------------
-
-
-def details(folder: Folder, name: str) -> os.stat_result:
-    """Return what is under a name, a link itself; raises StorageError where there is nothing."""
-    where = folder.where(name)
-    return folder._call("stat", _lstat, folder.checked(name), folder._fd, where=where)
-
-
-def _lstat(name: str, fd: int) -> os.stat_result:
-    return os.stat(name, dir_fd=fd, follow_symlinks=False)
-
-
-def lock(folder: Folder) -> bool:
-    """Take the folder's lock without waiting; False where another descriptor has it.
-
-    It goes with the folder. Raises StorageError on file systems without locks.
-    """
-    return folder._call("lock", _flock, folder._fd, where=folder.path)
-
-
-def _flock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def leads_to(root: Folder, name: str, folder: Folder) -> bool:
     """Whether ``name`` is still the directory that is open as ``folder``."""
     try:
-        found = details(root, name)
+        found = root.stat(name)
     except StorageError as error:
         if error.errno == errno.ENOENT:
             return False
         raise
-    return os.path.samestat(found, details(folder, "."))
+    return os.path.samestat(found, folder.stat("."))
 
 
 def check_safe(folder: Folder, name: str, *, is_folder: bool = False) -> None:
@@ -99,7 +69,7 @@ def check_safe(folder: Folder, name: str, *, is_folder: bool = False) -> None:
     second name, through which others may change them. What is missing is a CheckpointCorrupt.
     """
     try:
-        found = details(folder, name)
+        found = folder.stat(name)
     except StorageError as error:
         if error.errno != errno.ENOENT:
             raise
@@ -182,7 +152,7 @@ def claim(root: Folder, final: str) -> tuple[str, Folder]:
 def held(root: Folder, name: str, folder: Folder) -> bool:
     """Take the lock of a directory just made; False where a sweep was faster."""
     try:
-        mine = lock(folder)
+        mine = folder.lock()
     except StorageError:  # a file system without locks: nobody sweeps there
         return True
     return mine and leads_to(root, name, folder)
@@ -234,7 +204,7 @@ def sweep(root: Folder) -> None:
 
 def abandoned(root: Folder, name: str) -> list[tuple[str, Folder]]:
     """Return the directory with its lock, or nothing where it is somebody's."""
-    if details(root, name).st_uid != os.geteuid():
+    if root.stat(name).st_uid != os.geteuid():
         return []
     folder = root.folder(name)
-    return [(name, folder)] if lock(folder) and leads_to(root, name, folder) else []
+    return [(name, folder)] if folder.lock() and leads_to(root, name, folder) else []

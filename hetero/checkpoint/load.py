@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hetero.train.optimizer import Optimizer
 from hetero.train.snapshot import PIECE_BYTES, Name, Part
 from hetero.train.state import begin_again, loaded, parts_of, settle, take_scalars
 
+LOAD_THREADS = 2  # one reads while another checks
 SHOWN = 10  # differences that a message lists
 MAX_VALUE_BYTES = 2**30  # of one tensor that the user's own values hold
 
@@ -83,8 +85,10 @@ def load_through(
         engine.broken = f"{reader.path} was loaded in part"
         states = (e for e in reader.entries if e.kind == "state")
         begin_again(engine, ((name_of(e), dtype_of(e), e.shape) for e in states))
-        for part, number in matched(parts_of(engine), reader):
-            part.load(partial(reader.read, number))
+        todo = matched(parts_of(engine), reader)
+        with ThreadPoolExecutor(LOAD_THREADS, "hetero-load") as executor:
+            for _ in executor.map(lambda one: one[0].load(partial(reader.read, one[1])), todo):
+                pass
         loaded(engine)
         # 3. what is beside them
         take_scalars(engine, beside["scalars"])

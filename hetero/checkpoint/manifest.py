@@ -35,7 +35,7 @@ BLOCK = 2**20  # bytes under one CRC
 # Limits of what a load believes. A save keeps them too: it reads its own manifest back.
 MAX_MANIFEST_BYTES = 64 * 2**20  # at 8 digits a MiB it still describes 8 TB
 MAX_DEPTH = 16
-MAX_CONTAINERS = 2**20  # objects and arrays of the JSON: they bound what parsing allocates
+MAX_BRACKETS = 2**21  # of any kind; they and commas keep what parsing allocates under 300 MiB
 MAX_COMMAS = 2**22
 MAX_DIGITS = 400  # of one integer: parsing takes the square of it
 MAX_ENTRIES = 2**17
@@ -56,7 +56,6 @@ ITEM_BYTES = {
 
 KIND = re.compile(r"[a-z][a-z0-9_]{0,31}")
 CRCS = re.compile(r"[0-9a-f]*")
-STRING = re.compile(rb'"[^"]*"')
 HEAD = b'{"crc32":"%08x",'
 HEAD_BYTES = len(HEAD % 0)
 FOLD = bytes.maketrans(b"{}", b"[]")
@@ -237,9 +236,9 @@ def _decode(raw: bytes) -> Manifest:
 
 def parse(raw: bytes) -> Any:
     """Return the JSON, after checks of what parsing it can take; refuses duplicate keys."""
-    containers, commas = raw.count(b"[") + raw.count(b"{"), raw.count(b",")
-    if containers > MAX_CONTAINERS or commas > MAX_COMMAS:
-        raise Unfit(f"it has {containers} arrays and objects and {commas} commas: too many")
+    brackets, commas = sum(map(raw.count, b"[]{}")), raw.count(b",")
+    if brackets > MAX_BRACKETS or commas > MAX_COMMAS:
+        raise Unfit(f"it has {brackets} brackets and {commas} commas: too many")
     if deeper_than(raw, MAX_DEPTH):
         raise Unfit(f"its brackets do not match, or are nested deeper than {MAX_DEPTH}")
     try:
@@ -249,12 +248,14 @@ def parse(raw: bytes) -> Any:
 
 
 def deeper_than(raw: bytes, depth: int) -> bool:
-    """Whether brackets are nested deeper, or left open. Time and memory are linear in the bytes."""
+    """Whether brackets are nested deeper, or something is left open; linear in the bytes."""
     text = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # a quote now begins or ends a string
-    brackets = STRING.sub(b"", text.translate(FOLD, NEITHER_QUOTE_NOR_BRACKET))
+    marks = text.translate(FOLD, NEITHER_QUOTE_NOR_BRACKET)
+    parts = marks.replace(b'""', b"").split(b'"')  # few: at least a bracket lies between two quotes
+    brackets = b"".join(parts[::2])
     for _ in range(depth):
         brackets = brackets.replace(b"[]", b"")  # the innermost of each nest
-    return bool(brackets)
+    return bool(brackets) or len(parts) % 2 == 0
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

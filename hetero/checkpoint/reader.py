@@ -43,8 +43,6 @@ FOREIGN_NAMES = {  # endings of what other tools write: never opened
     ".safetensors.index.json": "safetensors",
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pkl"), "torch.save (pickle)"),
 }
-
-
 FOREIGN_BYTES = {b"PK\x03\x04": "zip archive, as torch.save writes", b"\x80": "pickle"}
 NAME_ONE = "name a directory that holds step-N, or a step-N itself"
 SAVE_AGAIN = "only a finished save is loaded"

@@ -27,6 +27,8 @@ from hetero.train.snapshot import Name, Part, Saving, of_tensor
 from hetero.train.state import Scalars, counted_at_close, parts_of, scalars_of
 from hetero.version import __version__
 
+SAVE_THREADS = 2  # one checksums and copies while another writes
+
 
 class HasState(Protocol):
     """A scheduler, a dataloader, a sampler: anything with torch's two methods."""
@@ -230,6 +232,7 @@ class Writing:
         meta: dict[str, Any],
     ) -> None:
         self.path = directory / f"step-{step}"
+        self._step = step
         self._meta = meta
         self._root = make_directory(directory, io)
         buckets = engine.blueprint.layout.buckets
@@ -255,16 +258,20 @@ class Writing:
     def run(self, keep_last: int | None) -> Path:
         """Read everything, commit, and remove what is older than ``keep_last``."""
         with self._root, self._writer:
-            try:
-                self._saving.run()
-            except BaseException as error:
-                self._saving.error = error
+            self._read()
             if self._saving.error is not None:
                 raise self._saving.error
             path = self._writer.commit({**self._meta, "scalars": encode_scalars(self._scalars)})
             if keep_last is not None:
-                retain(self._root, keep_last)
+                retain(self._root, keep_last, self._step)
         return path
+
+    def _read(self) -> None:
+        """Read everything, on as many threads as it takes to keep a drive busy."""
+        with ThreadPoolExecutor(SAVE_THREADS, "hetero-save") as executor:
+            readers = [executor.submit(self._saving.run) for _ in range(SAVE_THREADS)]
+        errors = [reader.exception() for reader in readers]
+        self._saving.error = self._saving.error or next(filter(None, errors), None)
 
 
 def encode_scalars(scalars: Scalars) -> Any:

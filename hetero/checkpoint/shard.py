@@ -18,6 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 
+import numpy
+
 from hetero.checkpoint.manifest import BLOCK, SHARD, Entry, layout
 from hetero.errors import CheckpointError, StorageError
 from hetero.io import ALIGN, File, Folder, align_up, aligned_buffer
@@ -201,9 +203,14 @@ class ShardWriter:
 def padded_copy(piece: memoryview, buffer: memoryview) -> memoryview:
     """Return a copy of ``piece`` in ``buffer``, with zeros up to a multiple of `ALIGN`."""
     size = align_up(len(piece))
-    buffer[: len(piece)] = piece
+    copy(buffer[: len(piece)], piece)
     buffer[len(piece) : size] = bytes(size - len(piece))
     return buffer[:size]
+
+
+def copy(to: memoryview, source: memoryview) -> None:
+    """Copy bytes while other threads run: a memoryview's own assignment would hold them up."""
+    numpy.copyto(numpy.frombuffer(to, numpy.uint8), numpy.frombuffer(source, numpy.uint8))
 
 
 class Mismatch(Exception):
@@ -246,7 +253,7 @@ class ShardReader:
             padded = buffer[: align_up(len(piece))]
             self._file.read(offset, padded)
             self._verify(entry, start, padded)
-            piece[:] = padded[: len(piece)]
+            copy(piece, padded[: len(piece)])
 
     def _verify(self, entry: int, start: int, data: memoryview) -> None:
         for block, crc in enumerate(block_crcs(entry, start, data), start // BLOCK):

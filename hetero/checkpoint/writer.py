@@ -175,8 +175,10 @@ def check_entries(step: int, entries: Sequence[Entry]) -> None:
         raise CheckpointError(f"this cannot be saved: {error}") from None
 
 
-def retain(root: Folder, keep_last: int) -> list[int]:
-    """Remove complete checkpoints but the ``keep_last`` of the highest steps; returns their steps.
+def retain(root: Folder, keep_last: int, newest: int = MAX_STEP) -> list[int]:
+    """Remove complete checkpoints but the last ``keep_last`` up to ``newest``; returns their steps.
+
+    ``newest`` is the step just saved: those beyond it are of a run that was taken back, and stay.
 
     Damaged ones neither count nor go, and a directory with files that are not ours stays whole; a
     warning names it. So does one that cannot be removed: the newer ones stand anyway.
@@ -185,7 +187,8 @@ def retain(root: Folder, keep_last: int) -> list[int]:
         raise ConfigError(f"keep_last={keep_last} would keep nothing", advice="keep 1 or more")
     removed = []
     try:
-        complete = [found for found in steps(root) if found.state is State.COMPLETE]
+        there = (found for found in steps(root) if found.step <= newest)
+        complete = [found for found in there if found.state is State.COMPLETE]
         for found in complete[:-keep_last]:
             if remove_whole(root, found.name):
                 removed.append(found.step)

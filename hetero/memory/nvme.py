@@ -116,6 +116,15 @@ class Nvme:
             if lane is Lane.WRITE:
                 self.written_bytes += n_bytes
 
+    @property
+    def direct(self) -> bool:
+        """Whether all files pass by the page cache."""
+        return all(file.direct for file in self._files)
+
+    def open_files(self) -> list[tuple[int, int]]:
+        """Return the descriptor and the length in bytes of every file (to be looked at)."""
+        return [(file.fileno(), file.size()) for file in self._files]
+
     def close(self) -> None:
         """Let the files go; their space is free then."""
         for file in self._files:

@@ -141,6 +141,7 @@ class Pool:
         executor: Executor | None = None,
     ) -> None:
         self.nvme = nvme
+        self.n_threads = n_threads
         self.n_bytes = n_bytes
         self.extent_numel = extent_numel
         self.table = CopyTable(0, home=Tier.NVME, what="extent")

@@ -264,7 +264,7 @@ class Run:
         self.folder = folder
         self.scheduler = LambdaLR(optimizer, warm_up_and_cosine(options.steps))
         context = options.model.context
-        self.data = Batches(tokens, batch=options.batch, context=context, seed=options.seed)
+        self.batches = Batches(tokens, batch=options.batch, context=context, seed=options.seed)
         self.losses: list[float] = []
         self.seconds = 0.0
         self.resumed_step = 0
@@ -304,7 +304,7 @@ class Run:
 
     def step(self, place: torch.device) -> None:
         """Make one step, as any PyTorch loop does."""
-        x, y = next(self.data)
+        x, y = next(self.batches)
         loss = self.model(x.to(place), y.to(place))
         backward(loss)  # loss.backward(), but for the loss scaling of fp16
         self.optimizer.clip_grad_norm_(MAX_GRAD_NORM)
@@ -323,7 +323,7 @@ class Run:
             self.optimizer,
             progress,
             scheduler=self.scheduler,
-            data=self.data,
+            data=self.batches,
             keep_last=self.options.keep_last,
             asynchronous=asynchronous,
         )
@@ -332,7 +332,7 @@ class Run:
     def resume(self) -> None:
         """Go on from the newest checkpoint."""
         progress = load_checkpoint(
-            self.folder, self.model, self.optimizer, scheduler=self.scheduler, data=self.data
+            self.folder, self.model, self.optimizer, scheduler=self.scheduler, data=self.batches
         )
         self.losses, self.seconds = list(progress["losses"]), progress["seconds"]
         self.resumed_step = len(self.losses)

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hetero.config import Config
 from hetero.errors import BudgetError
 from hetero.train.blueprint import draw
 from hetero.train.engine import Engine, Tuning
+from hetero.types import Lane, Tier
 from tests.equivalence.zoo import Case, Loop
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -42,6 +44,13 @@ class Seen:
     hbm: int = 0
     peak: int = 0
     weights: bytes = b""
+    extents: int = 0
+    """Of all homes that lie on disk."""
+    read_bytes: int = 0
+    write_bytes: int = 0
+    pool_peak: int = 0
+    pool_bytes: int = 0
+    host_peak: int = 0
 
 
 def compare(
@@ -53,13 +62,15 @@ def compare(
     device: Any = "cpu",
     tuning: Tuning | None = None,
     steps: int = STEPS,
+    host: int | None = None,
+    nvme: Path | None = None,
 ) -> Seen:
     """Train both sides for ``steps`` steps; any difference is an AssertionError."""
     torch.manual_seed(11)
     plain = case.build()
     prepared = copy.deepcopy(plain)
     optimizer = make(plain)
-    config = Config.load(device=device, hbm=hbm, chunk_bytes=chunk_bytes)
+    config = Config.load(device=device, hbm=hbm, chunk_bytes=chunk_bytes, host=host, nvme=nvme)
     model, paged = prepare_tuned(prepared, make(prepared), config, tuning)
     seen = Seen(hbm=hbm or 0)
     for number in range(steps):
@@ -125,6 +136,15 @@ def note(seen: Seen, engine: Engine) -> None:
     seen.misses += counts["miss"]
     seen.chunks = engine.blueprint.layout.n_chunks
     seen.mode = engine.mode
+    seen.host_peak = engine.ledger.peak(Tier.HOST)
+    pool = engine.store.pool
+    if pool is not None:
+        on_disk = (home.extents for home in engine.store.homes.values())
+        numbers = (extents.all for extents in on_disk if extents is not None)
+        seen.extents = max(seen.extents, sum(map(len, numbers)))
+        seen.read_bytes += engine.stats.n_bytes[Lane.READ]
+        seen.write_bytes += engine.stats.n_bytes[Lane.WRITE]
+        seen.pool_peak, seen.pool_bytes = pool.peak, pool.n_bytes
 
 
 @dataclass(frozen=True)

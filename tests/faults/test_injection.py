@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
+from hetero.checkpoint.manifest import SHARD
 from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.verify import verify
 from hetero.checkpoint.writer import Writer, retain
 from hetero.errors import (
     CheckpointCorrupt,
@@ -24,6 +29,7 @@ from hetero.errors import (
 from hetero.io import ALIGN, IO, FaultPlan, Folder
 from tests.faults.saves import SMALL, Quick, contents, everything, load, save, unfinished
 
+T = TypeVar("T")
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EINTR]
 CHANGES = ["mkdir", "create", "reserve", "write", "sync", "sync_folder", "rename"]
 REMOVALS = ["unlink", "rmdir", "lock"]
@@ -206,6 +212,37 @@ def test_a_failed_write_ends_the_save_for_every_thread(fresh: Fresh) -> None:
     assert not unfinished(path)
 
 
+class Stuck(IO):
+    """A drive whose writes to the shard wait for a word, and then fail."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def call(self, op: str, act: Callable[..., T], *args: Any, where: str, offset: int = 0) -> T:
+        if op == "write" and where.endswith(SHARD):
+            self.reached.set()
+            self.go_on.wait()
+            raise OSError(errno.EIO, "late")
+        return super().call(op, act, *args, where=where, offset=offset)
+
+
+def test_a_commit_before_a_write_has_returned_does_not_outrun_its_failure(fresh: Fresh) -> None:
+    path, drive = fresh(), Stuck()
+    with Folder.open(path, drive) as root, ThreadPoolExecutor(2) as threads:
+        writer = Writer(root, 3, SMALL[:1])
+        writing = threads.submit(writer.write, 0, 0, memoryview(bytes(SMALL[0].n_bytes)))
+        drive.reached.wait()
+        while min(writer._shard._crcs) < 0:  # its CRCs are there, its bytes are not
+            pass
+        committing = threads.submit(writer.commit, {})
+        drive.go_on.set()
+
+        assert isinstance(writing.exception(), HeteroError)
+        assert isinstance(committing.exception(), HeteroError)
+    assert not unfinished(path)
+    assert load(path) == contents(2)
+
+
 def test_a_drive_that_cannot_reserve_is_written_anyway(fresh: Fresh) -> None:
     path, plan = fresh(), Quick()
     plan.fail_at("reserve", 0, errno.EOPNOTSUPP)
@@ -266,6 +303,16 @@ def test_reads_that_are_cut_short_are_continued(fresh: Fresh, got: int, times: i
 
         stuck = got < ALIGN and times is None  # a direct read that never moves a whole block
         assert result == ("DiskReadError" if stuck else "success")
+
+
+def test_verifying_tells_of_a_drive_that_cannot_be_read(fresh: Fresh) -> None:
+    path, plan = fresh(), Quick()
+    plan.fail_at("read", 1, errno.EIO, None)
+
+    report = verify(path, plan)
+
+    assert [found.ok for found in report.checkpoints] == [False, False]
+    assert all("DiskReadError" in found.problem for found in report.checkpoints)
 
 
 def test_damage_in_the_newest_is_told_even_where_older_ones_cannot_be_read(fresh: Fresh) -> None:

@@ -183,6 +183,20 @@ def test_what_is_not_whole_blocks_of_an_entry_ends_the_save(
         writer.commit({})
 
 
+def test_only_whole_blocks_of_an_entry_are_read(root: Folder) -> None:
+    save(root, 1, [Entry("tensor", "a", "", "uint8", (BLOCK + 10,))])
+    with Reader.open(root.path) as reader:
+        for entry, start, n_bytes in (
+            (0, 1, 10),
+            (0, 0, 10),
+            (0, BLOCK, 11),
+            (1, 0, 1),
+            (-1, 0, 1),
+        ):
+            with pytest.raises(CheckpointError):
+                reader.read(entry, start, memoryview(bytearray(n_bytes)))
+
+
 def test_a_block_that_is_written_twice_ends_the_save(root: Folder) -> None:
     writer = Writer(root, 1, [Entry("tensor", "a", "", "uint8", (10,))])
     writer.write(0, 0, memoryview(bytes(10)))
