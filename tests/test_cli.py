@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,12 @@ from hetero.recipes.train import TrainOptions
 
 SHAPE = "--width 32 --layers 2 --heads 2 --context 16 --batch 2 --lr 0.01"
 TINY = f"train {SHAPE} --steps 6 --device cpu --hbm 360KB"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run leaves its checkpoints, and what is on disk, in the working directory."""
+    monkeypatch.chdir(disk)
 
 
 def call(line: str | Sequence[str]) -> Result:
@@ -59,7 +66,7 @@ def test_every_command_has_help_and_json(command: str) -> None:
 
 def test_help_states_the_defaults_that_the_recipe_has() -> None:
     fields = dataclasses.fields(TrainOptions().model) + dataclasses.fields(TrainOptions)
-    defaults = {f.name: f.default for f in fields if isinstance(f.default, (int, float))}
+    defaults = {f.name: f.default for f in fields if type(f.default) in (int, float)}
     shown = {
         p.name: p.help or "" for p in main.commands["train"].params if isinstance(p, click.Option)
     }
@@ -123,6 +130,31 @@ def test_train_can_keep_activations_and_do_without_a_budget() -> None:
     data = last_json(call(f"{TINY} --hbm all --no-checkpoint-blocks --json"))
 
     assert data["status"]["mode"] == "resident"
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_ends_a_run_behind_its_step_and_resume_goes_on_bit_for_bit(
+    name: str, status: int
+) -> None:
+    line = TINY.replace("--steps 6", "--steps 60")
+    command = [sys.executable, "-c", "from hetero.cli import main; main()", *line.split()]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert "step 1/60" in run.stdout.readline()  # the loop is under way
+
+    run.send_signal(getattr(signal, name))
+    said, _ = run.communicate(timeout=60)
+
+    assert run.returncode == status
+    assert "stopped" in said
+    assert "--resume goes on" in said
+    whole = last_json(call(f"{line} --json --checkpoints whole"))
+    resumed = last_json(call(f"{line} --json --resume --checkpoints runs/1 --hbm 500KB"))
+    assert 0 < resumed["resumed_step"] < resumed["steps"] == 60
+    assert resumed["losses"] == whole["losses"]
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    verdict = last_json(call("verify runs/1 --json"))
+    assert verdict["newest_good"] == 60
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ class Flight:
     def hand(self, source: torch.Tensor, consume: Consume, *, subject: str) -> None:
         """Give a 1-D tensor to jobs on HOST: ``consume(piece, first element)`` makes each job."""
         if self._device.same_ram:
+            self._link.n_bytes[Lane.D2H] += source.nbytes  # as a copy would be counted
             self._read.append((consume(source, 0), source.nbytes))
             self._bytes += source.nbytes
             self.poll()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from hetero.errors import BudgetError, ConfigError
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.recipes.text import (
+    Batches,
     as_tokens,
-    batches,
     files_of,
     read_files,
     topics_text,
@@ -34,6 +37,7 @@ from hetero.recipes.train import (
     warm_up_and_cosine,
 )
 
+RUNS = Path(__file__).parent.parent.parent / "runs"
 TINY = GPTConfig(width=32, layers=2, heads=2, context=16)
 HBM = 360_000  # activations and, of five units, all but one or two
 CHUNK = 4096
@@ -52,7 +56,7 @@ def plain(run: TrainOptions) -> tuple[list[float], str]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=(0.9, 0.95), fused=True)
     scheduler = LambdaLR(optimizer, warm_up_and_cosine(run.steps))
     context = run.model.context
-    data = batches(load_tokens(run), batch=run.batch, context=context, seed=run.seed)
+    data = Batches(load_tokens(run), batch=run.batch, context=context, seed=run.seed)
     losses = []
     for _ in range(run.steps):
         x, y = next(data)
@@ -66,10 +70,19 @@ def plain(run: TrainOptions) -> tuple[list[float], str]:
     return losses, digest(model)
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run leaves its checkpoints, and what is on disk, in the working directory."""
+    monkeypatch.chdir(disk)
+
+
 @pytest.fixture(scope="module")
-def learned() -> TrainResult:
+def learned() -> Iterator[TrainResult]:
     torch.set_num_threads(1)
-    return train(options(steps=40))
+    RUNS.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=RUNS) as path:
+        run = options(steps=40, checkpoints=Path(path, "saved"), settings={"nvme": path})
+        yield train(run)
 
 
 # -- the run -------------------------------------------------------------------------------------
@@ -168,21 +181,97 @@ def test_minutes_end_a_run_early() -> None:
     assert train(options(steps=50, minutes=1e-6)).steps == 1
 
 
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stopped", [1, 3, 5])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit_at_other_budgets(stopped: int) -> None:
+    whole = train(options(checkpoints="whole", save_every=2))
+    steps: list[int] = []
+
+    first = train(
+        options(checkpoints="cut", save_every=2),
+        lambda report: steps.append(report.step),
+        lambda: 2 if len(steps) == stopped else None,
+    )
+    second = train(options(checkpoints="cut", resume=True, settings={"hbm": 2 * HBM}))
+
+    assert (first.steps, first.signal) == (stopped, 2)
+    assert (second.steps, second.resumed_step, second.signal) == (8, stopped, None)
+    assert second.losses == whole.losses
+    assert second.weights_sha256 == whole.weights_sha256
+
+
+def test_only_the_last_checkpoints_stay() -> None:
+    result = train(options(save_every=2, keep_last=2))
+
+    assert Path(result.checkpoint).name == "step-8"
+    assert sorted(p.name for p in Path(result.checkpoint).parent.iterdir()) == ["step-6", "step-8"]
+
+
+def test_runs_are_numbered_and_the_last_one_is_gone_on_with() -> None:
+    runs = [train(options(steps=8, minutes=1e-6)) for _ in range(2)]
+
+    again = train(options(resume=True))
+
+    assert [Path(r.checkpoint).parent.name for r in (*runs, again)] == ["1", "2", "2"]
+    assert again.resumed_step == 1
+
+
+def test_a_folder_with_another_runs_checkpoints_is_refused() -> None:
+    train(options(steps=1, checkpoints="there"))
+
+    with pytest.raises(ConfigError, match="another run"):
+        train(options(checkpoints="there"))
+    with pytest.raises(ConfigError, match=r"lr was 0\.01 and is 0\.02"):
+        train(options(steps=1, checkpoints="there", resume=True, lr=0.02))
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        train(options(checkpoints="elsewhere", resume=True))
+
+
+def test_a_result_with_a_checkpoint_is_plain_data() -> None:
+    data = json.loads(json.dumps(train(options(steps=1)).as_json()))
+
+    assert data["checkpoint"].endswith("step-1")
+    assert data["signal"] is None
+
+
 # -- settings ------------------------------------------------------------------------------------
 
 
 def test_the_default_budget_is_a_quarter_of_the_states() -> None:
-    model = GPT(TINY)
+    model, optimizer = model_and_optimizer()
 
-    config = settings_for(model, TrainOptions(model=TINY, settings={"device": "cpu"}))
+    run = TrainOptions(model=TINY, settings={"device": "cpu"})
+    config = settings_for(model, optimizer, run)
 
     assert config.hbm == 4 * sum(p.numel() for p in model.parameters())
 
 
+def test_by_default_ram_holds_half_the_states_and_a_disk_the_rest() -> None:
+    shape = dataclasses.replace(TINY, width=256, layers=4)
+    torch.manual_seed(0)
+    run = TrainOptions(model=shape, settings={"device": "cpu", "hbm": 2**26}, steps=2)
+
+    result = train(run)
+
+    tiers = result.status.tiers
+    assert tiers["HOST"]["budget"] == result.state_bytes // 2
+    assert (tiers["HOST"]["peak"] or 0) <= result.state_bytes // 2
+    assert (tiers["NVME"]["used"] or 0) > 0
+    assert result.status.read_bytes > 0
+    assert result.status.written_bytes >= result.status.write_bytes > 0
+
+
 def test_the_default_device_is_never_the_plain_cpu() -> None:
-    config = settings_for(GPT(TINY), TrainOptions(model=TINY))
+    config = settings_for(*model_and_optimizer(), TrainOptions(model=TINY))
 
     assert config.device != "cpu"
+
+
+def model_and_optimizer() -> tuple[GPT, torch.optim.Optimizer]:
+    model = GPT(TINY)
+    return model, torch.optim.AdamW(model.parameters())
 
 
 def test_a_settings_file_is_read_and_options_go_on_top(tmp_path: Path) -> None:
@@ -190,7 +279,7 @@ def test_a_settings_file_is_read_and_options_go_on_top(tmp_path: Path) -> None:
     path.write_text('hbm = "1MiB"\nhost = "8MiB"\ndevice = "cpu"\n')
 
     run = TrainOptions(model=TINY, config=path, settings={"host": "9MiB"})
-    config = settings_for(GPT(TINY), run)
+    config = settings_for(*model_and_optimizer(), run)
 
     assert (config.hbm, config.host, config.device) == (2**20, 9 * 2**20, "cpu")
 
@@ -236,8 +325,8 @@ def test_batches_repeat_with_the_seed_and_leave_the_global_generator_alone() -> 
     tokens = as_tokens(bytes(range(200)))
     before = torch.get_rng_state()
 
-    first, again = (next(batches(tokens, batch=3, context=8, seed=5)) for _ in range(2))
-    other = next(batches(tokens, batch=3, context=8, seed=6))
+    first, again = (next(Batches(tokens, batch=3, context=8, seed=5)) for _ in range(2))
+    other = next(Batches(tokens, batch=3, context=8, seed=6))
 
     assert torch.equal(first[0], again[0])
     assert not torch.equal(first[0], other[0])
@@ -245,14 +334,14 @@ def test_batches_repeat_with_the_seed_and_leave_the_global_generator_alone() -> 
 
 
 def test_targets_are_the_next_tokens() -> None:
-    x, y = next(batches(as_tokens(bytes(range(200))), batch=4, context=8, seed=0))
+    x, y = next(Batches(as_tokens(bytes(range(200))), batch=4, context=8, seed=0))
 
     assert x.shape == y.shape == (4, 8)
     assert torch.equal(y, x + 1)
 
 
 def test_the_last_window_is_reachable_and_nothing_beyond_it() -> None:
-    data = batches(as_tokens(b"abc"), batch=64, context=1, seed=0)
+    data = Batches(as_tokens(b"abc"), batch=64, context=1, seed=0)
 
     assert {bytes(row.tolist()) for row in next(data)[0]} == {b"a", b"b"}
 
