@@ -12,6 +12,7 @@ import platform
 import resource
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -23,7 +24,8 @@ import torch
 
 from hetero.config import HostLimit, host_limit
 from hetero.device import CudaDevice, Device, release_slab
-from hetero.errors import ConfigError
+from hetero.errors import ConfigError, StorageError
+from hetero.io import Folder, aligned_buffer, mount_of
 from hetero.train import kernel
 from hetero.types import Lane, format_bytes
 from hetero.version import __version__
@@ -32,6 +34,7 @@ MIB, GIB = 2**20, 2**30
 OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 9)
 PROBE_BYTES = 256 * MIB  # of a copy whose rate is measured
 PROBE_COPIES = 4
+DISK_PROBE_BYTES, DISK_PIECE_BYTES = 128 * MIB, 8 * MIB
 LARGEST_PROBE_BYTES = 8 * GIB  # page-locking more takes long and says little more
 SLOW_LINK_BYTES_PER_SECOND = 8e9  # half of PCIe 4.0 x8
 
@@ -297,7 +300,32 @@ def check_omp() -> Check:
     return graded("omp settings", not alone, found, "unset OMP_NUM_THREADS to use all cores")
 
 
-def check_disk(folder: Path) -> Check:
-    free = shutil.disk_usage(folder).free
-    found = f"{format_bytes(free)} free in {folder}"
-    return graded("disk", free >= 10 * GIB, found, "free some space for checkpoints")
+def check_disk(path: Path) -> Check:
+    """Look at the drive of the working directory: room for checkpoints and homes, and its rate."""
+    free, mount = shutil.disk_usage(path).free, mount_of(path)
+    found = f"{format_bytes(free)} free in {path} ({mount.kind or 'unknown file system'})"
+    if mount.is_ram:
+        return Check("disk", Level.YELLOW, found, "that is RAM: name a drive with nvme=")
+    try:
+        direct, rates = disk_rates(path)
+    except StorageError as error:
+        return Check("disk", Level.YELLOW, f"{found}; {error.args[0]}", "name another directory")
+    found += f"; {rates}, {'direct' if direct else 'through the page cache'}"
+    if mount.is_far or not direct:
+        return Check("disk", Level.YELLOW, found, "nvme= wants a local drive with direct I/O")
+    return graded("disk", free >= 10 * GIB, found, "free some space for checkpoints and nvme=")
+
+
+def disk_rates(path: Path) -> tuple[bool, str]:
+    """Return whether a file of ours is direct, and what the drive writes and reads a second."""
+    buffer = aligned_buffer(DISK_PIECE_BYTES)
+    with Folder.open(path) as folder, folder.private() as file:
+        file.reserve(DISK_PROBE_BYTES)
+        seconds = []
+        for move in (file.write, file.read):
+            began = time.perf_counter()
+            for start in range(0, DISK_PROBE_BYTES, DISK_PIECE_BYTES):
+                move(start, buffer)
+            seconds.append(time.perf_counter() - began)
+        write, read = (DISK_PROBE_BYTES / s / 1e9 for s in seconds)
+        return file.direct, f"writes {write:.2g} GB/s, reads {read:.2g} GB/s"

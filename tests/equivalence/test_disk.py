@@ -40,6 +40,7 @@ from tests.equivalence.harness import (
     grads,
     measure,
     one_step,
+    note,
     same,
     sgd,
     states,
@@ -195,7 +196,7 @@ OTHERS = [
     Case("grads_edited", Wide, zoo.grads_edited, zoo.tokens),
     Case("thawing", Wide, zoo.thawing, zoo.tokens),
     Case("failing", Wide, zoo.failing, zoo.tokens),
-    Case("ema", Wide, zoo.ema, zoo.tokens),
+    Case("penalty", Wide, zoo.penalty, zoo.tokens),
     Case("kept_views", Wide, zoo.kept_views, zoo.tokens),
     Case("user_hooks", Wide, zoo.user_hooks, zoo.tokens),
     Case("double_backward", Wide, zoo.double_backward, zoo.tokens),
@@ -207,12 +208,17 @@ OTHERS = [
 
 
 @functools.cache
-def budget_of(case: Case, make: MakeOptimizer) -> Budget:
-    return measure(case, make, CHUNK_BYTES)
+def budget_of(case: Case, make: MakeOptimizer, chunk_bytes: int = CHUNK_BYTES) -> Budget:
+    return measure(case, make, chunk_bytes)
 
 
 def least_host(
-    model: nn.Module, optimizer: torch.optim.Optimizer, nvme: Any, *, extent: int = EXTENT, **rest: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    nvme: Any,
+    *,
+    extent: int = EXTENT,
+    **rest: Any,
 ) -> int:
     """Return the smallest ``host=`` that prepare accepts, which it says when it refuses."""
     config = Config.load(host=1, nvme=nvme, **rest)
@@ -265,3 +271,220 @@ def test_what_models_and_loops_do_is_the_same_on_disk(number: int, disk: Path) -
     make = (sgd, adamw)[number % 2]
     device = "cpu" if number % 3 == 0 else SimDevice(seed=number, checked=True)
     compare_on_disk(OTHERS[number], make, disk, device)
+
+
+# -- one number, however it is placed ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to place a run; none of this may be in its numbers."""
+
+    device: Any
+    share: float | None
+    """Of the parameters that have frames; None: hbm= is not given."""
+    host_share: float
+    """Of what lies between the least HOST and everything."""
+    chunk_bytes: int
+    extent: int
+    directories: int
+    buffered: bool
+    short: int
+    """Bytes that a transfer moves at most; 0: as many as were asked for."""
+    io_threads: int
+    update_threads: int
+    depth: int | None
+
+
+def drawn(seed: int) -> Setting:
+    """Return the setting of a seed; 17 in the first 20 differ in what matters most."""
+    rng = random.Random(seed)
+    buffered, one_memory = seed % 4 == 1, seed % 6 == 0  # frames are a part of host= then
+    return Setting(
+        device="cpu" if seed % 3 == 0 else SimDevice(seed=seed),
+        share=None if one_memory else rng.choice([0.4, 0.7, 1.3]),
+        host_share=0.9 if one_memory else rng.choice([0.0, 0.1, 0.5, 0.9]),
+        chunk_bytes=rng.choice([256, 1024, 4096, 65536]),
+        extent=ALIGN * (1 if one_memory else rng.choice([1, 2, 4])),
+        directories=rng.choice([1, 1, 2, 3]),
+        buffered=buffered,
+        short=rng.choice([0, 1000, 4095] if buffered else [0, ALIGN, ALIGN + 512, 3 * ALIGN]),
+        io_threads=rng.randint(1, 8),
+        update_threads=rng.randint(0, 2),
+        depth=rng.choice([None, 0, 3]),
+    )
+
+
+def trajectory(case: Case, model: nn.Module, optimizer: Any, *, prepared: bool) -> str:
+    """Train, and return the digest of every loss, gradient, weight and state on the way."""
+    digest = hashlib.sha256()
+
+    def add(tensors: list[Tensor | None]) -> None:
+        for tensor in tensors:
+            digest.update(b"None" if tensor is None else tensor.numpy().tobytes())
+
+    for number in range(STEPS):
+        add(one_step(case, model, optimizer, number, prepared=prepared))
+        add(grads(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        add(values(model))
+    add([state.clone() for state in states(model, optimizer)])
+    return digest.hexdigest()
+
+
+@functools.cache
+def plain_trajectory(case: Case) -> str:
+    torch.manual_seed(11)
+    model = case.build()
+    return trajectory(case, model, adamw(model), prepared=False)
+
+
+def directories(disk: Path, count: int) -> list[Path]:
+    found = [disk / str(number) for number in range(count)]
+    for path in found:
+        path.mkdir()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_numbers_do_not_depend_on_where_anything_is(seed: int, disk: Path) -> None:
+    setting, plan = drawn(seed), FaultPlan()
+    budget = budget_of(RICH, adamw, setting.chunk_bytes)
+    torch.manual_seed(11)
+    model = RICH.build()
+    optimizer = adamw(model)
+    rest: dict[str, Any] = {
+        "device": setting.device,
+        "nvme": directories(disk, setting.directories),
+        "chunk_bytes": setting.chunk_bytes,
+        "hbm": None if setting.share is None else budget.of(setting.share),
+    }
+    host = least_host(model, optimizer, extent=setting.extent, **rest)
+    everything = draw(model, optimizer, Config.load(**rest)).home_bytes
+    host += int(setting.host_share * max(0, everything - host))
+    if setting.buffered:
+        for number in range(setting.directories):  # each tries again without O_DIRECT
+            plan.fail_at("private", 2 * number, errno.EINVAL)
+    if setting.short:
+        plan.short_at("read", 0, setting.short, times=None)
+        plan.short_at("write", 0, setting.short, times=None)
+    tuning = Tuning(
+        depth=setting.depth,
+        worker=Worker(setting.update_threads, pick=random.Random(seed).randrange),
+        extent_numel=setting.extent,
+        io=plan,
+        io_threads=setting.io_threads,
+    )
+    model, optimizer = prepare_tuned(model, optimizer, Config.load(host=host, **rest), tuning)
+    assert trajectory(RICH, model, optimizer, prepared=True) == plain_trajectory(RICH)
+
+    engine = engine_of(model)
+    assert engine.store.pool is not None
+    assert engine.ledger.peak(Tier.HOST) <= host
+    assert 0 < engine.store.pool.peak <= engine.store.pool.n_bytes
+    assert hetero.status(model).written_bytes > 0 and plan.seen["read"] > 0
+    assert len({op.where for op in plan.log if op.op == "write"}) == setting.directories
+    assert plan.fired >= setting.directories * setting.buffered + 100 * bool(setting.short)
+    hetero.release(model, optimizer)
+
+
+# -- masters -------------------------------------------------------------------------------------
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+def scaled_twice(loop: Loop) -> list[Tensor]:
+    """As `twice_clipped`, with the loss scaling of fp16."""
+    losses = []
+    for k in range(2):
+        loss = loss_of(loop.model, loop.data.roll(k, 0)) / 2
+        hetero.backward(loss)
+        losses.append(loss)
+    return [*losses, loop.optimizer.clip_grad_norm_(0.1)]
+
+
+def run_with_masters(
+    make: MakeOptimizer, precision: str, disk: Path | None, device: Any
+) -> tuple[list[Tensor], dict[str, Any], Seen]:
+    """Train in two-byte weights, with or without a disk; return all numbers but the states."""
+    torch.manual_seed(11)
+    model = Rich()
+    optimizer = make(model)
+    rest: dict[str, Any] = {"device": device, "precision": precision, "chunk_bytes": CHUNK_BYTES}
+    rest["hbm"] = budget_of(RICH, adamw).of(0.5)
+    host = None if disk is None else least_host(model, optimizer, disk, **rest)
+    config = Config.load(host=host, nvme=disk, **rest)
+    model, optimizer = prepare_tuned(model, optimizer, config, Tuning(extent_numel=EXTENT))
+    case, found, seen = Case("masters", Rich, scaled_twice, zoo.tokens), [], Seen()
+    for number in range(STEPS):
+        found += one_step(case, model, optimizer, number, prepared=True)
+        found += [g for g in grads(model) if g is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += values(model)
+        note(seen, engine_of(model))
+    if host is not None:
+        check_budgets(seen, host)
+    return found, copy.deepcopy(optimizer.state_dict()), seen
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
+@pytest.mark.parametrize("make", [sgd, adamw, adafactor])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_masters_on_disk_are_those_in_memory(
+    precision: str, make: MakeOptimizer, device: str, disk: Path
+) -> None:
+    expected, their_state, seen = run_with_masters(make, precision, None, device)
+    found, state, _ = run_with_masters(make, precision, disk, device)
+    assert seen.write_bytes == 0
+    same(expected, found, "losses, gradients and weights")
+    lows = [list(each.pop("masters").values()) for each in (their_state, state)]
+    assert len(lows[0]) > 5
+    same(*lows, "what weights leave of their masters")
+    assert their_state.pop("scaler", None) == state.pop("scaler", None)
+    same_states(their_state, state)
+
+
+# -- every optimizer -----------------------------------------------------------------------------
+
+FOUR = Case("four", lambda: Wide(4), zoo.plain_step, zoo.tokens)
+ONE_OF_EACH = [richest(cases)[-1] for cases in RULES.values()]
+
+
+def maker(case: Any) -> MakeOptimizer:
+    """Return what makes a case's optimizer, in two groups; Muon takes matrices only."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        muon = case.kind is torch.optim.Muon
+        params = [p for p in model.parameters() if p.requires_grad and (p.ndim == 2 or not muon)]
+        for param in model.parameters():
+            param.requires_grad_(any(param is other for other in params))
+        halves = [{"params": params[::2]}, {"params": params[1::2], "lr": case.flags["lr"] / 2}]
+        return case.kind(halves, **case.flags)
+
+    return make
+
+
+@pytest.mark.parametrize("rule", ONE_OF_EACH, ids=str)
+def test_every_optimizer_steps_bitwise_on_disk(rule: Any, disk: Path) -> None:
+    make, hbm = maker(rule), budget_of(FOUR, sgd).of(0.5)
+    torch.manual_seed(11)
+    model = FOUR.build()
+    host = least_host(model, make(model), disk, device="cpu", hbm=hbm, chunk_bytes=CHUNK_BYTES)
+    seen = compare(
+        *(FOUR, make),
+        hbm=hbm,
+        host=host,
+        nvme=disk,
+        chunk_bytes=CHUNK_BYTES,
+        tuning=Tuning(extent_numel=EXTENT),
+        steps=STEPS,
+    )
+    check_budgets(seen, host)
+
+
+def test_every_supported_optimizer_is_there() -> None:
+    assert {case.kind for case in ONE_OF_EACH} == set(RULES)
