@@ -22,6 +22,8 @@ from hetero.types import Kind
 class Costs(NamedTuple):
     """What training an element costs beside the element; bytes."""
 
+    grad: int
+    """While several add up."""
     master: int
     state: int
     whole: bool
@@ -66,25 +68,21 @@ class Blueprint:
         total = 0
         for bucket in self.layout.buckets:
             total += bucket.n_bytes
-            if bucket.trainable:
-                costs = self.costs[bucket.id]
-                total += bucket.n_bytes + bucket.numel * (costs.master + costs.state)
+            costs = self.costs[bucket.id]
+            grad = bucket.dtype.itemsize if costs.grad else 0
+            total += bucket.numel * (grad + costs.master + costs.state)
         return total
 
     @property
     def grad_sizes(self) -> list[int]:
         """Bytes of every gradient there can be."""
-        trainable = [b for b in self.layout.buckets if b.trainable]
+        trainable = [b for b in self.layout.buckets if self.costs[b.id].grad]
         return [s.spec.numel * b.dtype.itemsize for b in trainable for s in b.segments]
 
     def element_bytes(self, bucket: Bucket) -> dict[Kind, int]:
-        """Return the bytes an element of a trainable bucket costs by kind, PARAM not counted.
-
-        A gradient is counted as it is while several add up.
-        """
+        """Return the bytes an element of a trainable bucket costs by kind, PARAM not counted."""
         costs = self.costs[bucket.id]
-        grad = 4 if costs.master else bucket.dtype.itemsize
-        sizes = {Kind.GRAD: grad, Kind.MASTER: costs.master, Kind.STATE: costs.state}
+        sizes = {Kind.GRAD: costs.grad, Kind.MASTER: costs.master, Kind.STATE: costs.state}
         return {kind: size for kind, size in sizes.items() if size}
 
     def has_master(self, bucket: Bucket) -> bool:
@@ -145,12 +143,12 @@ def costs_of(
 ) -> Costs:
     """Return what an element of a bucket costs under an optimizer and a precision."""
     if not trainable:
-        return Costs(0, 0, False)
+        return Costs(0, 0, 0, False)
     low = low_dtype(precision)
     has_master = low is not None and dtype is WORKING[precision]
     master = low.itemsize if low is not None and has_master else 0
     if optimizer is None:
-        return Costs(master, 0, False)
+        return Costs(0, master, 0, False)
     rule = Rule(optimizer)
     whole = not all(rule.may_flatten(group, dtype) for group in optimizer.param_groups)
     if has_master:
@@ -161,7 +159,7 @@ def costs_of(
         for n_dims in sorted(dims):
             sizes = probed_bytes(rule, group, kept, n_dims)
             found.update({k: max(size, found.get(k, 0)) for k, size in sizes.items()})
-    return Costs(master, sum(found.values()), whole)
+    return Costs(4 if has_master else dtype.itemsize, master, sum(found.values()), whole)
 
 
 def probed_bytes(

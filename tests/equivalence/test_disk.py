@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import functools
+import gc
 import hashlib
 import inspect
 import io
@@ -488,3 +489,327 @@ def test_every_optimizer_steps_bitwise_on_disk(rule: Any, disk: Path) -> None:
 
 def test_every_supported_optimizer_is_there() -> None:
     assert {case.kind for case in ONE_OF_EACH} == set(RULES)
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+class Nearly(IO):
+    """A drive with a given number of bytes left."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+
+    def call(self, op: str, act: Callable[..., T], *args: Any, where: str, offset: int = 0) -> T:
+        found = super().call(op, act, *args, where=where, offset=offset)
+        if act is os.fstatvfs:
+            found = os.statvfs_result((1, 1, *found[2:4], self.n_bytes, *found[5:]))  # type: ignore
+        return found
+
+
+class Refusals:
+    """A model, and what prepare says to settings that cannot be honoured."""
+
+    def __init__(self, disk: Path) -> None:
+        self.disk = disk
+        torch.manual_seed(11)
+        self.model = Rich()
+        self.params = list(self.model.parameters())
+        self.optimizer = adamw(self.model)
+        self.rest: dict[str, Any] = {
+            "device": "cpu",
+            "nvme": disk,
+            "hbm": budget_of(RICH, adamw).of(0.5),
+            "chunk_bytes": CHUNK_BYTES,
+        }
+        self.least = least_host(self.model, self.optimizer, **self.rest)
+
+    def prepare(self, *, io: IO | None = None, **settings: Any) -> Any:
+        config = Config.load(**{"host": self.least, **self.rest, **settings})
+        tuning = Tuning(extent_numel=EXTENT, io=io)
+        return prepare_tuned(self.model, self.optimizer, config, tuning)
+
+    def check_untouched(self) -> None:
+        """The model trains in plain torch as if nothing had been asked."""
+        assert all(a is b for a, b in zip(self.params, self.model.parameters(), strict=True))
+        assert all(type(param) is nn.Parameter for param in self.params)
+        with pytest.raises(StateError, match="not prepared"):
+            hetero.status(self.model)
+        gc.collect()
+        assert os.listdir(self.disk) == [] and open_files(self.disk) == []
+        found = trajectory(RICH, self.model, self.optimizer, prepared=False)
+        assert found == plain_trajectory(RICH)
+
+    def check_accepted(self, **settings: Any) -> None:
+        """One step of a model that is built anew works."""
+        again = Refusals(self.disk)
+        model, optimizer = again.prepare(**settings)
+        one_step(RICH, model, optimizer, 0, prepared=True)
+        optimizer.step()
+        assert hetero.status(model).written_bytes > 0
+        hetero.release(model, optimizer)
+
+
+def open_files(disk: Path) -> list[str]:
+    """Return the files under a directory that this process has open, names or not."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # that of the listing itself
+            continue
+        if target.startswith(f"{disk}{os.sep}"):
+            found.append(target)
+    return found
+
+
+@pytest.fixture
+def refusals(disk: Path) -> Refusals:
+    return Refusals(disk)
+
+
+def test_too_small_a_host_is_refused_with_the_bytes_that_are_missing(refusals: Refusals) -> None:
+    with pytest.raises(BudgetError, match="1 bytes short") as failure:
+        refusals.prepare(host=refusals.least - 1)
+    assert (failure.value.tier, failure.value.needed_bytes) == ("HOST", refusals.least)
+    assert str(refusals.least) in failure.value.advice
+    refusals.check_accepted(host=failure.value.needed_bytes)
+    refusals.check_untouched()
+
+
+def test_too_small_an_nvme_is_refused_with_the_bytes_that_are_missing(refusals: Refusals) -> None:
+    with pytest.raises(BudgetError) as failure:
+        refusals.prepare(nvme_bytes=ALIGN)
+    needed = failure.value.needed_bytes
+    assert failure.value.tier == "NVME" and needed > refusals.least
+    assert f"{needed - ALIGN} bytes short" in str(failure.value)
+    with pytest.raises(BudgetError, match="1 bytes short"):
+        refusals.prepare(nvme_bytes=needed - 1)
+    refusals.check_accepted(nvme_bytes=needed)
+    refusals.check_untouched()
+
+
+def test_too_little_free_space_is_refused_with_the_bytes_that_are_missing(
+    refusals: Refusals,
+) -> None:
+    with pytest.raises(DiskFull) as failure:
+        refusals.prepare(io=Nearly(50_000))
+    needed = failure.value.wanted
+    assert failure.value.got == 50_000 and needed > refusals.least
+    assert f"{needed - 50_000} bytes short" in str(failure.value)
+    with pytest.raises(DiskFull, match="1 bytes short"):
+        refusals.prepare(io=Nearly(needed - 1))
+    refusals.check_accepted(io=Nearly(needed))
+    refusals.check_untouched()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
+def test_space_that_cannot_be_reserved_is_refused(refusals: Refusals, number: int) -> None:
+    plan = FaultPlan()
+    plan.fail_at("reserve", 0, number)
+    with pytest.raises(DiskFull) as failure:
+        refusals.prepare(io=plan)
+    assert failure.value.errno == number and failure.value.wanted > refusals.least
+    del failure  # its traceback keeps what was being made
+    refusals.check_untouched()
+
+
+def test_a_directory_that_is_missing_is_refused(refusals: Refusals) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        refusals.prepare(nvme=refusals.disk / "nowhere")
+    refusals.check_untouched()
+
+
+def test_nothing_goes_to_disk_where_host_holds_everything(refusals: Refusals) -> None:
+    host = sum(param.nbytes for param in refusals.params) * 4 + refusals.least
+    model, optimizer = refusals.prepare(host=host)
+    assert trajectory(RICH, model, optimizer, prepared=True) == plain_trajectory(RICH)
+    assert engine_of(model).store.pool is None and hetero.status(model).written_bytes == 0
+    assert os.listdir(refusals.disk) == [] and open_files(refusals.disk) == []
+
+
+# -- state dicts ---------------------------------------------------------------------------------
+
+
+class Beside:
+    """A plain model and one on disk, trained side by side."""
+
+    def __init__(self, disk: Path, make: MakeOptimizer, seed: int | None) -> None:
+        torch.manual_seed(11)
+        self.plain = Rich()
+        self.disk = disk
+        model = copy.deepcopy(self.plain)
+        self.optimizer = make(self.plain)
+        device = "cpu" if seed is None else SimDevice(seed=seed, checked=True)
+        rest = {"device": device, "hbm": budget_of(RICH, make).of(0.5), "chunk_bytes": CHUNK_BYTES}
+        optimizer = make(model)
+        self.host = least_host(model, optimizer, disk, **rest)
+        config = Config.load(host=self.host, nvme=disk, **rest)
+        self.model, self.ours = prepare_tuned(model, optimizer, config, Tuning(extent_numel=EXTENT))
+        self.number = 0
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            left = one_step(RICH, self.plain, self.optimizer, self.number, prepared=False)
+            right = one_step(RICH, self.model, self.ours, self.number, prepared=True)
+            same(left, right, f"losses of step {self.number}")
+            self.optimizer.step()
+            self.ours.step()
+            self.optimizer.zero_grad()
+            self.ours.zero_grad()
+            self.number += 1
+        self.check()
+
+    def check(self) -> None:
+        same(values(self.plain), values(self.model), "weights")
+        same_states(self.optimizer.state_dict(), copy.deepcopy(self.ours.state_dict()))
+
+    def check_disk(self) -> None:
+        engine, status = engine_of(self.model), hetero.status(self.model)
+        assert engine.store.pool is not None
+        assert status.read_bytes > 0 and status.write_bytes > 0
+        assert 0 < engine.store.pool.peak <= engine.store.pool.n_bytes
+        assert engine.ledger.peak(Tier.HOST) <= self.host
+        kinds = {kind for kind in Kind if engine.ledger.used(Tier.NVME, kind)}
+        assert {Kind.PARAM, Kind.GRAD, Kind.STATE} <= kinds
+
+    def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self.model.state_dict(), self.ours.state_dict()
+
+
+@pytest.fixture(params=[(sgd, None), (adamw, 4)], ids=["sgd-cpu", "adamw-sim"])
+def beside(disk: Path, request: pytest.FixtureRequest) -> Beside:
+    found = Beside(disk, *request.param)
+    found.train(2)
+    found.check_disk()
+    return found
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("through", [saved, copy.deepcopy], ids=["torch.save", "deepcopy"])
+def test_copies_of_state_dicts_are_plain_tensors_that_stay_as_they_are(
+    beside: Beside, through: Callable[[Any], Any]
+) -> None:
+    weights, state = through(beside.states()[0]), through(beside.states()[1])
+    before = copy.deepcopy((beside.plain.state_dict(), beside.optimizer.state_dict()))
+    beside.train(2)
+    assert all(type(value) is Tensor for value in weights.values())
+    assert list(weights) == list(before[0])
+    same(list(before[0].values()), list(weights.values()), "weights")
+    same_states(before[1], state)
+
+
+def test_a_state_dict_that_is_held_shows_what_is_trained(beside: Beside) -> None:
+    weights, state = beside.states()
+    beside.train(2)
+    same(list(beside.plain.state_dict().values()), [v.clone() for v in weights.values()], "weights")
+    theirs = beside.optimizer.state_dict()["state"]
+    for number, entries in state["state"].items():
+        for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+            if key in entries:
+                same([theirs[number][key]], [entries[key].clone()], key)
+
+
+def test_a_state_dict_of_the_disk_goes_on_in_plain_torch(beside: Beside) -> None:
+    model = copy.deepcopy(beside.plain)
+    optimizer = type(beside.optimizer)(model.parameters(), lr=1.0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    for part, state in zip((model, optimizer), beside.states(), strict=True):
+        part.load_state_dict(state)
+    beside.plain, beside.optimizer = model, optimizer
+    beside.train(2)
+
+
+def test_a_state_dict_of_plain_torch_goes_on_on_the_disk(beside: Beside) -> None:
+    torch.manual_seed(5)
+    other = Rich()
+    beside.plain, beside.optimizer = other, type(beside.optimizer)(other.parameters(), lr=1e-2)
+    for number in range(2):
+        one_step(RICH, beside.plain, beside.optimizer, number, prepared=False)
+        beside.optimizer.step()
+        beside.optimizer.zero_grad()
+    beside.model.load_state_dict(beside.plain.state_dict())
+    beside.ours.load_state_dict(copy.deepcopy(beside.optimizer.state_dict()))
+    beside.check()
+    beside.train(2)
+    beside.check_disk()
+
+
+def test_writes_into_tensors_of_state_dicts_are_kept(beside: Beside) -> None:
+    for number in range(2):
+        sides = (beside.plain, beside.optimizer), (beside.model, beside.ours)
+        for model, optimizer in sides:
+            weights, state = model.state_dict(), optimizer.state_dict()["state"]
+            with torch.no_grad():
+                weights["blocks.0.up.weight"].mul_(0.5)
+                weights["blocks.3.down.weight"].copy_(weights["blocks.0.up.weight"])
+                weights["embed.weight"].clamp_(-1, 1)
+                weights["norm.bias"].fill_(0.25 + number)
+                for entries in state.values():
+                    for key in ("momentum_buffer", "exp_avg"):
+                        if key in entries:
+                            entries[key].mul_(0.5)
+        beside.check()
+        beside.train(1)
+    beside.check_disk()
+
+
+def test_writes_inside_gathered_go_home_and_others_are_undone(beside: Beside) -> None:
+    for model in (beside.plain, beside.model):
+        with hetero.gathered(model.blocks[0], write=True), torch.no_grad():
+            model.blocks[0].up.weight.mul_(0.5)
+            model.blocks[0].up.weight[3:50, ::2] = 0.125
+        with hetero.gathered(model.head.weight, write=True), torch.no_grad():
+            model.head.weight[0].zero_()
+    beside.check()
+    with (
+        pytest.raises(StateError, match="the write is undone"),
+        hetero.gathered(beside.model.blocks[3]),
+        torch.no_grad(),
+    ):
+        beside.model.blocks[3].up.weight.zero_()
+    beside.train(2)
+    beside.check_disk()
+
+
+def test_release_gives_back_a_plain_model_and_optimizer_and_the_files_go(beside: Beside) -> None:
+    assert open_files(beside.disk)
+    model, optimizer = hetero.release(beside.model, beside.ours)
+    assert open_files(beside.disk) == [] and os.listdir(beside.disk) == []
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    assert type(optimizer) is type(beside.optimizer)
+    same(values(beside.plain), values(model), "weights")
+    same_states(beside.optimizer.state_dict(), optimizer.state_dict())
+    for number in range(2, 4):
+        for side, opt in ((beside.plain, beside.optimizer), (model, optimizer)):
+            one_step(RICH, side, opt, number, prepared=False)
+            opt.step()
+            opt.zero_grad()
+        same(values(beside.plain), values(model), f"weights after step {number}")
+
+
+def test_a_model_for_inference_alone_reads_its_weights_from_disk(disk: Path) -> None:
+    torch.manual_seed(11)
+    model = Wide().eval().requires_grad_(False)
+    data = zoo.tokens(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = [model(data), model(data.flip(1))]
+    params = sum(param.nbytes for param in model.parameters())
+    config = Config.load(
+        device="cpu", hbm=params // 2, host=params // 2, nvme=disk, chunk_bytes=CHUNK_BYTES
+    )
+    model = prepare_tuned(model, None, config, Tuning(extent_numel=EXTENT))
+    with torch.no_grad():
+        same(expected, [model(data), model(data.flip(1))], "outputs")
+    pool = engine_of(model).store.pool
+    assert pool is not None and 0 < pool.peak <= pool.n_bytes
+    assert hetero.status(model).written_bytes > 0
+    assert engine_of(model).ledger.peak(Tier.HOST) <= params // 2
