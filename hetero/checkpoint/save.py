@@ -143,7 +143,9 @@ def save_through(
     meta = meta_of(engine, extra, scheduler, data, extras)
     number = engine.steps if step is None else step
     # 2. the tensors are read bucket by bucket, each behind its update and before its next one
-    writing = Writing(engine, io, Path(directory), number, [*parts_of(engine), *extras], meta)
+    writing = Writing(
+        engine, io, Path(directory), number, [*parts_of(engine, as_now=True), *extras], meta
+    )
     executor = ThreadPoolExecutor(1, "hetero-save")
     done = executor.submit(writing.run, keep_last)
     executor.shutdown(wait=False)

@@ -21,16 +21,18 @@ from hetero.types import Kind
 Scalars = dict[str, dict[str, Any]]
 
 
-def parts_of(engine: Engine) -> list[Part]:
+def parts_of(engine: Engine, *, as_now: bool = False) -> list[Part]:
     """Return parameters, what is left of masters, states and buffers, bucket by bucket.
 
-    Buckets come in the order of the next forward, which is that of their updates.
+    Buckets come in the order of the next forward, which is that of their updates. With ``as_now``
+    what no update changes, buffers, is copied: the next forward may change it.
     """
     found: list[Part] = []
     for bucket in ordered(engine):
         for segment in bucket.segments:
             found.extend(_of_parameter(engine, bucket, segment))
-    found.extend(of_tensor(name, tensor) for name, tensor in tables(engine.model))
+    for name, tensor in tables(engine.model):
+        found.append(of_tensor(name, tensor.detach().cpu().clone() if as_now else tensor))
     return found
 
 
