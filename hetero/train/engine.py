@@ -134,8 +134,8 @@ class Engine:
         self.broken = ""  # why the model must not be used: a load that failed half-way
         self.stepper: Stepper | None = None
         self._index = {id(p): i for i, p in enumerate(self.params)}
-        meta = self.params[0].is_meta  # of `empty_init`: there is no way back to nothing
-        self._origin = torch.device("cpu") if meta else self.params[0].device
+        self._was_empty = self.params[0].is_meta  # of `empty_init`
+        self._origin = torch.device("cpu") if self._was_empty else self.params[0].device
         self._origin_dtypes = [p.dtype for p in self.params]
         self._grads_before: dict[int, torch.Tensor] = {}
 
@@ -166,7 +166,7 @@ class Engine:
             self.hooks.guard(self.model, self._state_dict_access)
             object.__setattr__(self.model, MARK, self)
         except BaseException:
-            self._move_out()
+            self._move_out(failed=True)
             self.store.close()
             raise
 
@@ -654,8 +654,11 @@ class Engine:
         self.grads.reset()
         self.manager.close()
 
-    def _move_out(self) -> None:
-        """Make every parameter plain again, bucket by bucket, on the device it came from."""
+    def _move_out(self, *, failed: bool = False) -> None:
+        """Make every parameter plain again, bucket by bucket, on the device it came from.
+
+        One that was empty is empty again where ``failed``: there may be no room for its value.
+        """
         paged = hasattr(self, "runtime") and hasattr(self.runtime, "swizzle")
         if paged and self.mode == "paged":
             self._unhook()
@@ -668,7 +671,9 @@ class Engine:
                 grad = grad.slot.keep()
             grad = self._grads_before.pop(index, grad)
             swizzle.set_grad(param, None)
-            if home is not None:
+            if failed and self._was_empty:
+                swizzle.empty(param, self._origin_dtypes[index])
+            elif home is not None:
                 value = self._value(segment, param, home).to(self._origin_dtypes[index])
                 swizzle.plain(param, value.to(self._origin, copy=True))
             param.grad = None if grad is None else grad.to(self._origin, param.dtype)

@@ -129,6 +129,14 @@ def point(param: nn.Parameter, value: torch.Tensor) -> None:
     _set_data(param, value)
 
 
+def empty(param: nn.Parameter, dtype: torch.dtype) -> None:
+    """Make a parameter that had no memory one without memory again."""
+    param.__class__ = nn.Parameter
+    if not param.is_meta:
+        blank = torch.empty_like(param, dtype=dtype, device="meta")
+        torch.utils.swap_tensors(param, nn.Parameter(blank, param.requires_grad))
+
+
 def plain(param: nn.Parameter, value: torch.Tensor) -> None:
     """Make a parameter a plain one, whatever it was, with ``value`` as its data."""
     param.__class__ = nn.Parameter
