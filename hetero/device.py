@@ -460,6 +460,21 @@ def accelerator_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
+def return_large_blocks() -> None:
+    """Let memory of freed tensors of 1 MiB and more go back to the system at once, in this process.
+
+    glibc raises that bound to the size of what was freed, up to 32 MiB, and then keeps such blocks
+    in a heap that fragments: a model three times its RAM took twice its budget (measured).
+    """
+    try:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
+    except (OSError, AttributeError):
+        return  # not glibc
+
+
+_M_MMAP_THRESHOLD = -3
+
+
 def accelerator_rng(place: torch.device) -> torch.Tensor | None:
     """Return the state of a CUDA device's generator; None for a CPU."""
     return torch.cuda.get_rng_state(place) if place.type == "cuda" else None

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hetero.config import Config
-from hetero.device import CpuDevice, Device, trim_heap
+from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
 from hetero.errors import ConfigError, StateError, StorageError
 from hetero.events import EventLog
 from hetero.io import IO, spill_folder
@@ -175,6 +175,7 @@ class Engine:
         resident, spill = self.mode == "resident", self.budget.spill
         if spill is None:
             return HomeStore(self.device, self.ledger, resident=resident)
+        return_large_blocks()
         self.ledger.charge(Tier.HOST, Kind.POOL, spill.pool_bytes, "memory for homes on disk")
         folders = [spill_folder(path, self.tuning.io) for path in self.config.nvme]
         pool = open_pool(
