@@ -38,6 +38,7 @@ HOME_BYTES = 512 * 2**20
 POOL_BYTES = 128 * 2**20
 SPILLED_BYTES = 2**30
 ROUNDS = 5
+STEPS = 4  # in a row: an update goes on behind the next forward
 SIZE = 4 * EXTENT_NUMEL
 
 
@@ -150,10 +151,10 @@ def disk(device: str | None = None) -> Figures:
 
 
 class Spilled(NamedTuple):
-    """A model whose optimizer states lie on disk, ready to step."""
+    """A model whose optimizer states lie on disk; ``steps`` makes several and waits for them."""
 
     engine: Engine
-    step: Callable[[], None]
+    steps: Callable[[], None]
 
 
 def spilled(folder: Path | None, tuning: Tuning) -> Spilled:
@@ -165,18 +166,10 @@ def spilled(folder: Path | None, tuning: Tuning) -> Spilled:
     if folder is not None:
         settings |= {"nvme": str(folder), "host": host_without_states(model, optimizer, settings)}
     model, optimizer = prepare_tuned(model, optimizer, Config.load(**settings), tuning)
-    tokens = torch.randint(0, 256, (2, 64))
-
-    def step() -> None:
-        model(tokens, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.finish()
-
-    engine = engine_of(model)
-    for _ in range(3):
-        step()
-    return Spilled(engine, step)
+    tokens = torch.randint(0, 256, (1, 32))
+    step = partial(steps, model, optimizer, tokens, STEPS)
+    step()
+    return Spilled(engine_of(model), step)
 
 
 def parameter_bytes(model: nn.Module) -> int:
@@ -221,9 +214,9 @@ def disk_step(device: str | None = None) -> Figures:
             file.reserve(HOME_BYTES)
             moved(file, 0, HOME_BYTES, n_threads)  # unwritten blocks read as zeros, at no cost
             for number in range(ROUNDS + 1):
-                took = timed(there.step)
+                took = timed(there.steps) / STEPS
                 now = status(there.engine.model)
-                compute = timed(here.step)
+                compute = timed(here.steps) / STEPS
                 drive = moved(file, now.read_bytes, now.write_bytes, n_threads)
                 if number:
                     ratios.append(took / max(compute, drive))
@@ -253,7 +246,7 @@ def checksum(device: str | None = None) -> Figures:
     with scratch() as path:
         with_digest, without = spilled(path, Tuning()), spilled(path, Tuning(checked=False))
         for number in range(2 * ROUNDS + 1):
-            sides = [with_digest.step, without.step]
+            sides = [with_digest.steps, without.steps]
             took = {s: timed(sides[s]) for s in ((0, 1) if number % 2 else (1, 0))}
             if number:
                 shares.append((took[0] - took[1]) / took[0])
@@ -320,7 +313,7 @@ def one_step(model: nn.Module, optimizer: Any, tokens: torch.Tensor) -> None:
     optimizer.zero_grad()
 
 
-def steps(model: nn.Module, optimizer: Any, tokens: torch.Tensor, n: int = 4) -> None:
+def steps(model: nn.Module, optimizer: Any, tokens: torch.Tensor, n: int = STEPS) -> None:
     """Make steps, and wait for their updates."""
     for _ in range(n):
         one_step(model, optimizer, tokens)

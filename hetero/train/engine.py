@@ -576,7 +576,7 @@ class Engine:
         """Return a state with torch's keys whose tensors are the homes' or copies."""
         self.finish_saving()
         if self.stepper is not None:
-            return self.stepper.updater.adopt(self._segment(param), state)
+            return self.stepper.updater.adopt(self._segment(param), state, own=True)
         return {k: _placed(v, param) for k, v in state.items()}
 
     def _segment(self, param: torch.Tensor) -> Segment:

@@ -144,8 +144,12 @@ class DiskSlot:
     """
 
     def __init__(
-        self, read: Callable[[], torch.Tensor], write: Callable[[torch.Tensor], None]
+        self,
+        read: Callable[[], torch.Tensor],
+        write: Callable[[torch.Tensor], None],
+        view: torch.Tensor | None = None,
     ) -> None:
+        self.view = view  # which part of a home it is
         self.read = read
         self.exact = read
         self.keep = read
@@ -164,6 +168,12 @@ def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
     if home.extents is None:
         return view
     slot = DiskSlot(
-        lambda: store.read(home, segment), lambda value: store.write(home, segment, value)
+        lambda: store.read(home, segment), lambda value: store.write(home, segment, value), view
     )
     return OnDisk(slot, view.shape, view.stride(), view.dtype, view.device)
+
+
+def is_handle(value: torch.Tensor, home: Home, segment: Segment) -> bool:
+    """Whether a tensor is what `handle` returns of a home's part, and not a copy of it."""
+    view = home.segments[segment.position]
+    return value is view or (isinstance(value, OnDisk) and value.slot.view is view)

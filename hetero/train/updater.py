@@ -28,7 +28,7 @@ from hetero.memory.slab import Home, HomeStore
 from hetero.train import kernel
 from hetero.train.formulas import Coefficients, Formula, formula_of
 from hetero.train.grads import NONE, Factors, GradSlot, GradStore
-from hetero.train.lazy import OnDisk, handle
+from hetero.train.lazy import OnDisk, handle, is_handle
 from hetero.train.precision import Masters
 from hetero.train.rules import BLOCK_SCALES, Group, Rule, State, is_elementwise
 from hetero.train.worker import Slice
@@ -499,17 +499,21 @@ class Updater:
             if not isinstance(row.state.get(key), OnDisk):
                 row.state[key] = handle(self._store, home, row.segment)
 
-    def adopt(self, segment: Segment, state: State) -> State:
-        """Return a loaded state: copies, those of the parameter's shape in the homes."""
+    def adopt(self, segment: Segment, state: State, *, own: bool = False) -> State:
+        """Return a state whose tensors of the parameter's shape lie in the homes.
+
+        With ``own`` the other tensors are copied too, as when a state dict is loaded.
+        """
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and key not in EXACT:
+            if own and isinstance(value, torch.Tensor) and key not in EXACT:
                 value = _cast(value, self._state_dtype(segment))
             if not is_elementwise(key, value, segment.spec.shape):
-                state[key] = _copied(value)
+                state[key] = _copied(value) if own else value
                 continue
             home = self._store.get(Kind.STATE, key, self._bucket(segment), value.dtype)
-            self._store.write(home, segment, value)
-            state[key] = handle(self._store, home, segment)
+            if not is_handle(value, home, segment):
+                self._store.write(home, segment, value)
+                state[key] = handle(self._store, home, segment)
         return state
 
     def _state_dtype(self, segment: Segment) -> torch.dtype:
