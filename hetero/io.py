@@ -378,7 +378,8 @@ class Folder:
         """Make a file without a name (mode 0600): it goes when its process does, however."""
         if hasattr(os, "O_TMPFILE"):
             try:
-                flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
+                # O_EXCL: nor can anybody give it one
+                flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
                 return self._file("private", ".", flags, direct=direct)
             except StorageError as error:
                 if error.errno not in NO_TMPFILE:

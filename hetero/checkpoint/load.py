@@ -182,7 +182,7 @@ def check_meta(engine: Engine, beside: Mapping[str, Any]) -> None:
             )
     if engine.optimizer is None:
         return
-    names = {id(engine.params[s.index]): s.spec.name for _, s in engine.blueprint.layout.home}
+    names = {id(param): name for name, param in engine.model.named_parameters()}
     groups = [[names[id(p)] for p in group["params"]] for group in engine.optimizer.param_groups]
     if groups != beside["members"]:
         raise CheckpointMismatch(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import random
-from collections.abc import Mapping, Sequence
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -57,7 +61,7 @@ class Save:
         try:
             return self._done.result()
         finally:
-            self.told = True
+            self.told = self._done.done()  # an interrupted wait has told nobody anything
 
     @property
     def done(self) -> bool:
@@ -133,9 +137,8 @@ def save_through(
     check_pair(engine, optimizer)
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"keep_last={keep_last}", advice="keep_last takes a positive number")
-    previous, engine.last_save = engine.last_save, None
-    if previous is not None and not previous.told:
-        previous.wait()  # one at a time; its error is said now if it was not before
+    if engine.last_save is not None and not engine.last_save.told:
+        engine.last_save.wait()  # one at a time; its error is said now if it was not before
     # 1. everything that is small is taken now
     engine.refuse_broken()
     quiesce(engine)
@@ -149,12 +152,27 @@ def save_through(
     executor = ThreadPoolExecutor(1, "hetero-save")
     done = executor.submit(writing.run, keep_last)
     executor.shutdown(wait=False)
-    save = Save(number, writing.path, done)
+    engine.last_save = save = Save(number, writing.path, done)
     if asynchronous:
-        engine.last_save = save
+        before_exit(partial(finish_at_exit, weakref.ref(save)))
     else:
         save.wait()
     return save
+
+
+def before_exit(call: Callable[[], None]) -> None:
+    """Have a call made when the interpreter ends, while threads can still be started."""
+    getattr(threading, "_register_atexit", atexit.register)(call)
+
+
+def finish_at_exit(reference: weakref.ref[Save]) -> None:
+    """Wait for a save that nobody waited for, and say what became of it where it failed."""
+    save = reference()
+    if save is not None and not save.told:
+        try:
+            save.wait()
+        except BaseException as error:
+            warnings.warn(f"the checkpoint {save.path} was not written: {error}", stacklevel=1)
 
 
 def check_pair(engine: Engine, optimizer: Optimizer | None) -> None:
@@ -188,7 +206,7 @@ def meta_of(
     def keep(path: str, tensor: torch.Tensor) -> None:
         extras.append(of_tensor(Name("extra", path), tensor.detach().cpu().clone()))
 
-    names = {id(engine.params[s.index]): s.spec.name for _, s in engine.blueprint.layout.home}
+    names = {id(param): name for name, param in engine.model.named_parameters()}
     optimizer = engine.optimizer
     groups = optimizer.param_groups if optimizer is not None else []
     beside: Mapping[str, Any] = {

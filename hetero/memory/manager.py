@@ -24,7 +24,7 @@ import torch
 
 from hetero.config import paranoid
 from hetero.device import Device, Slab, Ticket, use_count
-from hetero.errors import BudgetError, TransferError
+from hetero.errors import BudgetError, StorageError, TransferError
 from hetero.memory.chunk import CopyTable
 from hetero.memory.frame import FrameMap, Place
 from hetero.memory.layout import Bucket, Layout, Segment
@@ -127,6 +127,8 @@ class ChunkManager:
         self._asked: dict[int, list[Request]] = {}  # homes that are being read from disk
         self.overwriting: Callable[[Bucket, int, int], Done] = _unwatched
         self.claimed: Callable[[Bucket], None] = lambda bucket: None
+        self.writing: Callable[[int], None] = lambda bucket: None  # what a user wrote comes home
+        self.home_written: Callable[[Segment], None] = lambda segment: None  # through a state dict
         self._paranoid = paranoid()
         self._clock = 0
 
@@ -287,7 +289,19 @@ class ChunkManager:
         self._digest(bucket_id)
         self.claimed(bucket)
         if bucket_id in self.replicas or bucket_id in self._shown_homes:
-            self.renew(bucket_id)
+            try:
+                self.renew(bucket_id)
+            except StorageError:  # who looks at the replica next tries again
+                self._updates[bucket_id] = work
+                for chunk in bucket.chunks:
+                    self.table.transition(chunk, Tier.HOST, CopyState.FILLING, "update")
+                raise
+
+    def follow_homes(self) -> None:
+        """Take what was written to homes through state dicts."""
+        for bucket_id in list(self._shown_homes):
+            if bucket_id not in self._updates:
+                self._follow_home(bucket_id)
 
     def renew(self, bucket_id: int) -> None:
         """The home was written: discard the replica, or refresh it where somebody looks at it."""
@@ -437,8 +451,17 @@ class ChunkManager:
             self._check_digest(bucket.id)
         for chunk in bucket.chunks:
             self.table.transition(chunk, Tier.HBM, CopyState.FILLING, "fetch")
-        after, size = tuple(after), bucket.dtype.itemsize
+        after = tuple(after)
         self._asked.pop(bucket.id, None)
+        try:
+            self._fill_runs(replica, home, after, why)
+        except BaseException:
+            for chunk in bucket.chunks:  # what was there before, or nothing, for whoever asks next
+                self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "fail")
+            raise
+
+    def _fill_runs(self, replica: Replica, home: Home, after: tuple[Ticket, ...], why: str) -> None:
+        bucket, size = replica.bucket, replica.bucket.dtype.itemsize
         for run in self._store.runs(0, bucket.segments[-1].end, (home, Use.READ)):
             piece = slice(run.start * size, run.stop * size)
             replica.ready = self.link.move(
@@ -468,23 +491,25 @@ class ChunkManager:
         dirty = self._dirty(replica)
         if not dirty:
             return None
+        self.writing(bucket.id)
         done, home = self.device.mark(), self.home(bucket.id)
         self._land(bucket.id)
+        subject = self.layout.unit_names[bucket.unit]
         for first, end in _runs(dirty):
-            for chunk in range(first, end):
-                self.table.transition(chunk, Tier.HBM, CopyState.FLUSHING, "flush")
-                self.table.transition(chunk, Tier.HOST, CopyState.FILLING, "fetch")
             start = (first - bucket.first_chunk) * bucket.chunk_numel
             stop = (end - bucket.first_chunk) * bucket.chunk_numel
             for run in self._store.runs(start, stop, (home, Use.WRITE)):
                 landed = self.overwriting(bucket, run.start, run.stop)
-                ticket = self._send(replica, home, run, done, self.layout.unit_names[bucket.unit])
-                self._landing[bucket.id] = ticket
-                if home.extents is not None:
+                ticket = self._send(replica, home, run, done, subject)
+                if home.extents is not None:  # a disk may fail: the replica stays dirty till then
                     self.device.sync(ticket)
                     landed()
                 else:
                     self._landed.setdefault(bucket.id, []).append(landed)
+            for chunk in range(first, end):
+                self.table.transition(chunk, Tier.HBM, CopyState.FLUSHING, "flush")
+                self.table.transition(chunk, Tier.HOST, CopyState.FILLING, "fetch")
+            self._landing[bucket.id] = ticket
         self.counts["flush"] += 1
         return self._landing[bucket.id]
 
@@ -542,8 +567,7 @@ class ChunkManager:
         """Take back the frames of a fetch that could not be queued."""
         bucket = replica.bucket
         for chunk in bucket.chunks:
-            if self.table.state(chunk, Tier.HBM) is CopyState.FILLING:
-                self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "fail")
+            if self.table.state(chunk, Tier.HBM) is not CopyState.ABSENT:
                 self.table.transition(chunk, Tier.HBM, CopyState.ABSENT, "discard")
         del self.replicas[bucket.id]
         self.frames.drop(bucket.id)
@@ -605,11 +629,18 @@ class ChunkManager:
         replica = self.replicas.get(bucket_id)
         if replica is not None and (replica.shown or self._dirty(replica)):
             self._merge(replica, seen)
+        now = self._home_version(bucket_id)
+        for segment, then, later in zip(
+            self.layout.buckets[bucket_id].segments, seen, now, strict=True
+        ):
+            if then != later:
+                self.home_written(segment)
         self.renew(bucket_id)
 
     def _merge(self, replica: Replica, seen: tuple[int, ...]) -> None:
         """Both copies were written: bring home the segments that were not written there."""
         bucket, home = replica.bucket, self.home(replica.bucket.id)
+        self.writing(bucket.id)
         if replica.ready is not None:
             self._arrive(replica)
         for segment, then, now in zip(

@@ -8,17 +8,28 @@ RAM: an older content, or a neighbour's, does not pass.
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
+import time
 import zlib
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from hetero.errors import ChunkCorrupt
 from hetero.events import EventLog
-from hetero.io import File, Folder, align_up
+from hetero.io import File, Folder, align_up, aligned_buffer
 from hetero.memory.ledger import Ledger
 from hetero.types import Kind, Lane, Tier, format_bytes
+
+TRIED = (1, 2, 4, 8)  # transfers at once, for each drive
+TRIAL_SECONDS = 0.08
+NEARLY = 0.9  # of the best rate is good enough, with fewer threads
+
+Work = Callable[[], None]
+Urgent = Callable[[], bool]
 
 
 class Slot:
@@ -68,14 +79,21 @@ class Nvme:
             file.reserve(self._each_bytes)
 
     def slot(self, kind: Kind, n_bytes: int, what: str) -> Slot:
-        """Return the next slot, of ``n_bytes`` rounded up to whole blocks."""
+        """Return the next slot, of ``n_bytes`` rounded up to whole blocks.
+
+        Raises BudgetError or DiskFull where there is no more; nothing has changed then.
+        """
         size = align_up(n_bytes)
-        self._ledger.charge(Tier.NVME, kind, size, what)
         at = min(range(len(self._files)), key=lambda i: self._ends[i])
-        offset, self._ends[at] = self._ends[at], self._ends[at] + size
-        if self._ends[at] > self._each_bytes:
-            self._each_bytes = self._ends[at]
-            self._files[at].reserve(self._ends[at])
+        offset, end = self._ends[at], self._ends[at] + size
+        self._ledger.charge(Tier.NVME, kind, size, what)
+        if end > self._each_bytes:
+            try:
+                self._files[at].reserve(end)
+            except BaseException:
+                self._ledger.credit(Tier.NVME, kind, size)
+                raise
+        self._ends[at] = end
         self._n_slots += 1
         return Slot(self._n_slots, self._files[at], offset, size)
 
@@ -116,6 +134,39 @@ class Nvme:
             if lane is Lane.WRITE:
                 self.written_bytes += n_bytes
 
+    def fastest(self, block_bytes: int) -> int:
+        """Return how many threads move blocks fastest here, checks included, in half a second.
+
+        What it writes stands where slots will be: ask before there is one.
+        """
+        n_files = len(self._files)
+        room = n_files * max(1, self._each_bytes // block_bytes)
+        counts = [n * n_files for n in TRIED if n * n_files <= room] or [1]
+        blocks = []
+        for number in range(counts[-1]):
+            file, offset = self._files[number % n_files], number // n_files * block_bytes
+            blocks.append((Slot(0, file, offset, block_bytes), aligned_buffer(block_bytes)))
+            self.write(*blocks[-1])  # what was never written is read from nowhere, and fast
+        rates = {n: self._rate(blocks[:n]) for n in counts}
+        self.take_counts()
+        return fewest(rates)
+
+    def _rate(self, blocks: Sequence[tuple[Slot, memoryview]]) -> float:
+        """Return bytes a second, while one thread for each block writes and reads it."""
+        began = time.monotonic()
+
+        def move(block: tuple[Slot, memoryview]) -> int:
+            moved = 0
+            while not moved or time.monotonic() < began + TRIAL_SECONDS:
+                self.write(*block)
+                self.read(*block)
+                moved += 2 * len(block[1])
+            return moved
+
+        with ThreadPoolExecutor(len(blocks)) as executor:
+            moved = sum(executor.map(move, blocks))
+        return moved / (time.monotonic() - began)
+
     @property
     def direct(self) -> bool:
         """Whether all files pass by the page cache."""
@@ -131,5 +182,91 @@ class Nvme:
             file.close()
 
 
+def fewest(rates: Mapping[int, float]) -> int:
+    """Return the least number of threads whose rate is nearly the best."""
+    return min(n for n, rate in rates.items() if rate >= NEARLY * max(rates.values()))
+
+
 def _crc(data: memoryview, number: int, generation: int) -> int:
     return zlib.crc32(data, zlib.crc32(struct.pack("<QQ", number, generation)))
+
+
+# -- who carries transfers out -------------------------------------------------------------------
+
+
+class Executor(Protocol):
+    """Does work at some time, elsewhere; tests draw its order."""
+
+    def submit(self, work: Work, urgent: Urgent) -> None:
+        """Have ``work`` done, before what is not urgent at that time."""
+
+    def close(self) -> None:
+        """Return when everything is done, and no more will be."""
+
+
+class Threads:
+    """``n_threads`` that do first what somebody waits for by now.
+
+    They are daemons: while the interpreter ends they go on for a save that still reads homes, and
+    what they have begun when it is gone was worth nothing without it.
+    """
+
+    def __init__(self, n_threads: int) -> None:
+        self._queue = _Queue()
+        self._pid = os.getpid()
+        self._threads = [
+            threading.Thread(
+                target=_work, args=(self._queue,), name=f"hetero-io-{number}", daemon=True
+            )
+            for number in range(n_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, work: Work, urgent: Urgent) -> None:
+        """Have ``work`` done by a thread that is free."""
+        with self._queue.changed:
+            self._queue.waiting.append((work, urgent))
+            self._queue.changed.notify()
+
+    def close(self) -> None:
+        """End the threads when everything is done."""
+        self._end()
+        for thread in self._threads:
+            thread.join()
+
+    def _end(self) -> None:
+        with self._queue.changed:
+            self._queue.closed = True
+            self._queue.changed.notify_all()
+
+    def __del__(self) -> None:
+        # Not joined: garbage may be collected on one of these very threads.
+        if self._pid == os.getpid():  # in a forked child the lock may be held by nobody
+            self._end()
+
+
+class _Queue:
+    """What the threads see: they must not keep their owner alive."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[Work, Urgent]] = deque()
+        self.changed = threading.Condition()
+        self.closed = False
+
+    def next(self) -> Work | None:
+        """Return what is to be done next, waiting for it; None when it is time to end."""
+        with self.changed:
+            while not (self.waiting or self.closed):
+                self.changed.wait()
+            for at, (work, urgent) in enumerate(self.waiting):
+                if urgent():
+                    del self.waiting[at]
+                    return work
+            return self.waiting.popleft()[0] if self.waiting else None
+
+
+def _work(queue: _Queue) -> None:
+    while (work := queue.next()) is not None:
+        work()
+        del work  # what it holds goes when it is done, not when the next one comes

@@ -9,6 +9,9 @@ An *extent* is a fixed number of elements of a bucket's index space, for every k
 that an update pins the same run of all of them. What one thread needs is pinned at once or not at
 all; only the thread that launches work may pin more while it holds some: nobody waits in a circle.
 
+Dirty extents are written before their room is needed, the least recently used first, and announced
+ones are read before they are pinned. Both stand still while somebody waits for room.
+
 A read that fails leaves an extent ABSENT, a write that fails leaves it DIRTY: nothing is lost, the
 error goes to whoever needs the bytes or the room, and the next who asks tries again.
 """
@@ -19,26 +22,31 @@ import mmap
 import os
 import threading
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from hetero.config import paranoid
 from hetero.device import POISON, Slab
-from hetero.errors import BudgetError, DiskFull, ForkedProcessError
+from hetero.errors import BudgetError, DiskFull, ForkedProcessError, StateError
 from hetero.events import EventLog
 from hetero.io import Folder, align_up
 from hetero.memory.chunk import CopyTable
 from hetero.memory.ledger import Ledger
-from hetero.memory.nvme import Nvme, Slot
+from hetero.memory.nvme import Executor, Nvme, Slot, Threads
 from hetero.types import CopyState, Kind, Tier, format_bytes
 
-STALL_SECONDS = 60.0  # without anything happening, while somebody waits for room
-N_THREADS = 4  # transfers at once
+STALL_SECONDS = 600.0  # without anything happening, while somebody waits for room that others hold
+N_THREADS = 4  # transfers at once, where little is spilled
+TRY_FROM_BYTES = 2**30  # so much is spilled that the drive is asked how many are best
 AHEAD_SHARE = 3  # this part of the pool is kept for what is read ahead
+DIRTY_SHARE = 3  # more than this part does not wait to be written
+FORGET_AFTER = 2  # what is read ahead and not used while the pool is filled so often
+HUGE_PAGE = 2 * 2**20
+ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
 
 
 class Use(IntEnum):
@@ -53,27 +61,31 @@ class Use(IntEnum):
 class Extent:
     """One run of a home: its memory, its slot, who uses it."""
 
-    __slots__ = ("error", "id", "n_bytes", "page", "pins", "slot", "stored", "view", "wanted")
+    __slots__ = (
+        *("blank", "error", "id", "mapping", "n_bytes", "page", "pins", "slot", "stored"),
+        *("used_at", "view"),
+    )
 
-    def __init__(self, id: int, view: memoryview, page: int, slot: Slot) -> None:
+    def __init__(self, id: int, mapping: mmap.mmap, page: int, n_bytes: int, slot: Slot) -> None:
         self.id = id
-        self.view = view
+        self.mapping = mapping
         self.page = page  # first byte in its mapping
-        self.n_bytes = len(view)
+        self.n_bytes = n_bytes
+        self.view = memoryview(mapping)[page : page + n_bytes]
         self.slot = slot
         self.stored = False  # whether the slot has what an ABSENT extent reads; zeros otherwise
+        self.blank = False  # whether what it is to hold is still being written by who pinned it
         self.pins = 0
-        self.wanted = False  # read ahead, and not used yet
+        self.used_at = 0
         self.error: BaseException | None = None
 
 
 class Extents:
     """The extents of one home, in order."""
 
-    __slots__ = ("_numel", "_size", "all", "mapping")
+    __slots__ = ("_numel", "_size", "all")
 
-    def __init__(self, mapping: mmap.mmap, extents: list[Extent], size: int, numel: int) -> None:
-        self.mapping = mapping
+    def __init__(self, extents: list[Extent], size: int, numel: int) -> None:
         self.all = extents
         self._size = size
         self._numel = numel
@@ -108,19 +120,57 @@ class Span(NamedTuple):
 class Request:
     """Spans that are pinned together, and may be announced before."""
 
-    __slots__ = ("home_of", "needs", "started")
+    __slots__ = ("asked_at", "n_bytes", "needs")
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self.needs: dict[Extent, Use] = {}
-        self.home_of: dict[Extent, Extents] = {}
-        self.started = False
+        self.asked_at = 0
         for span in spans:
-            extents = span.home.extents
-            if extents is None:
-                continue
-            for extent, use in extents.needs(span.start, span.end, span.use):
-                self.needs[extent] = use if self.needs.get(extent, use) is use else Use.WRITE
-                self.home_of[extent] = extents
+            if span.home.extents is not None:
+                for extent, use in span.home.extents.needs(span.start, span.end, span.use):
+                    self.needs[extent] = use if self.needs.get(extent, use) is use else Use.WRITE
+        self.n_bytes = sum(extent.n_bytes for extent in self.needs)
+
+
+class Window:
+    """What was announced, and the extents that are kept in memory for the first of it."""
+
+    __slots__ = ("_kept", "kept_bytes", "n_bytes", "requests")
+
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        self.requests: deque[Request] = deque()
+        self.kept_bytes = 0
+        self._kept: OrderedDict[Extent, int] = OrderedDict()  # since when
+
+    def __contains__(self, extent: object) -> bool:
+        return extent in self._kept
+
+    def keep(self, extent: Extent, now: int) -> None:
+        """Keep an extent that is in memory, or will be, until it is used."""
+        if extent not in self._kept:
+            self._kept[extent] = now
+            self.kept_bytes += extent.n_bytes
+
+    def let_go(self, extent: Extent) -> None:
+        """Keep an extent no longer, where it was kept."""
+        if self._kept.pop(extent, None) is not None:
+            self.kept_bytes -= extent.n_bytes
+
+    def let_go_before(self, then: int) -> None:
+        """Give up what has been kept for too long: nobody came for it."""
+        while self._kept:
+            extent, since = next(iter(self._kept.items()))
+            if since >= then:
+                return
+            self.let_go(extent)
+
+    def let_go_last(self) -> bool:
+        """Give up what would be used last; False where nothing is kept."""
+        if not self._kept:
+            return False
+        self.let_go(next(reversed(self._kept)))
+        return True
 
 
 class Pool:
@@ -145,34 +195,42 @@ class Pool:
         self.n_bytes = n_bytes
         self.extent_numel = extent_numel
         self.table = CopyTable(0, home=Tier.NVME, what="extent")
-        self.used = 0
         self.peak = 0
-        self._window = n_bytes // AHEAD_SHARE
-        self._executor = executor or ThreadPoolExecutor(n_threads, "hetero-io")
+        self._bytes = dict.fromkeys(CopyState, 0)  # of the extents in each state
+        self._window = Window(n_bytes // AHEAD_SHARE)
+        self._executor = executor or Threads(n_threads)
         self._changed = threading.Condition()
-        self._resident: OrderedDict[Extent, Extents] = OrderedDict()  # least recently used first
-        self._ahead: deque[Request] = deque()
+        self._resident: OrderedDict[Extent, None] = OrderedDict()  # least recently used first
+        self._clock = 0  # moves with every pin, and with every byte that is brought in
         self._in_flight = 0
+        self._holders: Counter[int] = Counter()  # threads, and how many requests each has pinned
+        self._n_waiting = 0  # threads that wait for room
         self._failures = 0  # of writes
         self._failure: BaseException | None = None  # the last one, for whoever needs the room
         self._pid = os.getpid()
         self._paranoid = paranoid()
-        if hasattr(os, "register_at_fork"):
-            # A fork must not find a transfer into private memory under way (open(2), NOTES).
-            os.register_at_fork(before=_before_fork(weakref.ref(self)))
+        _watch_forks(weakref.ref(self))
+
+    @property
+    def used(self) -> int:
+        """Bytes of the extents that have memory now."""
+        return sum(self._bytes.values()) - self._bytes[ABSENT]
 
     def adopt(self, kind: Kind, slab: Slab, n_bytes: int, itemsize: int, what: str) -> Extents:
         """Cut a home's memory into extents, each with a slot on disk."""
-        if slab.mapping is None:
+        mapping = slab.mapping
+        if mapping is None:
             raise BudgetError(f"{what} lies on the device, which has no way to disk")
         size = self.extent_numel * itemsize
-        view = memoryview(slab.mapping)
+        _page_by_extents(slab, mapping, n_bytes, size)
         extents = []
-        for start in range(0, n_bytes, size):
-            end = align_up(min(start + size, n_bytes))
-            slot = self.nvme.slot(kind, end - start, what)
-            extents.append(Extent(self.table.extend(1), view[start:end], start, slot))
-        return Extents(slab.mapping, extents, self.extent_numel, n_bytes // itemsize)
+        with self._changed:
+            for start in range(0, n_bytes, size):
+                length = align_up(min(size, n_bytes - start))
+                slot = self.nvme.slot(kind, length, what)
+                extents.append(Extent(self.table.extend(1), mapping, start, length, slot))
+                self._bytes[ABSENT] += length
+        return Extents(extents, self.extent_numel, n_bytes // itemsize)
 
     # -- pins ------------------------------------------------------------------------------------
 
@@ -181,53 +239,64 @@ class Pool:
         """Hold the spans of a request in memory for the length of a block.
 
         Raises StorageError where a read failed, or where room cannot be made because writes fail;
-        BudgetError where the pool is too small. Nothing is held then.
+        BudgetError where the pool is too small. Nothing is held then. What a block that raises has
+        left of a FRESH span is given up for what was there before, where that is still on disk.
         """
-        self._take(request)
+        me = threading.get_ident()
+        self._take(request, me)
         try:
             yield
         except BaseException:
-            self._give_back(request, whole=False)
+            self._give_back(request, me, whole=False)
             raise
-        self._give_back(request, whole=True)
+        self._give_back(request, me, whole=True)
 
     def ready(self, request: Request) -> bool:
         """Whether `pin` would not wait for a read."""
         with self._changed:
             return not any(
-                self._state(e) in (CopyState.ABSENT, CopyState.FILLING) and e.stored
-                for e in request.needs
+                self._state(e) is FILLING or (self._is_unread(e) and use is not Use.FRESH)
+                for e, use in request.needs.items()
             )
 
     def ahead(self, requests: Iterable[Request]) -> None:
         """Announce requests in the order in which they will be pinned; they are read ahead."""
+        self._refuse_fork()
         with self._changed:
-            self._ahead = deque(r for r in self._ahead if not r.started)
-            self._ahead.extend(requests)
+            for request in requests:
+                request.asked_at = self._clock
+                self._window.requests.append(request)
             self._pump()
 
     def forget_ahead(self) -> None:
         """Nothing that was announced is needed any more."""
         with self._changed:
-            self._ahead.clear()
-            for extent in self._resident:
-                extent.wanted = False
+            self._window.requests.clear()
+            while self._window.let_go_last():
+                pass
+            self._changed.notify_all()
 
     def discard(self, extents: Extents) -> None:
         """Let a home's content go, in memory and on disk; it reads as zeros from now on."""
+        self._refuse_fork()
         with self._changed:
-            while any(self._state(e) in _MOVING for e in extents.all):
+            while any(self._state(e) in (FILLING, FLUSHING) for e in extents.all):
                 self._changed.wait()
+            if any(extent.pins for extent in extents.all):
+                raise StateError("a home on disk was discarded while it is pinned")
             for extent in extents.all:
                 extent.stored = False
-                if self._state(extent) is not CopyState.ABSENT:
+                if self._state(extent) is not ABSENT:
                     self._leave(extent, "discard")
             self._pump()
+            self._changed.notify_all()
 
     def drain(self) -> None:
-        """Return when no transfer is under way; none begins meanwhile."""
+        """Return when no transfer is under way; what was announced is forgotten."""
+        if self._pid != os.getpid():
+            return
         with self._changed:
-            self._ahead.clear()
+            self._window.requests.clear()
             while self._in_flight:
                 self._changed.wait()
 
@@ -235,190 +304,223 @@ class Pool:
         """Finish transfers and let the files go; what is in memory is gone with them."""
         if self._pid == os.getpid():
             self.drain()
-            self._executor.shutdown()
+            self._executor.close()
             self.nvme.close()
 
     # -- inside, under the lock ------------------------------------------------------------------
 
-    def _take(self, request: Request) -> None:
-        if self._pid != os.getpid():
-            raise ForkedProcessError(
-                "a forked process uses homes on disk, which belong to its parent",
-                advice="start it with the 'spawn' method, and pass values, not the model",
-            )
-        needs = request.needs
+    def _take(self, request: Request, me: int) -> None:
+        self._refuse_fork()
         with self._changed:
-            request.started = True
-            n_bytes = sum(extent.n_bytes for extent in needs)
-            if n_bytes > self.n_bytes:
-                raise self._too_small(n_bytes)
             # 1. wait until none of them is on its way down, and there is room for what is missing
-            failures = self._failures
-            while not self._has_room(needs):
-                self._wait_for_room(n_bytes, failures)
+            self._wait_for_room(request, me)
             # 2. hold them, and begin to read
-            for extent, use in needs.items():
+            self._clock += 1
+            self._holders[me] += 1
+            for extent in request.needs:
                 extent.pins += 1
-                extent.wanted = False
-                if self._state(extent) is CopyState.ABSENT:
-                    self._bring(extent, request.home_of[extent], read=use is not Use.FRESH)
-            # 3. wait for what is read
-            while any(self._state(extent) is CopyState.FILLING for extent in needs):
-                self._changed.wait()
-            failed = [e for e in needs if self._state(e) is CopyState.ABSENT]
-            if failed:
-                for extent in needs:
-                    extent.pins -= 1
-                self._changed.notify_all()
-                error = failed[0].error
-                raise error if error is not None else self._too_small(n_bytes)
+                extent.used_at = self._clock
+                self._window.let_go(extent)
+            try:
+                for extent, use in request.needs.items():
+                    if self._state(extent) is ABSENT:
+                        self._bring(extent, use)
+                # 3. wait for what is read
+                while any(self._state(extent) is FILLING for extent in request.needs):
+                    self._changed.wait()
+                for extent in request.needs:
+                    if self._state(extent) is ABSENT:
+                        raise extent.error or self._too_small(request.n_bytes)
+            except BaseException:
+                self._unpin(request, me)
+                raise
 
-    def _give_back(self, request: Request, *, whole: bool) -> None:
+    def _give_back(self, request: Request, me: int, *, whole: bool) -> None:
+        if self._pid != os.getpid():
+            return
         with self._changed:
             for extent, use in request.needs.items():
-                extent.pins -= 1
-                if not whole and use is Use.FRESH and extent.stored and not extent.pins:
-                    self._leave(extent, "discard")  # half written: the old content stands
-                    continue
-                if use is not Use.READ:
-                    self.table.transition(extent.id, Tier.HOST, CopyState.DIRTY, "write")
+                if use is Use.FRESH and whole:
+                    extent.blank = False
+                if use is not Use.READ and not extent.blank:
+                    self._move(extent, DIRTY, "write")
+            self._unpin(request, me)
+
+    def _unpin(self, request: Request, me: int) -> None:
+        self._holders[me] -= 1
+        self._holders += Counter()  # without those who hold nothing
+        for extent in request.needs:
+            extent.pins -= 1
+            if extent in self._resident:
                 self._resident.move_to_end(extent)
-            self._pump()
-            self._changed.notify_all()
+            if extent.blank and not extent.pins:
+                self._leave(extent, "discard")  # never written whole: the old content stands
+        self._pump()
+        self._changed.notify_all()
 
     def _state(self, extent: Extent) -> CopyState:
         return self.table.state(extent.id, Tier.HOST)
 
-    def _has_room(self, needs: dict[Extent, Use]) -> bool:
-        states = {extent: self._state(extent) for extent in needs}
-        if CopyState.FLUSHING in states.values():
-            return False
-        missing = sum(e.n_bytes for e, state in states.items() if state is CopyState.ABSENT)
-        return self._free(missing, needs) or self._free_wanted(missing, needs)
+    def _is_unread(self, extent: Extent) -> bool:
+        return extent.stored and self._state(extent) is ABSENT
 
-    def _wait_for_room(self, n_bytes: int, failures: int) -> None:
-        if self._failures > failures and self._failure is not None and not self._in_flight:
-            raise self._failure
-        if not self._changed.wait(STALL_SECONDS):
-            raise self._too_small(n_bytes)
+    def _move(self, extent: Extent, state: CopyState, why: str) -> None:
+        old = self._state(extent)
+        self.table.transition(extent.id, Tier.HOST, state, why)
+        self._bytes[old] -= extent.n_bytes
+        self._bytes[state] += extent.n_bytes
 
-    def _free(self, n_bytes: int, keep: dict[Extent, Use]) -> bool:
-        """Evict clean extents until ``n_bytes`` are free; begin to flush where that is too few."""
-        for extent in list(self._resident):
-            if self.n_bytes - self.used >= n_bytes:
-                return True
-            clean = self._state(extent) is CopyState.CLEAN
-            if clean and not extent.pins and not extent.wanted and extent not in keep:
-                self._leave(extent, "evict")
-        self._flush_until(n_bytes, keep)
-        return self.n_bytes - self.used >= n_bytes
+    # -- room ------------------------------------------------------------------------------------
 
-    def _flush_until(self, n_bytes: int, keep: dict[Extent, Use]) -> None:
-        """Begin to flush until ``n_bytes`` are free, or will be when what is under way is done."""
-        states = [(e, self._state(e)) for e in self._resident if not e.pins and e not in keep]
-        room = self.n_bytes - self.used
-        room += sum(e.n_bytes for e, s in states if s is CopyState.FLUSHING)
-        for extent, state in states:
-            if room >= n_bytes:
+    def _wait_for_room(self, request: Request, me: int) -> None:
+        if request.n_bytes > self.n_bytes:
+            raise self._too_small(request.n_bytes)
+        failures = self._failures
+        self._n_waiting += 1
+        try:
+            while not self._has_room(request):
+                self._make_room(request, me, failed=self._failures > failures)
+        finally:
+            self._n_waiting -= 1
+
+    def _has_room(self, request: Request) -> bool:
+        for extent, use in request.needs.items():
+            if use is not Use.READ and self._state(extent) is FLUSHING:
+                return False  # it must not change while it is written
+        return self._evict(self._missing(request), request.needs)
+
+    def _missing(self, request: Request) -> int:
+        return sum(e.n_bytes for e in request.needs if self._state(e) is ABSENT)
+
+    def _make_room(self, request: Request, me: int, *, failed: bool) -> None:
+        """Do something for a request that has no room, or wait until somebody has."""
+        # 1. write what is least recently used; nothing more once a write has failed
+        if not failed:
+            self._flush(self._short(self._missing(request)), request.needs)
+        # 2. where nothing is on its way down, what is read ahead makes room, the last of it first
+        if not self._bytes[FLUSHING] and (failed or not self._in_flight):
+            if self._window.let_go_last():
                 return
-            if state is CopyState.DIRTY:
-                self._flush(extent)
-                room += extent.n_bytes
+            if failed and self._failure is not None:
+                raise self._failure
+            if self._holders.keys() == {me}:
+                raise self._too_small(request.n_bytes)
+        # 3. wait for those who hold some
+        if not self._changed.wait(STALL_SECONDS) and not self._in_flight:
+            raise self._too_small(request.n_bytes)
 
-    def _free_wanted(self, n_bytes: int, keep: dict[Extent, Use]) -> bool:
-        """As `_free`, at the cost of what was read ahead, where nothing else is on its way."""
-        if self._in_flight:
-            return False
+    def _short(self, n_bytes: int) -> int:
+        """Return what is missing of so much room, when everything is written that is begun."""
+        return n_bytes - (self.n_bytes - self.used) - self._bytes[FLUSHING]
+
+    def _loose(self, state: CopyState, keep: Container[Extent]) -> Iterator[Extent]:
+        """Yield extents in a state that nobody holds or waits for, least recently used first."""
         for extent in self._resident:
-            extent.wanted = False
-        return self._free(n_bytes, keep)
+            held = extent.pins or extent in keep or extent in self._window
+            if self._state(extent) is state and not held:
+                yield extent
 
-    def _bring(self, extent: Extent, extents: Extents, *, read: bool) -> None:
-        self.used += extent.n_bytes
-        self.peak = max(self.peak, self.used)
-        self._resident[extent] = extents
-        extent.error = None
-        self.table.transition(extent.id, Tier.HOST, CopyState.FILLING, "fetch")
-        if read and extent.stored:
+    def _evict(self, n_bytes: int, keep: Container[Extent]) -> bool:
+        """Give up clean extents until ``n_bytes`` are free; none where that is not enough."""
+        short = n_bytes - (self.n_bytes - self.used)
+        leaving = _enough(self._loose(CLEAN, keep), short)
+        if sum(extent.n_bytes for extent in leaving) < short:
+            return False
+        for extent in leaving:
+            self._leave(extent, "evict")
+        return True
+
+    def _flush(self, n_bytes: int, keep: Container[Extent] = ()) -> None:
+        """Begin to write ``n_bytes`` of dirty extents, or what there is."""
+        for extent in _enough(self._loose(DIRTY, keep), n_bytes):
+            self._move(extent, FLUSHING, "flush")
             self._in_flight += 1
-            self._executor.submit(self._read, extent)
-            return
-        if self._paranoid:
-            extent.view[:] = bytes(extent.n_bytes)
-        self.table.transition(extent.id, Tier.HOST, CopyState.CLEAN, "ready")
+            self._executor.submit(partial(self._write, extent), lambda: self._n_waiting > 0)
 
     def _leave(self, extent: Extent, why: str) -> None:
         """Give an extent's memory back."""
-        self.table.transition(extent.id, Tier.HOST, CopyState.ABSENT, why)
-        extents = self._resident.pop(extent)
-        self.used -= extent.n_bytes
-        extent.wanted = False
+        self._move(extent, ABSENT, why)
+        del self._resident[extent]
+        self._window.let_go(extent)
+        extent.blank = False
         if self._paranoid:  # who reads it without a pin reads NaN
             extent.view[:] = bytes([POISON]) * extent.n_bytes
         else:
-            extents.mapping.madvise(mmap.MADV_DONTNEED, extent.page, extent.n_bytes)
+            extent.mapping.madvise(mmap.MADV_DONTNEED, extent.page, extent.n_bytes)
 
-    def _flush(self, extent: Extent) -> None:
-        self.table.transition(extent.id, Tier.HOST, CopyState.FLUSHING, "flush")
-        self._in_flight += 1
-        self._executor.submit(self._write, extent)
+    def _bring(self, extent: Extent, use: Use) -> None:
+        """Give an extent memory, and its content where somebody looks at that."""
+        self._move(extent, FILLING, "fetch")
+        self._resident[extent] = None
+        self.peak = max(self.peak, self.used)
+        self._clock += extent.n_bytes
+        extent.error = None
+        extent.blank = use is Use.FRESH
+        if extent.stored and not extent.blank:
+            self._in_flight += 1
+            self._executor.submit(partial(self._read, extent), lambda: extent.pins > 0)
+            return
+        if self._paranoid and not extent.blank:
+            extent.view[:] = bytes(extent.n_bytes)
+        self._move(extent, CLEAN, "ready")
+
+    # -- ahead of need ---------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Read ahead as far as the window goes, and make the room for it."""
-        wanted = sum(extent.n_bytes for extent in self._resident if extent.wanted)
-        while self._ahead:
-            request = self._ahead[0]
-            missing = [
-                e
-                for e, use in request.needs.items()
-                if self._state(e) is CopyState.ABSENT and e.stored and use is not Use.FRESH
-            ]
-            if request.started or not missing:
-                self._ahead.popleft()
+        """Write behind, and read ahead as far as the window goes; whoever waits comes first."""
+        if self._n_waiting:
+            return
+        self._flush(self._bytes[DIRTY] - self.n_bytes // DIRTY_SHARE)
+        window = self._window
+        window.let_go_before(self._clock - FORGET_AFTER * self.n_bytes)
+        while window.requests:
+            request = window.requests[0]
+            coming = [e for e, use in request.needs.items() if self._is_due(e, use, request)]
+            if request.n_bytes > self.n_bytes or not coming:
+                window.requests.popleft()
                 continue
-            n_bytes = sum(extent.n_bytes for extent in missing)
-            if wanted and wanted + n_bytes > self._window:
-                break
-            if not self._free(n_bytes, request.needs):
-                self._flush_until(self._window - wanted, request.needs)
-                break
-            for extent in missing:
-                self._bring(extent, request.home_of[extent], read=True)
-                extent.wanted = True
-            wanted += n_bytes
-            self._ahead.popleft()
+            n_bytes = sum(extent.n_bytes for extent in coming)
+            if window.kept_bytes and window.kept_bytes + n_bytes > window.n_bytes:
+                return
+            missing = sum(e.n_bytes for e in coming if self._state(e) is ABSENT)
+            if not self._evict(missing, request.needs):
+                self._flush(self._short(missing), request.needs)
+                return
+            window.requests.popleft()
+            for extent in coming:
+                window.keep(extent, self._clock)
+                if self._state(extent) is ABSENT:
+                    self._bring(extent, Use.READ)
+
+    def _is_due(self, extent: Extent, use: Use, request: Request) -> bool:
+        """Whether an extent is to be in memory for a request, and nothing sees to that yet."""
+        if use is Use.FRESH or extent in self._window or extent.used_at > request.asked_at:
+            return False  # pinned since it was announced: that may have been this very use
+        return extent.stored or self._state(extent) is not ABSENT
 
     # -- transfers, on their own threads ---------------------------------------------------------
 
     def _read(self, extent: Extent) -> None:
-        error = self._attempt(self.nvme.read, extent)
+        error = _attempt(self.nvme.read, extent)
         with self._changed:
             extent.error = error
             if error is None:
-                self.table.transition(extent.id, Tier.HOST, CopyState.CLEAN, "ready")
+                self._move(extent, CLEAN, "ready")
             else:
                 self._leave(extent, "fail")
             self._landed()
 
     def _write(self, extent: Extent) -> None:
-        error = self._attempt(self.nvme.write, extent)
+        error = _attempt(self.nvme.write, extent)
         with self._changed:
             if error is None:
                 extent.stored = True
-                self.table.transition(extent.id, Tier.HOST, CopyState.CLEAN, "ready")
+                self._move(extent, CLEAN, "ready")
             else:
                 self._failures, self._failure = self._failures + 1, error
-                self.table.transition(extent.id, Tier.HOST, CopyState.DIRTY, "fail")
+                self._move(extent, DIRTY, "fail")
+                self._resident.move_to_end(extent)  # others are tried before it is tried again
             self._landed(failed=error is not None)
-
-    def _attempt(
-        self, act: Callable[[Slot, memoryview], None], extent: Extent
-    ) -> BaseException | None:
-        try:
-            act(extent.slot, extent.view)
-        except BaseException as error:
-            return error
-        return None
 
     def _landed(self, *, failed: bool = False) -> None:
         self._in_flight -= 1
@@ -437,17 +539,71 @@ class Pool:
             needed_bytes=n_bytes + pinned,
         )
 
+    def _refuse_fork(self) -> None:
+        if self._pid != os.getpid():
+            raise ForkedProcessError(
+                "a forked process uses homes on disk, which belong to its parent",
+                advice="start it with the 'spawn' method, and pass values, not the model",
+            )
 
-_MOVING = (CopyState.FILLING, CopyState.FLUSHING)
+    def _stand_still(self) -> None:
+        """Take the lock, with no transfer under way, until `_go_on`."""
+        self._changed.acquire()
+        self.drain()
+
+    def _go_on(self) -> None:
+        self._changed.release()
 
 
-def _before_fork(pool: weakref.ref[Pool]) -> Callable[[], None]:
-    def settle() -> None:
+def _attempt(act: Callable[[Slot, memoryview], None], extent: Extent) -> BaseException | None:
+    try:
+        act(extent.slot, extent.view)
+    except BaseException as error:
+        return error
+    return None
+
+
+def _enough(extents: Iterator[Extent], n_bytes: int) -> list[Extent]:
+    """Return the first extents that have ``n_bytes`` together, or all."""
+    found = []
+    while n_bytes > 0 and (extent := next(extents, None)) is not None:
+        found.append(extent)
+        n_bytes -= extent.n_bytes
+    return found
+
+
+def _page_by_extents(slab: Slab, mapping: mmap.mmap, n_bytes: int, extent_bytes: int) -> None:
+    """Ask for huge pages where none would belong to two extents, and for small ones elsewhere.
+
+    They make a transfer of few long runs (measured: twice as fast), and memory cheap to give back.
+    """
+    fits = slab.block.data_ptr() % HUGE_PAGE == 0 and extent_bytes % HUGE_PAGE == 0
+    huge = n_bytes // HUGE_PAGE * HUGE_PAGE if fits else 0
+    try:
+        if huge:
+            mapping.madvise(mmap.MADV_HUGEPAGE, 0, huge)
+        if huge < n_bytes:
+            mapping.madvise(mmap.MADV_NOHUGEPAGE, huge, align_up(n_bytes) - huge)
+    except (OSError, AttributeError):  # a kernel built without them
+        pass
+
+
+def _watch_forks(pool: weakref.ref[Pool]) -> None:
+    """Let no transfer into private memory be under way in a fork (open(2), NOTES)."""
+    held: list[Pool] = []
+
+    def before() -> None:
         found = pool()
         if found is not None and found._pid == os.getpid():
-            found.drain()
+            found._stand_still()
+            held.append(found)
 
-    return settle
+    def after() -> None:
+        while held:
+            held.pop()._go_on()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=before, after_in_parent=after, after_in_child=after)
 
 
 def open_pool(
@@ -461,7 +617,10 @@ def open_pool(
     n_threads: int | None = None,
     checked: bool = True,
 ) -> Pool:
-    """Return a pool over private files of ``disk_bytes`` in ``folders``; raises DiskFull."""
+    """Return a pool over private files of ``disk_bytes`` in ``folders``; raises DiskFull.
+
+    ``n_threads`` None: the drive is asked, where so much goes to it that this is worth the time.
+    """
     for folder in folders:
         need, free = align_up(disk_bytes // len(folders)), folder.space()
         if need > free:
@@ -475,4 +634,8 @@ def open_pool(
                 got=free,
             )
     nvme = Nvme(folders, disk_bytes, ledger=ledger, log=log, checked=checked)
-    return Pool(nvme, pool_bytes, extent_numel=extent_numel, n_threads=n_threads or N_THREADS)
+    if n_threads is None:
+        n_threads = N_THREADS
+        if disk_bytes >= TRY_FROM_BYTES:
+            n_threads = nvme.fastest(align_up(min(4 * extent_numel, pool_bytes // 8)))
+    return Pool(nvme, pool_bytes, extent_numel=extent_numel, n_threads=n_threads)

@@ -93,7 +93,7 @@ class HomeStore:
 
     __slots__ = (
         *("_charged", "_device", "_ledger", "_names", "_on_disk", "_parked", "_resident"),
-        *("homes", "pool"),
+        *("before_use", "homes", "pool"),
     )
 
     def __init__(
@@ -114,6 +114,7 @@ class HomeStore:
         self._names: set[str] = set()
         self.pool = pool
         self.homes: dict[tuple[str, int], Home] = {}
+        self.before_use: Callable[[], None] = _nothing  # somebody outside reads or writes a state
 
     @property
     def tier(self) -> Tier:
@@ -221,6 +222,9 @@ class HomeStore:
         self._parked.clear()
         if self.pool is not None:
             self.pool.close()
+
+
+def _nothing() -> None: ...
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +135,7 @@ def train(
     tokens = load_tokens(options)
     folder = folder_of(options)
     if options.resume:
-        check_run(folder, options)
+        check_run(folder, options, tokens)
     model = build_model(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), fused=True)
     # 2. the one line that puts it under budgets
@@ -262,6 +263,7 @@ class Run:
         self.optimizer = optimizer
         self.options = options
         self.folder = folder
+        self.text = tokens
         self.scheduler = LambdaLR(optimizer, warm_up_and_cosine(options.steps))
         context = options.model.context
         self.batches = Batches(tokens, batch=options.batch, context=context, seed=options.seed)
@@ -297,9 +299,10 @@ class Run:
             if number is None and step % options.save_every == 0 and step < options.steps:
                 self.save(asynchronous=True)  # training goes on while it is written
         last = self.saved
-        if last is None or last.step < len(self.losses):
+        if len(self.losses) > (self.resumed_step if last is None else last.step):
             last = self.save()
-        last.wait()
+        if last is not None:
+            last.wait()
         return number
 
     def step(self, place: torch.device) -> None:
@@ -315,7 +318,7 @@ class Run:
 
     def save(self, *, asynchronous: bool = False) -> Save:
         """Write a checkpoint."""
-        run = fingerprint(self.options)
+        run = fingerprint(self.options, self.text)
         progress = {"losses": self.losses, "seconds": self.seconds, "run": run}
         self.saved = save_checkpoint(
             self.folder,
@@ -338,17 +341,20 @@ class Run:
         self.resumed_step = len(self.losses)
 
 
-def fingerprint(options: TrainOptions) -> dict[str, Any]:
-    """Return the options that decide the numbers; budgets do not."""
+def fingerprint(options: TrainOptions, text: torch.Tensor) -> dict[str, Any]:
+    """Return what decides the numbers; budgets do not."""
     names = ("batch", "steps", "lr", "seed")
-    return {**{n: getattr(options, n) for n in names}, **dataclasses.asdict(options.model)}
+    given = {name: getattr(options, name) for name in names}
+    precision = dict(options.settings).get("precision", "fp32")
+    crc = zlib.crc32(text.numpy().data)
+    return {**given, "precision": precision, "text": crc, **dataclasses.asdict(options.model)}
 
 
-def check_run(folder: Path, options: TrainOptions) -> None:
+def check_run(folder: Path, options: TrainOptions, text: torch.Tensor) -> None:
     """Refuse to go on with a run of other options, before anything is built."""
     with Reader.open(folder) as reader:
         extra = reader.meta.get("extra")
-    there, here = extra.get("run") if isinstance(extra, dict) else None, fingerprint(options)
+    there, here = extra.get("run") if isinstance(extra, dict) else None, fingerprint(options, text)
     if not isinstance(there, dict):
         raise ConfigError(f"{folder} is no run of hetero train", advice="name the run's folder")
     other = [f"{k} was {there.get(k)} and is {v}" for k, v in here.items() if there.get(k) != v]
@@ -389,7 +395,7 @@ def conclude(run: Run, tokens: torch.Tensor, number: int | None) -> TrainResult:
         first_loss=losses[0],
         last_loss=sum(tail) / len(tail),
         weights_sha256=digest(run.model),
-        checkpoint="" if run.saved is None else str(run.saved.path),
+        checkpoint=str(run.folder if run.saved is None else run.saved.path),
         resumed_step=run.resumed_step,
         signal=number,
         status=status(run.model),

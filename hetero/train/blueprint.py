@@ -14,7 +14,7 @@ from hetero.memory.layout import Bucket, Layout, ParamSpec, build_layout, dense_
 from hetero.train.check import pageable
 from hetero.train.formulas import formula_of
 from hetero.train.precision import WORKING, low_dtype, working_dtypes
-from hetero.train.rules import Rule, is_elementwise
+from hetero.train.rules import Rule, is_elementwise, tiny
 from hetero.train.units import Unit, assign, find_units
 from hetero.types import Kind
 
@@ -116,7 +116,7 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
     bucket_of = {id(p): layout.home[i][0] for i, p in enumerate(paged)}
     needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
     costs = cache(partial(costs_of, optimizer, config.precision))
-    each = (costs(b.dtype, dimensions(b), b.trainable) for b in layout.buckets)
+    each = (costs(b.dtype, shapes(b), b.trainable) for b in layout.buckets)
     return Blueprint(tuple(units), layout, needs, tuple(each))
 
 
@@ -129,16 +129,16 @@ def unit_needs(
     return tuple(sorted({bucket_of[id(p)] for p in unit.module.parameters() if pageable(p)}))
 
 
-def dimensions(bucket: Bucket) -> frozenset[int]:
-    """Return how many dimensions a bucket's parameters have: rules tell by it what they keep."""
-    return frozenset(len(segment.spec.shape) for segment in bucket.segments)
+def shapes(bucket: Bucket) -> frozenset[tuple[int, ...]]:
+    """Return tiny shapes like those of a bucket's parameters: rules tell by them what they keep."""
+    return frozenset(tiny(segment.spec.shape) for segment in bucket.segments)
 
 
 def costs_of(
     optimizer: torch.optim.Optimizer | None,
     precision: str,
     dtype: torch.dtype,
-    dims: frozenset[int],
+    shapes: frozenset[tuple[int, ...]],
     trainable: bool,
 ) -> Costs:
     """Return what an element of a bucket costs under an optimizer and a precision."""
@@ -156,19 +156,19 @@ def costs_of(
     kept = torch.float32 if has_master else dtype
     found: dict[str, int] = {}  # a state that one parameter keeps has a home in its whole bucket
     for group in optimizer.param_groups:
-        for n_dims in sorted(dims):
-            sizes = probed_bytes(rule, group, kept, n_dims)
+        for shape in sorted(shapes):
+            sizes = probed_bytes(rule, group, kept, shape)
             found.update({k: max(size, found.get(k, 0)) for k, size in sizes.items()})
     return Costs(4 if has_master else dtype.itemsize, master, sum(found.values()), whole)
 
 
 def probed_bytes(
-    rule: Rule, group: dict[str, Any], dtype: torch.dtype, n_dims: int
+    rule: Rule, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
 ) -> dict[str, int]:
     """Return the bytes of each state that an element costs, by stepping a tiny parameter."""
-    if rule.refuses(n_dims):
+    if rule.refuses(len(shape)):
         return {}
-    probe = torch.zeros((4,) * n_dims, dtype=dtype)
+    probe = torch.zeros(shape, dtype=dtype)
     probe.grad = torch.zeros_like(probe)
     with torch.no_grad():
         (state,) = rule.run({**group, "lr": 0.0}, [probe], [{}])

@@ -26,7 +26,7 @@ from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.memory.manager import PARAM, ChunkManager, Done
+from hetero.memory.manager import PARAM, ChunkManager
 from hetero.memory.pool import open_pool
 from hetero.memory.slab import Home, HomeStore
 from hetero.plan.planner import Planner
@@ -164,6 +164,7 @@ class Engine:
             if self.inner is not None:
                 self._wrap_optimizer(self.inner)
             self.hooks.guard(self.model, self._state_dict_access)
+            self.store.before_use = self.finish
             object.__setattr__(self.model, MARK, self)
         except BaseException:
             self._move_out(failed=True)
@@ -241,7 +242,9 @@ class Engine:
             ceiling=ceiling,
             next_use=self._next_use,
         )
-        self.manager.overwriting = self._before_writing
+        self.manager.overwriting = self.masters.overwriting
+        self.manager.writing = self._before_writing
+        self.manager.home_written = self.masters.reset
         self._attach_grads(self.device)
         self.manager.claimed = self.grads.let_go
         self.runtime = Runtime(
@@ -406,24 +409,34 @@ class Engine:
             self.grads.let_go(update.bucket)
 
     def save(self, saving: Saving) -> None:
-        """From here on, homes change only behind what a save reads of them."""
+        """From here on, homes change only behind what a save reads of them.
+
+        What somebody outside can change unseen is read at once: parameters that are plain, and
+        homes that a state dict shows.
+        """
+        self.finish_saving()
         self.saving = saving
+        if self.mode != "paged":
+            self.finish_saving()
+            return
+        for (_, bucket_id), home in list(self.store.homes.items()):
+            if home.extents is None and (home.held or home.objects_held):
+                saving.wait_for(bucket_id)
 
     def finish_saving(self) -> None:
         """Wait until a save that is under way has read everything."""
         if self.saving is not None:
-            self.saving.run()
+            self.saving.run()  # it keeps its own error, for whoever waits for the save
             self.saving = None
 
     def update_of(self, bucket_id: int) -> Job | None:
         """Return the update of a bucket that is under way, where there is one."""
         return self.manager.update_of(bucket_id) if self.mode == "paged" else None
 
-    def _before_writing(self, bucket: Bucket, start: int, end: int) -> Done:
+    def _before_writing(self, bucket_id: int) -> None:
         """A user's write comes home: behind what a save reads of the old values."""
         if self.saving is not None:
-            self.saving.wait_for(bucket.id)
-        return self.masters.overwriting(bucket, start, end)
+            self.saving.wait_for(bucket_id)
 
     def refuse_broken(self) -> None:
         """Raise StateError where a load failed half-way."""
@@ -442,7 +455,11 @@ class Engine:
         )
 
     def finish(self) -> None:
-        """Wait until every update is done; raises what one of them raised."""
+        """Wait until every update is done; raises what one of them raised.
+
+        Who asks may look at states, and write to them: a save has read them by then.
+        """
+        self.finish_saving()
         if self.stepper is not None:
             self.stepper.finish()
             for bucket in self.blueprint.layout.buckets:
@@ -598,6 +615,7 @@ class Engine:
 
     def saved_masters(self) -> dict[int, torch.Tensor]:
         """Return what a state dict keeps of masters, by the parameter's id."""
+        self.finish_saving()
         if self.has_masters:  # a weight that was written is its own master
             (self.runtime if self.mode == "paged" else self.resident).quiesce()
         saved = ((p, self.masters.saved(self._segment(p))) for p in self.params)
@@ -627,7 +645,8 @@ class Engine:
         """Give back a plain module and the plain optimizer with its states."""
         self.finish_saving()
         if self.stepper is not None and self.stepper.surfaced:
-            self.grads.abandon()  # an update failed, as was said: what there is, is given back
+            self.worker.close()  # an update failed, as was said: what there is, is given back
+            self.grads.abandon()
             if self.mode == "paged":
                 self.manager.abandon()
         elif self.mode == "paged" or self.has_masters:

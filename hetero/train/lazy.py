@@ -167,9 +167,16 @@ def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
     view = home.segments[segment.position]
     if home.extents is None:
         return view
-    slot = DiskSlot(
-        lambda: store.read(home, segment), lambda value: store.write(home, segment, value), view
-    )
+
+    def read() -> torch.Tensor:
+        store.before_use()
+        return store.read(home, segment)
+
+    def write(value: torch.Tensor) -> None:
+        store.before_use()
+        store.write(home, segment, value)
+
+    slot = DiskSlot(read, write, view)
     return OnDisk(slot, view.shape, view.stride(), view.dtype, view.device)
 
 

@@ -178,11 +178,12 @@ class Optimizer(torch.optim.Optimizer):
         their masters ("masters", by parameter number) and the loss scale ("scaler").
         """
         packed = super().state_dict()
-        packed["state"] = {k: v for k, v in packed["state"].items() if v}
-        for state in packed["state"].values():  # an alias is noticed by the storage's use count
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim() > 0:
-                    state[key] = value.detach()
+        # Dicts of their own, and aliases, which are noticed by the storage's use count.
+        packed["state"] = {
+            number: {key: _alias(value) for key, value in state.items()}
+            for number, state in packed["state"].items()
+            if state
+        }
         masters = self._engine.saved_masters()
         if masters:
             params = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -196,3 +197,8 @@ class Optimizer(torch.optim.Optimizer):
         raise ConfigError(
             "a prepared optimizer cannot be pickled", advice="save optimizer.state_dict()"
         )
+
+
+def _alias(value: Any) -> Any:
+    """Return what a state dict shows of a state: numbers stay torch's own objects."""
+    return value.detach() if isinstance(value, torch.Tensor) and value.dim() > 0 else value

@@ -86,6 +86,11 @@ class Rule:
         return self.elementwise and not group.get("fused") and dtype.itemsize >= 4
 
 
+def tiny(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a parameter that is stepped to see what a rule keeps of such ones."""
+    return tuple(min(size, 4) for size in shape)
+
+
 def is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
     """Return whether a state entry is one number per element of its parameter."""
     return (

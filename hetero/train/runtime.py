@@ -340,6 +340,7 @@ class Runtime:
             return self._on_disk(param, segment)
         self.manager.settle(bucket)
         if func == torch.Tensor.detach:
+            self.before_load()  # what is shown can be written unseen
             self.manager.show_home(bucket)
             return home.segments[segment.position].detach()
         self.before_load()
@@ -492,6 +493,7 @@ class Runtime:
             if replica.pins:
                 self._note_writes(bucket)
             self.manager.settle(bucket)
+        self.manager.follow_homes()
 
     def _note_writes(self, bucket: int) -> None:
         """Mark what was written to a bucket while it is still bound."""

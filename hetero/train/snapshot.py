@@ -12,7 +12,6 @@ where it has caught up with the drive.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hetero.memory.layout import Segment, contiguous_stride
-from hetero.memory.pool import Span, Use
+from hetero.memory.pool import Use
 from hetero.memory.slab import Home, HomeStore
 from hetero.train.worker import Job
 
@@ -88,29 +87,41 @@ def _pieces(n_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + PIECE_BYTES, n_bytes)
 
 
-def _held(
-    store: HomeStore, home: Home, segment: Segment, start: int, end: int, use: Use
-) -> tuple[AbstractContextManager[None], memoryview]:
-    """Return what holds bytes [start, end) of a segment in memory, and these bytes."""
-    size = home.flat.element_size()
-    first = segment.offset * size
-    span = Span(home, (first + start) // size, (first + end) // size, use)
-    view = memoryview(home.bytes[first + start : first + end].numpy())
-    return store.held(store.request(span)), view
-
-
 def _save_run(store: HomeStore, home: Home, segment: Segment, write: Write) -> None:
-    for start, end in _pieces(segment.spec.numel * home.flat.element_size()):
-        held, view = _held(store, home, segment, start, end, Use.READ)
-        with held:
-            write(start, view)
+    for start, end, flat in _flat_pieces(home, segment):
+        if home.extents is None:
+            write(start, _bytes(flat))
+            continue
+        stage = torch.empty_like(flat)  # no more is pinned at once than the pool has room for
+        for run in store.runs(segment.offset + start // flat.element_size(), end, (home, Use.READ)):
+            stage[_within(run, segment, start, flat)].copy_(home.flat[run])
+        write(start, _bytes(stage))
 
 
 def _load_run(store: HomeStore, home: Home, segment: Segment, read: Read) -> None:
-    for start, end in _pieces(segment.spec.numel * home.flat.element_size()):
-        held, view = _held(store, home, segment, start, end, Use.FRESH)
-        with held:
-            read(start, view)
+    for start, end, flat in _flat_pieces(home, segment):
+        if home.extents is None:
+            read(start, _bytes(flat))
+            continue
+        stage = torch.empty_like(flat)
+        read(start, _bytes(stage))
+        first = segment.offset + start // flat.element_size()
+        for run in store.runs(first, end, (home, Use.FRESH)):
+            home.flat[run].copy_(stage[_within(run, segment, start, flat)])
+
+
+def _flat_pieces(home: Home, segment: Segment) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield (first byte of the segment, end element of the bucket, elements) of each piece."""
+    size = home.flat.element_size()
+    for start, end in _pieces(segment.spec.numel * size):
+        first, last = segment.offset + start // size, segment.offset + end // size
+        yield start, last, home.flat[first:last]
+
+
+def _within(run: slice, segment: Segment, start: int, flat: torch.Tensor) -> slice:
+    """Return a run of the bucket as a run of a piece that begins at a byte of the segment."""
+    first = segment.offset + start // flat.element_size()
+    return slice(run.start - first, run.stop - first)
 
 
 def _save_whole(value: Callable[[], torch.Tensor], write: Write) -> None:
@@ -192,5 +203,8 @@ class Saving:
                 self.error = error
 
     def _note(self, bucket: int | None) -> None:
-        if bucket is not None:
-            self._noted(bucket)
+        if bucket is not None and self.error is None:
+            try:
+                self._noted(bucket)
+            except BaseException as error:
+                self.error = error

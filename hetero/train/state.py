@@ -57,14 +57,21 @@ def _of_parameter(engine: Engine, bucket: Bucket, segment: Segment) -> Iterator[
         low = engine.masters.low(bucket)
         yield of_home(Name("master", name), store, low, segment, bucket.id)
     for key, value in known_state(engine, param).items():
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        if not is_tensor(key, value, segment):
             continue
-        here = homes.get((key, bucket.id))
+        here = homes.get((key, bucket.id)) if engine.stepper is not None else None
         if here is not None and is_elementwise(key, value, segment.spec.shape):
             yield of_home(Name("state", name, key), store, here, segment, bucket.id)
         else:
             current = partial(_current, engine, param, key)
             yield of_tensor(Name("state", name, key), value, bucket.id, current=current)
+
+
+def is_tensor(key: str, value: Any, segment: Segment) -> bool:
+    """Whether a state is saved as a tensor of its own, and not as a number beside it."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.dim() > 0 or is_elementwise(key, value, segment.spec.shape)
 
 
 def _current(engine: Engine, param: torch.Tensor, key: str) -> torch.Tensor:
@@ -98,7 +105,7 @@ def scalars_of(engine: Engine, bucket: Bucket) -> Scalars:
         small = {
             k: v.detach().clone() if isinstance(v, torch.Tensor) else v
             for k, v in state.items()
-            if not isinstance(v, torch.Tensor) or v.dim() == 0
+            if not is_tensor(k, v, segment)
         }
         if state:
             found[segment.spec.name] = small

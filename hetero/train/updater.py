@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hetero.errors import StateError
 from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.pool import Request, Span, Use
 from hetero.memory.slab import Home, HomeStore
@@ -30,7 +31,7 @@ from hetero.train.formulas import Coefficients, Formula, formula_of
 from hetero.train.grads import NONE, Factors, GradSlot, GradStore
 from hetero.train.lazy import OnDisk, handle, is_handle
 from hetero.train.precision import Masters
-from hetero.train.rules import BLOCK_SCALES, Group, Rule, State, is_elementwise
+from hetero.train.rules import BLOCK_SCALES, Group, Rule, State, is_elementwise, tiny
 from hetero.train.worker import Slice
 from hetero.types import Kind
 
@@ -118,7 +119,10 @@ class Updater:
         self._masters = masters
         self._stream_to = stream_to
         self._stepped: dict[int, str] = {}  # the kind of settings a parameter was stepped with
-        self._probed: dict[tuple[str, torch.dtype, int], dict[str, torch.dtype]] = {}
+        self._kept: set[int] = set()  # parameters that had states when they were stepped last
+        self._probed: dict[tuple[Any, ...], dict[str, torch.dtype]] = {}
+        self._counts: list[tuple[torch.Tensor, float]] = []  # step counts as this step leaves them
+        self._begun: list[Ready] = []
         # Torch's operations bring threads of their own, and two of them at once get in each other's
         # way (measured: ten times slower); the kernel's slices run side by side.
         self._torch = threading.Lock()
@@ -135,11 +139,19 @@ class Updater:
         """
         ready = [(group, self._ready(group, states)) for group in groups]
         updates: dict[int, Update] = {}
-        for group, rows in ready:
-            settings = {k: _frozen(v) for k, v in group.items() if k != "params"}
-            for bucket, members in self._by_bucket(rows):
-                update = updates.setdefault(bucket.id, Update(bucket))
-                self._draft(update, settings, members)
+        self._counts, self._begun = [], []
+        try:
+            for group, rows in ready:
+                settings = {k: _frozen(v) for k, v in group.items() if k != "params"}
+                for bucket, members in self._by_bucket(rows):
+                    update = updates.setdefault(bucket.id, Update(bucket))
+                    self._draft(update, settings, members)
+        except BaseException:
+            for row in self._begun:
+                row.state.clear()
+            raise
+        for count, value in self._counts:
+            count.fill_(value)
         self._masters.settle()
         return list(updates.values())
 
@@ -179,10 +191,21 @@ class Updater:
         made_here = self._masters.has(bucket) and self.formula is not None
         known = repr([(key, _kind(value)) for key, value in group.items()])
         fresh = any(self._stepped.get(row.segment.index) != known for row in rows)
+        fresh |= any(self._lost_state(row) for row in rows)
         update.fresh |= fresh and not made_here
         self._stepped.update((row.segment.index, known) for row in rows)
         draft(update, group, rows)
         update.touched.extend(row.segment.index for row in rows)
+
+    def _lost_state(self, row: Ready) -> bool:
+        """Whether a parameter that had states has none: they were cleared, and appear again."""
+        index = row.segment.index
+        if row.state:
+            self._kept.add(index)
+            return False
+        lost = index in self._kept
+        self._kept.discard(index)
+        return lost
 
     # -- the formulas, on masters ----------------------------------------------------------------
 
@@ -205,8 +228,7 @@ class Updater:
             scalars = {k: float(piece.first.state[k]) for k in formula.scalars(group)}
             numbers, after = formula.coefficients(group, scalars, piece.missing is not None)
             for row in piece.rows:
-                for key, value in after.items():
-                    row.state[key].fill_(value)
+                self._counts.extend((row.state[key], value) for key, value in after.items())
             for start, end in self._cuts(piece, bucket, KERNEL_NUMEL):
                 run, missing = slice(start, end), piece.missing or ()
                 moments = [
@@ -300,6 +322,8 @@ class Updater:
         homes: dict[str, Home],
     ) -> None:
         """Give a parameter the state that torch begins with; the first update fills it."""
+        if not row.state:
+            self._begun.append(row)
         for key, value in scalars.items():
             row.state.setdefault(key, torch.tensor(value, dtype=torch.float32))
         for key in fills:
@@ -337,18 +361,19 @@ class Updater:
         keys = [k for k, v in first.state.items() if is_elementwise(k, v, shape)]
         if self._store.pool is None:
             return keys
-        return list(dict.fromkeys((*keys, *self._appearing(group, bucket, bucket.dtype, 2))))
+        appearing = self._appearing(group, bucket, bucket.dtype, (4, 4))
+        return list(dict.fromkeys((*keys, *appearing)))
 
     def _appearing(
-        self, group: Group, bucket: Bucket, dtype: torch.dtype, n_dims: int
+        self, group: Group, bucket: Bucket, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> list[str]:
         """Return the states that a step with these settings needs a home for, and make it.
 
-        A tiny parameter is stepped to see: rules tell by dtype and dimensions, not by sizes.
+        A tiny parameter is stepped to see: rules tell by dtype, dimensions and ones among them.
         """
-        known = repr([(key, _kind(value)) for key, value in group.items()]), dtype, n_dims
+        known = repr([(key, _kind(value)) for key, value in group.items()]), dtype, shape
         if known not in self._probed:
-            probe = torch.zeros((4,) * n_dims, dtype=dtype)
+            probe = torch.zeros(shape, dtype=dtype)
             probe.grad = torch.zeros_like(probe)
             with torch.no_grad():
                 (state,) = self.rule.run({**group, "lr": 0.0}, [probe], [{}])
@@ -445,7 +470,7 @@ class Updater:
         shape = row.segment.spec.shape
         keys = [k for k, v in row.state.items() if is_elementwise(k, v, shape)]
         dtype = self._state_dtype(row.segment)
-        return list(dict.fromkeys((*keys, *self._appearing(group, bucket, dtype, len(shape)))))
+        return list(dict.fromkeys((*keys, *self._appearing(group, bucket, dtype, tiny(shape)))))
 
     def _run_whole(self, group: Group, bucket: Bucket, rows: list[Ready]) -> None:
         home, grads = self._store.homes[PARAM, bucket.id], self._grads.home(bucket)
@@ -492,8 +517,12 @@ class Updater:
             if not is_elementwise(key, value, row.segment.spec.shape):
                 row.state[key] = value
                 continue
-            home = self._store.get(Kind.STATE, key, self._bucket(row.segment), value.dtype)
+            bucket = self._bucket(row.segment)
+            known = (key, bucket.id) in self._store.homes
+            home = self._store.get(Kind.STATE, key, bucket, value.dtype)
             view = home.segments[row.segment.position]
+            if home.extents is not None and not known:
+                raise StateError(f"state {key!r} of {row.segment.spec.name!r} was not foreseen")
             if value is not view:
                 view.copy_(value)
             if not isinstance(row.state.get(key), OnDisk):

@@ -70,6 +70,7 @@ class Job:
                 job.wait()
             with torch.inference_mode(False), torch.no_grad():
                 work()
+                work = _nothing  # what is done is not done again, should the finish fail
                 self._complete()
         except StorageError as error:
             with self._changed:
@@ -83,8 +84,9 @@ class Job:
 
     def _complete(self) -> None:
         with self._changed:
-            self._left -= 1
-            last = self._left == 0
+            last = self._left == 1
+            if not last:
+                self._left -= 1
         if last:
             if self._finish is not None:
                 self._finish()
