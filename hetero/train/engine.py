@@ -127,6 +127,8 @@ class Engine:
         self.log = EventLog()
         self.stats = StepStats()
         self.steps = 0
+        for path in config.nvme:  # a wrong name is told even where nothing has to go there
+            spill_folder(path, self.tuning.io).close()
         self.budget, self.mode = decide(model, config, device, blueprint, self.tuning.extent_numel)
         self.optimizer: Optimizer | None = None
         self.saving: Saving | None = None

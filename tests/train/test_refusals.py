@@ -58,7 +58,9 @@ SETTINGS = [
     ({"device": "tpu"}, "device='tpu' is unknown"),
     ({"units": "blocks.*"}, "units takes a list"),
     ({"units": ["blok.*"]}, "'blok.*' matches no module"),
-    ({"nvme": "/tmp"}, "nvme= is not available in this version"),
+    ({"nvme": 3}, "nvme takes a path"),
+    ({"nvme": "nowhere", "hbm": "1MiB", "host": "64KiB"}, "cannot be opened"),
+    ({"micro_batch": 2}, "micro_batch= is not available in this version"),
     ({"config": 7}, "config=7 is a int"),
     ({"host": "1024TiB"}, "host=.*more than this process may take"),
 ]
