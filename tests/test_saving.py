@@ -1,0 +1,327 @@
+"""Checkpoints from the outside: what goes on behind a save, and where a load may go."""
+
+from __future__ import annotations
+
+import errno
+import random
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from hetero.api import engine_of, prepare_tuned, status
+from hetero.checkpoint.save import save_through
+from hetero.config import Config
+from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, StateError
+from hetero.io import IO, FaultPlan
+from hetero.train.engine import Tuning
+from hetero.train.worker import Worker
+
+WIDTH = 128
+TUNING = {"extent_numel": 4096}
+WHERE: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "paged": {"hbm": "1200KiB"},
+    "disk": {"hbm": "1200KiB", "host": "4400KiB", "nvme": True},
+    "sim": {"device": "cpu:sim", "hbm": "900KiB", "host": "4400KiB", "nvme": True},
+}
+RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, 1)
+        self.table = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x.float()).to(x.dtype) * self.scale
+        for block in self.blocks:
+            x = x + nn.functional.dropout(block(x), 0.2)
+        return self.head(x)
+
+
+def make(
+    disk: Path, where: str, *, rule: str = "adamw", precision: str = "fp32", **tuning: Any
+) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    settings = {"device": "cpu", "precision": precision, "keep_fp32": ["norm"], **WHERE[where]}
+    if settings.pop("nvme", False):
+        settings["nvme"] = str(disk)
+    if precision == "fp32":
+        del settings["keep_fp32"]
+    config = Config.load(chunk_bytes=4096, **settings)
+    optimizer = RULES[rule](model.parameters())
+    model, optimizer = prepare_tuned(model, optimizer, config, Tuning(**TUNING, **tuning))
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def train(model: nn.Module, optimizer: Any, scheduler: Any, steps: int) -> list[float]:
+    dtype = next(p for p in model.blocks.parameters()).dtype  # type: ignore[union-attr]
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(8, WIDTH).to(dtype)).float().pow(2).mean()
+        hetero.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def first_moments(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    state = optimizer.state
+    named = ((name, state.get(param)) for name, param in model.named_parameters())
+    return {name: found["exp_avg"].clone() for name, found in named if found}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "precision"), [("adamw", "fp32"), ("adafactor", "fp32"), ("adamw", "bf16")]
+)
+@pytest.mark.parametrize("where", WHERE)
+def test_a_run_goes_on_bit_for_bit_anywhere(
+    disk: Path, where: str, rule: str, precision: str, asynchronous: bool
+) -> None:
+    whole = make(disk, where, rule=rule, precision=precision)
+    torch.manual_seed(3)
+    train(*whole, 3)
+    save = hetero.save_checkpoint(
+        disk / "saved", *whole[:2], {"a": 1}, scheduler=whole[2], asynchronous=asynchronous
+    )
+    losses = train(*whole, 3)
+    save.wait()
+
+    for other in WHERE:
+        again = make(disk, other, rule=rule, precision=precision)
+        extra = hetero.load_checkpoint(disk / "saved", *again[:2], scheduler=again[2])
+        assert extra == {"a": 1}
+        assert status(again[0]).steps == 3
+        assert train(*again, 3) == losses, other
+        assert same(values(again[0]), values(whole[0])), other
+
+
+class Slow(IO):
+    """A drive that takes its time with every write."""
+
+    def call(self, op: str, act: Any, *args: Any, **named: Any) -> Any:
+        if op == "write":
+            time.sleep(0.01)
+        return super().call(op, act, *args, **named)
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("where", ["paged", "disk"])
+def test_training_goes_on_while_a_slow_save_runs_and_the_save_is_of_its_own_step(
+    disk: Path, where: str, threads: int
+) -> None:
+    model, optimizer, scheduler = make(disk, where, worker=Worker(threads))
+    train(model, optimizer, scheduler, 3)
+    optimizer.state  # noqa: B018  # waits for the updates
+    then = values(model)
+
+    save = save_through(Slow(), disk / "saved", model, optimizer, asynchronous=True)
+    train(model, optimizer, scheduler, 3)
+    with hetero.gathered(model.head, write=True), torch.no_grad():
+        model.head.weight.zero_()
+    save.wait()
+
+    other = make(disk, "resident")
+    hetero.load_checkpoint(disk / "saved", *other[:2])
+    assert same(values(other[0]), then)
+
+
+def write_aliases(model: nn.Module, optimizer: Any) -> None:
+    for value in model.state_dict().values():
+        value.zero_()
+
+
+def write_states(model: nn.Module, optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def write_data(model: nn.Module, optimizer: Any) -> None:
+    for param in model.blocks.parameters():  # type: ignore[union-attr]
+        param.data.zero_()
+
+
+@pytest.mark.parametrize("write", [write_aliases, write_states, write_data])
+@pytest.mark.parametrize("where", ["resident", "paged", "disk"])
+def test_what_a_user_writes_behind_a_save_is_not_in_it(
+    disk: Path, where: str, write: Callable[[nn.Module, Any], None]
+) -> None:
+    model, optimizer, scheduler = make(disk, where)
+    train(model, optimizer, scheduler, 2)
+    then = values(model)
+    moments = first_moments(model, optimizer)
+
+    save = save_through(Slow(), disk / "saved", model, optimizer, asynchronous=True)
+    write(model, optimizer)
+    save.wait()
+
+    other = make(disk, "resident")
+    hetero.load_checkpoint(disk / "saved", *other[:2])
+    assert same(values(other[0]), then)
+    assert same(first_moments(*other[:2]), moments)
+
+
+def test_generators_are_set_as_they_were(disk: Path) -> None:
+    model, optimizer, scheduler = make(disk, "paged")
+    train(model, optimizer, scheduler, 1)
+    hetero.save_checkpoint(disk / "saved", model, optimizer)
+    drawn = torch.rand(3), random.random(), numpy.random.rand()
+
+    torch.manual_seed(9), random.seed(9), numpy.random.seed(9)
+    hetero.load_checkpoint(disk / "saved", model, optimizer)
+
+    assert torch.equal(torch.rand(3), drawn[0])
+    assert (random.random(), numpy.random.rand()) == drawn[1:]
+
+
+def test_what_is_extra_comes_back_as_it_was(disk: Path) -> None:
+    model, optimizer, _ = make(disk, "paged")
+    extra = {"t": (1, [2.5, None]), 3: b"bytes", "x": torch.arange(3), "nan": float("inf")}
+
+    hetero.save_checkpoint(disk / "saved", model, optimizer, extra)
+    found = hetero.load_checkpoint(disk / "saved", model, optimizer)
+
+    assert torch.equal(found.pop("x"), extra.pop("x"))
+    assert found == extra
+    with pytest.raises(hetero.ConfigError, match=r"extra\.f is a function"):
+        hetero.save_checkpoint(disk / "other", model, optimizer, {"f": train})
+
+
+def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(disk: Path) -> None:
+    model, optimizer, scheduler = make(disk, "disk")
+    train(model, optimizer, scheduler, 2)
+    hetero.save_checkpoint(disk / "saved", model, optimizer)
+    others = {
+        "optimizer": make(disk, "paged", rule="adafactor"),
+        "precision": make(disk, "paged", precision="bf16"),
+    }
+    small = nn.Linear(4, 4)
+    pair = hetero.prepare(small, RULES["adamw"](small.parameters()), device="cpu")
+
+    for what, (other, its, _) in others.items():
+        before = values(other)
+        with pytest.raises(CheckpointMismatch, match=what):
+            hetero.load_checkpoint(disk / "saved", other, its)
+        assert same(values(other), before)
+    with pytest.raises(CheckpointMismatch, match="groups"):
+        hetero.load_checkpoint(disk / "saved", *pair)
+    with pytest.raises(CheckpointError, match="step-2"):
+        hetero.save_checkpoint(disk / "saved", model, optimizer)
+
+
+@pytest.mark.parametrize("where", ["paged", "disk"])
+def test_a_model_that_was_loaded_in_part_is_of_no_use_until_a_whole_load(
+    disk: Path, where: str
+) -> None:
+    model, optimizer, scheduler = make(disk, where)
+    train(model, optimizer, scheduler, 1)
+    hetero.save_checkpoint(disk / "saved", model, optimizer)
+    train(model, optimizer, scheduler, 1)
+    hetero.save_checkpoint(disk / "saved", model, optimizer)
+    shard = disk / "saved" / "step-2" / "r00000.bin"
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+
+    with pytest.raises(CheckpointCorrupt, match="CRC") as refused:
+        hetero.load_checkpoint(disk / "saved", model, optimizer)
+
+    assert "step 1 is the newest good one" in refused.value.advice
+    with pytest.raises(StateError, match="loaded in part"):
+        model(torch.randn(8, WIDTH))
+    with pytest.raises(StateError, match="loaded in part"):
+        hetero.save_checkpoint(disk / "other", model, optimizer)
+    hetero.load_checkpoint(disk / "saved", model, optimizer, step=1)
+    train(model, optimizer, scheduler, 1)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("op", ["create", "reserve", "write", "sync", "rename", "sync_folder"])
+def test_a_save_that_fails_says_so_and_training_and_the_next_save_go_on(
+    disk: Path, op: str, number: int
+) -> None:
+    plain = make(disk, "disk")
+    torch.manual_seed(3)
+    losses = train(*plain, 4)
+    model, optimizer, scheduler = make(disk, "disk")
+    torch.manual_seed(3)
+    seen = train(model, optimizer, scheduler, 2)
+    plan = FaultPlan()
+    (disk / "saved").mkdir()
+    plan.fail_at(op, 0, number, None)
+
+    with pytest.raises(hetero.StorageError):
+        save_through(plan, disk / "saved", model, optimizer, asynchronous=True).wait()
+    assert plan.fired
+    seen += train(model, optimizer, scheduler, 2)
+    plan.clear()
+    save_through(plan, disk / "saved", model, optimizer)
+
+    assert seen == losses
+    assert [path.name for path in (disk / "saved").iterdir()] == ["step-4"]
+    again = make(disk, "paged")
+    hetero.load_checkpoint(disk / "saved", *again[:2])
+    assert same(values(again[0]), values(plain[0]))
+
+
+def test_a_step_moves_what_is_on_disk_once_each_way(disk: Path) -> None:
+    model, optimizer, scheduler = make(disk, "disk")
+    train(model, optimizer, scheduler, 4)
+    optimizer.state  # noqa: B018
+    train(model, optimizer, scheduler, 1)
+    engine, now = engine_of(model), status(model)
+    spill = engine.budget.spill
+
+    assert spill is not None
+    assert 0 < now.read_bytes <= spill.disk_bytes + spill.pool_bytes
+    assert 0 < now.write_bytes <= spill.disk_bytes + spill.pool_bytes
+
+
+def test_a_save_at_the_very_end_of_a_script_is_written(disk: Path) -> None:
+    script = """
+        import sys, torch, hetero
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = hetero.prepare(model, optimizer, device="cpu", hbm="64KiB")
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+        hetero.save_checkpoint(sys.argv[1], model, optimizer, asynchronous=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(disk / "saved")]
+
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd())
+
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (disk / "saved").iterdir()] == ["step-1"]
