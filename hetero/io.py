@@ -42,6 +42,7 @@ ALIGN = 4096  # bytes: serves logical blocks of 512 and of 4096
 MAX_CALL = 2**30  # bytes of one system call; Linux moves at most 2^31 - 4096
 WINDOW = 32 * 2**20  # bytes written through the page cache before they are pushed out of it
 PATIENCE = 64  # calls in a row without progress
+CLOSED = -2  # a descriptor; -1 is the working directory to os.listdir
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
@@ -230,7 +231,7 @@ class File:
 
     def close(self) -> None:
         """Let the descriptor go; again is no error, and neither is a forked child's."""
-        fd, self._fd = self._fd, -1
+        fd, self._fd = self._fd, CLOSED
         if fd >= 0 and self._pid == os.getpid():
             os.close(fd)
 
@@ -452,7 +453,7 @@ class Folder:
 
     def close(self) -> None:
         """Let the descriptor go; again is no error, and neither is a forked child's."""
-        fd, self._fd = self._fd, -1
+        fd, self._fd = self._fd, CLOSED
         if fd >= 0 and self._pid == os.getpid():
             os.close(fd)
 

@@ -18,6 +18,7 @@ error goes to whoever needs the bytes or the room, and the next who asks tries a
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -222,13 +223,16 @@ class Pool:
         if mapping is None:
             raise BudgetError(f"{what} lies on the device, which has no way to disk")
         size = self.extent_numel * itemsize
-        _page_by_extents(slab, mapping, n_bytes, size)
+        first = slab.block.data_ptr() - ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        whole = slab.block.data_ptr() % HUGE_PAGE == 0 and size % HUGE_PAGE == 0
+        _ask_for_pages(mapping, first, n_bytes, n_bytes // HUGE_PAGE * HUGE_PAGE if whole else 0)
         extents = []
         with self._changed:
             for start in range(0, n_bytes, size):
                 length = align_up(min(size, n_bytes - start))
                 slot = self.nvme.slot(kind, length, what)
-                extents.append(Extent(self.table.extend(1), mapping, start, length, slot))
+                id = self.table.extend(1)
+                extents.append(Extent(id, mapping, first + start, length, slot))
                 self._bytes[ABSENT] += length
         return Extents(extents, self.extent_numel, n_bytes // itemsize)
 
@@ -572,18 +576,18 @@ def _enough(extents: Iterator[Extent], n_bytes: int) -> list[Extent]:
     return found
 
 
-def _page_by_extents(slab: Slab, mapping: mmap.mmap, n_bytes: int, extent_bytes: int) -> None:
-    """Ask for huge pages where none would belong to two extents, and for small ones elsewhere.
+def _ask_for_pages(mapping: mmap.mmap, first: int, n_bytes: int, huge_bytes: int) -> None:
+    """Ask for huge pages at the beginning of a home, and for small ones behind them.
 
-    They make a transfer of few long runs (measured: twice as fast), and memory cheap to give back.
+    A huge page that is a part of one extent only makes transfers of few long runs (measured: twice
+    as fast) and is cheap to give back; one of two extents would stay when one of them goes.
     """
-    fits = slab.block.data_ptr() % HUGE_PAGE == 0 and extent_bytes % HUGE_PAGE == 0
-    huge = n_bytes // HUGE_PAGE * HUGE_PAGE if fits else 0
     try:
-        if huge:
-            mapping.madvise(mmap.MADV_HUGEPAGE, 0, huge)
-        if huge < n_bytes:
-            mapping.madvise(mmap.MADV_NOHUGEPAGE, huge, align_up(n_bytes) - huge)
+        if huge_bytes:
+            mapping.madvise(mmap.MADV_HUGEPAGE, first, huge_bytes)
+        if huge_bytes < n_bytes:
+            rest = align_up(n_bytes) - huge_bytes
+            mapping.madvise(mmap.MADV_NOHUGEPAGE, first + huge_bytes, rest)
     except (OSError, AttributeError):  # a kernel built without them
         pass
 

@@ -150,7 +150,10 @@ class Pack:
 
     def _keep(self, tensor: torch.Tensor, key: int, n_bytes: int) -> Any:
         if self.outer is None:
-            return Kept(tensor, tensor._version, Held(self._footprint, key, n_bytes))
+            # not the tensor itself: an output that its own node saves would never go (autograd puts
+            # the node back when it unpacks)
+            alias = tensor.detach() if tensor.grad_fn is not None else tensor
+            return Kept(alias, tensor._version, Held(self._footprint, key, n_bytes))
         # An enclosing checkpoint drops what it is given in forward and keeps it in recomputation.
         recomputed = torch._C._current_graph_task_id() != -1
         held = Held(self._footprint, key, n_bytes) if recomputed else None

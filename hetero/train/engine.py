@@ -657,6 +657,7 @@ class Engine:
         if hasattr(self, "runtime"):
             self.runtime.closed = True
         states = dict(self.optimizer.known_state) if self.optimizer is not None else {}
+        self.store.before_use = _nothing  # all is done: what is read below waits for nobody
         self._move_out()
         self.worker.close()
         if self.inner is not None:
@@ -712,6 +713,9 @@ class Engine:
         if self.mode == "resident":  # then the user may have pointed it elsewhere
             return param.detach()
         return handle(self.store, home, segment)
+
+
+def _nothing() -> None: ...
 
 
 def _forgotten(inner: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
