@@ -26,6 +26,19 @@ class HeteroError(Exception):
         return "\n".join(parts)
 
 
+def afresh(error: BaseException) -> BaseException:
+    """Return a copy of a kept error to raise.
+
+    The kept one would hold the frames of everybody it was raised in, and what these hold.
+    """
+    copy = type(error).__new__(type(error), *error.args)
+    copy.args = error.args
+    copy.__dict__.update(error.__dict__)
+    if isinstance(error, OSError) and isinstance(copy, OSError):
+        copy.errno = error.errno
+    return copy
+
+
 class ConfigError(HeteroError, ValueError):
     """A setting, a model or an optimizer that hetero cannot honour as given."""
 

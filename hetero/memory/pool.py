@@ -32,7 +32,7 @@ from typing import NamedTuple, Protocol
 
 from hetero.config import paranoid
 from hetero.device import POISON, Slab
-from hetero.errors import BudgetError, DiskFull, ForkedProcessError, StateError
+from hetero.errors import BudgetError, DiskFull, ForkedProcessError, StateError, afresh
 from hetero.events import EventLog
 from hetero.io import Folder, align_up
 from hetero.memory.chunk import CopyTable
@@ -334,7 +334,8 @@ class Pool:
                     self._changed.wait()
                 for extent in request.needs:
                     if self._state(extent) is ABSENT:
-                        raise extent.error or self._too_small(request.n_bytes)
+                        kept = extent.error
+                        raise afresh(kept) if kept else self._too_small(request.n_bytes)
             except BaseException:
                 self._unpin(request, me)
                 raise
@@ -406,7 +407,7 @@ class Pool:
             if self._window.let_go_last():
                 return
             if failed and self._failure is not None:
-                raise self._failure
+                raise afresh(self._failure)
             if self._holders.keys() == {me}:
                 raise self._too_small(request.n_bytes)
         # 3. wait for those who hold some
