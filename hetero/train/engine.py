@@ -140,6 +140,7 @@ class Engine:
         self._origin = torch.device("cpu") if self._was_empty else self.params[0].device
         self._origin_dtypes = [p.dtype for p in self.params]
         self._grads_before: dict[int, torch.Tensor] = {}
+        self._moved_in: set[int] = set()  # parameters whose values are at home
 
     # -- building --------------------------------------------------------------------------------
 
@@ -210,6 +211,7 @@ class Engine:
                 else:
                     self.masters.assign(segment, param.detach())
                 swizzle.point(param, view)
+                self._moved_in.add(segment.index)
                 if grad is not None:
                     self._grads_before[segment.index] = grad.to(place)
             moved += home.bytes.numel()
@@ -696,7 +698,7 @@ class Engine:
             swizzle.set_grad(param, None)
             if failed and self._was_empty:
                 swizzle.empty(param, self._origin_dtypes[index])
-            elif home is not None:
+            elif home is not None and index in self._moved_in:
                 value = self._value(segment, param, home).to(self._origin_dtypes[index])
                 swizzle.plain(param, value.to(self._origin, copy=True))
             param.grad = None if grad is None else grad.to(self._origin, param.dtype)
