@@ -18,8 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 
-import numpy
-
 from hetero.checkpoint.manifest import BLOCK, SHARD, Entry, layout
 from hetero.errors import CheckpointError, StorageError
 from hetero.io import ALIGN, File, Folder, align_up, aligned_buffer
@@ -210,7 +208,10 @@ def padded_copy(piece: memoryview, buffer: memoryview) -> memoryview:
 
 def copy(to: memoryview, source: memoryview) -> None:
     """Copy bytes while other threads run: a memoryview's own assignment would hold them up."""
-    numpy.copyto(numpy.frombuffer(to, numpy.uint8), numpy.frombuffer(source, numpy.uint8))
+    if source.readonly or not len(source):
+        to[:] = source
+    else:
+        ctypes.memmove(address(to), address(source), len(source))
 
 
 class Mismatch(Exception):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hetero.errors import StorageError
 from hetero.memory.layout import Segment, contiguous_stride
 from hetero.memory.pool import Use
 from hetero.memory.slab import Home, HomeStore
@@ -200,7 +201,9 @@ class Saving:
             try:
                 part.save(partial(self._write, number))
             except BaseException as error:
-                self.error = error
+                # another thread's write may be refused before the failure it comes from is here
+                if self.error is None or isinstance(error, StorageError):
+                    self.error = error
 
     def _note(self, bucket: int | None) -> None:
         if bucket is not None and self.error is None:
