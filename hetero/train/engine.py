@@ -36,6 +36,7 @@ from hetero.train import kernel, swizzle
 from hetero.train.blueprint import Blueprint
 from hetero.train.budget import decide
 from hetero.train.check import MARK, pageable
+from hetero.train.cores import Cores
 from hetero.train.flight import Flight
 from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
 from hetero.train.hooks import Hooks
@@ -328,6 +329,7 @@ class Engine:
                 store=self.store,
                 masters=self.masters,
                 native=kernel.load() if self.tuning.native else None,
+                cores=Cores(self.worker.n_threads),
                 stream_to=self.device.torch_device if self.tuning.update_on_device else None,
             )
             scaler = LossScaler() if self.config.precision == "fp16" else None

@@ -15,6 +15,9 @@ from hetero.types import Kind, format_bytes
 
 MAX_EXTENT_NUMEL = 2**21  # 8 MiB of 4-byte elements: past the knee of every drive measured
 EXTENTS = 256  # a model is cut into about so many, or more
+HUGE_NUMEL = (
+    2**19
+)  # a huge page of 4-byte elements: half the cost of a transfer's memory (measured)
 POOL_SHARE = 8  # this part of HOST is memory through which homes on disk pass
 MAX_POOL_BYTES = 2**30  # more of it does not make a drive faster, and homes on HOST do
 AT_ONCE = 2  # slices of updates that are under way together
@@ -46,7 +49,8 @@ def draw_spill(
     ring = ring_bytes(plan.grad_sizes) + widening(plan)
     if sum(part.n_bytes for part in parts) + ring <= host_bytes:
         return None
-    size = extent_numel or extent_of(plan)
+    spare = min(host_bytes // POOL_SHARE, MAX_POOL_BYTES)
+    size = extent_numel or extent_of(plan, spare)
     # 1. the most that can be needed at once is what it would be with everything on disk
     least = ring + least_pool(plan, size)
     if least > host_bytes:
@@ -59,7 +63,7 @@ def draw_spill(
             needed_bytes=least,
         )
     # 2. a part of HOST is for them; homes take the rest
-    pool = max(least - ring, min(host_bytes // POOL_SHARE, MAX_POOL_BYTES))
+    pool = max(least - ring, spare)
     on_disk = place(parts, host_bytes - ring - pool)
     n_bytes = sum(disk_bytes(plan, kind, plan.layout.buckets[b]) for kind, b in on_disk)
     if nvme_bytes is not None and n_bytes > nvme_bytes:
@@ -99,10 +103,16 @@ def disk_bytes(plan: Blueprint, kind: Kind, bucket: Bucket) -> int:
     return bucket.numel * size + homes * ALIGN
 
 
-def extent_of(plan: Blueprint) -> int:
-    """Return the elements of an extent: a power of two, smaller for small models."""
+def extent_of(plan: Blueprint, spare_bytes: int) -> int:
+    """Return the elements of an extent: a power of two, smaller for small models.
+
+    It is at least a huge page where a pool of ``spare_bytes`` has room for such ones.
+    """
     numel = sum(bucket.numel for bucket in plan.layout.buckets)
-    return min(MAX_EXTENT_NUMEL, max(ALIGN, 1 << max(0, (numel // EXTENTS).bit_length() - 1)))
+    size = min(MAX_EXTENT_NUMEL, max(ALIGN, 1 << max(0, (numel // EXTENTS).bit_length() - 1)))
+    while size < HUGE_NUMEL and least_pool(plan, 2 * size) <= spare_bytes:
+        size *= 2
+    return size
 
 
 def least_pool(plan: Blueprint, extent_numel: int) -> int:

@@ -12,10 +12,9 @@ none; rules without a formula run on a whole tensor's master.
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.pool import Request, Span, Use
 from hetero.memory.slab import Home, HomeStore
 from hetero.train import kernel
+from hetero.train.cores import Cores
 from hetero.train.formulas import Coefficients, Formula, formula_of
 from hetero.train.grads import NONE, Factors, GradSlot, GradStore
 from hetero.train.lazy import OnDisk, handle, is_handle
@@ -81,11 +81,8 @@ class Piece(NamedTuple):
 
     def cuts(self, size: int) -> Iterator[tuple[int, int]]:
         """Cut the run at multiples of ``size``, so that what is updated at once is small."""
-        at, end = self.first.segment.offset, self.rows[-1].segment.end
-        while at < end:
-            stop = min(end, (at // size + 1) * size)
-            yield at, stop
-            at = stop
+        for run in cut(self.first.segment.offset, self.rows[-1].segment.end, size):
+            yield run.start, run.stop
 
 
 class Updater:
@@ -106,6 +103,7 @@ class Updater:
         store: HomeStore,
         masters: Masters,
         native: kernel.Library | None,
+        cores: Cores,
         stream_to: torch.device | None = None,
     ) -> None:
         self.rule = Rule(inner)
@@ -123,9 +121,7 @@ class Updater:
         self._probed: dict[tuple[Any, ...], dict[str, torch.dtype]] = {}
         self._counts: list[tuple[torch.Tensor, float]] = []  # step counts as this step leaves them
         self._begun: list[Ready] = []
-        # Torch's operations bring threads of their own, and two of them at once get in each other's
-        # way (measured: ten times slower); the kernel's slices run side by side.
-        self._torch = threading.Lock()
+        self._cores = cores
 
     # -- closing a step --------------------------------------------------------------------------
 
@@ -285,8 +281,8 @@ class Updater:
         fills: list[tuple[torch.Tensor, float]],
         request: Request | None,
     ) -> None:
-        alone = nullcontext() if self.native is not None else self._torch
-        with self._store.held(request), alone:
+        here = self.native is not None and self._stream_to is None
+        with self._store.held(request), nullcontext() if here else self._turn():
             for state, value in fills:
                 state.fill_(value)
             with self._streamed([param, low, *states], grad) as ((p, l, *s), g):
@@ -300,6 +296,10 @@ class Updater:
                     factors=factors,
                     native=self.native,
                 )
+
+    def _turn(self) -> AbstractContextManager[None]:
+        """Return the turn of a slice that is the same on any cut: a device has one queue."""
+        return self._cores.one() if self._stream_to is None else self._cores.all()
 
     @contextmanager
     def _streamed(
@@ -341,16 +341,20 @@ class Updater:
             keys = self._elementwise_keys(group, bucket, piece.first)
             homes = {key: self._store.homes[key, bucket.id] for key in keys}
             for start, end in self._cuts(piece, bucket, RULE_NUMEL):
-                run = slice(start, end)
                 request = self._request(update, start, end, *homes.values())
-                work = partial(self._run_flat, group, bucket, run, piece.first, homes, after)
+                # an extent may be long: what lies between a rule's operations stays in the cache
+                work = [
+                    partial(self._run_flat, group, bucket, run, piece.first, homes, after)
+                    for run in cut(start, end, RULE_NUMEL)
+                ]
                 update.slices.append(partial(self._hold, request, work))
             update.finishes.append(partial(self._share, bucket, piece, after))
 
-    def _hold(self, request: Request | None, work: Slice) -> None:
+    def _hold(self, request: Request | None, work: Sequence[Slice]) -> None:
         """Do a slice's work with all that it needs in memory: it fails before it begins."""
         with self._store.held(request):
-            work()
+            for run in work:
+                run()
 
     def _elementwise_keys(self, group: Group, bucket: Bucket, first: Ready) -> list[str]:
         """Return the states of a run that have a home, those included that are about to appear.
@@ -397,7 +401,7 @@ class Updater:
         grad = _scaled(self._grads.home(bucket).flat[run], first.factors)
         there = [key for key in homes if key in first.state]
         here = [flat, *(homes[key].flat[run] for key in there)]
-        with self._torch, self._streamed(here, grad) as ((param, *moved), param_grad):
+        with self._turn(), self._streamed(here, grad) as ((param, *moved), param_grad):
             param.grad = param_grad
             before = {k: _copied(v) for k, v in first.state.items() if k not in there}
             before.update(zip(there, moved, strict=True))
@@ -452,7 +456,7 @@ class Updater:
         for some in [[row] for row in rows] if alone else [rows]:
             work = partial(self._run_whole, group, update.bucket, some)
             update.slices.append(
-                partial(self._hold, self._whole_request(update, group, some), work)
+                partial(self._hold, self._whole_request(update, group, some), [work])
             )
 
     def _whole_request(self, update: Update, group: Group, rows: Sequence[Ready]) -> Request | None:
@@ -477,7 +481,7 @@ class Updater:
         views = [home.segments[row.segment.position] for row in rows]
         for view, row in zip(views, rows, strict=True):
             view.grad = _scaled(grads.segments[row.segment.position], row.factors)
-        with self._torch:
+        with self._cores.all():
             states = self.rule.run(group, views, [self._views(row) for row in rows])
         for view, row, state in zip(views, rows, states, strict=True):
             view.grad = None
@@ -487,14 +491,14 @@ class Updater:
         for row in rows:
             work = partial(self._run_master, group, row)
             request = self._whole_request(update, group, [row])
-            update.slices.append(partial(self._hold, request, work))
+            update.slices.append(partial(self._hold, request, [work]))
 
     def _run_master(self, group: Group, row: Ready) -> None:
         """Step one parameter's fp32 master, and round it to its working weight."""
         master = self._masters.value(row.segment)
         grad = self._grads.home(self._bucket(row.segment)).segments[row.segment.position]
         master.grad = _scaled(torch.empty_like(master).copy_(grad), row.factors)
-        with self._torch:
+        with self._cores.all():
             (state,) = self.rule.run(group, [master], [self._views(row)])
         self._keep(row, state)
         self._masters.assign(row.segment, master)
@@ -550,6 +554,14 @@ class Updater:
 
     def _bucket(self, segment: Segment) -> Bucket:
         return self._layout.buckets[self._layout.home[segment.index][0]]
+
+
+def cut(start: int, end: int, size: int) -> Iterator[slice]:
+    """Cut [start, end) at multiples of ``size``."""
+    while start < end:
+        stop = min(end, (start // size + 1) * size)
+        yield slice(start, stop)
+        start = stop
 
 
 class _Shaped:
