@@ -22,6 +22,7 @@ from torch import nn
 from hetero.api import engine_of, prepare_tuned, status
 from hetero.bench.engine import Figure, Figures, adamw, timed
 from hetero.checkpoint.save import save_checkpoint
+from hetero.checkpoint.writer import retain
 from hetero.config import Config
 from hetero.device import map_slab
 from hetero.errors import BudgetError
@@ -301,38 +302,34 @@ def checksum(device: str | None = None) -> Figures:
 def save(device: str | None = None) -> Figures:
     """Steps while an asynchronous save runs over steps without; a save's rate over the drive's."""
     ratios, rates, rows = [], [], []
-    with scratch() as path, Folder.open(path) as folder, folder.private() as file:
+    with scratch() as path, Folder.open(path) as folder:
         torch.manual_seed(0)
-        model: Any = GPT(GPTConfig(width=512, layers=8, context=128, checkpoint_blocks=False))
+        model: Any = GPT(GPTConfig(width=768, layers=8, context=64, checkpoint_blocks=False))
         hbm = 4 * parameter_bytes(model)
         config = Config.load(device="cpu", hbm=hbm)
         model, optimizer = prepare_tuned(model, adamw(model), config, None)
-        tokens = torch.randint(0, 256, (4, 128))
+        tokens = torch.randint(0, 256, (4, 64))
         n_bytes = 3 * parameter_bytes(model)
-        file.reserve(align_up(n_bytes) + SIZE)
-        for _ in range(3):
-            one_step(model, optimizer, tokens)
-        for number in range(ROUNDS):
+        steps(model, optimizer, tokens)
+        for number in range(ROUNDS + 1):
             # 1. a save alone, and the drive alone, both durable
-            raw_seconds = timed(partial(written, file, n_bytes))
-            save_seconds = timed(
-                partial(save_checkpoint, path, model, optimizer, step=2 * number, keep_last=1)
-            )
-            rates.append(raw_seconds / save_seconds)
+            saving, writing = save_and_write(folder, model, optimizer, number)
             # 2. steps without a save, and as many steps while one runs
             alone = timed(partial(steps, model, optimizer, tokens))
-            beside, drive = while_saving(path, model, optimizer, tokens, number)
-            ratios.append(beside / (alone + raw_seconds))
-            rows.append(
-                {
-                    "raw": raw_seconds,
-                    "save": save_seconds,
-                    "steps": alone,
-                    "steps while saving": beside,
-                    "saving": drive,
-                    "plain ratio": beside / alone,
-                }
-            )
+            beside, durable = while_saving(path, model, optimizer, tokens, 2 * number + 1)
+            if number:
+                rates.append(writing / saving)
+                ratios.append(beside / (alone + writing))
+                rows.append(
+                    {
+                        "raw": writing,
+                        "save": saving,
+                        "steps": alone,
+                        "steps while saving": beside,
+                        "saving": durable,
+                        "plain ratio": beside / alone,
+                    }
+                )
         engine_of(model).release()
     figures = [
         Figure(
@@ -345,6 +342,27 @@ def save(device: str | None = None) -> Figures:
         Figure("save / raw writing, both synced", statistics.median(rates), "ratio", ">=", 0.80),
     ]
     return Figures(figures, {"bytes": n_bytes, "seconds": rows, "ratios": ratios, "rates": rates})
+
+
+def save_and_write(
+    folder: Folder, model: nn.Module, optimizer: Any, number: int
+) -> tuple[float, float]:
+    """Return the seconds of a save, and of the drive writing as much, in alternating order.
+
+    Both make a new file, and both files stay until both are measured: what a drive writes over is
+    twice as fast here as what was never written, and so is the room of a file just removed.
+    """
+    path = Path(folder.path)
+    n_bytes = 3 * parameter_bytes(model)
+
+    with folder.private() as file:
+        sides: list[Callable[[], Any]] = [
+            partial(save_checkpoint, path, model, optimizer, step=2 * number),
+            partial(written, file, n_bytes),
+        ]
+        took = {s: timed(sides[s]) for s in ((0, 1) if number % 2 else (1, 0))}
+    retain(folder, 1)
+    return took[0], took[1]
 
 
 def one_step(model: nn.Module, optimizer: Any, tokens: torch.Tensor) -> None:
@@ -365,9 +383,7 @@ def while_saving(
 ) -> tuple[float, float]:
     """Return the seconds of the same steps begun with a save, and those until it is durable."""
     began = time.perf_counter()
-    saved = save_checkpoint(
-        path, model, optimizer, step=2 * number + 1, keep_last=1, asynchronous=True
-    )
+    saved = save_checkpoint(path, model, optimizer, step=number, keep_last=1, asynchronous=True)
     steps(model, optimizer, tokens)
     took = time.perf_counter() - began
     saved.wait()
@@ -375,8 +391,9 @@ def while_saving(
 
 
 def written(file: File, n_bytes: int) -> None:
-    """Write so many bytes with O_DIRECT and sync them."""
+    """Write so many bytes to a new file with O_DIRECT, and sync them."""
     buffer = aligned_buffer(2 * SIZE)
+    file.reserve(align_up(n_bytes))
     for start in range(0, n_bytes, len(buffer)):
         file.write(start, buffer[: align_up(min(len(buffer), n_bytes - start))])
     file.sync()
