@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 
 import hetero
 from hetero.api import engine_of, prepare_tuned, status
+from hetero.checkpoint.manifest import MANIFEST, decode, encode
 from hetero.checkpoint.save import save_through
 from hetero.config import Config
 from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, StateError
@@ -239,6 +241,71 @@ def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(disk: Pat
         hetero.load_checkpoint(disk / "saved", *pair)
     with pytest.raises(CheckpointError, match="step-2"):
         hetero.save_checkpoint(disk / "saved", model, optimizer)
+
+
+def lie(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite what a checkpoint says beside tensors, with a manifest that is valid."""
+    file = path / MANIFEST
+    manifest = decode(file.read_bytes(), str(file))
+    meta = dict(manifest.meta)
+    change(meta)
+    file.write_bytes(encode(replace(manifest, meta=meta)))
+
+
+def first_scalars(meta: dict[str, Any]) -> dict[str, Any]:
+    scalars: dict[str, Any] = next(iter(meta["scalars"].values()))
+    return scalars
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a rate that is a string": lambda m: m["groups"][0].update(lr="fast"),
+    "a rate that is a list": lambda m: m["groups"][0].update(lr=[0.1]),
+    "a rate that is nothing": lambda m: m["groups"][0].update(lr={"a": 1}),
+    "betas that are one number": lambda m: m["groups"][0].update(betas=0.9),
+    "betas of another length": lambda m: m["groups"][0].update(betas=[0.9]),
+    "betas that are strings": lambda m: m["groups"][0].update(betas=["a", "b"]),
+    "more groups": lambda m: m["groups"].append(m["groups"][0]),
+    "groups that are a number": lambda m: m.update(groups=3),
+    "no generators": lambda m: m.update(rng=None),
+    "a device's generator": lambda m: m["rng"].update(device=[1, 2]),
+    "a count that is a list": lambda m: first_scalars(m)["step"].update(value=[1.0, 2.0]),
+    "a count that is a string": lambda m: m["scalars"].update(
+        {k: {"step": {"value": "one"}} for k in m["scalars"]}
+    ),
+    "a count of no dtype": lambda m: first_scalars(m)["step"].update(dtype="Tensor"),
+    "steps that are a list": lambda m: m.update(steps=[1]),
+    "members that are a number": lambda m: m.update(members=1),
+    "a marked value of no kind": lambda m: m.update(extra={"__hetero__": "eval", "items": []}),
+    "a tensor that is not there": lambda m: m.update(
+        extra={"__hetero__": "tensor", "entry": "../../x"}
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_values_that_no_save_writes_are_refused_and_change_nothing(disk: Path, what: str) -> None:
+    model, optimizer, scheduler = make(disk, "paged")
+    train(model, optimizer, scheduler, 1)
+    save = hetero.save_checkpoint(disk / "saved", model, optimizer)
+    train(model, optimizer, scheduler, 1)
+    before = values(model)
+    lie(save.path, HOSTILE[what])
+
+    with pytest.raises(CheckpointError):
+        hetero.load_checkpoint(disk / "saved", model, optimizer)
+
+    assert same(values(model), before)
+    train(model, optimizer, scheduler, 1)
+
+
+@pytest.mark.parametrize("scale", ["nan", "inf", 0.0, -1.0, None, [1]])
+def test_a_loss_scale_that_no_step_leaves_is_refused(disk: Path, scale: Any) -> None:
+    model, optimizer, _ = make(disk, "paged", precision="fp16")
+    save = hetero.save_checkpoint(disk / "saved", model, optimizer)
+    lie(save.path, lambda meta: meta["scaler"].update(scale=scale))
+
+    with pytest.raises(CheckpointCorrupt, match="no save writes"):
+        hetero.load_checkpoint(disk / "saved", model, optimizer)
 
 
 @pytest.mark.parametrize("where", ["paged", "disk"])

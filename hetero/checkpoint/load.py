@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from hetero.io import IO
 from hetero.train.engine import Engine
 from hetero.train.optimizer import Optimizer
+from hetero.train.precision import LossScaler
 from hetero.train.snapshot import PIECE_BYTES, Name, Part
 from hetero.train.state import begin_again, loaded, parts_of, settle, take_scalars
 
@@ -78,6 +80,8 @@ def load_through(
         # 1. everything that can be refused is refused before anything is touched
         beside = understood(engine, reader)
         check_meta(engine, beside)
+        with only_saved(reader):
+            check_beside(engine, beside)
         check_entries(engine, reader.entries)
         check_given(beside, scheduler=scheduler, data=data)
         settle(engine)
@@ -108,7 +112,7 @@ WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeErr
 def understood(engine: Engine, reader: Reader) -> dict[str, Any]:
     """Return what a checkpoint says beside tensors; CheckpointCorrupt where no save wrote it."""
     meta, values = reader.meta, partial(value_of, reader, engine.blueprint.layout.param_bytes)
-    try:
+    with only_saved(reader):
         found = {key: decode(meta[key], values) for key in OURS}
         found["scalars"] = decode_scalars(meta["scalars"])
         found.update({key: meta[key] for key in ("precision", "optimizer", "members")})
@@ -117,6 +121,14 @@ def understood(engine: Engine, reader: Reader) -> dict[str, Any]:
         if len(members) != len(found["groups"]) or not all(found["groups"]):
             raise ValueError("as many groups as there are settings of groups")
         check_rng(found["rng"])
+    return found
+
+
+@contextmanager
+def only_saved(reader: Reader) -> Iterator[None]:
+    """Raise CheckpointCorrupt where a block that looks at saved values goes wrong."""
+    try:
+        yield
     except CheckpointError:
         raise
     except WRONG as error:
@@ -124,7 +136,6 @@ def understood(engine: Engine, reader: Reader) -> dict[str, Any]:
             f"{reader.path} says something that no save writes: {error!r}",
             advice="use another checkpoint; hetero verify lists them",
         ) from error
-    return found
 
 
 def check_rng(rng: Mapping[str, Any]) -> None:
@@ -132,6 +143,49 @@ def check_rng(rng: Mapping[str, Any]) -> None:
     torch.Generator().set_state(rng["torch"])
     random.Random().setstate(rng["python"])
     numpy.random.RandomState().set_state(rng["numpy"])
+    device = rng["device"]
+    if device is not None and (device.dtype, device.ndim) != (torch.uint8, 1):
+        raise ValueError("the device's generator has a state of bytes")
+
+
+def check_beside(engine: Engine, beside: Mapping[str, Any]) -> None:
+    """Raise one of `WRONG` for values that an optimizer or a loss scaler would not have saved.
+
+    They would be found out in the middle of a step.
+    """
+    if engine.scaler is not None and beside["scaler"] is not None:
+        LossScaler().load_state_dict(beside["scaler"])
+    if engine.optimizer is None:
+        return
+    for group, saved in zip(engine.optimizer.param_groups, beside["groups"], strict=True):
+        for key, value in saved.items():
+            if key in group and not alike(group[key], value):
+                raise ValueError(f"the setting {key} is {value!r}")
+    for name, state in beside["scalars"].items():
+        for key, value in state.items():
+            if not isinstance(value, (int, float)) and value_shape(value) != ():
+                raise ValueError(f"{key} of {name} is no number")
+
+
+def alike(mine: Any, saved: Any) -> bool:
+    """Whether a setting is of the kind of another: what is off may have been on."""
+    if mine is None or saved is None:
+        return mine is saved or isinstance(saved if mine is None else mine, (bool, int, float))
+    if isinstance(mine, (tuple, list)):
+        return (
+            isinstance(saved, (tuple, list))
+            and len(mine) == len(saved)
+            and all(alike(*pair) for pair in zip(mine, saved, strict=True))
+        )
+    number = isinstance(mine, (int, float)) or value_shape(mine) == ()
+    return number == (isinstance(saved, (int, float)) or value_shape(saved) == ()) and (
+        number or type(mine) is type(saved)
+    )
+
+
+def value_shape(value: Any) -> tuple[int, ...] | None:
+    """Return a tensor's shape; None for anything else."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def name_of(entry: Entry) -> Name:

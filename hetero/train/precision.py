@@ -8,6 +8,7 @@ is the fp32 master itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
@@ -304,5 +305,8 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue where ``state_dict`` was taken."""
-        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+        """Continue where ``state_dict`` was taken; ValueError for a scale that no step leaves."""
+        scale, good_steps = float(state["scale"]), int(state["good_steps"])
+        if not (0.0 < scale < math.inf and 0 <= good_steps < self.growth_interval):
+            raise ValueError(f"a loss scale of {scale} after {good_steps} good steps")
+        self.scale, self.good_steps = scale, good_steps
