@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hetero.checkpoint.load import load_checkpoint
     from hetero.checkpoint.save import Save, save_checkpoint
     from hetero.export import export
+    from hetero.train.loss import linear_cross_entropy
     from hetero.train.optimizer import Optimizer
 
 _LAZY = {
@@ -43,6 +44,7 @@ _LAZY = {
     "load_checkpoint": "hetero.checkpoint.load",
     "export": "hetero.export",
     "Optimizer": "hetero.train.optimizer",
+    "linear_cross_entropy": "hetero.train.loss",
 }
 
 
@@ -84,6 +86,7 @@ __all__ = [
     "empty_init",
     "export",
     "gathered",
+    "linear_cross_entropy",
     "load_checkpoint",
     "prepare",
     "release",

@@ -1,0 +1,256 @@
+"""Cross entropy of a linear head without its logits (floor 2).
+
+The logits of T tokens over a vocabulary of V are 4 T V bytes, and an eager head holds them three
+times in backward. Here a few tokens at a time are multiplied, reduced to their losses and, where a
+gradient is wanted, turned into their part of it: what stays is as large as the inputs.
+
+With ``l`` the logits of a token, ``y`` its label, ``s`` the label smoothing and ``z`` the weight of
+the z-loss, the loss is that of `torch.nn.functional.cross_entropy` plus the z-loss (PaLM,
+arXiv:2204.02311, section 5):
+
+    lse  = log sum exp l
+    loss = (1 - s) (lse - l[y]) + s (lse - mean l) + z lse^2
+    dl   = softmax(l) (1 + 2 z lse) - s / V;  dl[y] -= 1 - s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hetero.errors import ConfigError
+
+REDUCTIONS = ("mean", "sum", "none")
+LOGITS_BYTES = 64 * 2**20  # of one chunk, in the dtype of the softmax
+
+
+class Terms(NamedTuple):
+    """What the loss is made of, beside its tensors."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    reduction: str
+    chunk_tokens: int
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk_tokens: int | None = None,
+) -> torch.Tensor:
+    """Return ``cross_entropy(hidden @ weight.T + bias, labels)`` and never hold all logits.
+
+    The softmax is computed in fp32 (fp64 for fp64 inputs), and the weight's gradient is summed over
+    chunks in that dtype, in the order of the tokens. Under "mean" and "sum" gradients are computed
+    with the loss, at three products in all, as many as an eager head; under "none" backward
+    multiplies once more.
+
+    Args:
+        hidden: [..., H], of the weight's dtype.
+        weight: [V, H]; bias: [V] or None.
+        labels: [...] int64, each in [0, V) or ``ignore_index``.
+        label_smoothing: in [0, 1], as in `torch.nn.functional.cross_entropy`.
+        z_loss: weight of the squared log of the partition function.
+        reduction: "mean" over the labels that count (NaN where none does, as torch has it), "sum",
+            or "none" for a loss of the labels' shape.
+        chunk_tokens: tokens at once; None: as many as make 64 MiB of logits.
+
+    Raises ConfigError for shapes, dtypes or options that do not fit together.
+    """
+    check(hidden, weight, labels, bias)
+    if reduction not in REDUCTIONS:
+        raise ConfigError(f"reduction={reduction!r}", advice=f"one of {', '.join(REDUCTIONS)}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ConfigError(f"label_smoothing={label_smoothing}", advice="it lies in [0, 1]")
+    item = softmax_dtype(hidden.dtype).itemsize
+    tokens = chunk_tokens or max(1, LOGITS_BYTES // (item * weight.shape[0]))
+    terms = Terms(ignore_index, label_smoothing, z_loss, reduction, tokens)
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        losses: torch.Tensor = _Head.apply(  # type: ignore[no-untyped-call]
+            hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), terms
+        )
+    return losses.view(labels.shape) if reduction == "none" else losses
+
+
+def check(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Raise ConfigError where shapes or dtypes do not fit."""
+    fits = weight.dim() == 2 and hidden.dim() and hidden.shape[-1] == weight.shape[1]
+    if not fits or hidden.shape[:-1] != labels.shape:
+        raise ConfigError(
+            f"hidden {list(hidden.shape)}, weight {list(weight.shape)} and labels"
+            f" {list(labels.shape)} do not fit",
+            advice="hidden is [..., H], weight [V, H], labels [...]",
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ConfigError(f"bias {list(bias.shape)} for a weight of {list(weight.shape)}")
+    if labels.dtype != torch.int64 or not hidden.is_floating_point():
+        raise ConfigError(
+            f"labels are {labels.dtype}, hidden is {hidden.dtype}",
+            advice="labels are indices of dtype int64",
+        )
+
+
+def softmax_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a softmax over logits of ``dtype`` is computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _Chunk(NamedTuple):
+    """Logits of a few tokens, [t, V], on their way to becoming their gradient."""
+
+    rows: slice
+    logits: torch.Tensor
+    counts: torch.Tensor
+    """[t] bool: whose label is not ignored."""
+    labels: torch.Tensor
+    """[t], with 0 for those ignored."""
+    lse: torch.Tensor
+
+
+def chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    terms: Terms,
+) -> Iterator[_Chunk]:
+    """Yield the logits of a few tokens at a time, in the softmax's dtype."""
+    for start in range(0, len(labels), terms.chunk_tokens):
+        rows = slice(start, start + terms.chunk_tokens)
+        logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+        logits = logits.to(softmax_dtype(hidden.dtype))
+        counts = labels[rows] != terms.ignore_index
+        known = labels[rows].where(counts, 0)
+        yield _Chunk(rows, logits, counts, known, torch.logsumexp(logits, -1))
+
+
+def losses_of(chunk: _Chunk, terms: Terms) -> torch.Tensor:
+    """Return the losses of a chunk's tokens, [t]; 0 where the label is ignored."""
+    s, lse = terms.label_smoothing, chunk.lse
+    loss = (lse - chunk.logits.gather(-1, chunk.labels[:, None])[:, 0]) * (1 - s)
+    if s:
+        loss += (lse - chunk.logits.mean(-1)) * s
+    if terms.z_loss:
+        loss += lse.square() * terms.z_loss
+    return loss.where(chunk.counts, 0)
+
+
+def into_gradient(chunk: _Chunk, factors: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """Turn a chunk's logits into the gradient of its losses by them, times ``factors`` [t]."""
+    s, logits = terms.label_smoothing, chunk.logits
+    d = logits.sub_(chunk.lse[:, None]).exp_()
+    if terms.z_loss:
+        d.mul_(1 + 2 * terms.z_loss * chunk.lse[:, None])
+    if s:
+        d.sub_(s / d.shape[-1])
+    less = torch.full_like(chunk.lse, s - 1)
+    d.scatter_add_(-1, chunk.labels[:, None], less[:, None])
+    # not a product: what is ignored may be infinite
+    return d.mul_(factors[:, None]).masked_fill_(~chunk.counts[:, None], 0)
+
+
+class _Sums:
+    """Gradients of a head's inputs, filled chunk by chunk; None for what needs none."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        wanted: tuple[bool, bool, bool],
+    ) -> None:
+        dtype = softmax_dtype(hidden.dtype)
+        self._inputs = hidden, weight
+        self.hidden = torch.empty_like(hidden) if wanted[0] else None
+        shape = tuple(weight.shape)
+        self.weight = torch.zeros(shape, dtype=dtype, device=hidden.device) if wanted[1] else None
+        self.bias = (
+            torch.zeros(shape[:1], dtype=dtype, device=hidden.device)
+            if wanted[2] and bias is not None
+            else None
+        )
+
+    def add(self, rows: slice, d: torch.Tensor) -> None:
+        hidden, weight = self._inputs
+        if self.bias is not None:
+            self.bias += d.sum(0)
+        narrow = d.to(hidden.dtype)
+        if self.hidden is not None:
+            torch.mm(narrow, weight, out=self.hidden[rows])
+        if self.weight is None:
+            return
+        if self.weight.dtype == narrow.dtype:
+            self.weight.addmm_(narrow.T, hidden[rows])
+        else:
+            self.weight += narrow.T @ hidden[rows]
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        terms: Terms,
+    ) -> torch.Tensor:
+        dtype = softmax_dtype(hidden.dtype)
+        losses = torch.empty(len(labels), dtype=dtype, device=hidden.device)
+        wanted = ctx.needs_input_grad[:3]
+        at_once = terms.reduction != "none" and any(wanted)
+        sums = _Sums(hidden, weight, bias, wanted) if at_once else None
+        count = torch.ones((), dtype=dtype, device=hidden.device)
+        if terms.reduction == "mean":
+            count = (labels != terms.ignore_index).sum().to(dtype)
+        for chunk in chunks(hidden, weight, bias, labels, terms):
+            losses[chunk.rows] = losses_of(chunk, terms)
+            if sums is not None:
+                factors = count.reciprocal().expand_as(chunk.lse)
+                sums.add(chunk.rows, into_gradient(chunk, factors, terms))
+            del chunk
+        ctx.terms, ctx.wanted = terms, wanted
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        if sums is not None:
+            ctx.save_for_backward(sums.hidden, sums.weight, sums.bias)
+        elif any(wanted):
+            ctx.save_for_backward(hidden, weight, bias, labels)
+        if terms.reduction == "none":
+            return losses.to(hidden.dtype)
+        return (losses.sum() / count).to(hidden.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        found: list[torch.Tensor | None]
+        if ctx.terms.reduction == "none":
+            hidden, weight, bias, labels = ctx.saved_tensors
+            sums = _Sums(hidden, weight, bias, ctx.wanted)
+            for chunk in chunks(hidden, weight, bias, labels, ctx.terms):
+                factors = grad[chunk.rows].to(chunk.lse.dtype)
+                sums.add(chunk.rows, into_gradient(chunk, factors, ctx.terms))
+                del chunk
+            found = [sums.hidden, sums.weight, sums.bias]
+        else:
+            found = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]
+        given = [
+            None if g is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)
+        ]
+        return *given, None, None
