@@ -247,7 +247,8 @@ class Pool:
         left of a FRESH span is given up for what was there before, where that is still on disk.
         """
         me = threading.get_ident()
-        self._take(request, me)
+        while not self._take(request, me):
+            pass
         try:
             yield
         except BaseException:
@@ -313,7 +314,11 @@ class Pool:
 
     # -- inside, under the lock ------------------------------------------------------------------
 
-    def _take(self, request: Request, me: int) -> None:
+    def _take(self, request: Request, me: int) -> bool:
+        """Pin a request; False, and nothing is pinned, where a read that was begun ahead failed.
+
+        Such an error is nobody's: whoever needs the bytes now has them read again.
+        """
         self._refuse_fork()
         with self._changed:
             # 1. wait until none of them is on its way down, and there is room for what is missing
@@ -326,19 +331,24 @@ class Pool:
                 extent.used_at = self._clock
                 self._window.let_go(extent)
             try:
+                ahead = {e for e in request.needs if self._state(e) is FILLING}
                 for extent, use in request.needs.items():
                     if self._state(extent) is ABSENT:
                         self._bring(extent, use)
                 # 3. wait for what is read
                 while any(self._state(extent) is FILLING for extent in request.needs):
                     self._changed.wait()
-                for extent in request.needs:
-                    if self._state(extent) is ABSENT:
+                failed = [e for e in request.needs if self._state(e) is ABSENT]
+                for extent in failed:
+                    if extent not in ahead:
                         kept = extent.error
                         raise afresh(kept) if kept else self._too_small(request.n_bytes)
             except BaseException:
                 self._unpin(request, me)
                 raise
+            if failed:
+                self._unpin(request, me)
+            return not failed
 
     def _give_back(self, request: Request, me: int, *, whole: bool) -> None:
         if self._pid != os.getpid():

@@ -775,6 +775,25 @@ def test_a_read_ahead_that_fails_is_tried_again_by_who_needs_it(disk: Path, late
         assert home.array[0] == 1
 
 
+def test_a_read_ahead_that_fails_while_it_is_waited_for_is_read_again(
+    disk: Path, late: Late
+) -> None:
+    plan = FaultPlan()
+    pool = make_pool(disk, 9, io=plan, executor=late)
+    home = make_home(pool, 9)
+    fill(pool, home)
+    flushed(pool, home)
+    plan.fail_at("read", plan.seen["read"], errno.EIO, times=2)  # a read tries twice by itself
+    request = home.request(0)
+
+    pool.ahead([request])
+    with pool.pin(request):  # the read that was begun ahead is carried out in here, and fails
+        assert home.array[0] == 1
+
+    assert plan.fired == 2
+    check_nothing_is_held(pool, home)
+
+
 def test_a_failure_beside_what_was_to_be_written_anew_loses_nothing(disk: Path, late: Late) -> None:
     """What is pinned FRESH was not read: its memory must not pass for its content."""
     plan = FaultPlan()
