@@ -137,7 +137,7 @@ def train(
     if options.resume:
         check_run(folder, options, tokens)
     model = build_model(options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
     # 2. the one line that puts it under budgets
     config = settings_for(model, optimizer, options)
     model, optimizer = prepare(model, optimizer, config=config)
