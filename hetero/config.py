@@ -37,9 +37,8 @@ UNITS = {
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(" + "|".join(UNITS) + ")")
 DEVICES = ("cuda", "cpu", "cpu:sim")
 PRECISIONS = ("fp32", "bf16", "fp16")
+ACTIVATIONS = ("auto", "keep", "recompute")
 NOT_YET = {  # named in the public face; each arrives with its part of the library
-    "activations": "activation policies",
-    "micro_batch": "layer-major micro-batching",
     "mesh": "several ranks",
     "profile": "hardware profiles",
 }
@@ -78,6 +77,12 @@ class Config:
     """Names (or glob patterns) of modules whose parameters stay fp32 under "bf16" and "fp16"."""
     max_grad_norm: float | None = None
     """Global 2-norm that `step` clips gradients to; None: it does not clip."""
+    activations: str = "auto"
+    """What a unit's forward leaves for backward: "keep" all that autograd saves, "recompute" its
+    inputs only, at the cost of a second forward; "auto" keeps what fits."""
+    micro_batch: int | None = None
+    """Samples that a unit takes at once of a larger batch; weights cross the link twice a step all
+    the same. None: the whole batch."""
     chunk_bytes: int | None = None
     """Bytes of a chunk of 4-byte elements, a multiple of 64; None: chosen for under 1 % waste."""
     nvme: tuple[str, ...] = ()
@@ -168,6 +173,10 @@ def check_one(key: str, value: Any) -> Any:
         raise ConfigError(
             f"precision={value!r} is unknown", advice=f"precision takes one of {PRECISIONS}"
         )
+    if key == "activations":
+        check_activations(value)
+    if key == "micro_batch" and value is not None:
+        check_micro_batch(value)
     if key == "max_grad_norm" and value is not None:
         return check_norm(value)
     if key == "device" and isinstance(value, str) and value not in DEVICES:
@@ -195,6 +204,22 @@ def check_paths(key: str, value: Any) -> tuple[str, ...]:
     if len(set(found)) < len(found):
         raise ConfigError(f"{key}={value!r} names a directory twice", advice="name each once")
     return tuple(found)
+
+
+def check_activations(value: Any) -> None:
+    later = "; activations='offload' is not available in this version" * (value == "offload")
+    if value not in ACTIVATIONS:
+        raise ConfigError(
+            f"activations={value!r}{later or ' is unknown'}",
+            advice=f"activations takes one of {ACTIVATIONS}",
+        )
+
+
+def check_micro_batch(value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"micro_batch={value!r}", advice="micro_batch takes a number of samples, 1 or more"
+        )
 
 
 def check_norm(value: Any) -> float:

@@ -42,6 +42,7 @@ from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
 from hetero.train.hooks import Hooks
 from hetero.train.lazy import handle
 from hetero.train.optimizer import Optimizer
+from hetero.train.policy import Activations
 from hetero.train.precision import WORKING, LossScaler, Masters
 from hetero.train.resident import Resident
 from hetero.train.rules import Rule
@@ -269,7 +270,16 @@ class Engine:
         self.runtime.before_use = self.refuse_broken
         self.runtime.attach(self.params)
         self._give_back_grads()
-        self.hooks.watch(self.model, plan.units, self.runtime)
+        activations = Activations(
+            plan.units,
+            self.config.activations,
+            self.config.micro_batch,
+            place=self.device.torch_device,
+            enter=self.runtime.enter,
+            leave=self.runtime.leave,
+            foreign=self.runtime.saved.foreign,
+        )
+        self.hooks.watch(self.model, plan.units, self.runtime, activations)
         self.device.reset_peak()
 
     @property

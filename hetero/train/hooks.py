@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ConfigError, StateError
 from hetero.train.check import PART
+from hetero.train.policy import Activations
 from hetero.train.runtime import Runtime
 from hetero.train.swizzle import plainly
 from hetero.train.units import Unit
@@ -34,21 +35,25 @@ class Hooks:
         while self._undo:
             self._undo.pop()()
 
-    def watch(self, model: nn.Module, units: Sequence[Unit], runtime: Runtime) -> None:
+    def watch(
+        self, model: nn.Module, units: Sequence[Unit], runtime: Runtime, activations: Activations
+    ) -> None:
         """Bracket every unit's forward, and the model's around them."""
         index_of = {id(unit.module): i for i, unit in enumerate(units) if unit.module is not None}
-        for unit in units:
-            if unit.module is not None:
-                self._bracket(
-                    unit.module, functools.partial(around_unit, runtime, index_of[id(unit.module)])
-                )
+        self.shape(units, activations)
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder) and id(module) not in index_of:
                 first = index_of.get(id(next(iter(module.layers), None)))
                 if first is not None:
                     lend = functools.partial(around_encoder, runtime, runtime.needs[first])
                     self._bracket(module, lend)
-        self._bracket(model, functools.partial(around_model, runtime))
+        self._bracket(model, functools.partial(around_model, runtime, activations))
+
+    def shape(self, units: Sequence[Unit], activations: Activations) -> None:
+        """Let every unit's forward leave for backward what its policy says."""
+        for index, unit in enumerate(units):
+            if unit.module is not None:
+                self._bracket(unit.module, functools.partial(around_unit, activations, index))
 
     def gradients(
         self, params: Sequence[nn.Parameter], arrived: Callable[[nn.Parameter], None]
@@ -109,21 +114,17 @@ class Hooks:
 Call = Callable[..., Any]
 
 
-def around_unit(runtime: Runtime, unit: int, call: Call) -> Call:
-    """Return a unit's forward inside an access."""
+def around_unit(activations: Activations, unit: int, call: Call) -> Call:
+    """Return a unit's forward inside an access, under the unit's policy."""
 
     @functools.wraps(call)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        pushed = runtime.enter(unit)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            runtime.leave(unit, pushed=pushed)
+        return activations.run(unit, call, args, kwargs)
 
     return forward
 
 
-def around_model(runtime: Runtime, call: Call) -> Call:
+def around_model(runtime: Runtime, activations: Activations, call: Call) -> Call:
     """Return the whole model's forward between its begin and its end."""
 
     @functools.wraps(call)
@@ -131,6 +132,7 @@ def around_model(runtime: Runtime, call: Call) -> Call:
         pushed = runtime.enter_model()
         output = None
         try:
+            activations.begin(args, kwargs)
             output = call(*args, **kwargs)
             return output
         finally:

@@ -113,7 +113,7 @@ class Runtime:
             self._unbind(buckets)
             raise
 
-    def leave(self, unit: int, *, pushed: bool) -> None:
+    def leave(self, unit: int, pushed: bool) -> None:
         """End a unit's forward."""
         if pushed:
             self.saved.pop()

@@ -64,13 +64,16 @@ def compare(
     steps: int = STEPS,
     host: int | None = None,
     nvme: Path | None = None,
+    **settings: Any,
 ) -> Seen:
     """Train both sides for ``steps`` steps; any difference is an AssertionError."""
     torch.manual_seed(11)
     plain = case.build()
     prepared = copy.deepcopy(plain)
     optimizer = make(plain)
-    config = Config.load(device=device, hbm=hbm, chunk_bytes=chunk_bytes, host=host, nvme=nvme)
+    config = Config.load(
+        device=device, hbm=hbm, chunk_bytes=chunk_bytes, host=host, nvme=nvme, **settings
+    )
     model, paged = prepare_tuned(prepared, make(prepared), config, tuning)
     seen = Seen(hbm=hbm or 0)
     for number in range(steps):

@@ -1,0 +1,111 @@
+"""What each unit's forward leaves for backward: all it saved, its inputs, or slices (floor 2).
+
+The choice changes no number. It is made for a unit when its forward begins; inside a backward pass,
+and inside a checkpoint of the model's own, everything is as the model says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hetero.train.recompute import Call, in_backward, recomputed
+from hetero.train.slices import Sliced, batch_of, check_unit
+from hetero.train.units import Unit
+
+
+class Activations:
+    """The policy of every unit.
+
+    Args:
+        choice: "keep", "recompute", or "auto", which keeps.
+        micro_batch: samples that a unit takes at once; None: all of them.
+        enter, leave: begin and end a unit's access; `enter` returns what `leave` takes.
+        foreign: whether somebody else's saved-tensor hooks are innermost.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        choice: str,
+        micro_batch: int | None,
+        *,
+        place: torch.device,
+        enter: Callable[[int], bool],
+        leave: Callable[[int, bool], None],
+        foreign: Callable[[], bool],
+    ) -> None:
+        self._units = units
+        self._micro_batch = micro_batch
+        self._place = place
+        self._enter = enter
+        self._leave = leave
+        self._foreign = foreign
+        named = [i for i, unit in enumerate(units) if unit.module is not None]
+        self.recomputed = set(named) if choice == "recompute" else set()
+        self._latest = max(named, default=-1)
+        self._final = self._latest  # whose forward comes last: it would be computed again at once
+        self._batch = 0
+        self._checked: set[int] = set()
+
+    def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """A call of the whole model begins, on this batch."""
+        if torch.is_grad_enabled() and not in_backward():
+            self._batch = batch_of(args, kwargs) if self._micro_batch else 0
+            self._final = self._latest
+
+    def run(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Carry out a unit's forward under its policy."""
+        if not torch.is_grad_enabled() or in_backward() or self._foreign():
+            return self._access(index, call, args, kwargs)
+        module = self._units[index].module
+        if module is None:
+            return self._access(index, call, args, kwargs)
+        if self._micro_batch and self._batch > self._micro_batch:
+            return self._run_sliced(index, call, args, kwargs)
+        self._latest = index
+        if index not in self.recomputed or index == self._final:
+            return self._access(index, call, args, kwargs)
+
+        def access(*args: Any, **kwargs: Any) -> Any:
+            return self._access(index, call, args, kwargs)
+
+        return recomputed(module, access, args, kwargs)
+
+    def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with self._accessed(index):
+            return call(*args, **kwargs)
+
+    @contextmanager
+    def _accessed(self, index: int) -> Iterator[None]:
+        pushed = self._enter(index)
+        try:
+            yield
+        finally:
+            self._leave(index, pushed)
+
+    def _run_sliced(
+        self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        unit = self._units[index]
+        assert unit.module is not None and self._micro_batch
+        job = Sliced(
+            unit.name or "model",
+            unit.module,
+            call,
+            around=lambda: self._accessed(index),
+            place=self._place,
+            batch=self._batch,
+            size=self._micro_batch,
+            args=args,
+            kwargs=kwargs,
+        )
+        if not any(job.is_sliced(t) for t in job.tensors):
+            return self._access(index, call, args, kwargs)
+        if index not in self._checked:
+            check_unit(job)
+            self._checked.add(index)
+        return job()

@@ -1,0 +1,55 @@
+"""Computing a unit again in backward, from its inputs (floor 2).
+
+Torch's own non-reentrant checkpoint at the unit's border restores generators and autocast. What it
+does not restore are buffers: a batch norm would move its running averages twice. While a unit is
+computed again, copies stand in for its buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+Call = Callable[..., Any]
+NO_TASK = -1
+_task = torch._C._current_graph_task_id
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward pass."""
+    return bool(_task() != NO_TASK)
+
+
+def recomputed(module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return ``call(*args, **kwargs)``, of which only the inputs stay until backward."""
+    leaves, spec = tree_flatten((tuple(args), kwargs))
+
+    def run(*leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(list(leaves), spec)
+        if not in_backward():
+            return call(*args, **kwargs)
+        with buffers_apart(module):
+            return call(*args, **kwargs)
+
+    return checkpoint(run, *leaves, use_reentrant=False)
+
+
+@contextmanager
+def buffers_apart(module: nn.Module) -> Iterator[None]:
+    """Let copies stand in for a module's buffers; what a block does to them is forgotten."""
+    held = [(m, dict(m._buffers)) for m in module.modules() if m._buffers]
+    for owner, buffers in held:
+        owner._buffers.update(
+            {name: None if b is None else b.clone() for name, b in buffers.items()}
+        )
+    try:
+        yield
+    finally:
+        for owner, buffers in held:
+            owner._buffers.update(buffers)
