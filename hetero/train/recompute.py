@@ -29,15 +29,26 @@ def in_backward() -> bool:
 def recomputed(module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return ``call(*args, **kwargs)``, of which only the inputs stay until backward."""
     leaves, spec = tree_flatten((tuple(args), kwargs))
+    distinct, places = told_apart(leaves)
 
-    def run(*leaves: Any) -> Any:
-        args, kwargs = tree_unflatten(list(leaves), spec)
+    def run(*distinct: Any) -> Any:
+        args, kwargs = tree_unflatten([distinct[place] for place in places], spec)
         if not in_backward():
             return call(*args, **kwargs)
         with buffers_apart(module):
             return call(*args, **kwargs)
 
-    return checkpoint(run, *leaves, use_reentrant=False)
+    return checkpoint(run, *distinct, use_reentrant=False)
+
+
+def told_apart(leaves: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Return each object once, and the place of every leaf among them.
+
+    What a forward was given twice it is given twice again: modules ask whether query is key.
+    """
+    index: dict[int, int] = {}
+    places = [index.setdefault(id(leaf), len(index)) for leaf in leaves]
+    return list({id(leaf): leaf for leaf in leaves}.values()), places
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hetero.device import accelerator_rng, set_accelerator_rng
 from hetero.errors import StateError
-from hetero.train.recompute import buffers_apart
+from hetero.train.recompute import buffers_apart, told_apart
 
 Call = Callable[..., Any]
 
@@ -157,13 +157,14 @@ class Sliced:
         self.rows = [slice(at, min(at + size, batch)) for at in range(0, batch, size)]
         self.params = [p for p in module.parameters() if p.requires_grad]
         self._call = call
-        self._leaves, self._structure = flatten((tuple(args), kwargs))
+        leaves, self._structure = flatten((tuple(args), kwargs))
+        self._leaves, self._places = told_apart(leaves)
         self._outputs: Structure
         self._constants: list[Any]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors among the arguments."""
+        """The tensors among the arguments, each once."""
         return [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
 
     def is_sliced(self, tensor: torch.Tensor) -> bool:
@@ -186,8 +187,8 @@ class Sliced:
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call the unit with these tensors among its arguments; returns the output's tensors."""
         given = iter(tensors)
-        leaves = (next(given) if leaf is None else leaf.value for leaf in self._leaves)
-        args, kwargs = self._structure.build(leaves)
+        distinct = [next(given) if leaf is None else leaf.value for leaf in self._leaves]
+        args, kwargs = self._structure.build(distinct[place] for place in self._places)
         found, self._outputs = flatten(self._call(*args, **kwargs))
         self._constants = [None if isinstance(x, torch.Tensor) else _Plain(x) for x in found]
         return [x for x in found if isinstance(x, torch.Tensor)]
