@@ -176,16 +176,6 @@ class SavedTensors:
         """Take our hooks off again."""
         _autograd._pop_saved_tensors_default_hooks()
 
-    def foreign(self) -> bool:
-        """Return whether somebody else's hooks are innermost.
-
-        [Note: consistent counting]  A checkpoint counts the tensors its own hooks see, in forward
-        and again in recomputation. A fault inside such a region must leave its pair alone both
-        times; the aliases it keeps are leases.
-        """
-        top = _top(True)
-        return top is not None and not isinstance(top[0], Pack)
-
     def _pack(self) -> Pack:
         top = _top(True)
         if top is None:
@@ -207,6 +197,17 @@ class SavedTensors:
         if isinstance(packed, Delegated):
             return packed.unpack(packed.packed)
         raise StateError(f"a saved tensor came back as {type(packed).__name__}")
+
+
+def foreign() -> bool:
+    """Return whether somebody else's saved-tensor hooks are innermost.
+
+    [Note: consistent counting]  A checkpoint counts the tensors its own hooks see, in forward and
+    again in recomputation. A fault inside such a region must leave its pair alone both times; the
+    aliases it keeps are leases.
+    """
+    top = _top(True)
+    return top is not None and not isinstance(top[0], Pack)
 
 
 def guard_hooks() -> None:

@@ -166,6 +166,8 @@ class Engine:
                 self._attach()
             elif self.has_masters:
                 self._attach_resident()
+            if self.mode == "resident":
+                self._shape_resident()
             if self.inner is not None:
                 self._wrap_optimizer(self.inner)
             self.hooks.guard(self.model, self._state_dict_access)
@@ -270,17 +272,27 @@ class Engine:
         self.runtime.before_use = self.refuse_broken
         self.runtime.attach(self.params)
         self._give_back_grads()
-        activations = Activations(
-            plan.units,
+        activations = self._activations(self.runtime.enter, self.runtime.leave)
+        self.hooks.watch(self.model, plan.units, self.runtime, activations)
+        self.device.reset_peak()
+
+    def _activations(
+        self, enter: Callable[[int], bool], leave: Callable[[int, bool], None]
+    ) -> Activations:
+        return Activations(
+            self.blueprint.units,
             self.config.activations,
             self.config.micro_batch,
             place=self.device.torch_device,
-            enter=self.runtime.enter,
-            leave=self.runtime.leave,
-            foreign=self.runtime.saved.foreign,
+            enter=enter,
+            leave=leave,
         )
-        self.hooks.watch(self.model, plan.units, self.runtime, activations)
-        self.device.reset_peak()
+
+    def _shape_resident(self) -> None:
+        """Let units whose parameters stay where they are leave what their policy says."""
+        activations = self._activations(_nothing_to_enter, _nothing_to_leave)
+        if activations.shapes:
+            self.hooks.shape(self.model, self.blueprint.units, activations)
 
     @property
     def has_masters(self) -> bool:
@@ -559,6 +571,7 @@ class Engine:
             for param in self.params:
                 if isinstance(param.grad, LazyGrad):
                     param.grad = param.grad.slot.keep()
+        self._shape_resident()
         self.hooks.guard(self.model, self._state_dict_access)
         return True
 
@@ -730,6 +743,13 @@ class Engine:
 
 
 def _nothing() -> None: ...
+
+
+def _nothing_to_enter(unit: int) -> bool:
+    return False
+
+
+def _nothing_to_leave(unit: int, pushed: bool) -> None: ...
 
 
 def _forgotten(inner: torch.optim.Optimizer, *_: Any, **__: Any) -> None:

@@ -40,20 +40,21 @@ class Hooks:
     ) -> None:
         """Bracket every unit's forward, and the model's around them."""
         index_of = {id(unit.module): i for i, unit in enumerate(units) if unit.module is not None}
-        self.shape(units, activations)
+        self.shape(model, units, activations)
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder) and id(module) not in index_of:
                 first = index_of.get(id(next(iter(module.layers), None)))
                 if first is not None:
                     lend = functools.partial(around_encoder, runtime, runtime.needs[first])
                     self._bracket(module, lend)
-        self._bracket(model, functools.partial(around_model, runtime, activations))
+        self._bracket(model, functools.partial(around_model, runtime))
 
-    def shape(self, units: Sequence[Unit], activations: Activations) -> None:
+    def shape(self, model: nn.Module, units: Sequence[Unit], activations: Activations) -> None:
         """Let every unit's forward leave for backward what its policy says."""
         for index, unit in enumerate(units):
             if unit.module is not None:
                 self._bracket(unit.module, functools.partial(around_unit, activations, index))
+        self._bracket(model, functools.partial(around_batch, activations))
 
     def gradients(
         self, params: Sequence[nn.Parameter], arrived: Callable[[nn.Parameter], None]
@@ -124,7 +125,18 @@ def around_unit(activations: Activations, unit: int, call: Call) -> Call:
     return forward
 
 
-def around_model(runtime: Runtime, activations: Activations, call: Call) -> Call:
+def around_batch(activations: Activations, call: Call) -> Call:
+    """Return the whole model's forward, of which it is told how large the batch is."""
+
+    @functools.wraps(call)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        activations.begin(args, kwargs)
+        return call(*args, **kwargs)
+
+    return forward
+
+
+def around_model(runtime: Runtime, call: Call) -> Call:
     """Return the whole model's forward between its begin and its end."""
 
     @functools.wraps(call)
@@ -132,7 +144,6 @@ def around_model(runtime: Runtime, activations: Activations, call: Call) -> Call
         pushed = runtime.enter_model()
         output = None
         try:
-            activations.begin(args, kwargs)
             output = call(*args, **kwargs)
             return output
         finally:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hetero.train.activation import foreign
 from hetero.train.recompute import Call, in_backward, recomputed
 from hetero.train.slices import Sliced, batch_of, check_unit
 from hetero.train.units import Unit
@@ -24,7 +25,6 @@ class Activations:
         choice: "keep", "recompute", or "auto", which keeps.
         micro_batch: samples that a unit takes at once; None: all of them.
         enter, leave: begin and end a unit's access; `enter` returns what `leave` takes.
-        foreign: whether somebody else's saved-tensor hooks are innermost.
     """
 
     def __init__(
@@ -36,20 +36,23 @@ class Activations:
         place: torch.device,
         enter: Callable[[int], bool],
         leave: Callable[[int, bool], None],
-        foreign: Callable[[], bool],
     ) -> None:
         self._units = units
         self._micro_batch = micro_batch
         self._place = place
         self._enter = enter
         self._leave = leave
-        self._foreign = foreign
         named = [i for i, unit in enumerate(units) if unit.module is not None]
         self.recomputed = set(named) if choice == "recompute" else set()
         self._latest = max(named, default=-1)
         self._final = self._latest  # whose forward comes last: it would be computed again at once
         self._batch = 0
         self._checked: set[int] = set()
+
+    @property
+    def shapes(self) -> bool:
+        """Whether any unit does not just keep what autograd saves."""
+        return bool(self.recomputed or self._micro_batch)
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A call of the whole model begins, on this batch."""
@@ -59,7 +62,7 @@ class Activations:
 
     def run(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Carry out a unit's forward under its policy."""
-        if not torch.is_grad_enabled() or in_backward() or self._foreign():
+        if not torch.is_grad_enabled() or in_backward() or foreign():
             return self._access(index, call, args, kwargs)
         module = self._units[index].module
         if module is None:

@@ -24,7 +24,7 @@ from hetero.memory.manager import ChunkManager
 from hetero.plan.schedule import Op
 from hetero.plan.trace import Access
 from hetero.train import fault, swizzle
-from hetero.train.activation import CHANGED, Saved, SavedTensors, guard_hooks
+from hetero.train.activation import CHANGED, Saved, SavedTensors, foreign, guard_hooks
 from hetero.train.grads import GradStore
 from hetero.train.lazy import DiskSlot, OnDisk
 from hetero.train.precision import Masters, Scaling
@@ -383,7 +383,7 @@ class Runtime:
         with self.lend(buckets, "fault"):
             for bucket in buckets:
                 self._look_ahead(phase, self.layout.buckets[bucket].unit, (bucket,))
-            pushed = not self.saved.foreign() and self._push()
+            pushed = not foreign() and self._push()
             try:
                 return func(*args, **kwargs)
             finally:

@@ -109,11 +109,12 @@ def one_step(model: nn.Module, optimizer: Any, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
-def test_slices_add_up_bitwise_as_micro_batches_do_in_plain_torch(size: int, device: str) -> None:
+@pytest.mark.parametrize("where", ["cpu", "cpu:sim", "resident"])
+def test_slices_add_up_bitwise_as_micro_batches_do_in_plain_torch(size: int, where: str) -> None:
     plain = make()
     reference = optimizer_of(plain)
-    model, optimizer = prepared(copy.deepcopy(plain), size, device=device)
+    settings: dict[str, Any] = {"hbm": None} if where == "resident" else {"device": where}
+    model, optimizer = prepared(copy.deepcopy(plain), size, **settings)
 
     for step in range(4):
         accumulated(plain, step, size)
@@ -121,7 +122,7 @@ def test_slices_add_up_bitwise_as_micro_batches_do_in_plain_torch(size: int, dev
         reference.zero_grad()
         one_step(model, optimizer, step)
         assert same(model, plain), step
-    assert engine_of(model).mode == "paged"
+    assert engine_of(model).mode == ("resident" if where == "resident" else "paged")
 
 
 def same(model: nn.Module, plain: nn.Module) -> bool:

@@ -60,7 +60,11 @@ SETTINGS = [
     ({"units": ["blok.*"]}, "'blok.*' matches no module"),
     ({"nvme": 3}, "nvme takes a path"),
     ({"nvme": "nowhere", "hbm": "1MiB", "host": "64KiB"}, "cannot be opened"),
-    ({"micro_batch": 2}, "micro_batch= is not available in this version"),
+    ({"micro_batch": 0}, "micro_batch=0"),
+    ({"micro_batch": True}, "micro_batch=True"),
+    ({"activations": "some"}, "activations='some' is unknown"),
+    ({"activations": "offload"}, "activations='offload' is not available in this version"),
+    ({"mesh": (2,)}, "mesh= is not available in this version"),
     ({"config": 7}, "config=7 is a int"),
     ({"host": "1024TiB"}, "host=.*more than this process may take"),
 ]
