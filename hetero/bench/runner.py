@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from hetero.bench import disk, engine, memory, update
+from hetero.bench import activations, disk, engine, memory, update
 from hetero.device import accelerator_name
 from hetero.errors import ConfigError
 from hetero.version import __version__
@@ -73,6 +73,9 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "checksum": disk.checksum,
     "save": disk.save,
     "page-cache": disk.page_cache,
+    "activations": activations.activations,
+    "micro-batch": activations.micro_batch,
+    "loss": activations.loss,
 }
 
 

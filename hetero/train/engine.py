@@ -19,7 +19,7 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
-from hetero.errors import ConfigError, StateError, StorageError
+from hetero.errors import BudgetError, ConfigError, StateError, StorageError
 from hetero.events import EventLog
 from hetero.io import IO, spill_folder
 from hetero.memory.frame import FrameMap
@@ -272,8 +272,8 @@ class Engine:
         self.runtime.before_use = self.refuse_broken
         self.runtime.attach(self.params)
         self._give_back_grads()
-        activations = self._activations(self.runtime.enter, self.runtime.leave)
-        self.hooks.watch(self.model, plan.units, self.runtime, activations)
+        self.activations = self._activations(self.runtime.enter, self.runtime.leave)
+        self.hooks.watch(self.model, plan.units, self.runtime, self.activations)
         self.device.reset_peak()
 
     def _activations(
@@ -290,9 +290,9 @@ class Engine:
 
     def _shape_resident(self) -> None:
         """Let units whose parameters stay where they are leave what their policy says."""
-        activations = self._activations(_nothing_to_enter, _nothing_to_leave)
-        if activations.shapes:
-            self.hooks.shape(self.model, self.blueprint.units, activations)
+        self.activations = self._activations(_nothing_to_enter, _nothing_to_leave)
+        if self.activations.shapes:
+            self.hooks.shape(self.model, self.blueprint.units, self.activations)
 
     @property
     def has_masters(self) -> bool:
@@ -522,7 +522,12 @@ class Engine:
         needed = max(budget.activation_bytes, self.activations_seen())
         if budget.measured and needed == budget.activation_bytes:
             return False
-        limit = budget.frames_beside(needed)
+        try:
+            limit = budget.frames_beside(needed)
+        except BudgetError:
+            if not self.activations.give_way():
+                raise
+            return self._measure_again()
         on_cpu = self.device.torch_device.type == "cpu"
         roomy = budget.spill is None and budget.holds_everything(needed)
         if on_cpu and self.inner is not None and roomy:
@@ -533,6 +538,14 @@ class Engine:
         self._spoken_for(needed)
         self.runtime.train.replan()
         self.runtime.evaluate.replan()
+        return False
+
+    def _measure_again(self) -> bool:
+        """Activations did not fit: fewer are kept from now on, and the next step shows how many."""
+        self._spoken_for(0)
+        self.budget.measured = False
+        if self.manager.resize(self.blueprint.granules(self.blueprint.widest)):
+            self.runtime.train.replan()
         return False
 
     def _spoken_for(self, activation_bytes: int) -> None:

@@ -22,7 +22,7 @@ class Activations:
     """The policy of every unit.
 
     Args:
-        choice: "keep", "recompute", or "auto", which keeps.
+        choice: "keep", "recompute", or "auto", which keeps until `give_way`.
         micro_batch: samples that a unit takes at once; None: all of them.
         enter, leave: begin and end a unit's access; `enter` returns what `leave` takes.
     """
@@ -43,7 +43,9 @@ class Activations:
         self._enter = enter
         self._leave = leave
         named = [i for i, unit in enumerate(units) if unit.module is not None]
-        self.recomputed = set(named) if choice == "recompute" else set()
+        self._named = frozenset(named)
+        self._may_change = choice == "auto"
+        self.recomputed = self._named if choice == "recompute" else frozenset[int]()
         self._latest = max(named, default=-1)
         self._final = self._latest  # whose forward comes last: it would be computed again at once
         self._batch = 0
@@ -53,6 +55,13 @@ class Activations:
     def shapes(self) -> bool:
         """Whether any unit does not just keep what autograd saves."""
         return bool(self.recomputed or self._micro_batch)
+
+    def give_way(self) -> bool:
+        """Compute everything again from now on, where the choice is free; False where it is not."""
+        if not self._may_change or self.recomputed == self._named:
+            return False
+        self.recomputed = self._named
+        return True
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A call of the whole model begins, on this batch."""

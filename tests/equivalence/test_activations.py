@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import copy
 
-from tests.equivalence.harness import adamw, compare, measure, smallest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hetero
+from hetero.api import engine_of
+from hetero.errors import BudgetError
+from tests.equivalence.harness import adamw, compare, measure, same, smallest, values
 from tests.equivalence.zoo import CASES, Case
+
+D = 16
+HBM = 180 * 1024  # less than eight blocks save, more than their inputs take
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -19,3 +31,128 @@ def test_a_model_trains_bitwise_when_every_unit_is_computed_again(case: Case) ->
     )
 
     assert seen.mode == "paged"
+
+
+class Block(nn.Module):
+    """Saves much for few parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.up = nn.Linear(D, 4 * D)
+        self.down = nn.Linear(4 * D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.dropout(F.gelu(self.up(self.norm(x))), 0.1)
+        return x + self.down(y)
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(8)))
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+    torch.manual_seed(number)
+    loss = model(torch.randn(64, D)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
+def test_what_does_not_fit_is_computed_again_and_no_number_changes(device: str) -> None:
+    plain = deep()
+    reference = adamw(plain)
+    twin = copy.deepcopy(plain)
+    model, optimizer = hetero.prepare(twin, adamw(twin), device=device, hbm=HBM, chunk_bytes=1024)
+
+    for number in range(5):
+        theirs = step_of(plain, reference, number)
+        assert torch.equal(step_of(model, optimizer, number), theirs)
+    same(values(plain), values(model), "weights")
+    assert engine_of(model).mode == "paged"
+
+
+def test_keep_is_kept_and_says_what_would_be_enough() -> None:
+    model = deep()
+    model, optimizer = hetero.prepare(
+        model, adamw(model), device="cpu", hbm=HBM, chunk_bytes=1024, activations="keep"
+    )
+
+    with pytest.raises(BudgetError, match="activations take") as refused:
+        step_of(model, optimizer, 0)
+
+    assert refused.value.needed_bytes > HBM
+
+
+class Counting(nn.Module):
+    """A unit whose buffers a second forward would change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D)
+        self.linear = nn.Linear(D, D)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return self.linear(self.norm(x)).tanh()
+
+
+@pytest.mark.parametrize("hbm", ["512KiB", None])
+def test_what_is_computed_again_changes_no_buffer(hbm: str | None) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Counting() for _ in range(4)))
+    reference = adamw(plain)
+    twin = copy.deepcopy(plain)
+    model, optimizer = hetero.prepare(
+        twin, adamw(twin), device="cpu", hbm=hbm, activations="recompute"
+    )
+
+    for number in range(3):
+        theirs = step_of(plain, reference, number)
+        assert torch.equal(step_of(model, optimizer, number), theirs)
+
+    same(values(plain), values(model), "weights and buffers")
+
+
+def test_a_unit_that_is_computed_again_saves_its_inputs_only() -> None:
+    held = {}
+    for policy in ("keep", "recompute"):
+        model = deep()
+        model, _ = hetero.prepare(
+            model, adamw(model), device="cpu", hbm="8MiB", chunk_bytes=1024, activations=policy
+        )
+        loss = model(torch.randn(64, D)).sum()
+        held[policy] = engine_of(model).runtime.saved.footprint.live_bytes
+        del loss
+
+    assert held["recompute"] < held["keep"] / 4
+
+
+def test_a_checkpoint_of_the_models_own_is_left_alone() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+            self.runs = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(self.run, block, x, use_reentrant=False)
+            return x
+
+        def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            self.runs += 1
+            return block(x)
+
+    model = Own()
+    model, optimizer = hetero.prepare(
+        model, adamw(model), device="cpu", hbm="8MiB", chunk_bytes=1024, activations="recompute"
+    )
+
+    step_of(model, optimizer, 0)
+
+    assert model.runs == 8

@@ -112,7 +112,7 @@ def test_states_that_host_cannot_hold_are_refused_with_the_shortfall() -> None:
 def test_activations_beyond_the_budget_are_named_after_the_first_step() -> None:
     model = Stack()
     model, optimizer = hetero.prepare(
-        model, adamw(model), device="cpu", hbm=20_000, chunk_bytes=256
+        model, adamw(model), device="cpu", hbm=20_000, chunk_bytes=256, activations="keep"
     )
     loss_of(model, DATA).backward()
     with pytest.raises(BudgetError, match="activations take") as caught:
@@ -120,7 +120,9 @@ def test_activations_beyond_the_budget_are_named_after_the_first_step() -> None:
     model, inner = hetero.release(model, optimizer)
     assert inner.state[model.head.weight]["step"] == 1  # the step itself was made
     hbm = caught.value.needed_bytes
-    model, optimizer = hetero.prepare(model, inner, device="cpu", hbm=hbm, chunk_bytes=256)
+    model, optimizer = hetero.prepare(
+        model, inner, device="cpu", hbm=hbm, chunk_bytes=256, activations="keep"
+    )
     optimizer.zero_grad()
     for _ in range(3):
         loss_of(model, DATA).backward()
