@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hetero.export import export
     from hetero.train.loss import linear_cross_entropy
     from hetero.train.optimizer import Optimizer
+    from hetero.train.tiles import tile
 
 _LAZY = {
     **dict.fromkeys(
@@ -45,6 +46,7 @@ _LAZY = {
     "export": "hetero.export",
     "Optimizer": "hetero.train.optimizer",
     "linear_cross_entropy": "hetero.train.loss",
+    "tile": "hetero.train.tiles",
 }
 
 
@@ -92,4 +94,5 @@ __all__ = [
     "release",
     "save_checkpoint",
     "status",
+    "tile",
 ]

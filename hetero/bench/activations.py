@@ -68,14 +68,9 @@ def peak_of(act: Callable[[], Any], known: Iterable[torch.Tensor] = ()) -> int:
     return tracer.peak
 
 
-def gradients_leave(model: nn.Module) -> None:
-    """Free every gradient as it comes, as paged training does."""
-
-    def drop(param: torch.Tensor) -> None:
-        param.grad = None
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(drop)
+def held(model: nn.Module) -> list[torch.Tensor]:
+    """Return parameters and gradients, which are there before a step and after it."""
+    return [t for p in model.parameters() for t in (p, p.grad) if t is not None]
 
 
 def activations(device: str | None = None) -> Figures:
@@ -87,12 +82,11 @@ def activations(device: str | None = None) -> Figures:
     peaks, seconds = {}, {}
     for policy in ("keep", "recompute"):
         model: Any = copy.deepcopy(plain)
-        gradients_leave(model)
         config = Config.load(device="cpu", activations=policy)
         model, _ = prepare_tuned(model, adamw(model), config, None)
         step = partial(forward_backward, model, tokens)
         step()
-        peaks[policy] = peak_of(step, model.parameters())
+        peaks[policy] = peak_of(step, held(model))
         seconds[policy] = statistics.median(timed(step) for _ in range(2 * ROUNDS))
     # what recomputation cannot do without: the input of each block and of the head, the state of
     # the generator at each block, and one block
@@ -117,14 +111,14 @@ def forward_backward(model: nn.Module, tokens: torch.Tensor) -> None:
 
 def unit_bytes(block: nn.Module, x: torch.Tensor) -> int:
     """Return the peak of one block's forward and backward."""
-    gradients_leave(block)
     x.requires_grad_()
 
     def act() -> None:
         block(x).sum().backward()
         x.grad = None
 
-    return peak_of(act, [*block.parameters(), x])
+    act()
+    return peak_of(act, [*held(block), x])
 
 
 # -- micro-batches -------------------------------------------------------------------------------
