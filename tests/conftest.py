@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 RUNS = Path(__file__).parent.parent / "runs"
 
 

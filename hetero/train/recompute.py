@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from hetero.errors import StateError
+
 Call = Callable[..., Any]
 NO_TASK = -1
 _task = torch._C._current_graph_task_id
@@ -38,7 +40,20 @@ def recomputed(module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[
         with buffers_apart(module):
             return call(*args, **kwargs)
 
-    return checkpoint(run, *distinct, use_reentrant=False)
+    before = versions(distinct)
+    found = checkpoint(run, *distinct, use_reentrant=False)
+    if versions(distinct) != before:
+        raise StateError(
+            f"this {type(module).__name__} writes to its inputs in place; what it was given is gone"
+            " when it is computed again",
+            advice="keep what it saves with activations='keep', or let it write to a copy",
+        )
+    return found
+
+
+def versions(values: Sequence[Any]) -> list[int]:
+    """Return how often each tensor among values was written."""
+    return [v._version for v in values if isinstance(v, torch.Tensor) and not v.is_inference()]
 
 
 def told_apart(leaves: Sequence[Any]) -> tuple[list[Any], list[int]]:

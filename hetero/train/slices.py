@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hetero.device import accelerator_rng, set_accelerator_rng
 from hetero.errors import StateError
-from hetero.train.recompute import buffers_apart, told_apart
+from hetero.train.recompute import buffers_apart, told_apart, versions
 
 Call = Callable[..., Any]
 
@@ -321,7 +321,8 @@ def check_unit(job: Sliced) -> None:
     hooked = [p for p in job.params if getattr(p, "_backward_hooks", None)]
     if hooked:
         raise job.refusal("has parameters with hooks of their own, which would run for each slice")
-    tensors = job.tensors
+    tensors = [t.detach().clone() for t in job.tensors]
+    untouched = versions(tensors)
     kept = list(job._leaves)
     job._leaves = [None if isinstance(x, torch.Tensor) else _Plain(x) for x in job._leaves]
     moment = Moment.now(job.place)
@@ -341,6 +342,8 @@ def check_unit(job: Sliced) -> None:
             with moment.again(job.place), torch.enable_grad(), job.around():
                 given = [job.part(t, first).detach() for t in tensors]
                 check_leaves(job, job.run(given))
+        if versions(tensors) != untouched:
+            raise job.refusal("writes to its inputs in place, of which it is given parts")
     finally:
         job._leaves = kept
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetero
 from hetero.api import engine_of
-from hetero.errors import BudgetError
+from hetero.errors import BudgetError, StateError
 from tests.equivalence.harness import adamw, compare, measure, same, smallest, values
 from tests.equivalence.zoo import CASES, Case
 
@@ -156,3 +156,19 @@ def test_a_checkpoint_of_the_models_own_is_left_alone() -> None:
     step_of(model, optimizer, 0)
 
     assert model.runs == 8
+
+
+class Writing(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return super().forward(x)
+
+
+def test_a_unit_that_writes_to_its_input_is_refused_before_backward() -> None:
+    model = nn.Sequential(Block(), Block(), Writing(), Writing(), Block())
+    model, _ = hetero.prepare(
+        model, adamw(model), device="cpu", hbm="8MiB", chunk_bytes=1024, activations="recompute"
+    )
+
+    with pytest.raises(StateError, match="Writing writes to its inputs"):
+        model(torch.randn(4, D))

@@ -256,6 +256,12 @@ class Foreign(Block):
         return Hidden(hidden.value * self.others[0], hidden.mask)
 
 
+class Writing(Block):
+    def forward(self, hidden: Hidden, *, place: Tensor) -> Hidden:
+        hidden.value.mul_(2)
+        return Hidden(self.up(hidden.value)[..., :D], hidden.mask)
+
+
 class Dropping(Block):
     """Keeps samples apart, though dropout makes each call differ."""
 
@@ -265,7 +271,12 @@ class Dropping(Block):
 
 @pytest.mark.parametrize(
     ("block", "what"),
-    [(Normed, "mixes samples"), (Auxiliary, "one row for each"), (None, "not its own")],
+    [
+        (Normed, "mixes samples"),
+        (Auxiliary, "one row for each"),
+        (None, "not its own"),
+        (Writing, "in place"),
+    ],
 )
 def test_a_unit_that_has_no_slices_is_refused_and_changes_nothing(block: Any, what: str) -> None:
     torch.manual_seed(0)

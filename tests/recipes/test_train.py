@@ -53,7 +53,7 @@ def plain(run: TrainOptions) -> tuple[list[float], str]:
     """Do what the recipe does, without hetero; return the losses and the digest of the weights."""
     torch.manual_seed(run.seed)
     model = GPT(run.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=(0.9, 0.95))
     scheduler = LambdaLR(optimizer, warm_up_and_cosine(run.steps))
     context = run.model.context
     data = Batches(load_tokens(run), batch=run.batch, context=context, seed=run.seed)
