@@ -83,6 +83,8 @@ class Config:
     micro_batch: int | None = None
     """Samples that a unit takes at once of a larger batch; weights cross the link twice a step all
     the same. None: the whole batch."""
+    fused_loss: bool = False
+    """Whether a causal language model of transformers computes its loss without its logits."""
     chunk_bytes: int | None = None
     """Bytes of a chunk of 4-byte elements, a multiple of 64; None: chosen for under 1 % waste."""
     nvme: tuple[str, ...] = ()
@@ -173,6 +175,8 @@ def check_one(key: str, value: Any) -> Any:
         raise ConfigError(
             f"precision={value!r} is unknown", advice=f"precision takes one of {PRECISIONS}"
         )
+    if key == "fused_loss" and not isinstance(value, bool):
+        raise ConfigError(f"fused_loss={value!r}", advice="fused_loss takes True or False")
     if key == "activations":
         check_activations(value)
     if key == "micro_batch" and value is not None:

@@ -168,6 +168,7 @@ class Engine:
                 self._attach_resident()
             if self.mode == "resident":
                 self._shape_resident()
+            self._fuse_loss()
             if self.inner is not None:
                 self._wrap_optimizer(self.inner)
             self.hooks.guard(self.model, self._state_dict_access)
@@ -293,6 +294,10 @@ class Engine:
         self.activations = self._activations(_nothing_to_enter, _nothing_to_leave)
         if self.activations.shapes:
             self.hooks.shape(self.model, self.blueprint.units, self.activations)
+
+    def _fuse_loss(self) -> None:
+        if self.config.fused_loss:
+            self.hooks.fuse_loss(self.model)
 
     @property
     def has_masters(self) -> bool:
@@ -585,6 +590,7 @@ class Engine:
                 if isinstance(param.grad, LazyGrad):
                     param.grad = param.grad.slot.keep()
         self._shape_resident()
+        self._fuse_loss()
         self.hooks.guard(self.model, self._state_dict_access)
         return True
 

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ConfigError, StateError
 from hetero.train.check import PART
+from hetero.train.head import causal_loss, head_of, late
 from hetero.train.policy import Activations
 from hetero.train.runtime import Runtime
 from hetero.train.swizzle import plainly
@@ -55,6 +56,13 @@ class Hooks:
             if unit.module is not None:
                 self._bracket(unit.module, functools.partial(around_unit, activations, index))
         self._bracket(model, functools.partial(around_batch, activations))
+
+    def fuse_loss(self, model: nn.Module) -> None:
+        """Let a causal language model's head leave its logits to its loss."""
+        head = head_of(model)
+        loss: Any = model.loss_function
+        self._replace(head, "forward", late(head, head.forward))
+        self._replace(model, "_loss_function", causal_loss(head, loss))
 
     def gradients(
         self, params: Sequence[nn.Parameter], arrived: Callable[[nn.Parameter], None]

@@ -51,10 +51,10 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return ``cross_entropy(hidden @ weight.T + bias, labels)`` and never hold all logits.
 
-    The softmax is computed in fp32 (fp64 for fp64 inputs), and the weight's gradient is summed over
-    chunks in that dtype, in the order of the tokens. Under "mean" and "sum" gradients are computed
-    with the loss, at three products in all, as many as an eager head; under "none" backward
-    multiplies once more.
+    The softmax and the loss are of fp32 (fp64 for fp64 inputs), and the weight's gradient is summed
+    over chunks in that dtype, in the order of the tokens. Under "mean" and "sum" gradients are
+    computed with the loss, at three products in all, as many as an eager head; under "none"
+    backward multiplies once more.
 
     Args:
         hidden: [..., H], of the weight's dtype.
@@ -233,8 +233,8 @@ class _Head(torch.autograd.Function):
         elif any(wanted):
             ctx.save_for_backward(hidden, weight, bias, labels)
         if terms.reduction == "none":
-            return losses.to(hidden.dtype)
-        return (losses.sum() / count).to(hidden.dtype)
+            return losses
+        return losses.sum() / count
 
     @staticmethod
     @once_differentiable

@@ -26,6 +26,7 @@ from hetero.plan.trace import Access
 from hetero.train import fault, swizzle
 from hetero.train.activation import CHANGED, Saved, SavedTensors, foreign, guard_hooks
 from hetero.train.grads import GradStore
+from hetero.train.head import LateLogits
 from hetero.train.lazy import DiskSlot, OnDisk
 from hetero.train.precision import Masters, Scaling
 from hetero.train.swizzle import Swizzle
@@ -134,7 +135,7 @@ class Runtime:
 
     def leave_model(self, output: object, *, pushed: bool) -> None:
         """End a call of the whole model."""
-        n_bytes = sum(t.nbytes for t in tree_iter(output) if isinstance(t, torch.Tensor))
+        n_bytes = sum(t.nbytes for t in tree_iter(output) if is_there(t))
         self.saved.footprint.output_bytes = max(self.saved.footprint.output_bytes, n_bytes)
         if pushed:
             self.saved.pop()
@@ -502,6 +503,12 @@ class Runtime:
 
     def _functorch_refusal(self) -> StateError:
         return StateError(fault.FUNCTORCH[0], advice=fault.FUNCTORCH[1])
+
+
+def is_there(value: object) -> bool:
+    """Whether a value is a tensor with memory of its own, not logits for later."""
+    late = isinstance(value, LateLogits) and not value.computed
+    return isinstance(value, torch.Tensor) and not late
 
 
 def _segment_at(segments: Sequence[Any], offset: int) -> Any:
