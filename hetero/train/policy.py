@@ -49,7 +49,7 @@ class Activations:
         self._latest = max(named, default=-1)
         self._final = self._latest  # whose forward comes last: it would be computed again at once
         self._batch = 0
-        self._checked: set[int] = set()
+        self._checked: dict[tuple[int, tuple[bool, ...]], tuple[bool, ...]] = {}
 
     @property
     def shapes(self) -> bool:
@@ -117,7 +117,8 @@ class Activations:
         )
         if not any(job.is_sliced(t) for t in job.tensors):
             return self._access(index, call, args, kwargs)
-        if index not in self._checked:
-            check_unit(job)
-            self._checked.add(index)
+        which = index, tuple(t.requires_grad for t in job.tensors)
+        if which not in self._checked:
+            self._checked[which] = check_unit(job)
+        job.differentiable = self._checked[which]
         return job()

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hetero.device import accelerator_rng, set_accelerator_rng
@@ -159,6 +160,8 @@ class Sliced:
         self._call = call
         leaves, self._structure = flatten((tuple(args), kwargs))
         self._leaves, self._places = told_apart(leaves)
+        self.differentiable: tuple[bool, ...] = ()
+        """Which outputs a gradient comes back through, as `check_unit` found."""
         self._outputs: Structure
         self._constants: list[Any]
 
@@ -229,16 +232,18 @@ class _Slices(torch.autograd.Function):
                 outputs = job.run([job.part(t, rows) for t in tensors])
                 job.check_rows(outputs, rows)
                 if not whole:
-                    whole = [o.new_empty((job.batch, *o.shape[1:])) for o in outputs]
+                    whole = [laid_out_like(o, job.batch) for o in outputs]
                 for to, output in zip(whole, outputs, strict=True):
                     to[rows] = output
                 del outputs
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(o for o in whole if not o.is_floating_point()))
+        constant = zip(whole, job.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(o for o, through in constant if not through))
         return tuple(whole)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         job: Sliced = ctx.job
         tensors = ctx.saved_tensors
@@ -281,6 +286,18 @@ class _Slices(torch.autograd.Function):
         return None, None, *totals, *(None if part is None else part.whole for part in parts)
 
 
+def laid_out_like(output: torch.Tensor, batch: int) -> torch.Tensor:
+    """Return memory for a batch of which ``output`` is a slice, with its dimensions in its order.
+
+    What comes next may choose its arithmetic by strides, and is to choose as it would for a slice.
+    """
+    strides: tuple[int, ...] = output.stride()
+    order = sorted(range(output.dim()), key=lambda d: (-strides[d], d))
+    shape = (batch, *output.shape[1:])
+    memory = output.new_empty([shape[d] for d in order])
+    return memory.permute([order.index(d) for d in range(output.dim())])
+
+
 class _Sum:
     """A parameter's gradient over slices; see [Note: order of sums]."""
 
@@ -316,12 +333,16 @@ class _Gathered:
         self.whole = self._sum.total
 
 
-def check_unit(job: Sliced) -> None:
-    """Refuse a unit that cannot be cut into slices; runs it three times, and changes nothing."""
+def check_unit(job: Sliced) -> tuple[bool, ...]:
+    """Refuse a unit that cannot be cut into slices, or say which outputs gradients go through.
+
+    It runs the unit five times, and changes nothing.
+    """
     hooked = [p for p in job.params if getattr(p, "_backward_hooks", None)]
     if hooked:
         raise job.refusal("has parameters with hooks of their own, which would run for each slice")
-    tensors = [t.detach().clone() for t in job.tensors]
+    originals = job.tensors
+    tensors = [t.detach().clone() for t in originals]
     untouched = versions(tensors)
     kept = list(job._leaves)
     job._leaves = [None if isinstance(x, torch.Tensor) else _Plain(x) for x in job._leaves]
@@ -338,14 +359,20 @@ def check_unit(job: Sliced) -> None:
                     new = after[rows].isnan() & ~before[rows].isnan()
                     if bool(new.any()):
                         raise job.refusal("mixes samples: one changes when another does")
+            if versions(tensors) != untouched:
+                raise job.refusal("writes to its inputs in place, of which it is given parts")
             first = job.rows[0]
             with moment.again(job.place), torch.enable_grad(), job.around():
-                given = [job.part(t, first).detach() for t in tensors]
-                check_leaves(job, job.run(given))
-        if versions(tensors) != untouched:
-            raise job.refusal("writes to its inputs in place, of which it is given parts")
+                given = [
+                    job.part(t, first).detach().requires_grad_(of.requires_grad)
+                    for t, of in zip(tensors, originals, strict=True)
+                ]
+                outputs = job.run(given)
+                check_leaves(job, outputs, given)
+                found = tuple(output.requires_grad for output in outputs)
     finally:
         job._leaves = kept
+    return found
 
 
 def tainted_outside(job: Sliced, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -357,9 +384,11 @@ def tainted_outside(job: Sliced, tensor: torch.Tensor, rows: slice) -> torch.Ten
     return tainted
 
 
-def check_leaves(job: Sliced, outputs: Sequence[torch.Tensor]) -> None:
+def check_leaves(
+    job: Sliced, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> None:
     """Refuse a unit that uses parameters of another: their gradients would be lost."""
-    own = {id(p) for p in job.params}
+    own = {id(leaf) for leaf in (*job.params, *given)}
     seen: set[Any] = set()
     stack: list[Any] = [o.grad_fn for o in outputs]
     while stack:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import hetero
 from hetero.api import engine_of
 from hetero.errors import StateError
+from hetero.train.slices import laid_out_like
 
 D, VOCAB, LENGTH, BATCH = 16, 23, 7, 8
 
@@ -313,3 +314,44 @@ def test_a_batch_that_is_small_enough_and_evaluation_are_not_cut() -> None:
 
     assert torch.equal(ours, expected)
     assert torch.equal(quiet, plain(tokens, mask))
+
+
+def test_what_no_gradient_goes_through_asks_for_none() -> None:
+    model, _ = prepared(make(), 2)
+    seen = []
+    model.head.register_forward_pre_hook(lambda *_: seen.append(model.last.mask.requires_grad))
+    tokens, mask, _ = batch(0)
+    block = model.blocks[-1]
+    before = block.forward
+
+    def noted(*args: Any, **kwargs: Any) -> Hidden:
+        model.last = before(*args, **kwargs)
+        return model.last
+
+    block.forward = noted  # type: ignore[method-assign]
+
+    model(tokens, mask)
+
+    assert seen == [False]
+    assert model.last.value.requires_grad
+
+
+def test_a_second_derivative_through_slices_is_refused_not_wrong() -> None:
+    model, _ = prepared(make(), 2)
+    tokens, mask, labels = batch(0)
+    loss = loss_of(model(tokens, mask), labels)
+    weight = model.blocks[0].up.weight
+
+    (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
+def test_what_comes_out_of_slices_lies_as_a_slice_does() -> None:
+    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    heads = torch.randn(2, 6, 3, 4).transpose(1, 2)
+    for output in (image, heads, torch.randn(2, 4), torch.randn(2)):
+        whole = laid_out_like(output, 8)
+        assert whole.shape == (8, *output.shape[1:])
+        assert whole[:2].stride() == output.stride()
