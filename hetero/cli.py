@@ -50,7 +50,7 @@ def option(name: str, kind: Any, text: str, default: str = "", **more: Any) -> C
 
 
 @main.command()
-@option("--steps", POSITIVE, "Steps of the run and of its schedule.", "72")
+@option("--steps", POSITIVE, "Steps of the run and of its schedule.", "64")
 @option(
     "--minutes", click.FloatRange(0, min_open=True), "Stop after this much training.", MINUTES_HELP
 )

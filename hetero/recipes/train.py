@@ -47,7 +47,7 @@ class TrainOptions:
     """Files and directories to learn; none: Python's reference manual."""
     batch: int = 2
     """Sequences per step."""
-    steps: int = 72
+    steps: int = 64
     """Steps of the learning-rate schedule, and of the run."""
     minutes: float | None = None
     """Stop after this much training, wherever the schedule is; None: never."""
