@@ -171,7 +171,19 @@ def after_plain_step(plain: nn.Module, step: int) -> Tensor:
 
 
 def test_two_byte_gradients_are_rounded_once() -> None:
-    """A slice's gradients are summed in fp32: eight slices are as near to one batch as two are."""
+    """Three hundred ones are 300; added up in bf16 they would stay at 256."""
+    plain = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).bfloat16()
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.fill_(1.0)
+    model, _ = prepared(plain, 1, hbm=None)
+
+    model(torch.ones(300, 1, dtype=torch.bfloat16)).sum().backward()
+
+    assert [float(p.grad) for p in model.parameters()] == [300.0, 300.0]
+
+
+def test_two_byte_weights_learn_from_slices_as_from_the_whole_batch() -> None:
     found = {}
     for size in (None, 1, 4):
         model, optimizer = prepared(make(), size, precision="bf16", hbm="120KiB")
