@@ -51,7 +51,7 @@ class Build:
                 before(module, name, self.emptied(param))
 
             vars(register_parameter)["hetero_build"] = self
-            nn.Module.register_parameter = register_parameter  # type: ignore
+            nn.Module.register_parameter = register_parameter  # type: ignore[assignment, method-assign]
 
     def undo(self) -> None:
         """Let go; threads that overlap close in any order, so the last one takes all away."""

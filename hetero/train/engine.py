@@ -289,9 +289,11 @@ class Engine:
             leave=leave,
         )
 
-    def _shape_resident(self) -> None:
+    def _shape_resident(self, *, give_way: bool = False) -> None:
         """Let units whose parameters stay where they are leave what their policy says."""
         self.activations = self._activations(_nothing_to_enter, _nothing_to_leave)
+        if give_way:
+            self.activations.give_way()
         if self.activations.shapes:
             self.hooks.shape(self.model, self.blueprint.units, self.activations)
 
@@ -530,7 +532,7 @@ class Engine:
         try:
             limit = budget.frames_beside(needed)
         except BudgetError:
-            if not self.activations.give_way():
+            if self.inner is None or not self.activations.give_way():
                 raise
             return self._measure_again()
         on_cpu = self.device.torch_device.type == "cpu"
@@ -589,7 +591,7 @@ class Engine:
             for param in self.params:
                 if isinstance(param.grad, LazyGrad):
                     param.grad = param.grad.slot.keep()
-        self._shape_resident()
+        self._shape_resident(give_way=self.activations.gave_way)
         self._fuse_loss()
         self.hooks.guard(self.model, self._state_dict_access)
         return True

@@ -56,6 +56,11 @@ class Activations:
         """Whether any unit does not just keep what autograd saves."""
         return bool(self.recomputed or self._micro_batch)
 
+    @property
+    def gave_way(self) -> bool:
+        """Whether a free choice was made for computing again."""
+        return self._may_change and self.recomputed == self._named
+
     def give_way(self) -> bool:
         """Compute everything again from now on, where the choice is free; False where it is not."""
         if not self._may_change or self.recomputed == self._named:

@@ -172,3 +172,26 @@ def test_a_unit_that_writes_to_its_input_is_refused_before_backward() -> None:
 
     with pytest.raises(StateError, match="Writing writes to its inputs"):
         model(torch.randn(4, D))
+
+
+def test_what_gave_way_still_does_when_the_rest_of_the_model_fits() -> None:
+    """Without what is kept there is room for all states; keeping it again would pass the budget."""
+    model = deep()
+    model, optimizer = hetero.prepare(
+        model, adamw(model), device="cpu", hbm=HBM, chunk_bytes=1024, activations="keep"
+    )
+    with pytest.raises(BudgetError) as refused:
+        step_of(model, optimizer, 0)
+    plain = deep()
+    reference = adamw(plain)
+    twin = copy.deepcopy(plain)
+    model, optimizer = hetero.prepare(
+        twin, adamw(twin), device="cpu", hbm=refused.value.needed_bytes - 1, chunk_bytes=1024
+    )
+
+    for number in range(4):
+        theirs = step_of(plain, reference, number)
+        assert torch.equal(step_of(model, optimizer, number), theirs)
+
+    assert engine_of(model).mode == "resident"
+    assert engine_of(model).activations.gave_way
