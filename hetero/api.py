@@ -19,6 +19,7 @@ from hetero.train.check import MARK, check_model, check_pair
 from hetero.train.empty import empty_parameters
 from hetero.train.engine import Engine, Tuning
 from hetero.train.optimizer import Optimizer
+from hetero.train.recompute import leaves_of
 from hetero.types import Kind, Lane, Tier
 
 
@@ -112,17 +113,7 @@ def _owner(param: torch.Tensor) -> Any:
 
 
 def _parameters_of(loss: torch.Tensor) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a loss's graph leads to, nearest branches first."""
-    seen, stack = set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        param = getattr(node, "variable", None)
-        if isinstance(param, nn.Parameter):
-            yield param
-        stack.extend(child for child, _ in node.next_functions)
+    return (leaf for leaf in leaves_of([loss]) if isinstance(leaf, nn.Parameter))
 
 
 def gathered(

@@ -51,6 +51,21 @@ def recomputed(module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[
     return found
 
 
+def leaves_of(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the leaves that gradients of tensors flow to, nearest branches first."""
+    seen: set[Any] = set()
+    stack: list[Any] = [output.grad_fn for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        stack.extend(child for child, _ in node.next_functions)
+
+
 def versions(values: Sequence[Any]) -> list[int]:
     """Return how often each tensor among values was written."""
     return [v._version for v in values if isinstance(v, torch.Tensor) and not v.is_inference()]

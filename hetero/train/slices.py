@@ -28,7 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hetero.device import accelerator_rng, set_accelerator_rng
 from hetero.errors import StateError
-from hetero.train.recompute import buffers_apart, told_apart, versions
+from hetero.train.recompute import buffers_apart, leaves_of, told_apart, versions
 
 Call = Callable[..., Any]
 
@@ -389,14 +389,5 @@ def check_leaves(
 ) -> None:
     """Refuse a unit that uses parameters of another: their gradients would be lost."""
     own = {id(leaf) for leaf in (*job.params, *given)}
-    seen: set[Any] = set()
-    stack: list[Any] = [o.grad_fn for o in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in own:
-            raise job.refusal("uses a parameter that is not its own")
-        stack.extend(n for n, _ in node.next_functions)
+    if any(id(leaf) not in own for leaf in leaves_of(outputs)):
+        raise job.refusal("uses a parameter that is not its own")
