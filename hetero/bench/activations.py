@@ -41,9 +41,10 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
-        for value in tree_iter(found):
-            if isinstance(value, torch.Tensor):
-                self._note(value.untyped_storage())
+        given = {storage._cdata for storage in storages_of((args, kwargs))}
+        for storage in storages_of(found):
+            if storage._cdata not in given:  # a view, or written in place
+                self._note(storage)
         return found
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -58,6 +59,11 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, key: int, n_bytes: int) -> None:
         self._seen.discard(key)
         self.live -= n_bytes
+
+
+def storages_of(value: Any) -> list[torch.UntypedStorage]:
+    """Return the storages of the tensors in a value."""
+    return [t.untyped_storage() for t in tree_iter(value) if isinstance(t, torch.Tensor)]
 
 
 def peak_of(act: Callable[[], Any], known: Iterable[torch.Tensor] = ()) -> int:
@@ -80,27 +86,35 @@ def activations(device: str | None = None) -> Figures:
     torch.manual_seed(0)
     plain = GPT(shape)
     peaks, seconds = {}, {}
-    for policy in ("keep", "recompute"):
+    moved = {}
+    for policy in ("keep", "recompute", "offload"):
         model: Any = copy.deepcopy(plain)
         config = Config.load(device="cpu", activations=policy)
         model, _ = prepare_tuned(model, adamw(model), config, None)
         step = partial(forward_backward, model, tokens)
         step()
+        counts = engine_of(model).offload.store.link.n_bytes
+        counts.clear()
         peaks[policy] = peak_of(step, held(model))
+        moved[policy] = counts[Lane.D2H]
         seconds[policy] = statistics.median(timed(step) for _ in range(2 * ROUNDS))
     # what recomputation cannot do without: the input of each block and of the head, the state of
     # the generator at each block, and one block
     border = SAMPLES * CONTEXT * shape.width * 4 + torch.get_rng_state().nbytes
     one = unit_bytes(Block(shape), torch.randn(SAMPLES, CONTEXT, shape.width))
     bound = (BLOCKS + 1) * border + one
+    # offload has nothing else on the device than one unit and the one on its way beside it
     rows = [
-        Figure("recompute / (border inputs + one unit)", peaks["recompute"] / bound, "", "<=", 1.0)
+        Figure("recompute / (border inputs + one unit)", peaks["recompute"] / bound, "", "<=", 1.0),
+        Figure("offload / two units", peaks["offload"] / (2 * one), "", "<=", 1.0),
     ]
     detail = {
         "peak_bytes": peaks,
         "border_bytes": (BLOCKS + 1) * border,
         "unit_bytes": one,
+        "offloaded_bytes": moved["offload"],
         "step, recompute / keep": seconds["recompute"] / seconds["keep"],
+        "step, offload / keep": seconds["offload"] / seconds["keep"],
     }
     return Figures(rows, detail)
 

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hetero.errors import StateError
+from hetero.train.footprint import Footprint, Held, Kept
+from hetero.train.offload import Offload
 from hetero.train.swizzle import plainly
 
 _autograd = torch._C._autograd
 _top = _autograd._top_saved_tensors_default_hooks
-CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace"
-    " operation: {what} is at version {now}; expected version {then} instead"
-)
 
 
 class Saved(NamedTuple):
@@ -32,28 +30,6 @@ class Saved(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     version: int
-
-
-class Held:
-    """What a graph keeps: counted in the footprint for as long as the graph holds it."""
-
-    __slots__ = ("_footprint", "_key")
-
-    def __init__(self, footprint: Footprint, key: int, n_bytes: int) -> None:
-        self._footprint = footprint
-        self._key = key
-        footprint.hold(key, n_bytes)
-
-    def __del__(self) -> None:
-        self._footprint.drop(self._key)
-
-
-class Kept(NamedTuple):
-    """A tensor as it is, with the version it had."""
-
-    tensor: torch.Tensor
-    version: int
-    held: Held
 
 
 class Delegated(NamedTuple):
@@ -74,67 +50,21 @@ class Swizzled(Protocol):
         """Return the saved view, pinned in again."""
 
 
-class Footprint:
-    """Bytes that autograd graphs hold, by distinct storage, and their peak."""
-
-    __slots__ = ("_uses", "largest_bytes", "live_bytes", "output_bytes", "peak_bytes")
-
-    def __init__(self) -> None:
-        self._uses: dict[int, list[int]] = {}
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.largest_bytes = 0
-        self.output_bytes = 0
-
-    @property
-    def bound_bytes(self) -> int:
-        """Bytes held at the peak, with a bound on temporaries.
-
-        Measured: storages that graphs hold, those recomputed in backward among them, and the
-        model's outputs. Bounded: two tensors of the largest size in flight in backward, and the
-        loss's copy and gradient of the outputs (a head's float upcast peaks at three times its
-        logits).
-        """
-        return self.peak_bytes + 2 * self.largest_bytes + 3 * self.output_bytes
-
-    def hold(self, key: int, n_bytes: int) -> None:
-        """A graph holds a storage once more."""
-        row = self._uses.get(key)
-        if row is not None:
-            row[0] += 1
-            return
-        self._uses[key] = [1, n_bytes]
-        self.live_bytes += n_bytes
-        self.largest_bytes = max(self.largest_bytes, n_bytes)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def drop(self, key: int) -> None:
-        """A graph lets go of a storage."""
-        row = self._uses[key]
-        row[0] -= 1
-        if row[0] == 0:
-            self.live_bytes -= row[1]
-            del self._uses[key]
-
-    def restart(self) -> None:
-        """Begin a new measurement; what is held stays counted."""
-        self.peak_bytes = self.live_bytes
-        self.largest_bytes = self.output_bytes = 0
-
-
 class Pack:
     """The pack hook; an instance knows the pair that encloses it."""
 
-    __slots__ = ("_footprint", "_swizzled", "outer")
+    __slots__ = ("_footprint", "_offload", "_swizzled", "outer")
 
     def __init__(
         self,
         swizzled: Swizzled,
         footprint: Footprint,
         outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None,
+        offload: Offload | None = None,
     ) -> None:
         self._swizzled = swizzled
         self._footprint = footprint
+        self._offload = offload
         self.outer = outer
 
     def __call__(self, tensor: torch.Tensor) -> Any:
@@ -150,14 +80,28 @@ class Pack:
 
     def _keep(self, tensor: torch.Tensor, key: int, n_bytes: int) -> Any:
         if self.outer is None:
+            offload = self._offload
+            if offload is not None and offload.wants(tensor, n_bytes):
+                return offload.keep(tensor, key, Held(self._footprint, key, n_bytes))
             # not the tensor itself: an output that its own node saves would never go (autograd puts
             # the node back when it unpacks)
             alias = tensor.detach() if tensor.grad_fn is not None else tensor
-            return Kept(alias, tensor._version, Held(self._footprint, key, n_bytes))
+            return Kept(alias, Held(self._footprint, key, n_bytes))
         # An enclosing checkpoint drops what it is given in forward and keeps it in recomputation.
         recomputed = torch._C._current_graph_task_id() != -1
         held = Held(self._footprint, key, n_bytes) if recomputed else None
         return Delegated(self.outer[1], self.outer[0](tensor), held)
+
+
+class Unswizzled:
+    """What packing asks of a model whose parameters stay where they are."""
+
+    def locate(self, tensor: torch.Tensor, cdata: int) -> None:
+        """No tensor lies in a frame."""
+
+    def resolve(self, saved: Saved) -> torch.Tensor:
+        """Nothing was located, so nothing is resolved."""
+        raise StateError(f"parameter {saved.param} was saved as paged, and is not")
 
 
 class SavedTensors:
@@ -167,6 +111,29 @@ class SavedTensors:
         self.footprint = Footprint()
         self._swizzled = swizzled
         self._plain = Pack(swizzled, self.footprint, None)
+        self._offload: Offload | None = None
+
+    def lower(self, offload: Offload) -> None:
+        """Let what graphs hold go down, as far as ``offload`` wants it."""
+        self._offload = offload
+        offload.footprint = self.footprint
+        self._plain = Pack(self._swizzled, self.footprint, None, offload)
+
+    def push_where_differentiated(self) -> bool:
+        """Make our hooks the innermost pair where gradients are enabled; False where they are not.
+
+        Raises StateError where torch allows no such hooks.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        try:
+            self.push()
+        except RuntimeError as error:
+            raise StateError(
+                f"saved-tensor hooks are disabled here ({error}); autograd would keep placeholders",
+                advice="leave torch.autograd.graph.disable_saved_tensors_hooks around the model",
+            ) from error
+        return True
 
     def push(self) -> None:
         """Make our hooks the innermost pair, delegating to the present one."""
@@ -188,12 +155,10 @@ class SavedTensors:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Saved):
             return self._swizzled.resolve(packed)
+        if self._offload is not None:
+            self._offload.awake()
         if isinstance(packed, Kept):
-            tensor, then, _ = packed
-            if tensor._version != then:
-                what = f"[{tensor.type()} {list(tensor.shape)}]"
-                raise RuntimeError(CHANGED.format(what=what, now=tensor._version, then=then))
-            return tensor
+            return packed.get()
         if isinstance(packed, Delegated):
             return packed.unpack(packed.packed)
         raise StateError(f"a saved tensor came back as {type(packed).__name__}")

@@ -15,7 +15,7 @@ from hetero.device import Device
 from hetero.errors import BudgetError, ConfigError
 from hetero.train.blueprint import Blueprint
 from hetero.train.check import pageable
-from hetero.train.spill import Spill, draw_spill
+from hetero.train.spill import Spill, draw_spill, draw_way, passing_bytes
 from hetero.types import format_bytes
 
 CUDA_SHARE = 0.95  # of free HBM, when no budget is given
@@ -31,7 +31,9 @@ class Budget:
     hbm: int | None
     buffer_bytes: int
     spill: Spill | None = None
-    """What goes to disk."""
+    """What goes to disk, and the way there."""
+    host_bytes: int = 0
+    """Of RAM, for homes and what passes through to them."""
     activation_bytes: int = 0
     measured: bool = False
 
@@ -56,6 +58,11 @@ class Budget:
                 needed_bytes=total,
             )
         return left // plan.granule_bytes
+
+    @property
+    def spills(self) -> bool:
+        """Whether any home lies on disk."""
+        return self.spill is not None and bool(self.spill.on_disk)
 
     def holds_everything(self, activation_bytes: int) -> bool:
         """Whether parameters, gradients and states fit on the device beside the activations."""
@@ -89,12 +96,18 @@ def decide(
     elif config.host is None and not on_cuda and hbm is not None:
         host = max(0, host - hbm)
     resident = hbm is None or (on_cuda and hbm >= CUDA_RESIDENT * plan.home_bytes)
+    down = bool(config.nvme) and config.activations == "offload"
     if not resident:
         check_hbm(budget)
         if config.nvme:
-            budget.spill = draw_spill(plan, host, config.nvme_bytes, extent_numel)
-    if budget.spill is None and not (resident and on_cuda):
-        check_host(plan, host, nvme=bool(config.nvme))
+            budget.spill = draw_spill(plan, host, config.nvme_bytes, extent_numel, pool=down)
+    elif down:
+        budget.spill = draw_way(plan, host, extent_numel)
+    if not (resident and on_cuda):
+        if budget.spill is None or resident:
+            check_host(plan, host, nvme=bool(config.nvme))
+        whole = plan.home_bytes + passing_bytes(plan)
+        budget.host_bytes = whole if budget.spill is None else budget.spill.host_bytes
     return budget, "resident" if resident else "paged"
 
 

@@ -27,12 +27,14 @@ from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
+from hetero.memory.parcel import ParcelStore
 from hetero.memory.pool import open_pool
 from hetero.memory.slab import Home, HomeStore
 from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
 from hetero.train import kernel, swizzle
+from hetero.train.activation import SavedTensors, Unswizzled
 from hetero.train.blueprint import Blueprint
 from hetero.train.budget import decide
 from hetero.train.check import MARK, pageable
@@ -41,6 +43,7 @@ from hetero.train.flight import Flight
 from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
 from hetero.train.hooks import Hooks
 from hetero.train.lazy import handle
+from hetero.train.offload import MIN_BYTES, Offload
 from hetero.train.optimizer import Optimizer
 from hetero.train.policy import Activations
 from hetero.train.precision import WORKING, LossScaler, Masters
@@ -157,6 +160,7 @@ class Engine:
         )
         self.link = Link(self.device, self.log)
         self.store = self._make_store()
+        self.offload = self._make_offload()
         layout = self.blueprint.layout
         self.masters = Masters(self.config.precision, layout, self.store)
         self.worker = self.tuning.worker or Worker(thread_budget())
@@ -176,6 +180,7 @@ class Engine:
             object.__setattr__(self.model, MARK, self)
         except BaseException:
             self._move_out(failed=True)
+            self.offload.close()
             self.store.close()
             raise
 
@@ -197,7 +202,29 @@ class Engine:
             n_threads=self.tuning.io_threads,
             checked=self.tuning.checked,
         )
-        return HomeStore(self.device, self.ledger, pool=pool, on_disk=spill.holds)
+        return HomeStore(
+            self.device, self.ledger, resident=resident, pool=pool, on_disk=spill.holds
+        )
+
+    def _make_offload(self) -> Offload:
+        """Return what sends activations down, in chunks as parameters have them."""
+        chunk_bytes = 4 * self.blueprint.layout.chunk_numel
+        link = Link(self.device, self.log)  # counted by itself: `stats` is of parameters
+        store = ParcelStore(
+            self.device,
+            link,
+            self.ledger,
+            chunk_bytes=chunk_bytes,
+            pool=self.store.pool,
+            reserved=self._host_to_come,
+        )
+        return Offload(store, self.device, min_bytes=min(MIN_BYTES, chunk_bytes))
+
+    def _host_to_come(self) -> int:
+        """Return the bytes of RAM that homes will take and have not taken yet."""
+        tier = Tier.HBM if self.mode == "resident" else Tier.HOST
+        taken = self.ledger.used(tier) - self.ledger.used(tier, Kind.ACTIVATION)
+        return max(0, self.budget.host_bytes - taken)
 
     def _move_in(self) -> None:
         """Copy every parameter to its home and point it there; the originals are freed."""
@@ -273,29 +300,38 @@ class Engine:
         self.runtime.before_use = self.refuse_broken
         self.runtime.attach(self.params)
         self._give_back_grads()
-        self.activations = self._activations(self.runtime.enter, self.runtime.leave)
+        self._shape(self.runtime.saved, self.runtime.enter, self.runtime.leave)
         self.hooks.watch(self.model, plan.units, self.runtime, self.activations)
         self.device.reset_peak()
 
-    def _activations(
-        self, enter: Callable[[int], bool], leave: Callable[[int, bool], None]
-    ) -> Activations:
-        return Activations(
+    def _shape(
+        self,
+        saved: SavedTensors,
+        enter: Callable[[int], bool],
+        leave: Callable[[int, bool], None],
+    ) -> None:
+        """Make the policy of what units leave for backward."""
+        saved.lower(self.offload)
+        self.activations = Activations(
             self.blueprint.units,
             self.config.activations,
             self.config.micro_batch,
             place=self.device.torch_device,
+            offload=self.offload,
             enter=enter,
             leave=leave,
         )
 
     def _shape_resident(self, *, give_way: bool = False) -> None:
         """Let units whose parameters stay where they are leave what their policy says."""
-        self.activations = self._activations(_nothing_to_enter, _nothing_to_leave)
+        saved = SavedTensors(Unswizzled())
+        self._shape(saved, _nothing_to_enter, _nothing_to_leave)
         if give_way:
             self.activations.give_way()
         if self.activations.shapes:
             self.hooks.shape(self.model, self.blueprint.units, self.activations)
+        if self.activations.offloads:
+            self.hooks.save_through(self.model, saved)
 
     def _fuse_loss(self) -> None:
         if self.config.fused_loss:
@@ -536,7 +572,7 @@ class Engine:
                 raise
             return self._measure_again()
         on_cpu = self.device.torch_device.type == "cpu"
-        roomy = budget.spill is None and budget.holds_everything(needed)
+        roomy = not budget.spills and budget.holds_everything(needed)
         if on_cpu and self.inner is not None and roomy:
             return self._become_resident(needed)
         if not self.manager.resize(limit):
@@ -707,6 +743,7 @@ class Engine:
         states = dict(self.optimizer.known_state) if self.optimizer is not None else {}
         self.store.before_use = _nothing  # all is done: what is read below waits for nobody
         self._move_out()
+        self.offload.close()
         self.worker.close()
         if self.inner is not None:
             self.inner.__dict__.pop("step", None)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ConfigError, StateError
+from hetero.train.activation import SavedTensors
 from hetero.train.check import PART
 from hetero.train.head import causal_loss, head_of, late
 from hetero.train.policy import Activations
@@ -56,6 +57,10 @@ class Hooks:
             if unit.module is not None:
                 self._bracket(unit.module, functools.partial(around_unit, activations, index))
         self._bracket(model, functools.partial(around_batch, activations))
+
+    def save_through(self, model: nn.Module, saved: SavedTensors) -> None:
+        """Let what the whole model's forward saves pass through our pair of hooks."""
+        self._bracket(model, functools.partial(around_saving, saved))
 
     def fuse_loss(self, model: nn.Module) -> None:
         """Let a causal language model's head leave its logits to its loss."""
@@ -140,6 +145,21 @@ def around_batch(activations: Activations, call: Call) -> Call:
     def forward(*args: Any, **kwargs: Any) -> Any:
         activations.begin(args, kwargs)
         return call(*args, **kwargs)
+
+    return forward
+
+
+def around_saving(saved: SavedTensors, call: Call) -> Call:
+    """Return the whole model's forward, whose saved tensors pass through our pair of hooks."""
+
+    @functools.wraps(call)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        pushed = saved.push_where_differentiated()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            if pushed:
+                saved.pop()
 
     return forward
 

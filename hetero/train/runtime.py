@@ -24,7 +24,8 @@ from hetero.memory.manager import ChunkManager
 from hetero.plan.schedule import Op
 from hetero.plan.trace import Access
 from hetero.train import fault, swizzle
-from hetero.train.activation import CHANGED, Saved, SavedTensors, foreign, guard_hooks
+from hetero.train.activation import Saved, SavedTensors, foreign, guard_hooks
+from hetero.train.footprint import CHANGED
 from hetero.train.grads import GradStore
 from hetero.train.head import LateLogits
 from hetero.train.lazy import DiskSlot, OnDisk
@@ -109,7 +110,7 @@ class Runtime:
         self._bind(buckets)
         try:
             self._look_ahead(phase, unit, buckets)
-            return self._push()
+            return self.saved.push_where_differentiated()
         except BaseException:
             self._unbind(buckets)
             raise
@@ -131,7 +132,7 @@ class Runtime:
             cursor = self.evaluate if phase is Phase.EVAL else self.train
             self.issue(cursor.border())
         self._phases.append(phase)
-        return self._push()
+        return self.saved.push_where_differentiated()
 
     def leave_model(self, output: object, *, pushed: bool) -> None:
         """End a call of the whole model."""
@@ -152,18 +153,6 @@ class Runtime:
             yield
         finally:
             self._unbind(buckets)
-
-    def _push(self) -> bool:
-        if not torch.is_grad_enabled():
-            return False
-        try:
-            self.saved.push()
-        except RuntimeError as error:
-            raise StateError(
-                f"saved-tensor hooks are disabled here ({error}); autograd would keep placeholders",
-                advice="leave torch.autograd.graph.disable_saved_tensors_hooks around the model",
-            ) from error
-        return True
 
     def _phase(self) -> Phase:
         if _task() != NO_TASK:
@@ -384,7 +373,7 @@ class Runtime:
         with self.lend(buckets, "fault"):
             for bucket in buckets:
                 self._look_ahead(phase, self.layout.buckets[bucket].unit, (bucket,))
-            pushed = not foreign() and self._push()
+            pushed = not foreign() and self.saved.push_where_differentiated()
             try:
                 return func(*args, **kwargs)
             finally:

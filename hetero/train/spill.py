@@ -32,6 +32,8 @@ class Spill:
     pool_bytes: int
     disk_bytes: int
     extent_numel: int
+    host_bytes: int
+    """What homes on HOST, the pool and what is on its way take there at most."""
 
     def holds(self, kind: Kind, bucket: int) -> bool:
         """Whether a home lies on disk."""
@@ -39,15 +41,21 @@ class Spill:
 
 
 def draw_spill(
-    plan: Blueprint, host_bytes: int, nvme_bytes: int | None, extent_numel: int | None = None
+    plan: Blueprint,
+    host_bytes: int,
+    nvme_bytes: int | None,
+    extent_numel: int | None = None,
+    *,
+    pool: bool = False,
 ) -> Spill | None:
     """Return what goes to disk under budgets in bytes; None where HOST holds everything.
 
-    Raises BudgetError where HOST does not hold what has to be in memory at once, or NVME the rest.
+    With ``pool`` there is a way to disk in any case, for what comes beside homes. Raises
+    BudgetError where HOST does not hold what has to be in memory at once, or NVME the rest.
     """
     parts = list(parts_of(plan))
-    ring = ring_bytes(plan.grad_sizes) + widening(plan)
-    if sum(part.n_bytes for part in parts) + ring <= host_bytes:
+    ring = passing_bytes(plan)
+    if sum(part.n_bytes for part in parts) + ring <= host_bytes and not pool:
         return None
     spare = min(host_bytes // POOL_SHARE, MAX_POOL_BYTES)
     size = extent_numel or extent_of(plan, spare)
@@ -63,8 +71,8 @@ def draw_spill(
             needed_bytes=least,
         )
     # 2. a part of HOST is for them; homes take the rest
-    pool = max(least - ring, spare)
-    on_disk = place(parts, host_bytes - ring - pool)
+    pool_bytes = max(least - ring, spare)
+    on_disk = place(parts, host_bytes - ring - pool_bytes)
     n_bytes = sum(disk_bytes(plan, kind, plan.layout.buckets[b]) for kind, b in on_disk)
     if nvme_bytes is not None and n_bytes > nvme_bytes:
         raise BudgetError(
@@ -74,7 +82,21 @@ def draw_spill(
             tier="NVME",
             needed_bytes=n_bytes,
         )
-    return Spill(on_disk, pool, n_bytes, size)
+    here = sum(part.n_bytes for part in parts if (part.kind, part.bucket) not in on_disk)
+    return Spill(on_disk, pool_bytes, n_bytes, size, here + ring + pool_bytes)
+
+
+def draw_way(plan: Blueprint, host_bytes: int, extent_numel: int | None = None) -> Spill:
+    """Return a way to disk for what comes beside the homes of a model that is all in memory."""
+    spare = min(host_bytes // POOL_SHARE, MAX_POOL_BYTES)
+    size = extent_numel or extent_of(plan, spare)
+    n_bytes = max(spare, DEPTH * 4 * max(size, plan.layout.chunk_numel))
+    return Spill(frozenset(), n_bytes, 0, size, plan.home_bytes + n_bytes)
+
+
+def passing_bytes(plan: Blueprint) -> int:
+    """Return the HOST bytes of what is on its way between device and homes, at most."""
+    return ring_bytes(plan.grad_sizes) + widening(plan)
 
 
 def parts_of(plan: Blueprint) -> Iterator[Part]:

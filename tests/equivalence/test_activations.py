@@ -13,21 +13,23 @@ from torch.utils.checkpoint import checkpoint
 import hetero
 from hetero.api import engine_of
 from hetero.errors import BudgetError, StateError
-from tests.equivalence.harness import adamw, compare, measure, same, smallest, values
+from hetero.types import Lane
+from tests.equivalence.harness import adamw, compare, grads, measure, same, smallest, values
 from tests.equivalence.zoo import CASES, Case
 
 D = 16
 HBM = 180 * 1024  # less than eight blocks save, more than their inputs take
 
 
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_a_model_trains_bitwise_when_every_unit_is_computed_again(case: Case) -> None:
+def test_a_model_trains_bitwise_whatever_is_left_for_backward(case: Case, policy: str) -> None:
     budget = measure(case, adamw, 512)
 
     seen = smallest(
         case,
         budget,
-        lambda hbm: compare(case, adamw, hbm=hbm, chunk_bytes=512, activations="recompute"),
+        lambda hbm: compare(case, adamw, hbm=hbm, chunk_bytes=512, activations=policy),
     )
 
     assert seen.mode == "paged"
@@ -156,6 +158,55 @@ def test_a_checkpoint_of_the_models_own_is_left_alone() -> None:
     step_of(model, optimizer, 0)
 
     assert model.runs == 8
+
+
+class Checkpointed(nn.Module):
+    """A model that computes its blocks again by itself."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()  # a reentrant checkpoint differentiates only then
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("hbm", ["256KiB", None])
+def test_policies_and_checkpoints_of_the_models_own_change_no_bit(
+    hbm: str | None, reentrant: bool | None, policy: str, dtype: torch.dtype
+) -> None:
+    plain = (deep() if reentrant is None else Checkpointed(reentrant=reentrant)).to(dtype)
+    reference = adamw(plain)
+    twin = copy.deepcopy(plain)
+    hbm = "1MiB" if hbm and policy == "keep" and reentrant is None else hbm
+    model, optimizer = hetero.prepare(
+        twin, adamw(twin), device="cpu:sim", hbm=hbm, chunk_bytes=512, activations=policy
+    )
+
+    for number in range(5):
+        losses = []
+        for side in (plain, model):
+            torch.manual_seed(number)
+            loss = side(torch.randn(64, D, dtype=dtype)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        same([p.grad for p in plain.parameters()], grads(model), "gradients")
+        for opt in (reference, optimizer):
+            opt.step()
+            opt.zero_grad()
+        assert torch.equal(*losses)
+
+    same(values(plain), values(model), "weights")
+    down = engine_of(model).offload.store.link.n_bytes[Lane.D2H]
+    assert bool(down) == (policy == "offload")
 
 
 class Writing(Block):

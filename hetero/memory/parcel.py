@@ -1,0 +1,293 @@
+"""Parcels: activations that went down, in chunks on HOST, and on NVME beyond its budget (floor 1,
+mechanism).
+
+The storages of a parcel lie one behind the other in an index space of bytes that chunks cut. All
+chunks are of one size, so that free ones serve parcels of any size: sequences may grow and shrink.
+What has landed never changes, and may be fetched as often as somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from hetero.config import describe_limit, host_limit
+from hetero.device import Device, Slab, Ticket, map_slab, release_slab
+from hetero.errors import BudgetError
+from hetero.io import align_up
+from hetero.memory.ledger import Ledger
+from hetero.memory.link import Link
+from hetero.memory.pool import Extents, Pool, Request, Span, Use
+from hetero.types import Kind, Lane, Tier, format_bytes
+
+ALIGN_BYTES = 64  # where a storage begins in its parcel
+WHAT = "activations"
+ELEMENT_BYTES = 4  # what an extent counts
+SPARE_BYTES = 256 * 2**20  # of RAM that stay free where no budget says how much is ours
+
+
+class Chunk:
+    """A run of a parcel's bytes; ``idle`` fires when its last reader or writer is done."""
+
+    __slots__ = ("bytes", "extents", "idle", "slab")
+
+    def __init__(self, slab: Slab, n_bytes: int, extents: Extents | None = None) -> None:
+        self.slab = slab
+        self.bytes = slab.carve(0, n_bytes)
+        self.extents = extents
+        self.idle: tuple[Ticket, ...] = ()
+
+    def request(self, use: Use) -> Request | None:
+        """Return what has to be pinned of it; None on HOST."""
+        if self.extents is None:
+            return None
+        return Request([Span(self, 0, self.bytes.numel() // ELEMENT_BYTES, use)])
+
+
+class Piece(NamedTuple):
+    """Bytes [start, start + n) of the parcel's storage ``source``, at ``offset`` of its chunk."""
+
+    source: int
+    start: int
+    chunk: int
+    offset: int
+    n_bytes: int
+
+
+@dataclass(slots=True)
+class Parcel:
+    """Storages of these sizes, and the chunks they lie in."""
+
+    sizes_bytes: tuple[int, ...]
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(self.sizes_bytes)
+
+
+class Leg(NamedTuple):
+    """Copies under way, what has to stay until they have landed, and the pins to be let go."""
+
+    ticket: Ticket
+    held: object
+    pins: ExitStack
+
+
+class ParcelStore:
+    """Flushes storages of the device to chunks and fetches them again.
+
+    Args:
+        chunk_bytes: of every chunk, a multiple of 64.
+        pool: where chunks go that HOST has no room for; None: nowhere.
+        reserved: returns the bytes of HOST that others have not taken yet and will.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        link: Link,
+        ledger: Ledger,
+        *,
+        chunk_bytes: int,
+        pool: Pool | None,
+        reserved: Callable[[], int],
+    ) -> None:
+        self._device = device
+        self._link = link
+        self._ledger = ledger
+        self._chunk_bytes = chunk_bytes if pool is None else align_up(chunk_bytes)
+        self._pool = pool
+        self._reserved = reserved
+        self._free: list[Chunk] = []  # those on HOST last: they are taken first
+        self._legs: deque[Leg] = deque()
+
+    @property
+    def link(self) -> Link:
+        """What these bytes move on; its counts are of them alone."""
+        return self._link
+
+    def flush(self, sources: Sequence[torch.Tensor], held: object = None) -> Parcel:
+        """Queue copies of storages (1-D uint8 on the device, which nobody writes any more) down.
+
+        Sources, and ``held``, stay until they have landed, which is waited for when the next parcel
+        comes: so much and no more is on its way. Raises BudgetError or StorageError where there is
+        no room; nothing has happened then.
+        """
+        self.finish()
+        parcel = Parcel(tuple(source.numel() for source in sources))
+        try:
+            for _ in range(-(-self._end(parcel) // self._chunk_bytes)):
+                parcel.chunks.append(self._take())
+            after = (self._device.mark(),)
+            numbered = dict(enumerate(sources))
+            for number, pieces in self._by_chunk(parcel):
+                self._move(Lane.D2H, parcel.chunks[number], numbered, pieces, after, held)
+        except BaseException:
+            self.finish()
+            self.discard(parcel)
+            raise
+        return parcel
+
+    def fetch(
+        self, parcel: Parcel, needed: Iterable[int]
+    ) -> tuple[dict[int, torch.Tensor], Ticket | None]:
+        """Queue copies of the needed storages of a parcel up; returns them by their number.
+
+        The ticket fires when all have landed: until somebody has waited for it, the caller holds
+        them.
+        """
+        # memory that torch gives may still be read by what was queued before
+        place, after = self._device.torch_device, (self._device.mark(),)
+        targets = {
+            number: torch.empty(parcel.sizes_bytes[number], dtype=torch.uint8, device=place)
+            for number in needed
+        }
+        ticket = None
+        for number, pieces in self._by_chunk(parcel):
+            wanted = [piece for piece in pieces if piece.source in targets]
+            if wanted:
+                chunk = parcel.chunks[number]
+                ticket = self._move(Lane.H2D, chunk, targets, wanted, after, None)
+        self.poll()
+        return targets, ticket
+
+    def announce(self, parcel: Parcel) -> None:
+        """Say that a parcel is fetched soon: what lies on disk of it is read ahead."""
+        if self._pool is not None:
+            requests = (chunk.request(Use.READ) for chunk in parcel.chunks)
+            self._pool.ahead(request for request in requests if request is not None)
+
+    def discard(self, parcel: Parcel) -> None:
+        """Let a parcel's bytes go: nobody fetches it any more."""
+        for chunk in parcel.chunks:
+            if chunk.extents is not None and self._pool is not None:
+                self._retire_pins()
+                self._pool.discard(chunk.extents)
+                self._free.insert(0, chunk)
+            else:
+                self._free.append(chunk)
+        parcel.chunks = []
+
+    def poll(self) -> None:
+        """Let go of what has landed."""
+        while self._legs and self._device.query(self._legs[0].ticket):
+            self._retire()
+
+    def finish(self) -> None:
+        """Wait until everything has landed."""
+        while self._legs:
+            self._retire()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.finish()
+        for chunk in self._free:
+            if chunk.extents is None:
+                release_slab(chunk.slab)
+                self._ledger.credit(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes)
+        self._free.clear()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _move(
+        self,
+        lane: Lane,
+        chunk: Chunk,
+        tensors: Mapping[int, torch.Tensor],
+        pieces: Sequence[Piece],
+        after: tuple[Ticket, ...],
+        held: object,
+    ) -> Ticket:
+        """Queue the copies between one chunk and the storages that lie in it."""
+        down = lane is Lane.D2H
+        request = chunk.request(Use.FRESH if down else Use.READ)
+        pins = ExitStack()
+        if request is not None and self._pool is not None:
+            self._retire_pins()  # one chunk is pinned at a time: the pool may be that small
+            pins.enter_context(self._pool.pin(request))
+        with pins:
+            for piece in pieces:
+                there = chunk.bytes[piece.offset : piece.offset + piece.n_bytes]
+                here = tensors[piece.source][piece.start : piece.start + piece.n_bytes]
+                target, source = (there, here) if down else (here, there)
+                ticket = self._link.move(
+                    lane, target, source, after=(*after, *chunk.idle), subject=WHAT, why=WHAT
+                )
+            chunk.idle = (ticket,)
+            if down or request is not None:  # who fetches holds the targets, until it has waited
+                self._legs.append(Leg(ticket, (tensors, held) if down else None, pins.pop_all()))
+        return ticket
+
+    def _retire(self) -> None:
+        leg = self._legs.popleft()
+        self._device.sync(leg.ticket)
+        leg.pins.close()
+
+    def _retire_pins(self) -> None:
+        """Wait until no chunk is pinned by a copy."""
+        while self._legs and self._pool is not None:
+            self._retire()
+
+    def _take(self) -> Chunk:
+        """Return a free chunk: one that was used before, a new one on HOST, or one on disk."""
+        if self._free and self._free[-1].extents is None:
+            return self._free.pop()
+        room = self._room() >= self._chunk_bytes
+        if self._free and not room:
+            return self._free.pop()
+        if room or self._pool is None:
+            self._charge()
+            return Chunk(self._device.slab(self._chunk_bytes), self._chunk_bytes)
+        slab = map_slab(self._chunk_bytes, huge=False)
+        extents = self._pool.adopt(
+            Kind.ACTIVATION, slab, self._chunk_bytes, ELEMENT_BYTES, f"{WHAT} on disk"
+        )
+        return Chunk(slab, self._chunk_bytes, extents)
+
+    def _room(self) -> int:
+        """Return the bytes of HOST that chunks may still take; without a budget, of the machine."""
+        free = self._ledger.free(Tier.HOST)
+        if free is None:
+            free = host_limit().n_bytes - SPARE_BYTES
+        return free - self._reserved()
+
+    def _charge(self) -> None:
+        """Charge HOST with a chunk, or say how much it would take."""
+        room, used = self._room(), self._ledger.used(Tier.HOST, Kind.ACTIVATION)
+        if room < self._chunk_bytes:
+            budget = self._ledger.budgets.get(Tier.HOST)
+            whose = describe_limit(host_limit()) if budget is None else f"host={budget} bytes"
+            short = self._chunk_bytes - room
+            raise BudgetError(
+                f"{format_bytes(used)} of activations are on HOST, and more of them come; {whose}"
+                f" has no room for them beside homes, {short} bytes short",
+                advice="raise host=, name a directory on a drive with nvme=, use"
+                " activations='recompute', or lower the batch",
+                tier="HOST",
+                needed_bytes=self._ledger.used(Tier.HOST) + self._reserved() + self._chunk_bytes,
+            )
+        self._ledger.charge(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes, WHAT)
+
+    def _end(self, parcel: Parcel) -> int:
+        """Return the bytes of a parcel's index space."""
+        return sum(-(-n // ALIGN_BYTES) * ALIGN_BYTES for n in parcel.sizes_bytes)
+
+    def _by_chunk(self, parcel: Parcel) -> Iterator[tuple[int, list[Piece]]]:
+        """Yield each chunk of a parcel with the pieces of storages that lie in it."""
+        found: dict[int, list[Piece]] = {}
+        begin, size = 0, self._chunk_bytes
+        for source, n_bytes in enumerate(parcel.sizes_bytes):
+            start = 0
+            while start < n_bytes:
+                number, offset = divmod(begin + start, size)
+                length = min(n_bytes - start, size - offset)
+                found.setdefault(number, []).append(Piece(source, start, number, offset, length))
+                start += length
+            begin += -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        yield from found.items()

@@ -1,0 +1,113 @@
+"""What autograd graphs hold, counted (floor 2)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from hetero.errors import StateError
+
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace"
+    " operation: {what} is at version {now}; expected version {then} instead"
+)
+
+
+class Held:
+    """What a graph keeps: counted in the footprint for as long as the graph holds it."""
+
+    __slots__ = ("_footprint", "_key")
+
+    def __init__(self, footprint: Footprint, key: int, n_bytes: int) -> None:
+        self._footprint = footprint
+        self._key = key
+        footprint.hold(key, n_bytes)
+
+    def __del__(self) -> None:
+        self._footprint.drop(self._key)
+
+
+class Below(Protocol):
+    """Where a tensor is that went down."""
+
+    def up(self) -> torch.Tensor:
+        """Return it, on the device again."""
+
+
+class Kept:
+    """What a graph has of a tensor: an alias of it and the version it had, or where it went."""
+
+    __slots__ = ("__weakref__", "below", "held", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, held: Held) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.version = tensor._version
+        self.held: Held | None = held
+        self.below: Below | None = None
+
+    def sink(self, below: Below) -> Held | None:
+        """Let go of the tensor, whose bytes are on their way down; returns its claim."""
+        held, self.held = self.held, None
+        self.tensor, self.below = None, below
+        return held
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor; raises torch's own error where it was written since."""
+        if self.tensor is None:
+            if self.below is None:
+                raise StateError("a saved tensor is neither on the device nor below it")
+            return self.below.up()
+        now = self.tensor._version
+        if now != self.version:
+            what = f"[{self.tensor.type()} {list(self.tensor.shape)}]"
+            raise RuntimeError(CHANGED.format(what=what, now=now, then=self.version))
+        return self.tensor
+
+
+class Footprint:
+    """Bytes that autograd graphs hold, by distinct storage, and their peak."""
+
+    __slots__ = ("_uses", "largest_bytes", "live_bytes", "output_bytes", "peak_bytes")
+
+    def __init__(self) -> None:
+        self._uses: dict[int, list[int]] = {}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.largest_bytes = 0
+        self.output_bytes = 0
+
+    @property
+    def bound_bytes(self) -> int:
+        """Bytes held at the peak, with a bound on temporaries.
+
+        Measured: storages that graphs hold, those recomputed in backward among them, and the
+        model's outputs. Bounded: two tensors of the largest size in flight in backward, and the
+        loss's copy and gradient of the outputs (a head's float upcast peaks at three times its
+        logits).
+        """
+        return self.peak_bytes + 2 * self.largest_bytes + 3 * self.output_bytes
+
+    def hold(self, key: int, n_bytes: int) -> None:
+        """A graph holds a storage once more."""
+        row = self._uses.get(key)
+        if row is not None:
+            row[0] += 1
+            return
+        self._uses[key] = [1, n_bytes]
+        self.live_bytes += n_bytes
+        self.largest_bytes = max(self.largest_bytes, n_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def drop(self, key: int) -> None:
+        """A graph lets go of a storage."""
+        row = self._uses[key]
+        row[0] -= 1
+        if row[0] == 0:
+            self.live_bytes -= row[1]
+            del self._uses[key]
+
+    def restart(self) -> None:
+        """Begin a new measurement; what is held stays counted."""
+        self.peak_bytes = self.live_bytes
+        self.largest_bytes = self.output_bytes = 0

@@ -1,0 +1,202 @@
+"""What goes down, when, and what comes back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hetero
+from hetero.api import engine_of
+from hetero.device import SimDevice
+from hetero.errors import BudgetError
+from hetero.types import Kind, Lane, Tier
+from tests.equivalence.harness import adamw, same, values
+
+D, ROWS = 32, 64
+TENSOR = 4 * ROWS * D  # bytes of what passes from block to block
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(D, 4 * D)
+        self.down = nn.Linear(4 * D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.dropout(F.gelu(self.up(x)), 0.1))
+
+
+def deep(blocks: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(blocks)))
+
+
+def offloaded(model: nn.Module, **settings: Any) -> tuple[Any, Any]:
+    settings = {"device": "cpu", "hbm": "8MiB", "chunk_bytes": 1024, **settings}
+    return hetero.prepare(model, adamw(model), activations="offload", **settings)
+
+
+def step(model: nn.Module, optimizer: Any, number: int, rows: int = ROWS) -> torch.Tensor:
+    torch.manual_seed(number)
+    loss = model(torch.randn(rows, D)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def moved(model: nn.Module) -> tuple[int, int]:
+    n_bytes = engine_of(model).offload.store.link.n_bytes
+    return n_bytes[Lane.D2H], n_bytes[Lane.H2D]
+
+
+def trains_alike(model: nn.Module, optimizer: Any, plain: nn.Module, rows: list[int]) -> None:
+    reference = adamw(plain)
+    for number, n in enumerate(rows):
+        theirs = step(plain, reference, number, n)
+        assert torch.equal(step(model, optimizer, number, n), theirs)
+    same(values(plain), values(model), "weights")
+
+
+DEVICES: list[Any] = [
+    "cpu",
+    *(lambda seed=seed: SimDevice(seed=seed, checked=True) for seed in range(6)),
+]
+
+
+@pytest.mark.parametrize("make", DEVICES, ids=lambda d: d if isinstance(d, str) else "sim")
+@pytest.mark.parametrize("hbm", ["512KiB", "8MiB", None])
+def test_all_that_the_blocks_save_goes_down_once_and_comes_back_once(make: Any, hbm: Any) -> None:
+    plain = deep()
+    device = make if isinstance(make, str) else make()
+    model, optimizer = offloaded(copy.deepcopy(plain), device=device, hbm=hbm)
+
+    trains_alike(model, optimizer, plain, [ROWS] * 4)
+
+    down, up = moved(model)
+    # of five blocks: x (the first one's is the user's), what gelu, dropout's mask and down save
+    least = 4 * 5 * 2 * 4 * TENSOR
+    assert least < down < 2 * least
+    assert down == up
+
+
+def test_sequences_that_grow_and_shrink_use_the_same_chunks() -> None:
+    plain = deep()
+    model, optimizer = offloaded(copy.deepcopy(plain))
+
+    trains_alike(model, optimizer, plain, [64, 128, 16, 128, 64, 128])
+
+    engine = engine_of(model)
+    down, _ = moved(model)
+    assert down > 5 * engine.ledger.peak(Tier.HOST, Kind.ACTIVATION) / 2
+    model, _ = hetero.release(model, optimizer)
+    assert engine.ledger.used(Tier.HOST, Kind.ACTIVATION) == 0
+
+
+def test_what_host_does_not_hold_goes_to_disk(disk: Path) -> None:
+    plain = deep(10)
+    model, optimizer = offloaded(copy.deepcopy(plain), hbm="2MiB", host="2700KiB", nvme=disk)
+
+    trains_alike(model, optimizer, plain, [256] * 4)
+
+    ledger = engine_of(model).ledger
+    assert ledger.peak(Tier.NVME, Kind.ACTIVATION) > 0
+    assert ledger.peak(Tier.HOST) <= 2700 * 1024
+
+
+def test_without_a_disk_a_full_host_is_a_budget_error_that_says_how_much() -> None:
+    model = deep(10)
+    model, optimizer = offloaded(model, hbm="1MiB", host="1900KiB")
+
+    with pytest.raises(BudgetError, match="of activations are on HOST") as refused:
+        for number in range(3):
+            step(model, optimizer, number, 256)
+
+    assert refused.value.needed_bytes > 1900 * 1024
+
+
+def test_a_graph_that_is_kept_is_read_again_and_gives_the_same_gradients() -> None:
+    model = deep()
+    model, _ = offloaded(model)
+    x = torch.randn(ROWS, D)
+    loss = model(x).sum()
+    seen = []
+    for _ in range(3):
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        seen.append([p.grad.detach().clone() for p in model.parameters()])
+
+    same(seen[0], seen[1], "gradients")
+    same(seen[0], seen[2], "gradients")
+    assert moved(model)[1] == 3 * moved(model)[0]
+
+
+def test_a_graph_that_is_dropped_gives_its_chunks_back() -> None:
+    model = deep()
+    model, _ = offloaded(model)
+    for _ in range(4):
+        loss = model(torch.randn(ROWS, D)).sum()
+        del loss
+        gc.collect()
+
+    peak = engine_of(model).ledger.peak(Tier.HOST, Kind.ACTIVATION)
+    assert peak < 2 * moved(model)[0] / 4 + 64 * 1024
+
+
+class Writes(nn.Module):
+    """Passes on what a later unit writes to, or does not."""
+
+    def __init__(self, *, tracked: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.second = nn.Linear(D, D)
+        self.third = nn.Linear(D, D)
+        self.tracked = tracked
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.first(x))  # tanh saves y
+        z = self.second(y)
+        if self.tracked:
+            y.mul_(2)
+        else:
+            y.data.mul_(2)
+        return self.third(z) + y.detach()
+
+
+def test_a_write_to_what_was_saved_is_an_error_as_in_torch() -> None:
+    model, _ = offloaded(Writes(tracked=True), units=["first", "second", "third"])
+    loss = model(torch.randn(ROWS, D)).sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_write_that_torch_does_not_see_reaches_backward_as_it_would() -> None:
+    plain = Writes(tracked=False)
+    model, _ = offloaded(copy.deepcopy(plain), units=["first", "second", "third"])
+    x = torch.randn(ROWS, D)
+    for side in (plain, model):
+        side(x).sum().backward()
+
+    same([p.grad for p in plain.parameters()], [p.grad.clone() for p in model.parameters()], "g")
+
+
+def test_second_derivatives_are_right() -> None:
+    plain = deep(3)
+    model, _ = offloaded(copy.deepcopy(plain))
+    found = []
+    for side in (plain, model):
+        torch.manual_seed(5)
+        x = torch.randn(ROWS, D, requires_grad=True)
+        (grad,) = torch.autograd.grad(side(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        found.append([p.grad.detach().clone() for p in side.parameters()])
+
+    same(found[0], found[1], "gradients of gradients")
