@@ -1,0 +1,138 @@
+"""What each unit leaves for its backward: the cheapest choice that fits (floor 1, policy).
+
+A unit that keeps costs nothing but room. One that is computed again costs its forward once more and
+leaves its inputs. One whose activations go down costs the time by which their transfers outlast the
+computation they hide behind, and leaves nothing. The model of time is this small on purpose: it
+ranks choices, it does not predict a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+BACKWARD = 2.0  # forwards that a backward takes
+
+
+class Policy(NamedTuple):
+    """What becomes of what a unit's forward leaves for its backward."""
+
+    recompute: bool
+    """Only its inputs are left; the rest is computed again."""
+    offload: bool
+    """What is left goes down behind the forward, and comes up before backward needs it."""
+
+
+KEEP, RECOMPUTE, OFFLOAD = Policy(False, False), Policy(True, False), Policy(False, True)
+LEAST = Policy(True, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a unit's forward leaves and takes."""
+
+    saved_bytes: int
+    """All that autograd saves."""
+    input_bytes: int
+    """What is left of it when it is computed again."""
+    forward_seconds: float = 0.0
+    weight_bytes: int = 0
+    """What the link carries for it besides, in forward and in backward."""
+
+    def left_bytes(self, policy: Policy) -> int:
+        """Return what stays for backward somewhere."""
+        return self.input_bytes if policy.recompute else self.saved_bytes
+
+
+Seconds = Callable[[int], float]
+
+
+def peak_bytes(uses: Sequence[Use], policies: Sequence[Policy], working_bytes: int = 0) -> int:
+    """Return the most bytes on the device at once in forward and backward.
+
+    ``working_bytes`` come on top of what is held at any time. Of what goes down, two units' are on
+    the device at once: in forward one on its way and one that is being made, in backward one in use
+    and the next.
+    """
+    held = top = flying = 0
+    held_at = []
+    for use, policy in zip(uses, policies, strict=True):
+        top = max(top, held + flying + use.saved_bytes)
+        left = use.left_bytes(policy)
+        flying = left if policy.offload else 0
+        held += 0 if policy.offload else left
+        held_at.append(held)
+    coming = [0] * len(uses)  # what is fetched while a unit's backward runs, for a later one
+    before = 0
+    for at, (use, policy) in enumerate(zip(uses, policies, strict=True)):
+        coming[at] = before
+        if policy.offload:
+            before = use.left_bytes(policy)
+    for use, policy, held, next_bytes in zip(uses, policies, held_at, coming, strict=True):
+        here = held + next_bytes
+        if policy.offload:
+            here += use.left_bytes(policy)
+        if policy.recompute:
+            here += use.saved_bytes
+        top = max(top, here)
+    return top + working_bytes
+
+
+def choose(
+    uses: Sequence[Use],
+    room_bytes: int,
+    *,
+    down: Seconds,
+    up: Seconds,
+    working_bytes: int = 0,
+) -> list[Policy] | None:
+    """Return a policy for each unit, in the order of forward; None where nothing fits.
+
+    Units give way in the order of what that costs for each byte it frees, earlier ones first: what
+    comes late in forward is needed first in backward. The last one keeps: it is needed at once.
+    ``down`` and ``up`` return the seconds in which the link moves bytes.
+    """
+    for policies in _candidates(uses, down, up):
+        if peak_bytes(uses, policies, working_bytes) <= room_bytes:
+            return policies
+    return None
+
+
+def _candidates(uses: Sequence[Use], down: Seconds, up: Seconds) -> Iterator[list[Policy]]:
+    """Yield choices, dearer and smaller ones later."""
+    # 1. units give way one by one, each to what is cheapest for it
+    options = []
+    for at, use in enumerate(uses[:-1]):
+        for policy in (RECOMPUTE, OFFLOAD):
+            freed = use.saved_bytes - (use.input_bytes if policy.recompute else 0)
+            if freed > 0:
+                options.append((cost_seconds(use, policy, down, up) / freed, at, policy))
+    policies = [KEEP] * len(uses)
+    yield list(policies)
+    for _, at, policy in sorted(options, key=lambda option: option[:2]):
+        if policies[at] is KEEP:
+            policies[at] = policy
+            yield list(policies)
+    # 2. two units of what goes down are on the device at once, which may be more than inputs are
+    last = [KEEP] * bool(uses)
+    for policy in (RECOMPUTE, OFFLOAD):
+        yield [policy] * (len(uses) - 1) + last
+    # 3. inputs go down too
+    for at in range(len(uses) - 1):
+        policies = [LEAST] * (at + 1) + [RECOMPUTE] * (len(uses) - 2 - at) + last
+        yield policies
+
+
+def cost_seconds(use: Use, policy: Policy, down: Seconds, up: Seconds) -> float:
+    """Return the time a policy adds to a step."""
+    forward, backward = use.forward_seconds, BACKWARD * use.forward_seconds
+    cost = 0.0
+    if policy.recompute:
+        cost, backward = forward, backward + forward
+    if policy.offload:
+        left, weights = use.left_bytes(policy), use.weight_bytes
+        cost += max(0.0, down(left) - forward)
+        late = max(0.0, up(weights) - backward)  # as it is without
+        cost += max(0.0, up(weights + left) - backward) - late
+    return cost
