@@ -101,6 +101,11 @@ def choose(
 
 def _candidates(uses: Sequence[Use], down: Seconds, up: Seconds) -> Iterator[list[Policy]]:
     """Yield choices, dearer and smaller ones later."""
+
+    def total_seconds(policies: list[Policy]) -> float:
+        pairs = zip(uses, policies, strict=True)
+        return sum(cost_seconds(use, policy, down, up) for use, policy in pairs)
+
     # 1. units give way one by one, each to what is cheapest for it
     options = []
     for at, use in enumerate(uses[:-1]):
@@ -114,14 +119,12 @@ def _candidates(uses: Sequence[Use], down: Seconds, up: Seconds) -> Iterator[lis
         if policies[at] is KEEP:
             policies[at] = policy
             yield list(policies)
-    # 2. two units of what goes down are on the device at once, which may be more than inputs are
+    # 2. what goes down is on the device twice at once, which may be more than inputs; or they go too
+    before = len(uses) - 1
     last = [KEEP] * bool(uses)
-    for policy in (RECOMPUTE, OFFLOAD):
-        yield [policy] * (len(uses) - 1) + last
-    # 3. inputs go down too
-    for at in range(len(uses) - 1):
-        policies = [LEAST] * (at + 1) + [RECOMPUTE] * (len(uses) - 2 - at) + last
-        yield policies
+    others = [[policy] * before + last for policy in (RECOMPUTE, OFFLOAD)]
+    others += [[LEAST] * n + [RECOMPUTE] * (before - n) + last for n in range(1, before + 1)]
+    yield from sorted(others, key=total_seconds)
 
 
 def cost_seconds(use: Use, policy: Policy, down: Seconds, up: Seconds) -> float:
