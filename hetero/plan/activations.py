@@ -119,7 +119,7 @@ def _candidates(uses: Sequence[Use], down: Seconds, up: Seconds) -> Iterator[lis
         if policies[at] is KEEP:
             policies[at] = policy
             yield list(policies)
-    # 2. what goes down is on the device twice at once, which may be more than inputs; or they go too
+    # 2. of what goes down two units are on the device, which may be more than inputs; or they go too
     before = len(uses) - 1
     last = [KEEP] * bool(uses)
     others = [[policy] * before + last for policy in (RECOMPUTE, OFFLOAD)]

@@ -79,8 +79,6 @@ sizes = st.builds(
 def test_a_choice_fits_and_is_made_where_one_for_all_fits(
     uses: list[Use], room: int, speed: float
 ) -> None:
-    uses: list[Use], room: int, speed: float
-) -> None:
     found = choose(uses, room, down=rate(speed), up=rate(speed))
 
     if found is not None:
