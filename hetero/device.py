@@ -31,6 +31,7 @@ from hetero.types import Lane
 POISON = 0xFF  # a NaN in every float format, -1 in every int format
 ALONE = 2  # uses of a storage: the tensor asked about, and the handle asked through
 HUGE = 4 * 2**20  # bytes of a slab from which huge pages are asked for
+PROBE_BYTES = 16 * 2**20  # a copy of so many bytes tells a link's rate
 COPY_LANES = (Lane.H2D, Lane.D2H)
 
 
@@ -79,6 +80,15 @@ class Device(Protocol):
 
     def mark(self) -> Ticket:
         """Return a ticket for all compute queued so far."""
+
+    def stamp(self) -> Ticket:
+        """Return a mark whose time `seconds_between` can tell."""
+
+    def seconds_between(self, first: Ticket, second: Ticket) -> float:
+        """Return the time that compute took between two stamps; waits for the second."""
+
+    def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
+        """Return how long a copy of ``n_bytes`` takes on a lane that is free, as measured."""
 
     def poison(self, dst: torch.Tensor) -> None:
         """Fill bytes that nobody may read with NaN."""
@@ -161,6 +171,7 @@ class CpuDevice:
     def __init__(self, torch_device: torch.device | None = None) -> None:
         self.torch_device = torch_device or torch.device("cpu")
         self._done = Ticket(Lane.COMPUTE, 0.0, done=True)
+        self._bytes_per_second: float | None = None
 
     def slab(self, n_bytes: int) -> Slab:
         return map_slab(n_bytes)
@@ -183,6 +194,21 @@ class CpuDevice:
 
     def mark(self) -> Ticket:
         return self._done
+
+    def stamp(self) -> Ticket:
+        return Ticket(Lane.COMPUTE, self.now(), done=True)
+
+    def seconds_between(self, first: Ticket, second: Ticket) -> float:
+        return second.end - first.end
+
+    def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
+        if self._bytes_per_second is None:
+            source = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+            target = torch.zeros_like(source)
+            start = time.monotonic()
+            target.copy_(source)
+            self._bytes_per_second = PROBE_BYTES / (time.monotonic() - start)
+        return n_bytes / self._bytes_per_second
 
     def poison(self, dst: torch.Tensor) -> None:
         dst.fill_(POISON)
@@ -295,6 +321,10 @@ class SimDevice(CpuDevice):
     def now(self) -> float:
         return self.clock_seconds
 
+    def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
+        rate = self.rates[lane]
+        return n_bytes / rate if rate else 0.0
+
     def close(self) -> None:
         for queue in self._queues.values():
             while queue:
@@ -374,6 +404,7 @@ class CudaDevice:
         )
         self.name = str(self.torch_device)
         self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
+        self._bytes_per_second: dict[Lane, float] = {}
 
     def slab(self, n_bytes: int) -> Slab:
         # torch's page-locked allocator rounds to powers of two; mapping and registering is exact.
@@ -416,6 +447,34 @@ class CudaDevice:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
         return Ticket(Lane.COMPUTE, 0.0, event=event)
+
+    def stamp(self) -> Ticket:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return Ticket(Lane.COMPUTE, 0.0, event=event)
+
+    def seconds_between(self, first: Ticket, second: Ticket) -> float:
+        if first.event is None or second.event is None:
+            return 0.0
+        second.event.synchronize()
+        return float(first.event.elapsed_time(second.event)) / 1000
+
+    def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
+        if lane not in self._bytes_per_second:
+            below = self.slab(PROBE_BYTES)
+            here = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.torch_device)
+            target, source = (here, below.block) if lane is Lane.H2D else (below.block, here)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.cuda.stream(self._streams[lane]):
+                target.copy_(source, non_blocking=True)  # the first one warms up
+                begin.record()
+                target.copy_(source, non_blocking=True)
+                end.record()
+            end.synchronize()
+            release_slab(below)
+            seconds = max(float(begin.elapsed_time(end)) / 1000, 1e-9)
+            self._bytes_per_second[lane] = PROBE_BYTES / seconds
+        return n_bytes / self._bytes_per_second[lane]
 
     def poison(self, dst: torch.Tensor) -> None:
         dst.fill_(POISON)

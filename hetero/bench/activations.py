@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import statistics
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from hetero.api import engine_of, prepare_tuned
 from hetero.bench.engine import Figure, Figures, adamw, timed, virtual
@@ -21,49 +18,12 @@ from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.recipes.gpt import GPT, Block, GPTConfig
 from hetero.train.loss import linear_cross_entropy
+from hetero.train.meter import LiveBytes
 from hetero.types import Lane
 
 ROUNDS = 3
 BLOCKS, CONTEXT, SAMPLES = 12, 256, 4
 TOKENS, VOCABULARY, WIDTH = 8192, 32768, 512
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make, for as long as they live."""
-
-    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = 0
-        self.peak = 0
-        self._seen = {t.untyped_storage()._cdata for t in known}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in storages_of((args, kwargs))}
-        for storage in storages_of(found):
-            if storage._cdata not in given:  # a view, or written in place
-                self._note(storage)
-        return found
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, n_bytes = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.live += n_bytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._gone, key, n_bytes)
-
-    def _gone(self, key: int, n_bytes: int) -> None:
-        self._seen.discard(key)
-        self.live -= n_bytes
-
-
-def storages_of(value: Any) -> list[torch.UntypedStorage]:
-    """Return the storages of the tensors in a value."""
-    return [t.untyped_storage() for t in tree_iter(value) if isinstance(t, torch.Tensor)]
 
 
 def peak_of(act: Callable[[], Any], known: Iterable[torch.Tensor] = ()) -> int:

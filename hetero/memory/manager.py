@@ -354,7 +354,7 @@ class ChunkManager:
         for bucket_id in list(self.replicas):
             self.evict(bucket_id)
         n_bytes = limit * self.layout.chunk_numel
-        if n_bytes > self._arena.n_bytes:
+        if n_bytes != self._arena.n_bytes:  # what frames give up is activations' from here on
             self._shells.clear()
             self.by_storage.clear()
             self._arena = self.device.arena(0)  # let the old one go before the new one is made
@@ -362,6 +362,11 @@ class ChunkManager:
         self.frames = FrameMap(limit)
         self.ceiling = limit
         return True
+
+    @property
+    def limit(self) -> int:
+        """How many frames there are."""
+        return self.frames.limit
 
     @property
     def held(self) -> bool:

@@ -39,6 +39,12 @@ class Use:
     forward_seconds: float = 0.0
     weight_bytes: int = 0
     """What the link carries for it besides, in forward and in backward."""
+    again: bool = True
+    """Whether it may be computed again."""
+
+    def may(self, policy: Policy) -> Policy:
+        """Return the nearest policy that it may have."""
+        return policy if self.again else Policy(False, policy.offload)
 
     def left_bytes(self, policy: Policy) -> int:
         """Return what stays for backward somewhere."""
@@ -111,7 +117,7 @@ def _candidates(uses: Sequence[Use], down: Seconds, up: Seconds) -> Iterator[lis
     for at, use in enumerate(uses[:-1]):
         for policy in (RECOMPUTE, OFFLOAD):
             freed = use.saved_bytes - (use.input_bytes if policy.recompute else 0)
-            if freed > 0:
+            if freed > 0 and use.may(policy) == policy:
                 options.append((cost_seconds(use, policy, down, up) / freed, at, policy))
     policies = [KEEP] * len(uses)
     yield list(policies)
@@ -119,11 +125,13 @@ def _candidates(uses: Sequence[Use], down: Seconds, up: Seconds) -> Iterator[lis
         if policies[at] is KEEP:
             policies[at] = policy
             yield list(policies)
-    # 2. of what goes down two units are on the device, which may be more than inputs; or they go too
+    # 2. two units of what goes down are on the device, maybe more than inputs; or inputs go too
     before = len(uses) - 1
     last = [KEEP] * bool(uses)
     others = [[policy] * before + last for policy in (RECOMPUTE, OFFLOAD)]
     others += [[LEAST] * n + [RECOMPUTE] * (before - n) + last for n in range(1, before + 1)]
+    for found in others:
+        found[:] = [use.may(policy) for use, policy in zip(uses, found, strict=True)]
     yield from sorted(others, key=total_seconds)
 
 

@@ -42,8 +42,16 @@ class Budget:
         """Frames (granules) that fit beside the buffers, activations not counted."""
         return max(0, (self.hbm or 0) - self.buffer_bytes) // self.plan.granule_bytes
 
-    def frames_beside(self, activation_bytes: int) -> int:
-        """Return the frames that fit beside activations, or raise naming what would be enough."""
+    @property
+    def most_bytes(self) -> int:
+        """HBM beside buffers."""
+        return (self.hbm or 0) - self.buffer_bytes
+
+    def frames_beside(self, activation_bytes: int, largest: str = "") -> int:
+        """Return the frames that fit beside activations, or raise naming what would be enough.
+
+        ``largest`` says which unit saves most.
+        """
         plan, hbm = self.plan, self.hbm or 0
         left = hbm - self.buffer_bytes - activation_bytes
         if left < plan.least_bytes:
@@ -52,8 +60,9 @@ class Budget:
                 f"activations take {format_bytes(activation_bytes)} and buffers"
                 f" {format_bytes(self.buffer_bytes)} of hbm={format_bytes(hbm)}; unit"
                 f" {plan.widest_name!r} needs {format_bytes(plan.least_bytes)} of frames beside"
-                " them",
-                advice=f"raise hbm= to {total} bytes, lower the batch, or checkpoint activations",
+                f" them{'; ' * bool(largest)}{largest}",
+                advice=f"raise hbm= to {total} bytes, lower the batch, or use activations='auto',"
+                " micro_batch= or fused_loss=",
                 tier="HBM",
                 needed_bytes=total,
             )

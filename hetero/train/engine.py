@@ -19,7 +19,7 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
-from hetero.errors import BudgetError, ConfigError, StateError, StorageError
+from hetero.errors import ConfigError, StateError, StorageError
 from hetero.events import EventLog
 from hetero.io import IO, spill_folder
 from hetero.memory.frame import FrameMap
@@ -30,6 +30,7 @@ from hetero.memory.manager import PARAM, ChunkManager
 from hetero.memory.parcel import ParcelStore
 from hetero.memory.pool import open_pool
 from hetero.memory.slab import Home, HomeStore
+from hetero.plan.activations import Policy
 from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
@@ -39,10 +40,12 @@ from hetero.train.blueprint import Blueprint
 from hetero.train.budget import decide
 from hetero.train.check import MARK, pageable
 from hetero.train.cores import Cores
+from hetero.train.fitting import Fitting, UnitKind
 from hetero.train.flight import Flight
 from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
 from hetero.train.hooks import Hooks
 from hetero.train.lazy import handle
+from hetero.train.meter import AllocatorMeter, BoundMeter, Meter, TracedMeter
 from hetero.train.offload import MIN_BYTES, Offload
 from hetero.train.optimizer import Optimizer
 from hetero.train.policy import Activations
@@ -59,7 +62,6 @@ from hetero.train.worker import Job, Slice, Worker, thread_budget, uninterrupted
 from hetero.types import Kind, Lane, Tier
 
 NOT_STATES = (PARAM, GRAD, WIDE)  # homes that are looked after elsewhere
-CUDA_MARGIN = 0.05  # of the allocator's peak: segments are not perfectly reused
 TRIM_BYTES = 16 * 2**20  # of freed originals, before the heap is asked to shrink
 WARM_STEPS = 3  # steps in which states appear and the heap has to settle
 
@@ -301,7 +303,10 @@ class Engine:
         self.runtime.attach(self.params)
         self._give_back_grads()
         self._shape(self.runtime.saved, self.runtime.enter, self.runtime.leave)
-        self.hooks.watch(self.model, plan.units, self.runtime, self.activations)
+        self.fitting = self._make_fitting()
+        self.activations.watch = self.fitting
+        meter = self.fitting.meter
+        self.hooks.watch(self.model, plan.units, self.runtime, self.activations, meter)
         self.device.reset_peak()
 
     def _shape(
@@ -322,12 +327,69 @@ class Engine:
             leave=leave,
         )
 
-    def _shape_resident(self, *, give_way: bool = False) -> None:
+    def _make_fitting(self) -> Fitting:
+        """Return what divides HBM between frames and activations."""
+        layout, plan = self.blueprint.layout, self.blueprint
+        weights = [sum(layout.buckets[b].n_bytes for b in needs) for needs in plan.needs]
+        modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
+        return Fitting(
+            self.budget,
+            self.ledger,
+            self.device,
+            meter=self._make_meter(),
+            footprint=self.runtime.saved.footprint,
+            frames=self,
+            choice=self.activations,
+            names=[unit.name or "model" for unit in plan.units],
+            kinds=[UnitKind(*kind) for kind in zip(modules, weights, strict=True)],
+            may_stay=self._may_stay,
+        )
+
+    @property
+    def _may_stay(self) -> bool:
+        """Whether a model that fits the device is to stay there."""
+        on_cpu = self.device.torch_device.type == "cpu"
+        return on_cpu and self.inner is not None and not self.budget.spills
+
+    def _make_meter(self) -> Meter:
+        """Return what measures activations on this device."""
+        footprint = self.runtime.saved.footprint
+        if self.device.allocated_peak() is not None:
+            return AllocatorMeter(
+                self.device,
+                footprint,
+                lambda: self.manager.arena_bytes + self.budget.buffer_bytes,
+            )
+        trainable = [b.n_bytes for b in self.blueprint.layout.buckets if b.trainable]
+        stepped, largest = self.inner is not None, max(trainable, default=0)
+        if stepped and not self.device.same_ram and not _is_compiled(self.model):
+            return TracedMeter(
+                footprint,
+                check=lambda live: self.fitting.check(live),
+                ours=lambda: self.runtime.is_running,
+                in_flight_bytes=largest,  # gradients that landed sooner this time
+            )
+        return BoundMeter(footprint, 2 * largest if stepped else 0)
+
+    @property
+    def limit(self) -> int:
+        """How many frames there are."""
+        return self.manager.limit
+
+    def resize(self, limit: int) -> bool:
+        """Have so many frames, and plan for them; False while one is held."""
+        if limit == self.manager.limit:
+            return True
+        if not self.manager.resize(limit):
+            return False
+        self.runtime.replan()
+        return True
+
+    def _shape_resident(self, policies: Mapping[int, Policy] | None = None) -> None:
         """Let units whose parameters stay where they are leave what their policy says."""
         saved = SavedTensors(Unswizzled())
         self._shape(saved, _nothing_to_enter, _nothing_to_leave)
-        if give_way:
-            self.activations.give_way()
+        self.activations.policies.update(policies or {})
         if self.activations.shapes:
             self.hooks.shape(self.model, self.blueprint.units, self.activations)
         if self.activations.offloads:
@@ -551,7 +613,7 @@ class Engine:
             self.stats.n_bytes.update(self.store.pool.nvme.take_counts())
         if self._fit():
             return
-        self.runtime.saved.footprint.restart()
+        self.fitting.meter.restart()
         self.runtime.border()
 
     def _count(self) -> None:
@@ -561,51 +623,19 @@ class Engine:
 
     def _fit(self) -> bool:
         """Give frames what activations leave of the budget; True when the model became resident."""
-        budget = self.budget
-        needed = max(budget.activation_bytes, self.activations_seen())
+        budget, needed = self.budget, self.fitting.needed_bytes()
         if budget.measured and needed == budget.activation_bytes:
             return False
-        try:
-            limit = budget.frames_beside(needed)
-        except BudgetError:
-            if self.inner is None or not self.activations.give_way():
-                raise
-            return self._measure_again()
-        on_cpu = self.device.torch_device.type == "cpu"
-        roomy = not budget.spills and budget.holds_everything(needed)
-        if on_cpu and self.inner is not None and roomy:
+        limit = budget.frames_beside(needed, self.fitting.largest())
+        if self._may_stay and budget.holds_everything(needed):
             return self._become_resident(needed)
-        if not self.manager.resize(limit):
-            return False  # a view is still held: the next border tries again
-        self.device.reset_peak()
-        self._spoken_for(needed)
-        self.runtime.train.replan()
-        self.runtime.evaluate.replan()
+        if self.resize(limit):  # a view may still be held: the next border tries again
+            self.fitting.charge(needed)
         return False
-
-    def _measure_again(self) -> bool:
-        """Activations did not fit: fewer are kept from now on, and the next step shows how many."""
-        self._spoken_for(0)
-        self.budget.measured = False
-        if self.manager.resize(self.blueprint.granules(self.blueprint.widest)):
-            self.runtime.train.replan()
-        return False
-
-    def _spoken_for(self, activation_bytes: int) -> None:
-        """Charge the measured activations, in place of what was charged before."""
-        self.ledger.credit(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes)
-        self.ledger.charge(Tier.HBM, Kind.ACTIVATION, activation_bytes, "activations")
-        self.budget.activation_bytes, self.budget.measured = activation_bytes, True
 
     def activations_seen(self) -> int:
         """Return the bytes besides frames and buffers that this step held at its peak."""
-        peak = self.device.allocated_peak()
-        if peak is not None:
-            others = peak - self.manager.arena_bytes - self.budget.buffer_bytes
-            return int((1 + CUDA_MARGIN) * max(0, others))
-        trainable = [b.n_bytes for b in self.blueprint.layout.buckets if b.trainable]
-        in_flight = 2 * max(trainable, default=0) if self.inner is not None else 0
-        return self.runtime.saved.footprint.bound_bytes + in_flight
+        return self.fitting.meter.peak_bytes()
 
     def _become_resident(self, activation_bytes: int) -> bool:
         """Everything fits beside the activations: the homes become the parameters themselves."""
@@ -617,7 +647,7 @@ class Engine:
         for index, (bucket, segment) in enumerate(self.blueprint.layout.home):
             home = self.store.homes[PARAM, bucket]
             self.runtime.swizzle.restore(index, home.segments[segment.position])
-        self._spoken_for(activation_bytes)
+        self.fitting.charge(activation_bytes)
         self.mode = "resident"
         if self.has_masters:
             self.hooks.gradients(self.params, self.grads.arrived)
@@ -627,7 +657,7 @@ class Engine:
             for param in self.params:
                 if isinstance(param.grad, LazyGrad):
                     param.grad = param.grad.slot.keep()
-        self._shape_resident(give_way=self.activations.gave_way)
+        self._shape_resident(self.activations.policies)
         self._fuse_loss()
         self.hooks.guard(self.model, self._state_dict_access)
         return True
@@ -801,6 +831,11 @@ class Engine:
 
 
 def _nothing() -> None: ...
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether a part of a model is compiled, which dispatch modes would disturb."""
+    return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
 
 
 def _nothing_to_enter(unit: int) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hetero.errors import ConfigError, StateError
 from hetero.train.activation import SavedTensors
 from hetero.train.check import PART
 from hetero.train.head import causal_loss, head_of, late
+from hetero.train.meter import Meter
 from hetero.train.policy import Activations
 from hetero.train.runtime import Runtime
 from hetero.train.swizzle import plainly
@@ -38,7 +40,12 @@ class Hooks:
             self._undo.pop()()
 
     def watch(
-        self, model: nn.Module, units: Sequence[Unit], runtime: Runtime, activations: Activations
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        runtime: Runtime,
+        activations: Activations,
+        meter: Meter,
     ) -> None:
         """Bracket every unit's forward, and the model's around them."""
         index_of = {id(unit.module): i for i, unit in enumerate(units) if unit.module is not None}
@@ -49,7 +56,7 @@ class Hooks:
                 if first is not None:
                     lend = functools.partial(around_encoder, runtime, runtime.needs[first])
                     self._bracket(module, lend)
-        self._bracket(model, functools.partial(around_model, runtime))
+        self._bracket(model, functools.partial(around_model, runtime, meter))
 
     def shape(self, model: nn.Module, units: Sequence[Unit], activations: Activations) -> None:
         """Let every unit's forward leave for backward what its policy says."""
@@ -164,7 +171,7 @@ def around_saving(saved: SavedTensors, call: Call) -> Call:
     return forward
 
 
-def around_model(runtime: Runtime, call: Call) -> Call:
+def around_model(runtime: Runtime, meter: Meter, call: Call) -> Call:
     """Return the whole model's forward between its begin and its end."""
 
     @functools.wraps(call)
@@ -172,7 +179,8 @@ def around_model(runtime: Runtime, call: Call) -> Call:
         pushed = runtime.enter_model()
         output = None
         try:
-            output = call(*args, **kwargs)
+            with meter.watching() if pushed else nullcontext():
+                output = call(*args, **kwargs)
             return output
         finally:
             runtime.leave_model(output, pushed=pushed)

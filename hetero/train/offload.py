@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -144,22 +142,13 @@ class Offload:
         self._kept.setdefault(key, []).append(weakref.ref(kept))
         return kept
 
-    @contextmanager
-    def while_active(self, active: bool) -> Iterator[None]:
-        """Let what is saved inside a block go down, or not."""
-        before, self.active = self.active, active
-        try:
-            yield
-        finally:
-            self.active = before
-
     # -- down ------------------------------------------------------------------------------------
 
     def border(self) -> None:
         """Between two units of a forward: send down what nobody else holds."""
-        self._bury()
-        if in_backward():
+        if not (self._kept or self._dead) or in_backward():
             return
+        self._bury()
         going = [found for key in list(self._kept) if (found := self._final(key)) is not None]
         if going:
             self._send(going)

@@ -7,36 +7,37 @@ and inside a checkpoint of the model's own, everything is as the model says.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from hetero.plan.activations import KEEP, OFFLOAD, RECOMPUTE, Policy
 from hetero.train.activation import foreign
 from hetero.train.offload import Offload
 from hetero.train.recompute import Call, in_backward, recomputed
 from hetero.train.slices import Sliced, batch_of, check_unit
 from hetero.train.units import Unit
 
-
-class Policy(NamedTuple):
-    """What becomes of what a unit's forward leaves for its backward."""
-
-    recompute: bool
-    """Only its inputs are left; the rest is computed again."""
-    offload: bool
-    """What is left goes down behind the forward, and comes up before backward needs it."""
-
-
-KEEP, RECOMPUTE, OFFLOAD = Policy(False, False), Policy(True, False), Policy(False, True)
 CHOICES = {"auto": KEEP, "keep": KEEP, "recompute": RECOMPUTE, "offload": OFFLOAD}
+
+
+class Watch(Protocol):
+    """Who looks at what units leave, and may change policies before one runs."""
+
+    def begin(self) -> None:
+        """A forward of the whole model begins."""
+
+    def around(self, unit: int, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """A unit's forward with these arguments runs inside the block."""
 
 
 class Activations:
     """The policy of every unit.
 
     Args:
-        choice: "keep", "recompute", "offload", or "auto", which keeps until `give_way`.
+        choice: "keep", "recompute", "offload", or "auto", which may be changed unit by unit.
         micro_batch: samples that a unit takes at once; None: all of them.
         offload: what sends down.
         enter, leave: begin and end a unit's access; `enter` returns what `leave` takes.
@@ -53,15 +54,16 @@ class Activations:
         enter: Callable[[int], bool],
         leave: Callable[[int, bool], None],
     ) -> None:
+        named = [i for i, unit in enumerate(units) if unit.module is not None]
+        self.may_change = choice == "auto"
+        self.policies = dict.fromkeys(named, CHOICES[choice])
+        self.watch: Watch | None = None
         self._units = units
         self._micro_batch = micro_batch
         self._place = place
+        self._offload = offload
         self._enter = enter
         self._leave = leave
-        named = [i for i, unit in enumerate(units) if unit.module is not None]
-        self._may_change = choice == "auto"
-        self.policies = dict.fromkeys(named, CHOICES[choice])
-        self._offload = offload
         self._latest = max(named, default=-1)
         self._final = self._latest  # whose forward comes last: it would be computed again at once
         self._batch = 0
@@ -70,24 +72,16 @@ class Activations:
     @property
     def shapes(self) -> bool:
         """Whether any unit does not just keep what autograd saves."""
-        return bool(self._micro_batch) or any(p is not KEEP for p in self.policies.values())
+        return bool(self._micro_batch) or any(p != KEEP for p in self.policies.values())
 
     @property
     def offloads(self) -> bool:
         """Whether anything goes down."""
         return any(policy.offload for policy in self.policies.values())
 
-    @property
-    def gave_way(self) -> bool:
-        """Whether a free choice was made for computing again."""
-        return self._may_change and any(p.recompute for p in self.policies.values())
-
-    def give_way(self) -> bool:
-        """Compute everything again from now on, where the choice is free; False where it is not."""
-        if not self._may_change or all(p.recompute for p in self.policies.values()):
-            return False
-        self.policies = dict.fromkeys(self.policies, RECOMPUTE)
-        return True
+    def policy_of(self, unit: int) -> Policy:
+        """Return what holds for a unit's next forward."""
+        return KEEP if unit == self._final else self.policies[unit]
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A call of the whole model begins, on this batch."""
@@ -96,44 +90,46 @@ class Activations:
             self._final = self._latest
             self._offload.border()
             self._offload.active = self.offloads
+            if self.watch is not None:
+                self.watch.begin()
 
     def run(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Carry out a unit's forward under its policy."""
+        self._offload.border()
         module = self._units[index].module
-        if self._offload.active:
-            self._offload.border()
-        plain = not torch.is_grad_enabled() or in_backward() or module is None
-        if plain or index not in self.policies:
+        plain = not torch.is_grad_enabled() or in_backward() or foreign()
+        if plain or module is None:
             return self._access(index, call, args, kwargs)
-        policy = KEEP if index == self._final else self.policies[index]
-        with self._offload.while_active(policy.offload):
-            return self._run(index, call, args, kwargs, policy)
+        if self.watch is None:
+            return self._run(index, module, call, args, kwargs)
+        with self.watch.around(index, args, kwargs):
+            return self._run(index, module, call, args, kwargs)
 
     def _run(
-        self,
-        index: int,
-        call: Call,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        policy: Policy,
+        self, index: int, module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        module = self._units[index].module
-        if module is None or foreign():  # inside a checkpoint of the model's own
-            return self._access(index, call, args, kwargs)
-        if self._micro_batch and self._batch > self._micro_batch:
-            return self._run_sliced(index, call, args, kwargs)
-        self._latest = index
-        if not policy.recompute:
-            return self._access(index, call, args, kwargs)
+        policy = self.policy_of(index)
+        try:
+            self._offload.active = policy.offload
+            if self._micro_batch and self._batch > self._micro_batch:
+                return self._run_sliced(index, module, call, args, kwargs)
+            self._latest = index
+            if not policy.recompute:
+                return self._access(index, call, args, kwargs)
 
-        def access(*args: Any, **kwargs: Any) -> Any:
-            return self._access(index, call, args, kwargs)
+            def access(*args: Any, **kwargs: Any) -> Any:
+                return self._access(index, call, args, kwargs)
 
-        return recomputed(module, access, args, kwargs)
+            return recomputed(module, access, args, kwargs)
+        finally:
+            self._offload.active = self.offloads
 
     def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        with self._accessed(index):
+        pushed = self._enter(index)
+        try:
             return call(*args, **kwargs)
+        finally:
+            self._leave(index, pushed)
 
     @contextmanager
     def _accessed(self, index: int) -> Iterator[None]:
@@ -144,18 +140,16 @@ class Activations:
             self._leave(index, pushed)
 
     def _run_sliced(
-        self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
+        self, index: int, module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        unit = self._units[index]
-        assert unit.module is not None and self._micro_batch
         job = Sliced(
-            unit.name or "model",
-            unit.module,
+            self._units[index].name or "model",
+            module,
             call,
             around=lambda: self._accessed(index),
             place=self._place,
             batch=self._batch,
-            size=self._micro_batch,
+            size=self._micro_batch or self._batch,
             args=args,
             kwargs=kwargs,
         )

@@ -86,6 +86,12 @@ class Runtime:
         """Position of every parameter, by its id."""
         return self.swizzle.index
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the model is inside its forward, or inside a backward pass through it."""
+        task = _task()
+        return bool(self._phases) if task == NO_TASK else task == self._graph_task
+
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Take the parameters over as placeholders; their homes hold the values already."""
         fault.guard_functorch()
@@ -207,6 +213,12 @@ class Runtime:
                 self.swizzle.written(bucket)
         for before in self._gathered:
             before.update((i, swizzle.version(self.swizzle.params[i])) for i in before)
+
+    def replan(self) -> None:
+        """The frames are others: what was planned for the old ones is planned again."""
+        self._late.clear()
+        self.train.replan()
+        self.evaluate.replan()
 
     def border(self) -> None:
         """A step was made: what is late belongs to the old one; begin to prefetch for the next."""

@@ -66,7 +66,11 @@ def compare(
     nvme: Path | None = None,
     **settings: Any,
 ) -> Seen:
-    """Train both sides for ``steps`` steps; any difference is an AssertionError."""
+    """Train both sides for ``steps`` steps; any difference is an AssertionError.
+
+    Activations are kept unless ``settings`` say otherwise: frames are what these budgets are about.
+    """
+    settings = {"activations": "keep", **settings}
     torch.manual_seed(11)
     plain = case.build()
     prepared = copy.deepcopy(plain)
@@ -171,7 +175,7 @@ def measure(case: Case, make: MakeOptimizer, chunk_bytes: int) -> Budget:
     params = sum(b.n_bytes for b in plan.layout.buckets)
     least = plan.granules(plan.widest) * plan.granule_bytes
     buffers = sum(b.nbytes for b in model.buffers())
-    config = Config.load(device="cpu", hbm=1 << 30, chunk_bytes=chunk_bytes)
+    config = Config.load(device="cpu", hbm=1 << 30, chunk_bytes=chunk_bytes, activations="keep")
     model, optimizer = prepare_tuned(model, make(model), config, None)
     top = 0
     for number in range(STEPS):
@@ -194,7 +198,7 @@ def smallest(case: Case, budget: Budget, run: Callable[[int], Seen]) -> Seen:
         except BudgetError as error:
             assert error.needed_bytes > 0, "a BudgetError names what would have worked"
             hbm += max(budget.smallest // 4, 256)
-            if hbm > budget.of(1.0) + 2 * budget.smallest:
+            if hbm > budget.of(1.0) + 2 * budget.smallest + budget.activations // 2:
                 raise
 
 

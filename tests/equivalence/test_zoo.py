@@ -23,7 +23,7 @@ def test_a_model_trains_bitwise_at_its_smallest_budget(case: Case) -> None:
     assert seen.mode == "paged"
     assert seen.chunks >= 5
     assert seen.evictions >= 3
-    assert seen.fetches > seen.chunks // 8
+    assert seen.fetches > seen.chunks // 16  # views that are kept keep their frames
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
