@@ -198,7 +198,7 @@ def smallest(case: Case, budget: Budget, run: Callable[[int], Seen]) -> Seen:
         except BudgetError as error:
             assert error.needed_bytes > 0, "a BudgetError names what would have worked"
             hbm += max(budget.smallest // 4, 256)
-            if hbm > budget.of(1.0) + 2 * budget.smallest + budget.activations // 2:
+            if hbm > budget.of(1.0) + 2 * budget.smallest + budget.activations:
                 raise
 
 
