@@ -79,8 +79,8 @@ def peak_bytes(uses: Sequence[Use], policies: Sequence[Policy], working_bytes: i
         here = held + next_bytes
         if policy.offload:
             here += use.left_bytes(policy)
-        if policy.recompute:
-            here += use.saved_bytes
+        if policy.recompute:  # its inputs are among what it saves
+            here += max(0, use.saved_bytes - use.input_bytes)
         top = max(top, here)
     return top + working_bytes
 

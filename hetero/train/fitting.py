@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 from hetero.device import Device, Ticket
 from hetero.errors import BudgetError
 from hetero.memory.ledger import Ledger
-from hetero.plan.activations import KEEP, LEAST, RECOMPUTE, Policy, Use, choose, peak_bytes
+from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Policy, Use, choose, peak_bytes
 from hetero.train.budget import Budget
 from hetero.train.footprint import Footprint
 from hetero.train.meter import Meter
@@ -31,6 +31,7 @@ from hetero.train.swizzle import plainly
 from hetero.types import Kind, Lane, Tier, format_bytes
 
 WINDOW = 16  # steps whose largest peak is what the next one is expected to need
+MARGIN = 1 / 16  # of a room, for what a choice that nobody has tried yet may take besides
 SHRUNK = 0.75  # inputs of so small a part of those chosen for: units may keep again
 
 
@@ -131,17 +132,22 @@ class Fitting:
         self._order: list[int] = []  # units of the last forward
         self._now: list[int] = []  # and of this one, so far
         self._open: Open | None = None
+        self._spoiled = False  # an error ended a forward or a backward
         self._scale = 1.0  # of what this forward leaves, by what the last one left
         self._beside_bytes = 0  # at the peak, beside what units leave
         self._chosen_for = 0  # bytes of inputs that policies were chosen for
         self._inputs: deque[int] = deque(maxlen=WINDOW)
         self._peaks: deque[int] = deque(maxlen=WINDOW)
+        self._is_guess = False  # whether the last of them is expected, and not measured
 
     # -- a forward -------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
-        if self._now:
+        if self._spoiled:  # what an attempt took that came to nothing is not what steps take
+            self.meter.restart()
+            self._spoiled = False
+        elif self._now:
             self._order = self._now
         self._now, self._open, self._scale = [], None, 1.0
 
@@ -163,6 +169,9 @@ class Fitting:
         try:
             yield
             self._note(self._open)
+        except BaseException:
+            self._spoiled = True
+            raise
         finally:
             self._open = None
 
@@ -180,12 +189,12 @@ class Fitting:
     def _first_sight(self, unit: int) -> None:
         """Nobody knows yet what fits: of each kind of unit the first is kept, to see what it saves.
 
-        The others are computed again until the step is over.
+        The others are computed again, or go down, until the step is over.
         """
         if self._choice.may_change:
             alike = [self.rows[other] for other in self._now if self._alike(unit, other)]
-            known = bool(alike) and not any(row.writes for row in alike)
-            self._choice.policies[unit] = RECOMPUTE if known else KEEP
+            known = OFFLOAD if any(row.writes for row in alike) else RECOMPUTE
+            self._choice.policies[unit] = known if alike else KEEP
 
     def _note(self, seen: Open) -> None:
         """Write down what a unit left."""
@@ -243,7 +252,7 @@ class Fitting:
         """Choose policies that fit; the smallest, and False, where none does."""
         found = choose(
             uses,
-            room_bytes,
+            int((1 - MARGIN) * room_bytes),
             down=partial(self._device.copy_seconds, Lane.D2H),
             up=partial(self._device.copy_seconds, Lane.H2D),
             working_bytes=int(max(1.0, self._scale) * self._beside_bytes),
@@ -280,6 +289,9 @@ class Fitting:
         self._scale, self._beside_bytes = 1.0, 0
         uses, peak = [self._use(unit) for unit in units], self.meter.peak_bytes()
         self._beside_bytes = max(0, peak - self._peak_bytes(units, uses))
+        if self._is_guess:  # now it is known
+            self._peaks.clear()
+            self._is_guess = False
         self._peaks.append(peak)
         # 2. choose for the largest inputs of the last steps
         inputs = sum(use.input_bytes for use in uses)
@@ -309,7 +321,10 @@ class Fitting:
             rooms.insert(0, most - plan.home_bytes)
         any(self._choose(units, uses, room) for room in rooms)
         self._peaks.clear()
-        self._peaks.append(self._peak_bytes(units, uses))
+        expected = self._peak_bytes(units, uses)
+        largest = max((use.saved_bytes for use in uses), default=0)
+        self._peaks.append(max(expected, min(expected + largest, rooms[-1])))
+        self._is_guess = True
 
     def charge(self, activation_bytes: int) -> None:
         """Charge activations, in place of what was charged before."""
@@ -332,6 +347,7 @@ class Fitting:
         most = budget.most_bytes - self._frames.limit * plan.granule_bytes
         if live_bytes <= most:
             return
+        self._spoiled = True
         where = "" if self._open is None else f" in unit {self._names[self._open.unit]!r}"
         needed = live_bytes + budget.buffer_bytes + plan.least_bytes
         raise BudgetError(

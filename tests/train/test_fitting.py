@@ -1,0 +1,194 @@
+"""HBM is divided between frames and activations before a peak comes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hetero
+from hetero.api import engine_of, status
+from hetero.bench.activations import held, peak_of
+from hetero.device import SimDevice
+from hetero.errors import BudgetError
+from hetero.plan.activations import KEEP, RECOMPUTE
+from tests.equivalence.harness import adamw, same, values
+
+D = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(D, 4 * D)
+        self.down = nn.Linear(4 * D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Writing(Block):
+    """Writes to what it is given, so it cannot be computed again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return super().forward(x)
+
+
+def deep(block: type[nn.Module] = Block, blocks: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, D), *(block() for _ in range(blocks)))
+
+
+def prepared(model: nn.Module, **settings: Any) -> tuple[Any, Any]:
+    settings = {"device": SimDevice(seed=3, checked=True), "chunk_bytes": 1024, **settings}
+    return hetero.prepare(model, adamw(model), **settings)
+
+
+def step(model: nn.Module, optimizer: Any, number: int, rows: int) -> torch.Tensor:
+    torch.manual_seed(number)
+    loss = model(torch.randn(rows, D)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def trains_alike(model: Any, optimizer: Any, plain: nn.Module, rows: list[int]) -> list[int]:
+    """Train both sides; returns the frames there were after every step."""
+    reference = adamw(plain)
+    frames = []
+    for number, n in enumerate(rows):
+        theirs = step(plain, reference, number, n)
+        assert torch.equal(step(model, optimizer, number, n), theirs)
+        frames.append(engine_of(model).manager.limit)
+    same(values(plain), values(model), "weights")
+    return frames
+
+
+def test_what_operations_allocate_stays_within_the_budget_beside_the_frames() -> None:
+    """The simulated device counts every allocation; an independent count sees no more."""
+    plain = deep()
+    hbm = 400 * 1024
+    model, optimizer = prepared(copy.deepcopy(plain), hbm=hbm)
+    trains_alike(model, optimizer, plain, [64] * 3)
+    engine = engine_of(model)
+    frames = engine.manager.limit * engine.blueprint.granule_bytes
+    x = torch.randn(64, D)
+
+    peak = peak_of(lambda: model(x).square().mean().backward(), held(plain))
+
+    assert engine.mode == "paged"
+    assert peak + frames <= hbm
+    assert peak > engine.budget.activation_bytes // 2
+
+
+def test_a_longer_sequence_takes_frames_before_it_passes_the_budget() -> None:
+    plain = deep()
+    model, optimizer = prepared(copy.deepcopy(plain), hbm=1100 * 1024, activations="keep")
+
+    frames = trains_alike(model, optimizer, plain, [32, 32, 32, 80, 80])
+
+    assert frames[2] > frames[3] >= frames[4]
+
+
+def test_frames_come_back_when_sequences_are_short_again() -> None:
+    plain = deep()
+    model, optimizer = prepared(copy.deepcopy(plain), hbm=1100 * 1024, activations="keep")
+
+    frames = trains_alike(model, optimizer, plain, [32, 32, 80, *[32] * 17])
+
+    assert frames[-1] == frames[1] > frames[2]
+
+
+def test_units_give_way_in_the_middle_of_a_forward_that_would_not_fit() -> None:
+    plain = deep()
+    model, optimizer = prepared(copy.deepcopy(plain), hbm=500 * 1024)
+    trains_alike(model, optimizer, plain, [32, 32])
+    before = dict(engine_of(model).activations.policies)
+    reference = adamw(plain)
+
+    theirs = step(plain, reference, 7, 128)
+    assert torch.equal(step(model, optimizer, 7, 128), theirs)
+
+    after = engine_of(model).activations.policies
+    assert sum(policy != KEEP for policy in after.values()) > sum(
+        policy != KEEP for policy in before.values()
+    )
+
+
+def test_what_cannot_be_prevented_names_the_unit_and_the_bytes() -> None:
+    model, optimizer = prepared(deep(), hbm=300 * 1024, activations="keep")
+    step(model, optimizer, 0, 16)
+
+    with pytest.raises(BudgetError, match=r"in unit '\d'.*unit '\d' saves .* KiB") as refused:
+        step(model, optimizer, 1, 256)
+
+    assert refused.value.needed_bytes > 300 * 1024
+
+
+def test_a_refused_step_leaves_the_model_as_it_was() -> None:
+    plain = deep()
+    model, optimizer = prepared(copy.deepcopy(plain), hbm=300 * 1024, activations="keep")
+    reference = adamw(plain)
+    for number in range(2):
+        step(plain, reference, number, 16)
+        step(model, optimizer, number, 16)
+    with pytest.raises(BudgetError):
+        step(model, optimizer, 9, 256)
+    optimizer.zero_grad()
+
+    theirs = step(plain, reference, 2, 16)
+
+    assert torch.equal(step(model, optimizer, 2, 16), theirs)
+    same(values(plain), values(model), "weights")
+
+
+def test_a_unit_that_writes_to_its_inputs_is_never_computed_again_unasked() -> None:
+    plain = deep(Writing)
+    model, optimizer = prepared(copy.deepcopy(plain), hbm=480 * 1024)
+
+    trains_alike(model, optimizer, plain, [64] * 4)
+
+    policies = engine_of(model).activations.policies
+    assert not any(policy.recompute for unit, policy in policies.items() if unit > 0)
+    assert any(policy.offload for policy in policies.values())
+
+
+def test_a_fast_link_carries_what_a_slow_one_has_computed_again() -> None:
+    found = {}
+    for name, rate in (("fast", 1e15), ("slow", 1.0)):
+        device = SimDevice(seed=1, h2d_bytes_per_second=rate, d2h_bytes_per_second=rate)
+        model, optimizer = prepared(deep(Timed), hbm=400 * 1024, device=device)
+        Timed.device = device
+        for number in range(3):
+            step(model, optimizer, number, 64)
+        policies = engine_of(model).activations.policies.values()
+        found[name] = {policy for policy in policies if policy != KEEP}
+
+    assert all(policy.offload and not policy.recompute for policy in found["fast"])
+    assert found["slow"] == {RECOMPUTE}
+    assert found["fast"]
+
+
+class Timed(Block):
+    device: SimDevice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.device.compute(1e-3)
+        return super().forward(x)
+
+
+def test_status_tells_what_activations_take() -> None:
+    model, optimizer = prepared(deep(), hbm=400 * 1024)
+    for number in range(3):
+        step(model, optimizer, number, 64)
+
+    found = status(model)
+
+    assert found.activation_bytes == found.tiers["HBM"]["activation"] > 0
+    assert found.tiers["HBM"]["used"] <= 400 * 1024
