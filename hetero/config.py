@@ -84,6 +84,10 @@ class Config:
     micro_batch: int | None = None
     """Samples that a unit takes at once of a larger batch; weights cross the link twice a step all
     the same. None: the whole batch."""
+    tile: int | None = None
+    """Positions of a sequence that the MLPs of recognised blocks take at once (see `hetero.tile`);
+    sums over tiles round otherwise than one product, so that no plan makes this choice by itself.
+    None: all."""
     fused_loss: bool = False
     """Whether a causal language model of transformers computes its loss without its logits."""
     chunk_bytes: int | None = None
@@ -180,8 +184,8 @@ def check_one(key: str, value: Any) -> Any:
         raise ConfigError(f"fused_loss={value!r}", advice="fused_loss takes True or False")
     if key == "activations":
         check_activations(value)
-    if key == "micro_batch" and value is not None:
-        check_micro_batch(value)
+    if key in ("micro_batch", "tile") and value is not None:
+        check_count(key, value)
     if key == "max_grad_norm" and value is not None:
         return check_norm(value)
     if key == "device" and isinstance(value, str) and value not in DEVICES:
@@ -219,11 +223,10 @@ def check_activations(value: Any) -> None:
         )
 
 
-def check_micro_batch(value: Any) -> None:
+def check_count(key: str, value: Any) -> None:
+    of = {"micro_batch": "samples", "tile": "positions"}[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(
-            f"micro_batch={value!r}", advice="micro_batch takes a number of samples, 1 or more"
-        )
+        raise ConfigError(f"{key}={value!r}", advice=f"{key} takes a number of {of}, 1 or more")
 
 
 def check_norm(value: Any) -> float:

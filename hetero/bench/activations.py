@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.bench.engine import Figure, Figures, adamw, timed, virtual
 from hetero.config import Config
 from hetero.device import SimDevice
+from hetero.errors import BudgetError
 from hetero.recipes.gpt import GPT, Block, GPTConfig
 from hetero.train.loss import linear_cross_entropy
 from hetero.train.meter import LiveBytes
@@ -184,7 +186,9 @@ def modelled_model(place: SimDevice, size: int | None, hbm: int) -> tuple[Any, A
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(Modelled(place) for _ in range(UNITS)))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
-    config = Config.load(device=place, hbm=hbm, chunk_bytes=4096, micro_batch=size)
+    config = Config.load(
+        device=place, hbm=hbm, chunk_bytes=4096, micro_batch=size, activations="keep"
+    )
     model, optimizer = prepare_tuned(model, optimizer, config, virtual())
     return model, optimizer
 
@@ -238,3 +242,79 @@ def loss(device: str | None = None) -> Figures:
         "width": WIDTH,
     }
     return Figures(rows, detail)
+
+
+# -- context -------------------------------------------------------------------------------------
+
+
+DEEP, STATES = 8, 1.25  # the budget, over the bytes that plain torch keeps of states
+TILE = 256
+GRID = 64  # positions; contexts are multiples of it
+CONTEXT_STEPS = 3
+FURTHEST = 24  # times plain torch's longest context
+
+
+def context(device: str | None = None) -> Figures:
+    """The longest sequence of a small GPT in a fixed budget: hetero over plain torch, which
+    checkpoints its blocks."""
+    shape = GPTConfig(width=128, layers=DEEP, heads=4, context=GRID)
+    budget = int(STATES * 16 * sum(p.numel() for p in GPT(shape).parameters()))
+    # 1. plain torch: parameters, gradients and two moments, and what a step makes besides
+    plain = longest(lambda length: fits_plain(replace(shape, context=length), budget), GRID, 64)
+    # 2. hetero, on a device that counts every allocation and refuses what passes the budget
+    step = max(GRID, plain // 2 // GRID * GRID)
+    ours = longest(
+        lambda length: fits_ours(replace(shape, context=length), budget),
+        step,
+        FURTHEST * plain // step,
+    )
+    rows = [Figure("longest context, hetero / plain", ours / plain, "", ">=", 8.0)]
+    detail = {
+        "budget_bytes": budget,
+        "plain": plain,
+        "hetero": ours,
+        "settings": {"activations": "auto", "tile": TILE},
+        "seconds of a step at hetero's": timed(
+            partial(fits_ours, replace(shape, context=ours), budget)
+        )
+        / CONTEXT_STEPS,
+    }
+    return Figures(rows, detail)
+
+
+def longest(fits: Callable[[int], bool], step: int, most: int) -> int:
+    """Return the largest multiple of ``step`` that fits, up to ``most`` of them."""
+    found = 0
+    while found < most and fits((found + 1) * step):
+        found += 1
+    return found * step
+
+
+def fits_plain(shape: GPTConfig, budget: int) -> bool:
+    """Whether a step of plain torch stays within a budget, its states included."""
+    model = GPT(shape)
+    optimizer = adamw(model)
+    tokens = torch.randint(0, 256, (1, shape.context))
+    forward_backward(model, tokens)
+    optimizer.step()
+    states = [v for s in optimizer.state.values() for v in s.values() if v.dim()]
+    known = [*held(model), *states]
+    peak = peak_of(partial(forward_backward, model, tokens), known)
+    return bool(sum(t.nbytes for t in known) + peak <= budget)
+
+
+def fits_ours(shape: GPTConfig, budget: int) -> bool:
+    """Whether a few steps pass on a simulated device of this size."""
+    model: Any = GPT(replace(shape, checkpoint_blocks=False))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    config = Config.load(device=SimDevice(), hbm=budget, tile=TILE)
+    model, optimizer = prepare_tuned(model, optimizer, config, None)
+    tokens = torch.randint(0, 256, (1, shape.context))
+    try:
+        for _ in range(CONTEXT_STEPS):
+            forward_backward(model, tokens)
+            optimizer.step()
+            optimizer.zero_grad()
+    except BudgetError:
+        return False
+    return True

@@ -306,7 +306,7 @@ def save(device: str | None = None) -> Figures:
         torch.manual_seed(0)
         model: Any = GPT(GPTConfig(width=768, layers=8, context=64, checkpoint_blocks=False))
         hbm = 4 * parameter_bytes(model)
-        config = Config.load(device="cpu", hbm=hbm)
+        config = Config.load(device="cpu", hbm=hbm, activations="keep")
         model, optimizer = prepare_tuned(model, adamw(model), config, None)
         tokens = torch.randint(0, 256, (4, 64))
         n_bytes = 3 * parameter_bytes(model)

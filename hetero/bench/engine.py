@@ -103,7 +103,9 @@ def paged(device: str | None = None, pairs: int = 9) -> Figures:
     twin = copy.deepcopy(plain)
     optimizer = adamw(plain)
     hbm = sum(p.nbytes for p in plain.parameters())  # of p, g, m and v: a quarter
-    model, ours = prepare_tuned(twin, adamw(twin), Config.load(device=device, hbm=hbm), None)
+    model, ours = prepare_tuned(
+        twin, adamw(twin), Config.load(device=device, hbm=hbm, activations="keep"), None
+    )
     tokens = torch.randint(0, 256, (2, 256), device=place)
     sides = [(plain, optimizer), (model, ours)]
     seconds: list[list[float]] = [[], []]
@@ -132,7 +134,7 @@ def access(device: str | None = None, rounds: int = 3000) -> Figures:
     """Microseconds of one unit access on a hit, and of one parameter bind."""
     device = device or "cpu"
     model = GPT(GPTConfig(width=64, layers=6, heads=4, context=16, checkpoint_blocks=False))
-    config = Config.load(device=device, hbm="1GiB")
+    config = Config.load(device=device, hbm="1GiB", activations="keep")
     model, _ = prepare_tuned(model, adamw(model), config, None)
     runtime = engine_of(model).runtime
     unit = next(i for i, u in enumerate(engine_of(model).blueprint.units) if "block" in u.name)
@@ -271,7 +273,7 @@ def modelled(
     )
     model, optimizer = modelled_model(device, backward_seconds)
     hbm = UNIT_BYTES * (UNITS // 4) + activations(backward_seconds)
-    config = Config.load(device=device, hbm=hbm, chunk_bytes=4096)
+    config = Config.load(device=device, hbm=hbm, chunk_bytes=4096, activations="keep")
     model, optimizer = prepare_tuned(model, optimizer, config, tuning)
     engine = engine_of(model)
     seen: list[Modelled] = []
@@ -305,7 +307,7 @@ def activations(backward_seconds: float) -> int:
     """Return what the modelled model keeps, measured on one step with room for everything."""
     device = SimDevice()
     model, optimizer = modelled_model(device, backward_seconds)
-    config = Config.load(device=device, hbm=1 << 30, chunk_bytes=4096)
+    config = Config.load(device=device, hbm=1 << 30, chunk_bytes=4096, activations="keep")
     model, optimizer = prepare_tuned(model, optimizer, config, None)
     model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
     return engine_of(model).activations_seen()
@@ -324,11 +326,11 @@ def misses(device: str | None = None) -> Figures:
     torch.manual_seed(0)
     model: nn.Module = GPT(config)
     params = sum(p.nbytes for p in model.parameters())
-    wide = Config.load(device=device, hbm="1GiB", chunk_bytes="4KiB")
+    wide = Config.load(device=device, hbm="1GiB", chunk_bytes="4KiB", activations="keep")
     probe, optimizer = prepare_tuned(copy.deepcopy(model), None, wide, None), None
     probe(tokens, tokens).backward()
     hbm = params // 4 + engine_of(probe).activations_seen() + 2 * largest(engine_of(probe))
-    narrow = Config.load(device=device, hbm=hbm, chunk_bytes="4KiB")
+    narrow = Config.load(device=device, hbm=hbm, chunk_bytes="4KiB", activations="keep")
     model, optimizer = prepare_tuned(model, adamw(model), narrow, None)
     per_step: list[dict[str, int]] = []
     for _ in range(6):

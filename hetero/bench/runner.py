@@ -76,6 +76,7 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "activations": activations.activations,
     "micro-batch": activations.micro_batch,
     "loss": activations.loss,
+    "context": activations.context,
 }
 
 

@@ -191,7 +191,7 @@ def bytes_a_parameter(device: str | None = None) -> Figures:
     model: nn.Module = GPT(GPTConfig(width=768, layers=8, heads=4, context=32))
     params = sum(p.numel() for p in model.parameters())
     hbm = 6 * params  # room for weights and activations, not for all states: it stays paged
-    config = Config.load(device=device or "cpu:sim", hbm=hbm, precision="bf16")
+    config = Config.load(device=device or "cpu:sim", hbm=hbm, precision="bf16", activations="keep")
     model, opt = prepare_tuned(model, adamw(model), config, None)
     engine = engine_of(model)
     place = "cuda" if device == "cuda" else "cpu"
@@ -320,7 +320,7 @@ def paced(share: float, tuning: Tuning) -> dict[str, Any]:
     units = [PacedUnit(PACED_NUMEL, device, grad) for _ in range(PACED_UNITS)]
     model: nn.Module = nn.Sequential(*units)
     hbm = 5 * PACED_NUMEL * PACED_UNITS // 2  # frames for all weights: updates alone move them
-    config = Config.load(device=device, hbm=hbm, precision="bf16")
+    config = Config.load(device=device, hbm=hbm, precision="bf16", activations="keep")
     model, opt = prepare_tuned(model, torch.optim.AdamW(model.parameters()), config, tuning)
     engine = engine_of(model)
     for _ in range(3):  # states appear, the plan settles

@@ -174,7 +174,7 @@ class Engine:
                 self._attach_resident()
             if self.mode == "resident":
                 self._shape_resident()
-            self._fuse_loss()
+            self._rewrite()
             if self.inner is not None:
                 self._wrap_optimizer(self.inner)
             self.hooks.guard(self.model, self._state_dict_access)
@@ -395,9 +395,16 @@ class Engine:
         if self.activations.offloads:
             self.hooks.save_through(self.model, saved)
 
-    def _fuse_loss(self) -> None:
+    def _rewrite(self) -> None:
+        """Let modules compute otherwise, where settings ask for it."""
         if self.config.fused_loss:
             self.hooks.fuse_loss(self.model)
+        if self.config.tile and not self.hooks.tile(self.blueprint.units, self.config.tile):
+            raise ConfigError(
+                f"tile={self.config.tile}: no unit of this {type(self.model).__name__} has an MLP"
+                " that is recognised by the name of its class",
+                advice="call hetero.tile(module, size=...) on position-wise modules before prepare",
+            )
 
     @property
     def has_masters(self) -> bool:
@@ -658,7 +665,7 @@ class Engine:
                 if isinstance(param.grad, LazyGrad):
                     param.grad = param.grad.slot.keep()
         self._shape_resident(self.activations.policies)
-        self._fuse_loss()
+        self._rewrite()
         self.hooks.guard(self.model, self._state_dict_access)
         return True
 

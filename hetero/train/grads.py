@@ -34,6 +34,7 @@ from hetero.memory.pool import Use
 from hetero.memory.slab import Home, HomeStore
 from hetero.train.flight import Flight
 from hetero.train.lazy import Lazy, call
+from hetero.train.meter import unmeasured
 from hetero.train.precision import Masters, row
 from hetero.train.swizzle import get_grad, set_grad
 from hetero.train.worker import Job, Worker
@@ -298,8 +299,9 @@ class GradStore:
             storages = (self._storage(index) for index in indices)
             siblings = Counter(storage for storage in storages if storage is not None)
             seen = [self._is_held(index, siblings) for index in indices]
-            for index, held in zip(indices, seen, strict=True):
-                self.flush(index, held=held)
+            with unmeasured():  # what is made here is made on HOST
+                for index, held in zip(indices, seen, strict=True):
+                    self.flush(index, held=held)
         self.flight.poll()
 
     def flush(self, index: int, *, held: bool, scaled: bool = True) -> None:

@@ -25,6 +25,7 @@ from hetero.train.meter import Meter
 from hetero.train.policy import Activations
 from hetero.train.runtime import Runtime
 from hetero.train.swizzle import plainly
+from hetero.train.tiles import TILE, mlps, tile
 from hetero.train.units import Unit
 
 
@@ -68,6 +69,16 @@ class Hooks:
     def save_through(self, model: nn.Module, saved: SavedTensors) -> None:
         """Let what the whole model's forward saves pass through our pair of hooks."""
         self._bracket(model, functools.partial(around_saving, saved))
+
+    def tile(self, units: Sequence[Unit], size: int) -> int:
+        """Let the MLPs of blocks take ``size`` positions at a time; returns how many there are."""
+        found = [m for unit in units if unit.module is not None for m in mlps(unit.module)]
+        for module in found:
+            self._replace(module, TILE, None)  # so that `remove` takes both off again
+            self._replace(module, "forward", module.forward)
+            del module.__dict__[TILE], module.__dict__["forward"]
+            tile(module, size=size)
+        return len(found)
 
     def fuse_loss(self, model: nn.Module) -> None:
         """Let a causal language model's head leave its logits to its loss."""

@@ -12,7 +12,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 
 from hetero.device import Device
 from hetero.errors import BudgetError
@@ -20,7 +24,7 @@ from hetero.train.footprint import Footprint
 from hetero.train.swizzle import plainly
 
 EXPECTED = 4  # models between a forward and a step, that backward passes are watched for
-CUDA_MARGIN = 0.05  # of the allocator's peak: segments are not perfectly reused
+MARGIN = 0.05  # of a measured peak: segments are not perfectly reused, nor copies equally fast
 
 
 class Meter(Protocol):
@@ -66,7 +70,7 @@ class AllocatorMeter:
 
     def peak_bytes(self) -> int:
         peak = (self._device.allocated_peak() or 0) - self._others()
-        return int((1 + CUDA_MARGIN) * max(0, peak))
+        return int((1 + MARGIN) * max(0, peak))
 
     def restart(self) -> None:
         self._device.reset_peak()
@@ -166,7 +170,8 @@ class TracedMeter:
             yield
 
     def peak_bytes(self) -> int:
-        return self._mode.peak + self._footprint.output_bytes + self._in_flight_bytes
+        besides = self._footprint.output_bytes + self._in_flight_bytes
+        return int((1 + MARGIN) * self._mode.peak) + besides
 
     def restart(self) -> None:
         self._runs.forget(self)
@@ -214,6 +219,14 @@ def guard_backward() -> Runs:
         return runs
     found: Runs = run.hetero_runs
     return found
+
+
+def unmeasured() -> AbstractContextManager[Any]:
+    """Let operations on HOST inside a block count for nothing."""
+    if _get_current_dispatch_mode() is None:
+        return nullcontext()
+    manager: AbstractContextManager[Any] = _disable_current_modes()
+    return manager
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -29,6 +29,7 @@ from hetero.train.footprint import CHANGED
 from hetero.train.grads import GradStore
 from hetero.train.head import LateLogits
 from hetero.train.lazy import DiskSlot, OnDisk
+from hetero.train.meter import unmeasured
 from hetero.train.precision import Masters, Scaling
 from hetero.train.swizzle import Swizzle
 from hetero.train.tracer import Cursor
@@ -228,10 +229,11 @@ class Runtime:
     def _pin(self, buckets: Sequence[int], why: str) -> None:
         """Pin buckets, after the late fetches among which theirs are: the plan knew a place."""
         missing = [b for b in buckets if b not in self.manager.replicas] if self._late else []
-        while any(op.bucket in missing for op in self._late):
-            op = self._late.popleft()
-            self.manager.prefetch(op.bucket, op.start, op.evict)
-        self.manager.pin(buckets, why)
+        with unmeasured():  # frames are counted as such, and what comes from disk is on HOST
+            while any(op.bucket in missing for op in self._late):
+                op = self._late.popleft()
+                self.manager.prefetch(op.bucket, op.start, op.evict)
+            self.manager.pin(buckets, why)
 
     # -- accesses of backward --------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -10,10 +12,12 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
-from hetero.train.recompute import in_backward, recomputed
+from hetero.train.recompute import recomputed
 
 M = TypeVar("M", bound=nn.Module)
 TILE = "_hetero_tile"
+MLP = re.compile(r"(?i)mlp|feed_?forward|ffn")  # classes of blocks' position-wise parts
+MIXES = re.compile(r"(?i)moe|expert|sparse|router|conv|attention")  # or sees more than a position
 
 
 def tile(module: M, dim: int = 1, *, size: int) -> M:
@@ -45,6 +49,21 @@ def tile(module: M, dim: int = 1, *, size: int) -> M:
     return module
 
 
+def mlps(block: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules of a block that are MLPs by the name of their class.
+
+    Two linear layers or more make one; what routes, convolves or attends is none.
+    """
+    for child in block.children():
+        names = [type(part).__name__ for part in child.modules()]
+        layers = sum(name.endswith("Linear") or name == "Conv1D" for name in names)
+        alone = not any(MIXES.search(name) for name in names if name != "Conv1D")
+        if MLP.search(names[0]) and layers > 1 and alone:
+            yield child
+        else:
+            yield from mlps(child)
+
+
 def _tiled(module: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     dim, size = module.__dict__[TILE]
     call = partial(type(module).forward, module)
@@ -52,7 +71,7 @@ def _tiled(module: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any
         return call(x, *args, **kwargs)
     outputs = []
     for part in x.split(size, dim):
-        if torch.is_grad_enabled() and not in_backward():
+        if torch.is_grad_enabled():  # while the block around it is computed again, too
             outputs.append(recomputed(module, call, (part, *args), kwargs))
         else:
             outputs.append(call(part, *args, **kwargs))

@@ -117,3 +117,65 @@ def test_what_cannot_be_tiled_is_refused() -> None:
     patched.forward = lambda x: x  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="was replaced"):
         hetero.tile(patched, size=2)
+
+
+class Mixer(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.attention = nn.Linear(width, width)
+        self.mlp = MLP(width, dropout=0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.softmax(self.attention(x), 1)
+        return x + self.mlp(x)
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Mixer() for _ in range(4)))
+
+
+@pytest.mark.parametrize("hbm", ["64KiB", None])
+@pytest.mark.parametrize("policy", ["auto", "keep", "recompute", "offload"])
+def test_tiles_are_the_same_whatever_becomes_of_the_blocks_around_them(
+    policy: str, hbm: str | None
+) -> None:
+    plain = blocks()
+    twin = copy.deepcopy(plain)
+    for block in plain:
+        hetero.tile(block.mlp, size=5)
+    model, optimizer = hetero.prepare(
+        twin,
+        torch.optim.SGD(twin.parameters(), lr=0.1),
+        device="cpu:sim",
+        hbm=hbm,
+        chunk_bytes=512,
+        activations=policy,
+        tile=5,
+    )
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    for number in range(4):
+        found = []
+        for side, opt in ((plain, reference), (model, optimizer)):
+            torch.manual_seed(number)
+            loss = side(torch.randn(2, 13, 8)).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            found.append(loss.detach())
+        assert torch.equal(*found)
+
+    model, _ = hetero.release(model, optimizer)
+    same = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_model_without_a_recognised_mlp_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    with pytest.raises(ConfigError, match="has an MLP"):
+        hetero.prepare(model, device="cpu", tile=8)
+
+    assert model(torch.ones(1, 4)).shape == (1, 4)
