@@ -220,7 +220,12 @@ class Engine:
             pool=self.store.pool,
             reserved=self._host_to_come,
         )
-        return Offload(store, self.device, min_bytes=min(MIN_BYTES, chunk_bytes))
+        return Offload(
+            store,
+            self.device,
+            required=self.config.activations == "offload",
+            min_bytes=min(MIN_BYTES, chunk_bytes),
+        )
 
     def _host_to_come(self) -> int:
         """Return the bytes of RAM that homes will take and have not taken yet."""

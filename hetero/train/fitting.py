@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 from hetero.device import Device, Ticket
 from hetero.errors import BudgetError
 from hetero.memory.ledger import Ledger
-from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Policy, Use, choose, peak_bytes
+from hetero.plan.activations import LEAST, OFFLOAD, Policy, Use, choose, peak_bytes
 from hetero.train.budget import Budget
 from hetero.train.footprint import Footprint
 from hetero.train.meter import Meter
@@ -187,14 +187,14 @@ class Fitting:
             self._make_room(unit)
 
     def _first_sight(self, unit: int) -> None:
-        """Nobody knows yet what fits: of each kind of unit the first is kept, to see what it saves.
+        """Nobody knows yet what fits: the first step has as little on the device as can be.
 
-        The others are computed again, or go down, until the step is over.
+        Of each kind of unit the first goes down whole, which shows what it saves.
         """
         if self._choice.may_change:
             alike = [self.rows[other] for other in self._now if self._alike(unit, other)]
-            known = OFFLOAD if any(row.writes for row in alike) else RECOMPUTE
-            self._choice.policies[unit] = known if alike else KEEP
+            known = bool(alike) and not any(row.writes for row in alike)
+            self._choice.policies[unit] = LEAST if known else OFFLOAD
 
     def _note(self, seen: Open) -> None:
         """Write down what a unit left."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hetero.device import ALONE, Device, Ticket, use_count
-from hetero.errors import StateError
+from hetero.errors import BudgetError, StateError
 from hetero.memory.parcel import Parcel, ParcelStore
 from hetero.train.footprint import Footprint, Held, Kept
 from hetero.train.recompute import NO_TASK, in_backward
@@ -102,6 +102,10 @@ class Offload:
 
     At any time the device holds the storages of two loads at most beside what never went down: in
     forward one on its way and one that is being made, in backward one in use and the next.
+
+    Args:
+        required: whether it is an error that there is no room below.
+        min_bytes: storages that are smaller stay.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Offload:
         store: ParcelStore,
         device: Device,
         *,
+        required: bool,
         min_bytes: int = MIN_BYTES,
     ) -> None:
         self.store = store
@@ -116,6 +121,7 @@ class Offload:
         """Where what is fetched is counted."""
         self.active = False
         """Whether what is saved now may go down."""
+        self.required = required
         self._device = device
         self._min_bytes = min_bytes
         self._kept: dict[int, list[weakref.ref[Kept]]] = {}  # by storage
@@ -150,8 +156,14 @@ class Offload:
             return
         self._bury()
         going = [found for key in list(self._kept) if (found := self._final(key)) is not None]
-        if going:
+        if not going:
+            return
+        try:
             self._send(going)
+        except BudgetError:
+            if self.required:
+                raise
+            # there is no room below: what graphs hold stays where it is
 
     def _final(self, key: int) -> Going | None:
         """Return what graphs keep of a storage that nobody else has, and forget it."""
