@@ -1,16 +1,20 @@
 """Computing a unit again in backward, from its inputs (floor 2).
 
-Torch's own non-reentrant checkpoint at the unit's border restores generators and autocast. What it
-does not restore are buffers: a batch norm would move its running averages twice. While a unit is
-computed again, copies stand in for its buffers.
+Torch's own non-reentrant checkpoint at the unit's border restores its generators and autocast. What
+it does not restore are buffers: a batch norm would move its running averages twice. While a unit is
+computed again, copies stand in for its buffers. Nor does it know of other generators: Python's,
+numpy's and those that modules have of their own draw again what they drew.
 """
 
 from __future__ import annotations
 
+import operator
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -33,11 +37,14 @@ def recomputed(module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[
     leaves, spec = tree_flatten((tuple(args), kwargs))
     distinct, places = told_apart(leaves)
 
+    drawn: list[Drawn] = []
+
     def run(*distinct: Any) -> Any:
         args, kwargs = tree_unflatten([distinct[place] for place in places], spec)
         if not in_backward():
-            return call(*args, **kwargs)
-        with buffers_apart(module):
+            with noting(module, drawn):
+                return call(*args, **kwargs)
+        with buffers_apart(module), drawing_again(drawn):
             return call(*args, **kwargs)
 
     before = versions(distinct)
@@ -94,3 +101,56 @@ def buffers_apart(module: nn.Module) -> Iterator[None]:
     finally:
         for owner, buffers in held:
             owner._buffers.update(buffers)
+
+
+class Source(NamedTuple):
+    """A generator that torch's checkpoint does not know."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    same: Callable[[Any, Any], bool]
+
+
+class Drawn(NamedTuple):
+    """A generator that was drawn from, and its state before."""
+
+    source: Source
+    state: Any
+
+
+def sources(module: nn.Module) -> Iterator[Source]:
+    """Yield the generators that a module may draw from, torch's global ones not among them."""
+    yield Source(random.getstate, random.setstate, operator.eq)
+    yield Source(np.random.get_state, np.random.set_state, _same_arrays)
+    found = {id(v): v for m in module.modules() for v in vars(m).values() if _is_generator(v)}
+    for generator in found.values():
+        yield Source(generator.get_state, generator.set_state, torch.equal)
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, torch.Generator)
+
+
+def _same_arrays(first: Any, second: Any) -> bool:
+    return bool(np.array_equal(first[1], second[1]) and first[2:] == second[2:])
+
+
+@contextmanager
+def noting(module: nn.Module, drawn: list[Drawn]) -> Iterator[None]:
+    """Note which generators a block draws from, and where they stood."""
+    before = [Drawn(source, source.get()) for source in sources(module)]
+    yield
+    drawn[:] = [one for one in before if not one.source.same(one.state, one.source.get())]
+
+
+@contextmanager
+def drawing_again(drawn: Sequence[Drawn]) -> Iterator[None]:
+    """Let generators stand where they stood; they go on afterwards as if the block had not run."""
+    after = [Drawn(source, source.get()) for source, _ in drawn]
+    for source, state in drawn:
+        source.set(state)
+    try:
+        yield
+    finally:
+        for source, state in after:
+            source.set(state)

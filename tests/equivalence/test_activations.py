@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,6 +160,41 @@ def test_a_checkpoint_of_the_models_own_is_left_alone() -> None:
     step_of(model, optimizer, 0)
 
     assert model.runs == 8
+
+
+class Random(Block):
+    """Draws from every generator there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(x.shape, generator=self.own) + float(np.random.rand())
+        if random.random() < 0.5:
+            noise = noise * 2
+        return super().forward(x) * noise
+
+
+def test_what_units_draw_from_any_generator_is_drawn_again() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Random() for _ in range(6)))
+    model = nn.Sequential(*(Random() for _ in range(6)))
+    model.load_state_dict(plain.state_dict())
+    reference = adamw(plain)
+    model, optimizer = hetero.prepare(
+        model, adamw(model), device="cpu", hbm=HBM, chunk_bytes=1024, activations="recompute"
+    )
+
+    for number in range(4):
+        losses = []
+        for side, opt in ((plain, reference), (model, optimizer)):
+            random.seed(number)
+            np.random.seed(number)
+            losses.append(step_of(side, opt, number))
+            losses.append(torch.tensor([random.random(), np.random.rand()]))
+        assert torch.equal(losses[0], losses[2]) and torch.equal(losses[1], losses[3])
+    same(values(plain), values(model), "weights")
 
 
 class Checkpointed(nn.Module):
