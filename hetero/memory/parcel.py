@@ -149,11 +149,16 @@ class ParcelStore:
             for number in needed
         }
         ticket = None
-        for number, pieces in self._by_chunk(parcel):
-            wanted = [piece for piece in pieces if piece.source in targets]
-            if wanted:
-                chunk = parcel.chunks[number]
-                ticket = self._move(Lane.H2D, chunk, targets, wanted, after, None)
+        try:
+            for number, pieces in self._by_chunk(parcel):
+                wanted = [piece for piece in pieces if piece.source in targets]
+                if wanted:
+                    chunk = parcel.chunks[number]
+                    ticket = self._move(Lane.H2D, chunk, targets, wanted, after, None)
+        except BaseException:
+            if ticket is not None:  # what was queued still writes to the targets
+                self._device.sync(ticket)
+            raise
         self.poll()
         return targets, ticket
 
@@ -184,13 +189,20 @@ class ParcelStore:
         while self._legs:
             self._retire()
 
-    def close(self) -> None:
-        """Give the memory back."""
+    def trim(self) -> None:
+        """Give HOST the memory of free chunks back."""
         self.finish()
         for chunk in self._free:
             if chunk.extents is None:
+                for ticket in chunk.idle:
+                    self._device.sync(ticket)
                 release_slab(chunk.slab)
                 self._ledger.credit(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes)
+        self._free = [chunk for chunk in self._free if chunk.extents is not None]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.trim()
         self._free.clear()
 
     # -- inside ----------------------------------------------------------------------------------

@@ -310,6 +310,8 @@ class Engine:
         self._shape(self.runtime.saved, self.runtime.enter, self.runtime.leave)
         self.fitting = self._make_fitting()
         self.activations.watch = self.fitting
+        if self.inner is None:
+            self.activations.may_change = False  # no step comes that would end the measuring
         meter = self.fitting.meter
         self.hooks.watch(self.model, plan.units, self.runtime, self.activations, meter)
         self.device.reset_peak()
@@ -638,6 +640,8 @@ class Engine:
         budget, needed = self.budget, self.fitting.needed_bytes()
         if budget.measured and needed == budget.activation_bytes:
             return False
+        if not self.activations.offloads:
+            self.offload.trim()
         limit = budget.frames_beside(needed, self.fitting.largest())
         if self._may_stay and budget.holds_everything(needed):
             return self._become_resident(needed)

@@ -57,9 +57,10 @@ class Open(NamedTuple):
     unit: int
     inputs: list[torch.Tensor]
     input_bytes: int
-    versions: list[int]
+    versions: list[int] | None
+    """Of the inputs, where it was never seen before."""
     held_bytes: int
-    began: Ticket
+    began: Ticket | None
 
 
 class UnitKind(NamedTuple):
@@ -132,6 +133,7 @@ class Fitting:
         self._order: list[int] = []  # units of the last forward
         self._now: list[int] = []  # and of this one, so far
         self._open: Open | None = None
+        self._stamps: dict[int, tuple[Ticket, Ticket]] = {}  # of units seen for the first time
         self._spoiled = False  # an error ended a forward or a backward
         self._scale = 1.0  # of what this forward leaves, by what the last one left
         self._beside_bytes = 0  # at the peak, beside what units leave
@@ -163,9 +165,10 @@ class Fitting:
         inputs = tensors_of((args, kwargs))
         n_bytes = sum(tensor.nbytes for tensor in inputs)
         self._look_ahead(unit, n_bytes)
-        held = self._footprint.live_bytes
-        then = versions(inputs)
-        self._open = Open(unit, inputs, n_bytes, then, held, self._device.stamp())
+        first = unit not in self.rows
+        then = versions(inputs) if first else None
+        began = self._device.stamp() if first else None
+        self._open = Open(unit, inputs, n_bytes, then, self._footprint.live_bytes, began)
         try:
             yield
             self._note(self._open)
@@ -200,15 +203,19 @@ class Fitting:
         """Write down what a unit left."""
         policy, unit = self._choice.policy_of(seen.unit), seen.unit
         left = max(0, self._footprint.live_bytes - seen.held_bytes)
-        seconds = self._device.seconds_between(seen.began, self._device.stamp())
-        row = self.rows.get(unit)
-        saved = self._saved(unit, seen.input_bytes) if policy.recompute else left
-        if row is not None and row.policy == policy and row.left_bytes:
-            self._scale = left / row.left_bytes
-        writes = versions(seen.inputs) != seen.versions
-        self.rows[unit] = Row(
-            policy, seen.input_bytes, left, saved, seen.held_bytes, seconds, writes
-        )
+        row, n_bytes = self.rows.get(unit), seen.input_bytes
+        saved = self._saved(unit, n_bytes) if policy.recompute else left
+        if row is None:
+            writes, seconds = versions(seen.inputs) != seen.versions, 0.0
+            if seen.began is not None:  # told when the step is over: nothing is waited for here
+                self._stamps[unit] = seen.began, self._device.stamp()
+        else:
+            writes, seconds = row.writes, row.seconds
+            if row.input_bytes:
+                seconds *= n_bytes / row.input_bytes
+            if row.policy == policy and row.left_bytes:
+                self._scale = left / row.left_bytes
+        self.rows[unit] = Row(policy, n_bytes, left, saved, seen.held_bytes, seconds, writes)
         self._now.append(unit)
 
     def _saved(self, unit: int, input_bytes: int) -> int:
@@ -284,6 +291,9 @@ class Fitting:
 
         Where the choice is free, and was made for something else, it is made anew.
         """
+        for unit, (began, ended) in self._stamps.items():
+            self.rows[unit].seconds = self._device.seconds_between(began, ended)
+        self._stamps.clear()
         # 1. what the step had on the device, and how much of it is not explained by what units left
         units = [unit for unit in self._now or self._order if unit in self.rows]
         self._scale, self._beside_bytes = 1.0, 0

@@ -21,6 +21,7 @@ from hetero.train.footprint import Footprint, Held, Kept
 from hetero.train.recompute import NO_TASK, in_backward
 
 MIN_BYTES = 16 * 2**10  # smaller storages stay: a transfer's launch costs more than they weigh
+PATIENCE = 4  # borders after which a storage that others still have stays for good
 NOBODY = -1
 _task = torch._C._current_graph_task_id
 
@@ -90,6 +91,16 @@ class Spot:
         self._load.let_go(self._position)
 
 
+class Waiting:
+    """What graphs keep of a storage that somebody else may have too, and for how many borders."""
+
+    __slots__ = ("borders", "kept")
+
+    def __init__(self) -> None:
+        self.borders = 0
+        self.kept: list[weakref.ref[Kept]] = []
+
+
 class Going(NamedTuple):
     """A storage (1-D, uint8) that goes down, and what graphs keep of it."""
 
@@ -124,7 +135,7 @@ class Offload:
         self.required = required
         self._device = device
         self._min_bytes = min_bytes
-        self._kept: dict[int, list[weakref.ref[Kept]]] = {}  # by storage
+        self._kept: dict[int, Waiting] = {}  # by storage
         self._loads: dict[int, weakref.ref[Load]] = {}  # by number, oldest first
         self._n_loads = 0
         self._dead: deque[Remains] = deque()
@@ -145,7 +156,8 @@ class Offload:
     def keep(self, tensor: torch.Tensor, key: int, held: Held) -> Kept:
         """Return what a graph keeps of a tensor for now; ``key`` is its storage's."""
         kept = Kept(tensor.detach(), held)
-        self._kept.setdefault(key, []).append(weakref.ref(kept))
+        waiting = self._kept.setdefault(key, Waiting())
+        waiting.kept.append(weakref.ref(kept))
         return kept
 
     # -- down ------------------------------------------------------------------------------------
@@ -167,12 +179,16 @@ class Offload:
 
     def _final(self, key: int) -> Going | None:
         """Return what graphs keep of a storage that nobody else has, and forget it."""
-        found = [(k, k.tensor) for ref in self._kept[key] if (k := ref()) is not None]
+        waiting = self._kept[key]
+        found = [(k, k.tensor) for ref in waiting.kept if (k := ref()) is not None]
         kept = [(k, tensor) for k, tensor in found if tensor is not None]
+        waiting.borders += 1
         if not kept:  # and the key may be another storage's soon
             del self._kept[key]
             return None
         if use_count(kept[0][1]) > ALONE - 1 + len(kept):  # [Note: nobody else]
+            if waiting.borders == PATIENCE:  # a parameter, or what the user keeps
+                del self._kept[key]
             return None
         del self._kept[key]
         if any(tensor._version != k.version for k, tensor in kept):
@@ -267,6 +283,11 @@ class Offload:
                 self._device.wait(remains.ticket)
             self.store.discard(remains.parcel)
         self._loads = {n: ref for n, ref in self._loads.items() if ref() is not None}
+
+    def trim(self) -> None:
+        """Nothing goes down any more: give HOST back what is free."""
+        self._bury()
+        self.store.trim()
 
     def close(self) -> None:
         """Give everything back; graphs that are still there have lost what went down."""
