@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter
 from hetero.device import Device, Ticket
 from hetero.errors import BudgetError
 from hetero.memory.ledger import Ledger
-from hetero.plan.activations import LEAST, OFFLOAD, Policy, Use, choose, peak_bytes
+from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Policy, Use, choose, peak_bytes
 from hetero.train.budget import Budget
 from hetero.train.footprint import Footprint
 from hetero.train.meter import Meter
@@ -140,6 +140,7 @@ class Fitting:
         self._chosen_for = 0  # bytes of inputs that policies were chosen for
         self._inputs: deque[int] = deque(maxlen=WINDOW)
         self._peaks: deque[int] = deque(maxlen=WINDOW)
+        self._failed: list[dict[int, Policy]] = []  # choices that were measured not to fit
         self._is_guess = False  # whether the last of them is expected, and not measured
 
     # -- a forward -------------------------------------------------------------------------------
@@ -256,7 +257,8 @@ class Fitting:
         return peak_bytes(uses, policies, int(max(1.0, self._scale) * self._beside_bytes))
 
     def _choose(self, units: Sequence[int], uses: Sequence[Use], room_bytes: int) -> bool:
-        """Choose policies that fit; the smallest, and False, where none does."""
+        """Choose policies that fit; the smallest that are not known to fail, and False, where none
+        does."""
         found = choose(
             uses,
             int((1 - MARGIN) * room_bytes),
@@ -264,9 +266,21 @@ class Fitting:
             up=partial(self._device.copy_seconds, Lane.H2D),
             working_bytes=int(max(1.0, self._scale) * self._beside_bytes),
         )
-        chosen = [use.may(LEAST) for use in uses] if found is None else found
-        self._choice.policies.update(zip(units, chosen, strict=True))
-        return found is not None
+        options = [found] if found is not None else self._smallest(uses)
+        for option in options:
+            policies = {**self._choice.policies, **dict(zip(units, option, strict=True))}
+            if policies not in self._failed:
+                self._choice.policies.update(policies)
+                return found is not None
+        return False
+
+    def _smallest(self, uses: Sequence[Use]) -> list[list[Policy]]:
+        """Return one policy for all units, each there is, those that should take least first."""
+        options = [
+            [use.may(policy) for use in uses[:-1]] + [KEEP] * bool(uses)
+            for policy in (LEAST, RECOMPUTE, OFFLOAD, KEEP)
+        ]
+        return sorted(options, key=lambda option: peak_bytes(uses, option))
 
     def _order_from(self, unit: int) -> list[int]:
         """Return the units from this one on, as the last forward had them."""
@@ -317,6 +331,8 @@ class Fitting:
         """Whether policies were chosen for other inputs, or do not fit."""
         top = max(self._inputs)
         fits = max(self._peaks) <= self.budget.most_bytes - self.budget.plan.least_bytes
+        if fits:
+            self._failed.clear()
         return not (SHRUNK * self._chosen_for <= top <= self._chosen_for and fits)
 
     def _choose_all(self, units: Sequence[int]) -> None:
@@ -329,11 +345,17 @@ class Fitting:
         rooms = [most - 2 * plan.least_bytes, most - plan.least_bytes]
         if self._may_stay:
             rooms.insert(0, most - plan.home_bytes)
-        any(self._choose(units, uses, room) for room in rooms)
-        self._peaks.clear()
-        expected = self._peak_bytes(units, uses)
+        before = dict(self._choice.policies)
+        if max(self._peaks) > rooms[-1]:
+            self._failed.append(before)
+        if not any(self._choose(units, uses, room) for room in rooms):
+            self._choose(units, uses, rooms[-1])
+        if self._choice.policies == before:
+            return
+        # what nobody has tried yet is tried with as few frames as may be needed, and then known
         largest = max((use.saved_bytes for use in uses), default=0)
-        self._peaks.append(max(expected, min(expected + largest, rooms[-1])))
+        self._peaks.clear()
+        self._peaks.append(min(self._peak_bytes(units, uses) + largest, rooms[-1]))
         self._is_guess = True
 
     def charge(self, activation_bytes: int) -> None:

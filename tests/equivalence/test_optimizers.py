@@ -252,7 +252,7 @@ def prepared(
     **settings: Any,
 ) -> tuple[Any, Any]:
     model = case.net()
-    settings = {"chunk_bytes": CHUNK_BYTES, **settings}
+    settings = {"chunk_bytes": CHUNK_BYTES, "activations": "keep", **settings}
     config = Config.load(device=device, hbm=hbm, **settings)
     return prepare_tuned(model, case.make(model.parameters()), config, tuning)
 
