@@ -44,7 +44,10 @@ _aten = torch.ops.aten
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _task = torch._C._current_graph_task_id
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
-_DISPATCHERS = (__name__, "torch._ops", "torch.utils._python_dispatch")
+_DISPATCHERS = (
+    *(__name__, "torch._ops", "torch.utils._python_dispatch"),
+    *("torch._dynamo.eval_frame", "torch._compile", "hetero.train.meter"),  # a mode's own frames
+)
 NO_TASK = -1
 GRAD, WIDE = Kind.GRAD.value, "grad32"
 Norm = tuple[float, torch.Tensor]
