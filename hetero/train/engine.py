@@ -289,6 +289,7 @@ class Engine:
         self.manager.writing = self._before_writing
         self.manager.home_written = self.masters.reset
         self._attach_grads(self.device)
+        self.grads.flight.limit_bytes = 0  # until it is known what is left
         self.manager.claimed = self.grads.let_go
         self.runtime = Runtime(
             layout,
@@ -344,6 +345,7 @@ class Engine:
             self.ledger,
             self.device,
             meter=self._make_meter(),
+            ring=self.grads.flight,
             footprint=self.runtime.saved.footprint,
             frames=self,
             choice=self.activations,
@@ -374,9 +376,9 @@ class Engine:
                 footprint,
                 check=lambda live: self.fitting.check(live),
                 ours=lambda: self.runtime.is_running,
-                in_flight_bytes=largest,  # gradients that landed sooner this time
+                passing=self.grads.flight.sources,
             )
-        return BoundMeter(footprint, 2 * largest if stepped else 0)
+        return BoundMeter(footprint, largest if stepped else 0)
 
     @property
     def limit(self) -> int:
@@ -426,7 +428,7 @@ class Engine:
             self.link,
             self.ledger,
             sizes_bytes=[s.spec.numel * b.dtype.itemsize for b in trainable for s in b.segments],
-            held_bytes=max((b.n_bytes for b in trainable), default=0),
+            most_bytes=max((b.n_bytes for b in trainable), default=0),
         )
         self.grads = GradStore(
             self.params,
@@ -637,23 +639,25 @@ class Engine:
 
     def _fit(self) -> bool:
         """Give frames what activations leave of the budget; True when the model became resident."""
-        budget, needed = self.budget, self.fitting.needed_bytes()
-        if budget.measured and needed == budget.activation_bytes:
+        fitting, budget = self.fitting, self.budget
+        needed = fitting.needed_bytes()
+        ring = fitting.ring_bytes(needed)
+        if budget.measured and needed + ring == budget.activation_bytes:
             return False
         if not self.activations.offloads:
             self.offload.trim()
-        limit = budget.frames_beside(needed, self.fitting.largest())
-        if self._may_stay and budget.holds_everything(needed):
-            return self._become_resident(needed)
+        limit = budget.frames_beside(needed + ring, fitting.largest())
+        if self._may_stay and budget.holds_everything(needed + ring):
+            return self._become_resident(needed, ring)
         if self.resize(limit):  # a view may still be held: the next border tries again
-            self.fitting.charge(needed)
+            fitting.charge(needed, ring)
         return False
 
     def activations_seen(self) -> int:
         """Return the bytes besides frames and buffers that this step held at its peak."""
         return self.fitting.meter.peak_bytes()
 
-    def _become_resident(self, activation_bytes: int) -> bool:
+    def _become_resident(self, activation_bytes: int, ring_bytes: int) -> bool:
         """Everything fits beside the activations: the homes become the parameters themselves."""
         if self.manager.held:
             return False  # a view is still held: the next border tries again
@@ -663,7 +667,7 @@ class Engine:
         for index, (bucket, segment) in enumerate(self.blueprint.layout.home):
             home = self.store.homes[PARAM, bucket]
             self.runtime.swizzle.restore(index, home.segments[segment.position])
-        self.fitting.charge(activation_bytes)
+        self.fitting.charge(activation_bytes, ring_bytes)
         self.mode = "resident"
         if self.has_masters:
             self.hooks.gradients(self.params, self.grads.arrived)

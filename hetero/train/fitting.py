@@ -25,7 +25,7 @@ from hetero.memory.ledger import Ledger
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Policy, Use, choose, peak_bytes
 from hetero.train.budget import Budget
 from hetero.train.footprint import Footprint
-from hetero.train.meter import Meter
+from hetero.train.meter import Meter, unmeasured
 from hetero.train.recompute import versions
 from hetero.train.swizzle import plainly
 from hetero.types import Kind, Lane, Tier, format_bytes
@@ -82,6 +82,20 @@ class Frames(Protocol):
         """Have so many; False, and nothing changed, while a replica is held."""
 
 
+class Ring(Protocol):
+    """Gradients on their way down, which the device holds until they have landed."""
+
+    limit_bytes: int
+    """Of those that it may hold."""
+
+    @property
+    def useful_bytes(self) -> int:
+        """The limit that lets copies overlap with compute."""
+
+    def poll(self) -> None:
+        """Wait until no more are held than may be."""
+
+
 class Choice(Protocol):
     """The policies of units."""
 
@@ -112,6 +126,7 @@ class Fitting:
         *,
         meter: Meter,
         footprint: Footprint,
+        ring: Ring,
         frames: Frames,
         choice: Choice,
         names: Sequence[str],
@@ -125,6 +140,7 @@ class Fitting:
         self._ledger = ledger
         self._device = device
         self._footprint = footprint
+        self._ring = ring
         self._frames = frames
         self._choice = choice
         self._names = names
@@ -237,19 +253,25 @@ class Fitting:
 
     def _make_room(self, unit: int) -> None:
         """Before a unit that leaves more than it did: let others give way, and frames."""
-        plan, held = self.budget.plan, self._footprint.live_bytes
+        plan, held, ring = self.budget.plan, self._footprint.live_bytes, self._ring
         ahead = [other for other in self._order_from(unit) if other in self.rows]
         uses = [self._use(other) for other in ahead]
         need = held + self._peak_bytes(ahead, uses)
-        if need <= self.budget.most_bytes - self._frames.limit * plan.granule_bytes:
+        if need + ring.limit_bytes <= self._beside_frames:
             return
         least = plan.least_bytes // plan.granule_bytes
         room = self.budget.most_bytes - plan.least_bytes
         if need > room and self._choice.may_change:
             self._choose(ahead, uses, room - held)
             need = held + self._peak_bytes(ahead, uses)
-        limit = (self.budget.most_bytes - need) // plan.granule_bytes
+        limit = (self.budget.most_bytes - need - ring.limit_bytes) // plan.granule_bytes
         self._frames.resize(max(least, min(limit, self._frames.limit)))
+        ring.limit_bytes = max(0, min(ring.limit_bytes, self._beside_frames - need))
+
+    @property
+    def _beside_frames(self) -> int:
+        """HBM beside buffers and the frames that there are now."""
+        return self.budget.most_bytes - self._frames.limit * self.budget.plan.granule_bytes
 
     def _peak_bytes(self, units: Sequence[int], uses: Sequence[Use]) -> int:
         """Return what units are expected to have on the device at once."""
@@ -338,13 +360,15 @@ class Fitting:
     def _choose_all(self, units: Sequence[int]) -> None:
         """Choose for all units, with room for as much else as there can be.
 
-        Best is that the whole model stays on the device, then that a second unit's frames fit.
+        Best is that the whole model stays on the device, then that a second unit's frames fit, then
+        that the gradient ring does.
         """
         uses, plan = [self._use(unit) for unit in units], self.budget.plan
-        most = self.budget.most_bytes
-        rooms = [most - 2 * plan.least_bytes, most - plan.least_bytes]
+        most, ring = self.budget.most_bytes, self._ring.useful_bytes
+        rooms = [most - 2 * plan.least_bytes - ring, most - plan.least_bytes - ring]
+        rooms.append(most - plan.least_bytes)
         if self._may_stay:
-            rooms.insert(0, most - plan.home_bytes)
+            rooms.insert(0, most - plan.home_bytes - ring)
         before = dict(self._choice.policies)
         if max(self._peaks) > rooms[-1]:
             self._failed.append(before)
@@ -358,13 +382,19 @@ class Fitting:
         self._peaks.append(min(self._peak_bytes(units, uses) + largest, rooms[-1]))
         self._is_guess = True
 
-    def charge(self, activation_bytes: int) -> None:
-        """Charge activations, in place of what was charged before."""
+    def ring_bytes(self, activation_bytes: int) -> int:
+        """Return what the gradient ring can have beside activations and the fewest frames."""
+        left = self.budget.most_bytes - self.budget.plan.least_bytes - activation_bytes
+        return max(0, min(self._ring.useful_bytes, left))
+
+    def charge(self, activation_bytes: int, ring_bytes: int) -> None:
+        """Charge activations and the gradient ring, in place of what was charged before."""
         budget = self.budget
         self._ledger.credit(Tier.HBM, Kind.ACTIVATION, budget.activation_bytes)
         budget.activation_bytes = 0
-        self._ledger.charge(Tier.HBM, Kind.ACTIVATION, activation_bytes, "activations")
-        budget.activation_bytes, budget.measured = activation_bytes, True
+        self._ledger.charge(Tier.HBM, Kind.ACTIVATION, activation_bytes + ring_bytes, "activations")
+        budget.activation_bytes, budget.measured = activation_bytes + ring_bytes, True
+        self._ring.limit_bytes = ring_bytes
 
     def largest(self) -> str:
         """Return the unit that saves most, for an error."""
@@ -374,14 +404,21 @@ class Fitting:
         return f"unit {self._names[unit]!r} saves {format_bytes(row.saved_bytes)}"
 
     def check(self, live_bytes: int) -> None:
-        """Raise BudgetError where what is alive on the device passes the budget (simulated)."""
-        budget, plan = self.budget, self.budget.plan
-        most = budget.most_bytes - self._frames.limit * plan.granule_bytes
-        if live_bytes <= most:
+        """Raise BudgetError where what is alive on the device passes the budget (simulated).
+
+        Before it does, gradients on their way down are waited for.
+        """
+        most = self._beside_frames
+        if live_bytes + self._ring.limit_bytes <= most:
             return
-        self._spoiled = True
+        if live_bytes <= most:
+            self._ring.limit_bytes = most - live_bytes
+            with unmeasured():  # where they are added, it is on HOST
+                self._ring.poll()
+            return
+        self._spoiled, budget = True, self.budget
         where = "" if self._open is None else f" in unit {self._names[self._open.unit]!r}"
-        needed = live_bytes + budget.buffer_bytes + plan.least_bytes
+        needed = live_bytes + budget.buffer_bytes + budget.plan.least_bytes
         raise BudgetError(
             f"activations take {live_bytes} bytes{where}, {live_bytes - most} more than"
             f" hbm={format_bytes(budget.hbm or 0)} has beside buffers and frames; {self.largest()}",

@@ -7,7 +7,7 @@ to its home, or is staged in a small ring and handed, piece by piece, to a job t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,7 +54,10 @@ class Stage:
 class Flight:
     """Copies on the D2H lane, oldest first.
 
-    ``sizes_bytes`` are those of the tensors that may come; ``held_bytes`` bounds what is held.
+    Args:
+        sizes_bytes: of the tensors that may come.
+        most_bytes: of sources that are held, where there is room for so many; `limit_bytes` may
+            be set lower, and 0 waits for every copy.
     """
 
     def __init__(
@@ -64,9 +67,11 @@ class Flight:
         ledger: Ledger,
         *,
         sizes_bytes: Sequence[int],
-        held_bytes: int,
+        most_bytes: int,
     ) -> None:
-        self.held_bytes = held_bytes
+        self.limit_bytes = most_bytes
+        self._most_bytes = most_bytes
+        self._was_used = False
         self._piece_bytes = ring_bytes(sizes_bytes) // N_STAGES
         self._device = device
         self._link = link
@@ -89,6 +94,7 @@ class Flight:
             Lane.D2H, target, source, after=(self._device.mark(),), subject=subject, why="grad"
         )
         self._legs.append(Leg(ticket, source, then))
+        self._was_used = True
         self._bytes += source.numel()
         self.poll()
         return ticket
@@ -98,12 +104,22 @@ class Flight:
         if self._device.same_ram:
             self._link.n_bytes[Lane.D2H] += source.nbytes  # as a copy would be counted
             self._read.append((consume(source, 0), source.nbytes))
+            self._was_used = True
             self._bytes += source.nbytes
             self.poll()
             return
         step = self._piece_numel(source)
         for start in range(0, source.numel(), step):
             self._stage_piece(source[start : start + step], start, consume, subject)
+
+    @property
+    def useful_bytes(self) -> int:
+        """The limit that lets copies overlap with compute; 0 where nothing ever goes down."""
+        return self._most_bytes if self._was_used else 0
+
+    def sources(self) -> Iterator[torch.Tensor]:
+        """Yield what is held on the device because its copy has not landed, as far as is known."""
+        return (leg.source for leg in self._legs)
 
     def n_pieces(self, source: torch.Tensor) -> int:
         """Return how many jobs `hand` makes of a tensor."""
@@ -126,9 +142,9 @@ class Flight:
     def poll(self) -> None:
         """Let go of what has landed, and wait for the oldest while too much is held."""
         legs, read = self._legs, self._read
-        while legs and (self._bytes > self.held_bytes or self._device.query(legs[0].ticket)):
+        while legs and (self._bytes > self.limit_bytes or self._device.query(legs[0].ticket)):
             self._retire()
-        while read and (self._bytes > self.held_bytes or read[0][0].done):
+        while read and (self._bytes > self.limit_bytes or read[0][0].done):
             job, n_bytes = read.popleft()
             self._bytes -= n_bytes
             job.wait()

@@ -192,6 +192,7 @@ def around_model(runtime: Runtime, meter: Meter, call: Call) -> Call:
         try:
             with meter.watching() if pushed else nullcontext():
                 output = call(*args, **kwargs)
+                meter.made(output)
             return output
         finally:
             runtime.leave_model(output, pushed=pushed)

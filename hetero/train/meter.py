@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -17,21 +17,25 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode,
 )
+from torch.utils._pytree import tree_iter
 
 from hetero.device import Device
 from hetero.errors import BudgetError
 from hetero.train.footprint import Footprint
 from hetero.train.swizzle import plainly
 
-EXPECTED = 4  # models between a forward and a step, that backward passes are watched for
+MADE_BY = "hetero_meter"  # in the metadata of graph nodes
 MARGIN = 0.05  # of a measured peak: segments are not perfectly reused, nor copies equally fast
 
 
 class Meter(Protocol):
-    """Measures a step; bytes of frames and of buffers are not counted."""
+    """Measures a step; bytes of frames, of buffers and of the gradient ring are not counted."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Measure inside the block: the model's forward, or a backward."""
+
+    def made(self, output: Any) -> None:
+        """The model's forward made this: a backward pass from it is to be measured."""
 
     def peak_bytes(self) -> int:
         """Return the most bytes there were at once since `restart`."""
@@ -41,24 +45,29 @@ class Meter(Protocol):
 
 
 class BoundMeter:
-    """For RAM: what graphs hold, with a bound on temporaries and on gradients in flight."""
+    """For RAM: what graphs hold, with a bound on temporaries and on gradients that are made."""
 
-    def __init__(self, footprint: Footprint, in_flight_bytes: int) -> None:
+    def __init__(self, footprint: Footprint, gradient_bytes: int) -> None:
         self._footprint = footprint
-        self._in_flight_bytes = in_flight_bytes
+        self._gradient_bytes = gradient_bytes
 
     def watching(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def made(self, output: Any) -> None: ...
+
     def peak_bytes(self) -> int:
-        return self._footprint.bound_bytes + self._in_flight_bytes
+        return self._footprint.bound_bytes + self._gradient_bytes
 
     def restart(self) -> None:
         self._footprint.restart()
 
 
 class AllocatorMeter:
-    """For CUDA: torch's allocator counts, without synchronising. ``others`` is what is not ours."""
+    """For CUDA: torch's allocator counts, without synchronising. ``others`` is what is not ours.
+
+    It cannot tell gradients that are on their way down from others: they are counted twice.
+    """
 
     def __init__(self, device: Device, footprint: Footprint, others: Callable[[], int]) -> None:
         self._device = device
@@ -67,6 +76,8 @@ class AllocatorMeter:
 
     def watching(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def made(self, output: Any) -> None: ...
 
     def peak_bytes(self) -> int:
         peak = (self._device.allocated_peak() or 0) - self._others()
@@ -80,9 +91,12 @@ class AllocatorMeter:
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages that operations make, for as long as they live.
 
-    What lives already, and ``known`` tensors, are not counted. ``grown`` is called with the bytes
-    alive whenever they are more than ever; it may raise. What is no business of ours, by ``ours``,
-    makes no peak.
+    What lives already, and ``known`` tensors, are not counted.
+
+    Args:
+        grown: called with the bytes alive whenever they are more than ever; it may raise.
+        ours: what is no business of ours makes no peak.
+        passing: parts of storages that others count.
     """
 
     def __init__(
@@ -90,12 +104,14 @@ class LiveBytes(TorchDispatchMode):
         known: Iterable[torch.Tensor] = (),
         grown: Callable[[int], None] | None = None,
         ours: Callable[[], bool] = lambda: True,
+        passing: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self._grown = grown
         self._ours = ours
+        self._passing = passing
         self._seen = {t.untyped_storage()._cdata for t in known}
 
     def __torch_dispatch__(
@@ -117,14 +133,22 @@ class LiveBytes(TorchDispatchMode):
         self._seen.add(key)
         self.live += n_bytes
         weakref.finalize(storage, self._gone, key, n_bytes)
-        if self.live > self.peak and self._ours():
-            self.peak = self.live
+        if self.live > self.peak and self._ours() and (counted := self.counted()) > self.peak:
+            self.peak = counted
             if self._grown is not None:
-                self._grown(self.live)
+                self._grown(counted)
+
+    def counted(self) -> int:
+        """Return the bytes that are alive, without those that others count."""
+        seen, passing = self._seen, self._passing()
+        return self.live - sum(t.nbytes for t in passing if t.untyped_storage()._cdata in seen)
 
     def _gone(self, key: int, n_bytes: int) -> None:
         self._seen.discard(key)
         self.live -= n_bytes
+
+
+_meters: weakref.WeakSet[TracedMeter] = weakref.WeakSet()
 
 
 class TracedMeter:
@@ -136,7 +160,8 @@ class TracedMeter:
         check: called with the bytes alive when they are more than ever; raises where the budget
             does not hold them.
         ours: whether this forward or backward is of the model that is measured.
-        in_flight_bytes: what may be on its way down at the peak, and was not this time.
+        passing: gradients on their way down, which are counted by what may be held of them: how
+            many are at the peak is chance.
     """
 
     def __init__(
@@ -145,80 +170,88 @@ class TracedMeter:
         *,
         check: Callable[[int], None],
         ours: Callable[[], bool],
-        in_flight_bytes: int,
+        passing: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
         self._footprint = footprint
-        self._in_flight_bytes = in_flight_bytes
         self._check = check
-        self._mode = LiveBytes(grown=self._look, ours=ours)
-        self._runs = guard_backward()
+        self._mode = LiveBytes(grown=self._look, ours=ours, passing=passing)
+        _meters.add(self)
+        guard_backward()
 
     def _look(self, live_bytes: int) -> None:
         try:
             self._check(live_bytes)
         except BudgetError:
             gc.collect()  # graphs in cycles (`create_graph=True`) live until somebody looks
-            self._check(self._mode.live)
+            self._check(self._mode.counted())
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        self._runs.expect(self)
         if _get_current_dispatch_mode() is self._mode:  # a backward inside a forward
             yield
             return
         with self._mode:
             yield
 
+    def made(self, output: Any) -> None:
+        for tensor in tree_iter(output):
+            node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+            if node is not None:
+                node.metadata[MADE_BY] = weakref.ref(self)
+
     def peak_bytes(self) -> int:
-        besides = self._footprint.output_bytes + self._in_flight_bytes
-        return int((1 + MARGIN) * self._mode.peak) + besides
+        return int((1 + MARGIN) * self._mode.peak) + self._footprint.output_bytes
 
     def restart(self) -> None:
-        self._runs.forget(self)
-        self._mode.peak = self._mode.live
+        self._mode.peak = self._mode.counted()
         self._footprint.restart()
 
 
-class Runs:
-    """Whose backward passes are to be expected: models that have had a forward, and no step."""
-
-    def __init__(self) -> None:
-        self._expected: list[weakref.ref[TracedMeter]] = []  # the latest last
-
-    def expect(self, meter: TracedMeter) -> None:
-        """A forward ran; where many did, and nothing came of them, the oldest are given up."""
-        self.forget(meter)
-        self._expected = [*self._expected[1 - EXPECTED :], weakref.ref(meter)]
-
-    def forget(self, meter: TracedMeter) -> None:
-        """A step was made, or is not to be."""
-        self._expected = [ref for ref in self._expected if ref() not in (None, meter)]
-
-    def watched(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return autograd's engine with all expected meters watching."""
-
-        @functools.wraps(run)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as stack:
-                for meter in [ref() for ref in self._expected]:
-                    if meter is not None:
-                        stack.enter_context(meter.watching())
-                return run(*args, **kwargs)
-
-        return watched
-
-
-def guard_backward() -> Runs:
+def guard_backward() -> None:
     """Have backward passes watched: a mode holds for a pass only where it is on as it begins."""
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
-    if not hasattr(run, "hetero_runs"):
-        runs = Runs()
-        autograd._engine_run_backward = runs.watched(run)
-        autograd._engine_run_backward.hetero_runs = runs
-        return runs
-    found: Runs = run.hetero_runs
-    return found
+    if hasattr(run, "hetero_guard"):
+        return
+
+    @functools.wraps(run)
+    def watched(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for meter in meters_of(roots):
+                stack.enter_context(meter.watching())
+            return run(roots, *args, **kwargs)
+
+    watched.hetero_guard = True  # type: ignore[attr-defined]  # once is enough
+    autograd._engine_run_backward = watched
+
+
+def meters_of(roots: Sequence[Any]) -> list[TracedMeter]:
+    """Return the meters of the models whose outputs a graph leads to.
+
+    Others' graphs are left alone: compiled code runs as other code under any mode.
+    """
+    found: dict[int, TracedMeter] = {}
+    n_there = len(_meters)
+    # a root is a tensor or a GradientEdge
+    ahead = [node for root in roots if (node := getattr(root, "grad_fn", None) or _node(root))]
+    seen = set(ahead)
+    while ahead and len(found) < n_there:
+        node = ahead.pop()
+        meter = node.metadata.get(MADE_BY, _nobody)()
+        if meter is not None:
+            found[id(meter)] = meter
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                ahead.append(below)
+    return list(found.values())
+
+
+def _node(root: Any) -> Any:
+    return getattr(root, "node", None)
+
+
+def _nobody() -> None: ...
 
 
 def unmeasured() -> AbstractContextManager[Any]:

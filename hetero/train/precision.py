@@ -23,6 +23,7 @@ from hetero.memory.pool import Use
 from hetero.memory.slab import Home, HomeStore
 from hetero.train.kernel import join, split_
 from hetero.train.lazy import handle
+from hetero.train.meter import unmeasured
 from hetero.types import Kind
 
 WORKING = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -184,8 +185,9 @@ class Masters:
         if self.has(bucket):
             home, low = self._home(bucket), self.low(bucket)
             uses = (home, Use.READ), (low, Use.FRESH)
-            for run in self._store.runs(segment.offset, segment.end, *uses):
-                self._reset(home.flat[run], low.flat[run], None)
+            with unmeasured():
+                for run in self._store.runs(segment.offset, segment.end, *uses):
+                    self._reset(home.flat[run], low.flat[run], None)
 
     def written(self, segment: Segment) -> None:
         """A working weight was written as a whole, as far as one can tell; it comes home next."""
@@ -200,10 +202,12 @@ class Masters:
         """Weights [start, end) at home are about to be overwritten; call the result afterwards."""
         if not self.has(bucket):
             return lambda: None
-        before = self._home(bucket).flat[start:end].clone()
+        with unmeasured():
+            before = self._home(bucket).flat[start:end].clone()
 
         def landed() -> None:
-            self.reset_changed(bucket, start, before)
+            with unmeasured():
+                self.reset_changed(bucket, start, before)
             for segment in bucket.segments:
                 # what was written as a whole comes home as a whole, its end last
                 if start < segment.end <= end and segment.index in self._written:

@@ -590,8 +590,13 @@ def check_factors(
     """Gradients and steps of SGD with lr=1 are the slopes times 1/micro and the clip's factor."""
     model = Slopes()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = hetero.prepare(
-        *(model, optimizer), device="cpu:sim", hbm=hbm, precision=precision, chunk_bytes=256
+    model, optimizer = hetero.prepare(  # a unit that draws from an iterator cannot run twice
+        *(model, optimizer),
+        device="cpu:sim",
+        hbm=hbm,
+        precision=precision,
+        chunk_bytes=256,
+        activations="keep",
     )
     dtype = next(model.parameters()).dtype
     if precision == "fp16":

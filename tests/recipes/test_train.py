@@ -131,7 +131,7 @@ def test_weights_are_those_of_plain_torch_bit_for_bit(
     device: str, tied: bool, recompute: bool
 ) -> None:
     model = dataclasses.replace(TINY, tied_head=tied, checkpoint_blocks=recompute)
-    hbm = HBM if recompute else 440_000
+    hbm = 300_000
     run = options(model=model, settings={"device": device, "hbm": hbm})
 
     result = train(run)

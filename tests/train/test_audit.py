@@ -52,7 +52,7 @@ class Auditor(TorchDispatchMode):
 
 
 class HostTelling(SimDevice):
-    """Tells the auditor of HOST memory that is made while it listens: it is not on the device."""
+    """Tells the auditor of HOST memory, and of frames, that are made while it listens."""
 
     auditor: Auditor | None = None
 
@@ -63,10 +63,18 @@ class HostTelling(SimDevice):
     def slab(self, n_bytes: int) -> Slab:
         slab = super().slab(n_bytes)
         self.slabs.append(slab.block)
+        self._tell(slab)
+        return slab
+
+    def arena(self, n_bytes: int) -> Slab:
+        slab = super().arena(n_bytes)
+        self._tell(slab)
+        return slab
+
+    def _tell(self, slab: Slab) -> None:
         if self.auditor is not None:
             at = slab.block.data_ptr()
-            self.auditor.spans.append((at, at + n_bytes))
-        return slab
+            self.auditor.spans.append((at, at + slab.n_bytes))
 
 
 @pytest.mark.parametrize("name", AUDITED)

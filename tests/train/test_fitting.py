@@ -16,6 +16,7 @@ from hetero.bench.activations import held, peak_of
 from hetero.device import SimDevice
 from hetero.errors import BudgetError
 from hetero.plan.activations import KEEP, RECOMPUTE
+from hetero.train.meter import meters_of
 from tests.equivalence.harness import adamw, same, values
 
 D = 32
@@ -192,3 +193,13 @@ def test_status_tells_what_activations_take() -> None:
 
     assert found.activation_bytes == found.tiers["HBM"]["activation"] > 0
     assert found.tiers["HBM"]["used"] <= 400 * 1024
+
+
+def test_a_backward_is_watched_for_the_models_it_goes_through_and_no_other() -> None:
+    first, second = (prepared(deep(blocks=2), hbm="1MiB")[0] for _ in range(2))
+    meters = [engine_of(model).fitting.meter for model in (first, second)]
+    x, other = torch.randn(4, D), nn.Linear(D, D)
+    assert meters_of([first(x).sum()]) == meters[:1]
+    assert meters_of([second(x).sum(), other(x).sum()]) == meters[1:]
+    assert set(meters_of([other(second(first(x))).sum()])) == set(meters)
+    assert meters_of([other(x).sum()]) == []
