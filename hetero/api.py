@@ -17,9 +17,10 @@ from hetero.errors import StateError
 from hetero.train.blueprint import draw
 from hetero.train.check import MARK, check_model, check_pair
 from hetero.train.empty import empty_parameters
-from hetero.train.engine import Engine, Tuning
+from hetero.train.engine import Engine
 from hetero.train.optimizer import Optimizer
 from hetero.train.recompute import leaves_of
+from hetero.train.tuning import Tuning
 from hetero.types import Kind, Lane, Tier
 
 

@@ -23,7 +23,7 @@ from hetero.recipes.doctor import Check, Level, Report
 from hetero.recipes.train import TrainOptions
 
 SHAPE = "--width 32 --layers 2 --heads 2 --context 16 --batch 2 --lr 0.01"
-TINY = f"train {SHAPE} --steps 6 --device cpu --hbm 360KB"
+TINY = f"train {SHAPE} --steps 6 --device cpu --hbm 300KB"
 
 
 @pytest.fixture(autouse=True)

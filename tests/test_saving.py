@@ -25,7 +25,7 @@ from hetero.checkpoint.save import save_through
 from hetero.config import Config
 from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, StateError
 from hetero.io import IO, FaultPlan
-from hetero.train.engine import Tuning
+from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
 
 WIDTH = 128

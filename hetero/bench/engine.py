@@ -18,7 +18,8 @@ from hetero.config import Config
 from hetero.device import SimDevice, finish_compute
 from hetero.plan.schedule import Schedule
 from hetero.recipes.gpt import GPT, GPTConfig
-from hetero.train.engine import Engine, Tuning
+from hetero.train.engine import Engine
+from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
 from hetero.types import Lane
 

@@ -18,8 +18,9 @@ from hetero.config import Config
 from hetero.device import CpuDevice, Ticket
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.train import kernel
-from hetero.train.engine import Engine, Tuning
+from hetero.train.engine import Engine
 from hetero.train.formulas import formula_of
+from hetero.train.tuning import Tuning
 from hetero.train.worker import Job, Worker
 from hetero.types import Lane, Tier
 

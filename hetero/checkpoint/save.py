@@ -137,8 +137,8 @@ def save_through(
     check_pair(engine, optimizer)
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"keep_last={keep_last}", advice="keep_last takes a positive number")
-    if engine.last_save is not None and not engine.last_save.told:
-        engine.last_save.wait()  # one at a time; its error is said now if it was not before
+    if engine.saver.last is not None and not engine.saver.last.told:
+        engine.saver.last.wait()  # one at a time; its error is said now if it was not before
     # 1. everything that is small is taken now
     engine.refuse_broken()
     quiesce(engine)
@@ -152,7 +152,7 @@ def save_through(
     executor = ThreadPoolExecutor(1, "hetero-save")
     done = executor.submit(writing.run, keep_last)
     executor.shutdown(wait=False)
-    engine.last_save = save = Save(number, writing.path, done)
+    engine.saver.last = save = Save(number, writing.path, done)
     if asynchronous:
         before_exit(partial(finish_at_exit, weakref.ref(save)))
     else:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from hetero.config import Config
 from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
 from hetero.errors import ConfigError, StateError, StorageError
 from hetero.events import EventLog
-from hetero.io import IO, spill_folder
+from hetero.io import spill_folder
 from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
@@ -29,78 +29,41 @@ from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
 from hetero.memory.parcel import ParcelStore
 from hetero.memory.pool import open_pool
-from hetero.memory.slab import Home, HomeStore
+from hetero.memory.slab import HomeStore
 from hetero.plan.activations import Policy
 from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
-from hetero.train import kernel, swizzle
+from hetero.train import kernel
 from hetero.train.activation import SavedTensors, Unswizzled
 from hetero.train.blueprint import Blueprint
 from hetero.train.budget import decide
 from hetero.train.check import MARK, pageable
 from hetero.train.cores import Cores
-from hetero.train.fitting import Fitting, UnitKind
+from hetero.train.fitting import Fitting
 from hetero.train.flight import Flight
+from hetero.train.forecast import Forecast, UnitKind
 from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
 from hetero.train.hooks import Hooks
-from hetero.train.lazy import handle
-from hetero.train.meter import AllocatorMeter, BoundMeter, Meter, TracedMeter
+from hetero.train.meter import make_meter
 from hetero.train.offload import MIN_BYTES, Offload
 from hetero.train.optimizer import Optimizer
+from hetero.train.origin import Origin
 from hetero.train.policy import Activations
 from hetero.train.precision import WORKING, LossScaler, Masters
 from hetero.train.resident import Resident
 from hetero.train.rules import Rule
 from hetero.train.runtime import Runtime
-from hetero.train.snapshot import Saving
-from hetero.train.source import Source
+from hetero.train.snapshot import Saver, Saving
 from hetero.train.stepper import Stepper
 from hetero.train.tracer import Cursor
+from hetero.train.tuning import Tuning
 from hetero.train.updater import Update, Updater
-from hetero.train.worker import Job, Slice, Worker, thread_budget, uninterrupted
+from hetero.train.worker import Job, Worker, thread_budget, uninterrupted
 from hetero.types import Kind, Lane, Tier
 
 NOT_STATES = (PARAM, GRAD, WIDE)  # homes that are looked after elsewhere
-TRIM_BYTES = 16 * 2**20  # of freed originals, before the heap is asked to shrink
 WARM_STEPS = 3  # steps in which states appear and the heap has to settle
-
-
-@dataclass(slots=True)
-class Tuning:
-    """What tests vary and planning chooses: nothing here changes a number."""
-
-    depth: int | None = None
-    """Accesses to look ahead; None: as many as frames allow."""
-    victim: Callable[[int], float] | None = None
-    """Overrides next use in eviction: bucket id -> distance (larger leaves first)."""
-    schedule: Callable[[Trace, Mapping[int, Shape], int], Schedule] | None = None
-    """Overrides planning: (trace, shapes, limit) -> Schedule."""
-    worker: Worker | None = None
-    """Overrides the threads that update; one with 0 threads updates inside `step`."""
-    pause: Slice | None = None
-    """Called before each slice of an update."""
-    update_on_device: bool = False
-    """Whether paged updates are streamed through the device, inside `step`, by torch's blocks."""
-    native: bool = True
-    """Whether the compiled kernel may be used; the blocks of torch have the same bits."""
-    extent_numel: int | None = None
-    """Elements of an extent, a multiple of 4096; None: chosen from the model's size."""
-    io: IO | None = None
-    """Through which the files of the NVME tier are used; tests let it go wrong."""
-    io_threads: int | None = None
-    """Threads that read and write the NVME tier; None: chosen by measuring the drive."""
-    checked: bool = True
-    """Whether what lies on disk is checksummed (benchmarks measure what that costs)."""
-
-
-class Waitable(Protocol):
-    """A save that goes on behind the training."""
-
-    told: bool
-
-    def wait(self) -> Any:
-        """Return when it is done; raises what it raised."""
 
 
 @dataclass(slots=True)
@@ -138,16 +101,11 @@ class Engine:
             spill_folder(path, self.tuning.io).close()
         self.budget, self.mode = decide(model, config, device, blueprint, self.tuning.extent_numel)
         self.optimizer: Optimizer | None = None
-        self.saving: Saving | None = None
-        self.last_save: Waitable | None = None  # that may not be durable yet
+        self.saver = Saver()
         self.broken = ""  # why the model must not be used: a load that failed half-way
         self.stepper: Stepper | None = None
         self._index = {id(p): i for i, p in enumerate(self.params)}
-        self._was_empty = self.params[0].is_meta  # of `empty_init`
-        self._origin = torch.device("cpu") if self._was_empty else self.params[0].device
-        self._origin_dtypes = [p.dtype for p in self.params]
-        self._grads_before: dict[int, torch.Tensor] = {}
-        self._moved_in: set[int] = set()  # parameters whose values are at home
+        self.origin = Origin(model, self.params, blueprint.layout)
 
     # -- building --------------------------------------------------------------------------------
 
@@ -166,8 +124,12 @@ class Engine:
         layout = self.blueprint.layout
         self.masters = Masters(self.config.precision, layout, self.store)
         self.worker = self.tuning.worker or Worker(thread_budget())
+        device = self.device.torch_device
         try:
-            self._move_in()
+            self.ledger.charge(Tier.HBM, Kind.BUFFER, self.budget.buffer_bytes, "buffers")
+            self.origin.move_in(self.store, self.masters, device, self.config.weights)
+            if self.mode == "resident":
+                self.origin.give_back_grads()
             if self.mode == "paged":
                 self._attach()
             elif self.has_masters:
@@ -233,41 +195,6 @@ class Engine:
         taken = self.ledger.used(tier) - self.ledger.used(tier, Kind.ACTIVATION)
         return max(0, self.budget.host_bytes - taken)
 
-    def _move_in(self) -> None:
-        """Copy every parameter to its home and point it there; the originals are freed."""
-        place = self.device.torch_device
-        self.ledger.charge(Tier.HBM, Kind.BUFFER, self.budget.buffer_bytes, "buffers")
-        weights = self._open_weights()
-        _move_buffers(self.model, place)
-        moved = 0
-        for bucket in self.blueprint.layout.buckets:
-            home = self.store.get(Kind.PARAM, PARAM, bucket)
-            for segment, view in zip(bucket.segments, home.segments, strict=True):
-                param = self.params[segment.index]
-                grad, param.grad = param.grad, None
-                if weights is not None:
-                    weights.into(self.masters, segment)
-                else:
-                    self.masters.assign(segment, param.detach())
-                swizzle.point(param, view)
-                self._moved_in.add(segment.index)
-                if grad is not None:
-                    self._grads_before[segment.index] = grad.to(place)
-            moved += home.bytes.numel()
-            if moved > TRIM_BYTES or bucket.id == self.blueprint.layout.buckets[-1].id:
-                moved = 0
-                trim_heap()
-        if self.mode == "resident":
-            self._give_back_grads()
-
-    def _open_weights(self) -> Source | None:
-        """Open the files that parameters come from, and read the buffers they have."""
-        if self.config.weights is None:
-            return None
-        source = Source(self.model, self.config.weights, self.blueprint.layout)
-        source.read_buffers()
-        return source
-
     def _attach(self) -> None:
         """Make the parameters pages: frames, runtime, hooks."""
         layout, plan = self.blueprint.layout, self.blueprint
@@ -286,7 +213,7 @@ class Engine:
             next_use=self._next_use,
         )
         self.manager.overwriting = self.masters.overwriting
-        self.manager.writing = self._before_writing
+        self.manager.writing = self.saver.wait_for
         self.manager.home_written = self.masters.reset
         self._attach_grads(self.device)
         self.grads.flight.limit_bytes = 0  # until it is known what is left
@@ -304,10 +231,10 @@ class Engine:
         )
         self.grads.on_arrival = self.runtime.gradient_arrived
         self.runtime.on_idle = self._after_evaluation
-        self.runtime.before_load = self.finish_saving
+        self.runtime.before_load = self.saver.finish
         self.runtime.before_use = self.refuse_broken
         self.runtime.attach(self.params)
-        self._give_back_grads()
+        self.origin.give_back_grads()
         self._shape(self.runtime.saved, self.runtime.enter, self.runtime.leave)
         self.fitting = self._make_fitting()
         self.activations.watch = self.fitting
@@ -338,19 +265,35 @@ class Engine:
     def _make_fitting(self) -> Fitting:
         """Return what divides HBM between frames and activations."""
         layout, plan = self.blueprint.layout, self.blueprint
+        footprint, flight = self.runtime.saved.footprint, self.grads.flight
+        stepped = self.inner is not None
+        meter = make_meter(
+            self.device,
+            footprint,
+            gradient_bytes=flight.most_bytes if stepped else 0,
+            traced=stepped and not _is_compiled(self.model),
+            others=lambda: self.manager.arena_bytes + self.budget.buffer_bytes,
+            passing=flight.sources,
+            ours=lambda: self.runtime.is_running,
+            check=lambda live: self.fitting.check(live),
+        )
         weights = [sum(layout.buckets[b].n_bytes for b in needs) for needs in plan.needs]
         modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
         return Fitting(
             self.budget,
             self.ledger,
             self.device,
-            meter=self._make_meter(),
-            ring=self.grads.flight,
-            footprint=self.runtime.saved.footprint,
+            meter=meter,
+            forecast=Forecast(
+                self.device,
+                footprint,
+                names=[unit.name or "model" for unit in plan.units],
+                kinds=[UnitKind(*kind) for kind in zip(modules, weights, strict=True)],
+            ),
+            footprint=footprint,
+            ring=flight,
             frames=self,
             choice=self.activations,
-            names=[unit.name or "model" for unit in plan.units],
-            kinds=[UnitKind(*kind) for kind in zip(modules, weights, strict=True)],
             may_stay=self._may_stay,
         )
 
@@ -359,26 +302,6 @@ class Engine:
         """Whether a model that fits the device is to stay there."""
         on_cpu = self.device.torch_device.type == "cpu"
         return on_cpu and self.inner is not None and not self.budget.spills
-
-    def _make_meter(self) -> Meter:
-        """Return what measures activations on this device."""
-        footprint = self.runtime.saved.footprint
-        if self.device.allocated_peak() is not None:
-            return AllocatorMeter(
-                self.device,
-                footprint,
-                lambda: self.manager.arena_bytes + self.budget.buffer_bytes,
-            )
-        trainable = [b.n_bytes for b in self.blueprint.layout.buckets if b.trainable]
-        stepped, largest = self.inner is not None, max(trainable, default=0)
-        if stepped and not self.device.same_ram and not _is_compiled(self.model):
-            return TracedMeter(
-                footprint,
-                check=lambda live: self.fitting.check(live),
-                ours=lambda: self.runtime.is_running,
-                passing=self.grads.flight.sources,
-            )
-        return BoundMeter(footprint, largest if stepped else 0)
 
     @property
     def limit(self) -> int:
@@ -456,11 +379,6 @@ class Engine:
         if self.stepper is not None:
             self.resident.scaling = self._scaling
 
-    def _give_back_grads(self) -> None:
-        for index, grad in self._grads_before.items():
-            swizzle.set_grad(self.params[index], grad)
-        self._grads_before.clear()
-
     def _wrap_optimizer(self, inner: torch.optim.Optimizer) -> None:
         self.rule = Rule(inner)
         if self.mode == "paged" or self.has_masters:
@@ -493,7 +411,7 @@ class Engine:
         """Update all parameters that have a gradient, now or behind the next forward."""
         self.refuse_broken()
         if self.mode != "paged":
-            self.finish_saving()  # what is saved is what is trained
+            self.saver.finish()  # what is saved is what is trained
         clip = self._clip if self.config.max_grad_norm is not None else None
         if self.stepper is None:
             if clip is not None:
@@ -547,7 +465,7 @@ class Engine:
         """Begin a bucket's update; wait where it cannot go on behind our back."""
         here = self.mode != "paged" or self.tuning.update_on_device
         seen = here or self._is_seen(update.bucket)
-        after = () if self.saving is None else self.saving.before_writing(update.bucket.id)
+        after = self.saver.jobs_before(update.bucket.id)
         job = stepper.begin(update, at_once=seen, after=after)
         if self.mode == "paged":
             self.manager.hand_over(update.bucket.id, job)
@@ -558,34 +476,12 @@ class Engine:
             self.grads.let_go(update.bucket)
 
     def save(self, saving: Saving) -> None:
-        """From here on, homes change only behind what a save reads of them.
-
-        What somebody outside can change unseen is read at once: parameters that are plain, and
-        homes that a state dict shows.
-        """
-        self.finish_saving()
-        self.saving = saving
-        if self.mode != "paged":
-            self.finish_saving()
-            return
-        for (_, bucket_id), home in list(self.store.homes.items()):
-            if home.extents is None and (home.held or home.objects_held):
-                saving.wait_for(bucket_id)
-
-    def finish_saving(self) -> None:
-        """Wait until a save that is under way has read everything."""
-        if self.saving is not None:
-            self.saving.run()  # it keeps its own error, for whoever waits for the save
-            self.saving = None
+        """From here on, homes change only behind what a save reads of them."""
+        self.saver.begin(saving, self.store, paged=self.mode == "paged")
 
     def update_of(self, bucket_id: int) -> Job | None:
         """Return the update of a bucket that is under way, where there is one."""
         return self.manager.update_of(bucket_id) if self.mode == "paged" else None
-
-    def _before_writing(self, bucket_id: int) -> None:
-        """A user's write comes home: behind what a save reads of the old values."""
-        if self.saving is not None:
-            self.saving.wait_for(bucket_id)
 
     def refuse_broken(self) -> None:
         """Raise StateError where a load failed half-way."""
@@ -608,7 +504,7 @@ class Engine:
 
         Who asks may look at states, and write to them: a save has read them by then.
         """
-        self.finish_saving()
+        self.saver.finish()
         if self.stepper is not None:
             self.stepper.finish()
             for bucket in self.blueprint.layout.buckets:
@@ -642,11 +538,9 @@ class Engine:
         fitting, budget = self.fitting, self.budget
         needed = fitting.needed_bytes()
         ring = fitting.ring_bytes(needed)
-        if budget.measured and needed + ring == budget.activation_bytes:
-            return False
         if not self.activations.offloads:
             self.offload.trim()
-        limit = budget.frames_beside(needed + ring, fitting.largest())
+        limit = budget.frames_beside(needed + ring, fitting.forecast.largest())
         if self._may_stay and budget.holds_everything(needed + ring):
             return self._become_resident(needed, ring)
         if self.resize(limit):  # a view may still be held: the next border tries again
@@ -661,7 +555,7 @@ class Engine:
         """Everything fits beside the activations: the homes become the parameters themselves."""
         if self.manager.held:
             return False  # a view is still held: the next border tries again
-        self.finish_saving()
+        self.saver.finish()
         self.finish()
         self._unhook()
         for index, (bucket, segment) in enumerate(self.blueprint.layout.home):
@@ -727,7 +621,7 @@ class Engine:
 
     def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with torch's keys whose tensors are the homes' or copies."""
-        self.finish_saving()
+        self.saver.finish()
         if self.stepper is not None:
             return self.stepper.updater.adopt(self._segment(param), state, own=True)
         return {k: _placed(v, param) for k, v in state.items()}
@@ -751,7 +645,7 @@ class Engine:
 
     def saved_masters(self) -> dict[int, torch.Tensor]:
         """Return what a state dict keeps of masters, by the parameter's id."""
-        self.finish_saving()
+        self.saver.finish()
         if self.has_masters:  # a weight that was written is its own master
             (self.runtime if self.mode == "paged" else self.resident).quiesce()
         saved = ((p, self.masters.saved(self._segment(p))) for p in self.params)
@@ -759,7 +653,7 @@ class Engine:
 
     def load_master(self, param: torch.Tensor, low: torch.Tensor) -> None:
         """Take back what a state dict kept of a parameter's master."""
-        self.finish_saving()
+        self.saver.finish()
         if self.mode == "paged":  # a write that is on its way would come home behind this
             self.manager.settle(self.blueprint.layout.home[self._index[id(param)]][0])
         self.masters.load(self._segment(param), low)
@@ -779,7 +673,7 @@ class Engine:
 
     def release(self) -> None:
         """Give back a plain module and the plain optimizer with its states."""
-        self.finish_saving()
+        self.saver.finish()
         if self.stepper is not None and self.stepper.surfaced:
             self.worker.close()  # an update failed, as was said: what there is, is given back
             self.grads.abandon()
@@ -813,41 +707,13 @@ class Engine:
         self.manager.close()
 
     def _move_out(self, *, failed: bool = False) -> None:
-        """Make every parameter plain again, bucket by bucket, on the device it came from.
-
-        One that was empty is empty again where ``failed``: there may be no room for its value.
-        """
+        """Make every parameter plain again; see `Origin.move_out`."""
         paged = hasattr(self, "runtime") and hasattr(self.runtime, "swizzle")
         if paged and self.mode == "paged":
             self._unhook()
         self.hooks.remove()
-        for index, (bucket, segment) in enumerate(self.blueprint.layout.home):
-            home = self.store.homes.get((PARAM, bucket))
-            param = self.params[index]
-            grad = swizzle.get_grad(param)
-            if isinstance(grad, LazyGrad):
-                grad = grad.slot.keep()
-            grad = self._grads_before.pop(index, grad)
-            swizzle.set_grad(param, None)
-            if failed and self._was_empty:
-                swizzle.empty(param, self._origin_dtypes[index])
-            elif home is not None and index in self._moved_in:
-                value = self._value(segment, param, home).to(self._origin_dtypes[index])
-                swizzle.plain(param, value.to(self._origin, copy=True))
-            param.grad = None if grad is None else grad.to(self._origin, param.dtype)
-            if segment.position == len(self.blueprint.layout.buckets[bucket].segments) - 1:
-                self.store.drop(PARAM, bucket)
-        _move_buffers(self.model, self._origin)
-
-    def _value(self, segment: Segment, param: nn.Parameter, home: Home) -> torch.Tensor:
-        """Return a parameter's current value, exact where it has a master."""
-        if self.masters.has(
-            self.blueprint.layout.buckets[self.blueprint.layout.home[segment.index][0]]
-        ):
-            return self.masters.value(segment)
-        if self.mode == "resident":  # then the user may have pointed it elsewhere
-            return param.detach()
-        return handle(self.store, home, segment)
+        resident = self.mode == "resident"
+        self.origin.move_out(self.store, self.masters, resident=resident, failed=failed)
 
 
 def _nothing() -> None: ...
@@ -874,16 +740,6 @@ def _forgotten(inner: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
 
 
 _forgotten._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
-
-
-def _move_buffers(model: nn.Module, place: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != place:
-                module._buffers[name] = buffer.to(place)
-    for param in model.parameters():
-        if not pageable(param) and param.device != place:
-            swizzle.point(param, param.detach().to(place))
 
 
 def _placed(value: Any, param: torch.Tensor) -> Any:

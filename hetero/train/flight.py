@@ -70,7 +70,7 @@ class Flight:
         most_bytes: int,
     ) -> None:
         self.limit_bytes = most_bytes
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._was_used = False
         self._piece_bytes = ring_bytes(sizes_bytes) // N_STAGES
         self._device = device
@@ -115,7 +115,7 @@ class Flight:
     @property
     def useful_bytes(self) -> int:
         """The limit that lets copies overlap with compute; 0 where nothing ever goes down."""
-        return self._most_bytes if self._was_used else 0
+        return self.most_bytes if self._was_used else 0
 
     def sources(self) -> Iterator[torch.Tensor]:
         """Yield what is held on the device because its copy has not landed, as far as is known."""

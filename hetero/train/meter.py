@@ -112,27 +112,36 @@ class LiveBytes(TorchDispatchMode):
         self._grown = grown
         self._ours = ours
         self._passing = passing
-        self._seen = {t.untyped_storage()._cdata for t in known}
+        self._seen: dict[int, object] = {t.untyped_storage()._cdata: None for t in known}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the guard against compiling would cost more than the counting
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        found = func(*args, **kwargs) if kwargs else func(*args)
         with plainly():  # a parameter that is not bound would be fetched for the question
             for tensor in tensors_in(found):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._seen:
+                key = storage._cdata
+                if key not in self._seen:
                     given = (*args, *kwargs.values()) if kwargs else args
                     shared = (t.untyped_storage()._cdata for t in tensors_in(given))
-                    if storage._cdata not in shared:  # or it is a view, or written in place
-                        self._note(storage)
+                    if key not in shared:  # or it is a view, or written in place
+                        self._note(storage, key)
         return found
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, n_bytes = storage._cdata, storage.nbytes()
-        self._seen.add(key)
+    def _note(self, storage: torch.UntypedStorage, key: int) -> None:
+        n_bytes = storage.nbytes()
+
+        def gone(_: object) -> None:
+            del self._seen[key]
+            self.live -= n_bytes
+
         self.live += n_bytes
-        weakref.finalize(storage, self._gone, key, n_bytes)
+        self._seen[key] = weakref.ref(storage, gone)
         if self.live > self.peak and self._ours() and (counted := self.counted()) > self.peak:
             self.peak = counted
             if self._grown is not None:
@@ -142,10 +151,6 @@ class LiveBytes(TorchDispatchMode):
         """Return the bytes that are alive, without those that others count."""
         seen, passing = self._seen, self._passing()
         return self.live - sum(t.nbytes for t in passing if t.untyped_storage()._cdata in seen)
-
-    def _gone(self, key: int, n_bytes: int) -> None:
-        self._seen.discard(key)
-        self.live -= n_bytes
 
 
 _meters: weakref.WeakSet[TracedMeter] = weakref.WeakSet()
@@ -179,11 +184,13 @@ class TracedMeter:
         guard_backward()
 
     def _look(self, live_bytes: int) -> None:
-        try:
-            self._check(live_bytes)
-        except BudgetError:
-            gc.collect()  # graphs in cycles (`create_graph=True`) live until somebody looks
-            self._check(self._mode.counted())
+        for generation in range(3):
+            try:
+                return self._check(live_bytes)
+            except BudgetError:  # graphs in cycles (`create_graph=True`) live until somebody looks
+                gc.collect(generation)
+                live_bytes = self._mode.counted()
+        return self._check(live_bytes)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -205,6 +212,31 @@ class TracedMeter:
     def restart(self) -> None:
         self._mode.peak = self._mode.counted()
         self._footprint.restart()
+
+
+def make_meter(
+    device: Device,
+    footprint: Footprint,
+    *,
+    gradient_bytes: int,
+    traced: bool,
+    others: Callable[[], int],
+    passing: Callable[[], Iterable[torch.Tensor]],
+    ours: Callable[[], bool],
+    check: Callable[[int], None],
+) -> Meter:
+    """Return what measures activations on a device.
+
+    Args:
+        gradient_bytes: of the largest gradients that are made at once.
+        traced: whether a mode may watch operations, where the device cannot count.
+        others: returns the allocated bytes that are no activations; for the rest see the meters.
+    """
+    if device.allocated_peak() is not None:
+        return AllocatorMeter(device, footprint, others)
+    if traced and not device.same_ram:
+        return TracedMeter(footprint, check=check, ours=ours, passing=passing)
+    return BoundMeter(footprint, gradient_bytes)
 
 
 def guard_backward() -> None:

@@ -125,11 +125,8 @@ class Activations:
             self._offload.active = self.offloads
 
     def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        pushed = self._enter(index)
-        try:
+        with self._accessed(index):
             return call(*args, **kwargs)
-        finally:
-            self._leave(index, pushed)
 
     @contextmanager
     def _accessed(self, index: int) -> Iterator[None]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -211,3 +211,51 @@ class Saving:
                 self._noted(bucket)
             except BaseException as error:
                 self.error = error
+
+
+class Waitable(Protocol):
+    """A save that goes on behind the training."""
+
+    told: bool
+
+    def wait(self) -> Any:
+        """Return when it is done; raises what it raised."""
+
+
+class Saver:
+    """The save that changes of homes are behind: one at a time."""
+
+    def __init__(self) -> None:
+        self.last: Waitable | None = None
+        """That may not be durable yet."""
+        self._saving: Saving | None = None
+
+    def begin(self, saving: Saving, store: HomeStore, *, paged: bool) -> None:
+        """From here on, homes change only behind what a save reads of them.
+
+        What somebody outside can change unseen is read at once: parameters that are plain, and
+        homes that a state dict shows.
+        """
+        self.finish()
+        self._saving = saving
+        if not paged:
+            self.finish()
+            return
+        for (_, bucket_id), home in list(store.homes.items()):
+            if home.extents is None and (home.held or home.objects_held):
+                saving.wait_for(bucket_id)
+
+    def finish(self) -> None:
+        """Wait until a save that is under way has read everything."""
+        if self._saving is not None:
+            self._saving.run()  # it keeps its own error, for whoever waits for the save
+            self._saving = None
+
+    def jobs_before(self, bucket_id: int) -> Sequence[Job]:
+        """Return what an update of a bucket has to be behind."""
+        return () if self._saving is None else self._saving.before_writing(bucket_id)
+
+    def wait_for(self, bucket_id: int) -> None:
+        """Return when a bucket's homes may change: a user's write comes home."""
+        if self._saving is not None:
+            self._saving.wait_for(bucket_id)

@@ -156,7 +156,7 @@ def take_scalars(engine: Engine, scalars: Mapping[str, Mapping[str, Any]]) -> No
 
 def settle(engine: Engine) -> None:
     """Bring everything home and finish every update, so that homes may be read and written."""
-    engine.finish_saving()
+    engine.saver.finish()
     if engine.mode == "paged":
         engine.runtime.quiesce()
     elif engine.has_masters:

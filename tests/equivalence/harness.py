@@ -16,7 +16,8 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.errors import BudgetError
 from hetero.train.blueprint import draw
-from hetero.train.engine import Engine, Tuning
+from hetero.train.engine import Engine
+from hetero.train.tuning import Tuning
 from hetero.types import Lane, Tier
 from tests.equivalence.zoo import Case, Loop
 
@@ -198,14 +199,17 @@ def measured(case: Case, make: MakeOptimizer, chunk_bytes: int, device: str) -> 
 
 
 def smallest(case: Case, budget: Budget, run: Callable[[int], Seen]) -> Seen:
-    """Run at the smallest budget that works; a case that needs more frames at once says so."""
+    """Run at the smallest budget that works; a case that needs more frames at once says so.
+
+    What an error names is needed at least: what comes later may need more.
+    """
     hbm = budget.of(0.0)
     while True:
         try:
             return run(hbm)
         except BudgetError as error:
             assert error.needed_bytes > 0, "a BudgetError names what would have worked"
-            hbm += max(budget.smallest // 4, 256)
+            hbm = max(hbm + max(budget.smallest // 4, 256), error.needed_bytes)
             if hbm > budget.of(1.0) + 2 * budget.smallest + budget.activations:
                 raise
 

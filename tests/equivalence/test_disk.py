@@ -27,7 +27,7 @@ from hetero.device import SimDevice
 from hetero.errors import BudgetError, ConfigError, DiskFull, StateError
 from hetero.io import ALIGN, IO, FaultPlan
 from hetero.train.blueprint import draw
-from hetero.train.engine import Tuning
+from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
 from hetero.types import Kind, Tier
 from tests.equivalence import zoo

@@ -21,8 +21,8 @@ from hetero.device import SimDevice
 from hetero.optim import LAMB, LARS, AdamW8bit, Lion
 from hetero.train import grads as gradients
 from hetero.train import updater
-from hetero.train.engine import Tuning
 from hetero.train.rules import ELEMENTWISE, WHOLE_TENSOR
+from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
 from tests.equivalence.harness import grads, same, values
 from tests.train.test_precision import rounded

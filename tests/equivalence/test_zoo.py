@@ -7,7 +7,7 @@ import zlib
 import pytest
 
 from hetero.device import SimDevice
-from hetero.train.engine import Tuning
+from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
 from tests.equivalence.harness import adamw, compare, measure, sgd, smallest
 from tests.equivalence.zoo import CASES, Case

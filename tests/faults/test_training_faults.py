@@ -27,7 +27,7 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.errors import BudgetError, ChunkCorrupt, ConfigError, HeteroError, StorageError
 from hetero.io import ALIGN, IO, FaultPlan
-from hetero.train.engine import Tuning
+from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
 from hetero.types import Tier
 from tests.conftest import RUNS

@@ -35,7 +35,7 @@ from hetero.checkpoint.save import save_through
 from hetero.config import Config
 from hetero.errors import NoCheckpoint
 from hetero.io import ALIGN, FaultPlan
-from hetero.train.engine import Tuning
+from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
 
 WIDE, N_LAYERS = 128, 3

@@ -12,7 +12,7 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import CudaDevice
-from hetero.train.engine import Tuning
+from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
 from hetero.types import Lane
 from tests.equivalence.harness import compare_with, sgd, values

@@ -17,7 +17,7 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
-from hetero.train.engine import Tuning
+from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
 from tests.equivalence.harness import same, values
 

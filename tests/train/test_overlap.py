@@ -20,8 +20,8 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
-from hetero.train.engine import Tuning
 from hetero.train.rules import Rule
+from hetero.train.tuning import Tuning
 from hetero.train.worker import Job, Worker
 from tests.equivalence.harness import adamw, compare, measure, same, sgd, values
 from tests.equivalence.zoo import BY_NAME, Stack, loss_of, tokens

@@ -15,7 +15,7 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
-from hetero.train.engine import Tuning
+from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
 
 F32 = np.float32

@@ -325,16 +325,17 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
 
 def test_a_failure_while_moving_in_leaves_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from hetero.train.engine import Engine
+    from hetero.train.origin import Origin
 
-    def broken(self: Engine) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    for step in ("_attach", "_wrap_optimizer", "_move_in"):
+    for kind, step in ((Engine, "_attach"), (Engine, "_wrap_optimizer"), (Origin, "move_in")):
         model = Stack()
         plain = copy.deepcopy(model)
         before = snapshot(model)
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, step, lambda self, *_: broken(self))
+            patch.setattr(kind, step, broken)
             with pytest.raises(KeyboardInterrupt):
                 hetero.prepare(model, adamw(model), device="cpu", hbm=120_000)
         assert snapshot(model) == before

@@ -1,0 +1,209 @@
+"""What each unit's forward left on the device when it was seen, and what the next one will leave
+(floor 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_iter
+
+from hetero.device import Device, Ticket
+from hetero.plan.activations import Policy, Use, peak_bytes
+from hetero.train.footprint import Footprint
+from hetero.train.recompute import versions
+from hetero.train.swizzle import plainly
+from hetero.types import format_bytes
+
+
+@dataclass(slots=True)
+class Row:
+    """What a unit's forward left when it was seen last."""
+
+    policy: Policy
+    input_bytes: int
+    left_bytes: int
+    saved_bytes: int
+    """All that autograd saves; guessed from others of its kind where it was never kept."""
+    held_bytes: int
+    """By graphs, when it began."""
+    seconds: float
+    writes: bool
+    """To its inputs: it cannot be computed again."""
+
+
+class Open(NamedTuple):
+    """The unit whose forward runs."""
+
+    unit: int
+    inputs: list[torch.Tensor]
+    input_bytes: int
+    versions: list[int] | None
+    """Of the inputs, where it was never seen before."""
+    held_bytes: int
+    began: Ticket | None
+
+
+class UnitKind(NamedTuple):
+    """What units that are alike have in common."""
+
+    module: type | None
+    weight_bytes: int
+    """Of the parameters that its access pins."""
+
+
+class Forecast:
+    """What units left, and in proportion to their inputs what they will leave.
+
+    Args:
+        names: of the units.
+        kinds: of the units; those of one kind are expected to save alike.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        footprint: Footprint,
+        *,
+        names: Sequence[str],
+        kinds: Sequence[UnitKind],
+    ) -> None:
+        self.rows: dict[int, Row] = {}
+        """By unit."""
+        self.open: Open | None = None
+        self.scale = 1.0
+        """Of what this forward leaves, by what the last one left."""
+        self.beside_bytes = 0
+        """On the device at the peak, beside what units left."""
+        self._device = device
+        self._footprint = footprint
+        self._names = names
+        self._kinds = kinds
+        self._order: list[int] = []  # units of the last forward
+        self._now: list[int] = []  # and of this one, so far
+        self._stamps: dict[int, tuple[Ticket, Ticket]] = {}  # of units seen for the first time
+
+    # -- a forward -------------------------------------------------------------------------------
+
+    def begin(self, *, anew: bool) -> None:
+        """A forward of the whole model begins; ``anew`` after one that came to nothing."""
+        if self._now and not anew:
+            self._order = self._now
+        self._now, self.open, self.scale = [], None, 1.0
+
+    def grows(self, unit: int, input_bytes: int) -> bool:
+        """Whether this forward leaves more than the last one did, as a known unit's inputs show."""
+        row = self.rows[unit]
+        if row.input_bytes:
+            self.scale = max(self.scale, input_bytes / row.input_bytes)
+        return self.scale > 1.0 or self._footprint.live_bytes > row.held_bytes
+
+    def enter(self, unit: int, inputs: list[torch.Tensor]) -> None:
+        """A unit's forward begins."""
+        first = unit not in self.rows
+        self.open = Open(
+            unit,
+            inputs,
+            sum(tensor.nbytes for tensor in inputs),
+            versions(inputs) if first else None,
+            self._footprint.live_bytes,
+            self._device.stamp() if first else None,
+        )
+
+    def note(self, policy: Policy) -> None:
+        """The open unit's forward is done: write down what it left under its policy."""
+        if self.open is None:
+            return
+        seen, unit = self.open, self.open.unit
+        left = max(0, self._footprint.live_bytes - seen.held_bytes)
+        row, n_bytes = self.rows.get(unit), seen.input_bytes
+        saved = self._saved(unit, n_bytes) if policy.recompute else left
+        if row is None:
+            writes, seconds = versions(seen.inputs) != seen.versions, 0.0
+            if seen.began is not None:  # told when the step is over: nothing is waited for here
+                self._stamps[unit] = seen.began, self._device.stamp()
+        else:
+            writes, seconds = row.writes, row.seconds
+            if row.input_bytes:
+                seconds *= n_bytes / row.input_bytes
+            if row.policy == policy and row.left_bytes:
+                self.scale = left / row.left_bytes
+        self.rows[unit] = Row(policy, n_bytes, left, saved, seen.held_bytes, seconds, writes)
+        self._now.append(unit)
+
+    def _saved(self, unit: int, input_bytes: int) -> int:
+        """Return what a unit would save, by what it did or what those of its kind did."""
+        row = self.rows.get(unit)
+        alike = [row] if row is not None else self._of_kind(unit, self.rows)
+        known = [r for r in alike if r.input_bytes]
+        return int(max((r.saved_bytes * input_bytes / r.input_bytes for r in known), default=0))
+
+    def alike(self, unit: int) -> list[Row]:
+        """Return what units of the same kind left in this forward."""
+        return self._of_kind(unit, self._now)
+
+    def _of_kind(self, unit: int, others: Iterable[int]) -> list[Row]:
+        kind = self._kinds[unit]
+        return [self.rows[other] for other in others if self._kinds[other] == kind]
+
+    # -- what comes ------------------------------------------------------------------------------
+
+    def ahead(self, unit: int) -> list[int]:
+        """Return the units from this one on, as the last forward had them."""
+        order = self._order
+        units = order[order.index(unit) :] if unit in order else [unit]
+        return [unit for unit in units if unit in self.rows]
+
+    def use(self, unit: int) -> Use:
+        """Return what a unit is expected to leave in a forward of the present scale."""
+        row, scale = self.rows[unit], max(1.0, self.scale)
+        return Use(
+            int(scale * row.saved_bytes),
+            int(scale * row.input_bytes),
+            scale * row.seconds,
+            self._kinds[unit].weight_bytes,
+            again=not row.writes,
+        )
+
+    @property
+    def working_bytes(self) -> int:
+        """What is expected at the peak beside what units leave."""
+        return int(max(1.0, self.scale) * self.beside_bytes)
+
+    def peak_bytes(self, units: Sequence[int], policies: Mapping[int, Policy]) -> int:
+        """Return what units are expected to have on the device at once."""
+        uses = [self.use(unit) for unit in units]
+        return peak_bytes(uses, [policies[unit] for unit in units], self.working_bytes)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def close(self, peak: int, policies: Mapping[int, Policy]) -> list[int]:
+        """A step is over, in which ``peak`` bytes were on the device; returns its units."""
+        for unit, (began, ended) in self._stamps.items():
+            self.rows[unit].seconds = self._device.seconds_between(began, ended)
+        self._stamps.clear()
+        units = [unit for unit in self._now or self._order if unit in self.rows]
+        self.scale, self.beside_bytes = 1.0, 0
+        self.beside_bytes = max(0, peak - self.peak_bytes(units, policies))
+        return units
+
+    def where(self) -> str:
+        """Return the unit whose forward runs, for an error."""
+        return "" if self.open is None else f" in unit {self._names[self.open.unit]!r}"
+
+    def largest(self) -> str:
+        """Return the unit that saves most, for an error."""
+        if not self.rows:
+            return ""
+        unit, row = max(self.rows.items(), key=lambda item: item[1].saved_bytes)
+        return f"unit {self._names[unit]!r} saves {format_bytes(row.saved_bytes)}"
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the distinct strided tensors in a value."""
+    found = {id(t): t for t in tree_iter(value) if isinstance(t, torch.Tensor)}
+    with plainly():
+        return [t for t in found.values() if t.layout is torch.strided]

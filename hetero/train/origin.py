@@ -1,0 +1,115 @@
+"""Parameters on their way into their homes, and out of them to where they came from (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hetero.device import trim_heap
+from hetero.memory.layout import Layout
+from hetero.memory.manager import PARAM
+from hetero.memory.slab import HomeStore
+from hetero.train import swizzle
+from hetero.train.check import pageable
+from hetero.train.grads import LazyGrad
+from hetero.train.lazy import handle
+from hetero.train.precision import Masters
+from hetero.train.source import Source
+from hetero.types import Kind
+
+TRIM_BYTES = 16 * 2**20  # of freed originals, before the heap is asked to shrink
+
+
+class Origin:
+    """Where a model's parameters lay before `prepare`, in what dtype, and with what gradients."""
+
+    def __init__(self, model: nn.Module, params: Sequence[nn.Parameter], layout: Layout) -> None:
+        self.model = model
+        self.params = params
+        self.was_empty = params[0].is_meta  # of `empty_init`
+        self.device = torch.device("cpu") if self.was_empty else params[0].device
+        self._layout = layout
+        self._dtypes = [p.dtype for p in params]
+        self._grads: dict[int, torch.Tensor] = {}
+        self._moved: set[int] = set()  # those whose values are at home
+
+    def move_in(
+        self, store: HomeStore, masters: Masters, place: torch.device, weights: str | None
+    ) -> None:
+        """Copy every parameter to its home and point it there; the originals are freed.
+
+        Args:
+            place: of the buffers, and of gradients that are there.
+            weights: a file or directory that values come from, in place of the model's own.
+        """
+        source = None
+        if weights is not None:
+            source = Source(self.model, weights, self._layout)
+            source.read_buffers()
+        move_buffers(self.model, place)
+        freed = 0
+        for bucket in self._layout.buckets:
+            home = store.get(Kind.PARAM, PARAM, bucket)
+            for segment, view in zip(bucket.segments, home.segments, strict=True):
+                param = self.params[segment.index]
+                grad, param.grad = param.grad, None
+                if source is not None:
+                    source.into(masters, segment)
+                else:
+                    masters.assign(segment, param.detach())
+                swizzle.point(param, view)
+                self._moved.add(segment.index)
+                if grad is not None:
+                    self._grads[segment.index] = grad.to(place)
+            freed += home.bytes.numel()
+            if freed > TRIM_BYTES or bucket.id == self._layout.buckets[-1].id:
+                freed = 0
+                trim_heap()
+
+    def give_back_grads(self) -> None:
+        """Let parameters have the gradients that they came with."""
+        for index, grad in self._grads.items():
+            swizzle.set_grad(self.params[index], grad)
+        self._grads.clear()
+
+    def move_out(
+        self, store: HomeStore, masters: Masters, *, resident: bool, failed: bool = False
+    ) -> None:
+        """Make every parameter plain again, bucket by bucket, on the device it came from.
+
+        One that was empty is empty again where ``failed``: there may be no room for its value.
+        """
+        for index, (bucket_id, segment) in enumerate(self._layout.home):
+            bucket = self._layout.buckets[bucket_id]
+            home = store.homes.get((PARAM, bucket_id))
+            param, dtype = self.params[index], self._dtypes[index]
+            grad = swizzle.get_grad(param)
+            if isinstance(grad, LazyGrad):
+                grad = grad.slot.keep()
+            grad = self._grads.pop(index, grad)
+            swizzle.set_grad(param, None)
+            if failed and self.was_empty:
+                swizzle.empty(param, dtype)
+            elif home is not None and index in self._moved:
+                if masters.has(bucket):
+                    value = masters.value(segment)
+                else:
+                    value = param.detach() if resident else handle(store, home, segment)
+                swizzle.plain(param, value.to(dtype).to(self.device, copy=True))
+            param.grad = None if grad is None else grad.to(self.device, param.dtype)
+            if segment.position == len(bucket.segments) - 1:
+                store.drop(PARAM, bucket_id)
+        move_buffers(self.model, self.device)
+
+
+def move_buffers(model: nn.Module, place: torch.device) -> None:
+    """Put buffers, and parameters that are not paged, on a device."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != place:
+                module._buffers[name] = buffer.to(place)
+    for param in model.parameters():
+        if not pageable(param) and param.device != place:
+            swizzle.point(param, param.detach().to(place))
