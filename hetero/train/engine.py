@@ -548,8 +548,9 @@ class Engine:
         return False
 
     def activations_seen(self) -> int:
-        """Return the bytes besides frames and buffers that this step held at its peak."""
-        return self.fitting.meter.peak_bytes()
+        """Return the bytes besides frames and buffers that this step held at its peak, and those
+        that its gradients may take on their way down."""
+        return self.fitting.meter.peak_bytes() + self.grads.flight.useful_bytes
 
     def _become_resident(self, activation_bytes: int, ring_bytes: int) -> bool:
         """Everything fits beside the activations: the homes become the parameters themselves."""

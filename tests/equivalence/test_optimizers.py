@@ -344,11 +344,27 @@ def compare(case: Case, way: Way, *, seed: int = 3) -> None:
 CLIPS = [Clip(n, m, t) for n, m in ((2.0, 0.05), (INF, 0.01), (1.5, 0.1)) for t in (False, True)]
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
+every_case = pytest.mark.parametrize("number", range(len(CASES)), ids=[str(c) for c in CASES])
+PIECES = [1, 256, 1024]  # elements; the first cuts at every chunk border
+
+
+@every_case
+def test_every_flag_set_steps_bitwise_cut_at_chunk_borders(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_cut(number, PIECES[number % len(PIECES)], monkeypatch)
+
+
+@pytest.mark.slow
+@every_case
 def test_every_flag_set_steps_bitwise_cut_at_every_chunk_border(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updater, "RULE_NUMEL", 1)
+    check_cut(number, PIECES[0], monkeypatch)
+
+
+def check_cut(number: int, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updater, "RULE_NUMEL", numel)
     way = Way(micro=3, clip=CLIPS[number % len(CLIPS)])
     compare(CASES[number], way, seed=number)
 
