@@ -18,7 +18,7 @@ import random
 import sys
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -249,7 +249,7 @@ class SimDevice(CpuDevice):
         h2d_bytes_per_second, d2h_bytes_per_second: link rates on the virtual clock; None: instant.
         shared_link: both directions share one link, as on a half-duplex bus.
         checked: also digest every source, so that a source changed in flight (write after read)
-            is a TransferError and not only a wrong number.
+            is a TransferError and not only a wrong number; so are bytes that nobody holds any more.
         lazy: how often a stream makes progress unasked, in [0, 1].
 
     Time is virtual: `compute` advances it, waiting for a ticket advances it to the ticket's end,
@@ -297,6 +297,7 @@ class SimDevice(CpuDevice):
         digest = _crc(src) if self.checked and ready and not self._written(src) else None
         if self.checked:
             self._refuse_reuse(dst, after)
+            dst, src = dst.detach(), src.detach()  # ours: it shows who else refers to the bytes
         if ready:
             dst.fill_(POISON)
         ticket = Ticket(lane, end)
@@ -344,6 +345,8 @@ class SimDevice(CpuDevice):
             self._step(queue)
 
     def _step(self, queue: deque[_Deferred]) -> None:
+        if self.checked:
+            self._refuse_freed(queue[0])
         item = queue.popleft()
         for ticket in item.after:
             self._run_to(ticket)
@@ -367,6 +370,17 @@ class SimDevice(CpuDevice):
                 raise TransferError(
                     f"early reuse: bytes are overwritten while a copy on {lane.value} uses them",
                     advice="pass the ticket of that copy as after=",
+                )
+
+    def _refuse_freed(self, item: _Deferred) -> None:
+        """Refuse a copy of bytes that only queued copies refer to: an allocator gives them away."""
+        queued = [piece for q in self._queues.values() for i in q for piece in (i.dst, i.src)]
+        sharing = Counter(piece.untyped_storage()._cdata for piece in queued)
+        for piece in (item.dst, item.src):
+            if use_count(piece) == ALONE - 1 + sharing[piece.untyped_storage()._cdata]:
+                raise TransferError(
+                    f"early free: a copy on {item.ticket.lane.value} uses bytes that were let go",
+                    advice="hold both sides of a copy until somebody has waited for its ticket",
                 )
 
     def check_read(self, src: torch.Tensor) -> None:

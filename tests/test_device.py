@@ -248,9 +248,9 @@ def test_a_copy_reads_its_source_behind_the_tickets_it_was_given(seed: int) -> N
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_destination_is_overwritten_behind_its_last_reader(seed: int) -> None:
     device = SimDevice(seed=seed, checked=True)
-    frame, home = filled(8, 7), filled(8, 0)
+    frame, home, other = filled(8, 7), filled(8, 0), filled(8, 3)
     flushed = device.copy(Lane.D2H, home, frame)
-    fetched = device.copy(Lane.H2D, frame, filled(8, 3), (flushed,))
+    fetched = device.copy(Lane.H2D, frame, other, (flushed,))
     device.wait(fetched)
 
     assert home.eq(7).all()
@@ -259,13 +259,27 @@ def test_a_destination_is_overwritten_behind_its_last_reader(seed: int) -> None:
 
 def test_a_destination_still_being_read_is_not_poisoned_early() -> None:
     device = lazy(checked=True)
-    frame, home = filled(8, 7), filled(8, 0)
+    frame, home, other = filled(8, 7), filled(8, 0), filled(8, 3)
     flushed = device.copy(Lane.D2H, home, frame)
-    device.copy(Lane.H2D, frame, filled(8, 3), (flushed,))
+    device.copy(Lane.H2D, frame, other, (flushed,))
 
     assert frame.eq(7).all()
     device.close()
     assert home.eq(7).all()
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_bytes_that_are_let_go_while_a_copy_uses_them_are_found(side: int) -> None:
+    device = lazy(checked=True)
+    sides = [filled(8, 7), filled(8, 0)]
+    held = device.copy(Lane.D2H, sides[0][:4], sides[1][4:])
+    device.wait(held)
+
+    let_go = device.copy(Lane.D2H, sides[0][:4], sides[1][4:])
+    sides[side] = filled(8, 1)
+
+    with pytest.raises(TransferError, match="early free: a copy on d2h"):
+        device.wait(let_go)
 
 
 def test_a_chain_across_both_lanes_runs_in_its_order() -> None:
@@ -452,10 +466,10 @@ def test_a_ticket_of_another_copy_does_not_excuse_early_reuse(seed: int) -> None
 
 def test_neighbouring_frames_are_no_reuse() -> None:
     device = lazy(checked=True)
-    arena = filled(64, 1)
-    device.copy(Lane.D2H, filled(16, 0), arena[16:32])
-    device.copy(Lane.H2D, arena[:16], filled(16, 2))
-    device.copy(Lane.H2D, arena[32:48], filled(16, 3))
+    arena, home, second, third = filled(64, 1), filled(16, 0), filled(16, 2), filled(16, 3)
+    device.copy(Lane.D2H, home, arena[16:32])
+    device.copy(Lane.H2D, arena[:16], second)
+    device.copy(Lane.H2D, arena[32:48], third)
     device.close()
 
     assert arena.tolist() == [2] * 16 + [1] * 16 + [3] * 16 + [1] * 16
@@ -465,8 +479,8 @@ def test_neighbouring_frames_are_no_reuse() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_source_written_in_flight_is_caught(seed: int, lane: Lane) -> None:
     device = SimDevice(seed=seed, lazy=0.0, checked=True)
-    src = filled(16, 1)
-    ticket = device.copy(lane, filled(16, 0), src)
+    src, dst = filled(16, 1), filled(16, 0)
+    ticket = device.copy(lane, dst, src)
     src[3] = 99
 
     with pytest.raises(TransferError, match="write after read"):

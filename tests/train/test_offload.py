@@ -178,6 +178,28 @@ def test_a_write_to_what_was_saved_is_an_error_as_in_torch() -> None:
         loss.backward()
 
 
+class WritesAndForgets(nn.Module):
+    """Writes to what autograd saved, and holds it no longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.first(x))
+        y.mul_(2)
+        return y.clone()
+
+
+def test_a_write_to_what_only_graphs_hold_is_an_error_as_in_torch() -> None:
+    plain = nn.Sequential(WritesAndForgets(), Block())
+    model, _ = offloaded(copy.deepcopy(plain))
+    for side in (plain, model):
+        loss = side(torch.randn(ROWS, D)).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_a_write_that_torch_does_not_see_reaches_backward_as_it_would() -> None:
     plain = Writes(tracked=False)
     model, _ = offloaded(copy.deepcopy(plain), units=["first", "second", "third"])
