@@ -14,6 +14,7 @@ from torch import nn
 
 import hetero
 from hetero.api import engine_of
+from hetero.bench.activations import FEATURES, UNITS, Modelled
 from hetero.device import SimDevice
 from hetero.errors import BudgetError
 from hetero.types import Kind, Lane, Tier
@@ -120,6 +121,52 @@ def test_without_a_disk_a_full_host_is_a_budget_error_that_says_how_much() -> No
             step(model, optimizer, number, 256)
 
     assert refused.value.needed_bytes > 1900 * 1024
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_was_fetched_ahead_and_is_not_needed_is_let_go_behind_its_copy(seed: int) -> None:
+    """Backward stops in the last blocks, where the load of one before them is under way."""
+    plain = deep()
+    device = SimDevice(seed=seed, checked=True, lazy=0.05)
+    model, optimizer = offloaded(copy.deepcopy(plain), device=device)
+    torch.manual_seed(1)
+    x = torch.randn(ROWS, D)
+    for keep in (False, True):
+        loss = model(x).square().mean()
+        torch.autograd.grad(loss, list(model[4].parameters()), retain_graph=keep)
+        if keep:  # from the end again: what was fetched for the blocks before is let go
+            loss.backward()
+            optimizer.zero_grad()
+        del loss
+
+    trains_alike(model, optimizer, plain, [ROWS] * 2)
+
+
+def test_what_backward_needs_next_comes_up_while_it_computes() -> None:
+    rate, samples = 300.0, 64
+    device = SimDevice(h2d_bytes_per_second=rate, d2h_bytes_per_second=rate)
+    model: Any = nn.Sequential(*(Modelled(device) for _ in range(UNITS)))
+    model, optimizer = hetero.prepare(
+        *(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+        device=device,
+        hbm="64MiB",
+        chunk_bytes=4096,
+        activations="offload",
+    )
+    seconds = []
+    for _ in range(4):
+        begin = device.now()
+        model(torch.randn(samples, FEATURES)).sum().backward()
+        seconds.append(device.now() - begin)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine = engine_of(model)
+    went = moved(model)[0] / len(seconds) / UNITS  # bytes of a unit
+    assert went > samples * FEATURES * 4 / 2 and samples / 2 < went / rate < samples
+    compute = 2 * UNITS * samples
+    assert engine.mode == "resident"  # so that the link has nothing else to carry
+    assert seconds[-1] < compute + 2 * went / rate
 
 
 def test_a_graph_that_is_kept_is_read_again_and_gives_the_same_gradients() -> None:
