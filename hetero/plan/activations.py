@@ -59,29 +59,19 @@ def peak_bytes(uses: Sequence[Use], policies: Sequence[Policy], working_bytes: i
 
     ``working_bytes`` come on top of what is held at any time. Of what goes down, two units' are on
     the device at once: in forward one on its way and one that is being made, in backward one in use
-    and the next.
+    and the next. So a unit's backward has at least what its forward had.
     """
-    held = top = flying = 0
-    held_at = []
+    held = top = next_bytes = 0  # that stay; at the peak; that come up for the unit before
     for use, policy in zip(uses, policies, strict=True):
-        top = max(top, held + flying + use.saved_bytes)
         left = use.left_bytes(policy)
-        flying = left if policy.offload else 0
-        held += 0 if policy.offload else left
-        held_at.append(held)
-    coming = [0] * len(uses)  # what is fetched while a unit's backward runs, for a later one
-    before = 0
-    for at, (use, policy) in enumerate(zip(uses, policies, strict=True)):
-        coming[at] = before
-        if policy.offload:
-            before = use.left_bytes(policy)
-    for use, policy, held, next_bytes in zip(uses, policies, held_at, coming, strict=True):
-        here = held + next_bytes
-        if policy.offload:
-            here += use.left_bytes(policy)
+        here = held + next_bytes + left
         if policy.recompute:  # its inputs are among what it saves
             here += max(0, use.saved_bytes - use.input_bytes)
         top = max(top, here)
+        if policy.offload:
+            next_bytes = left
+        else:
+            held += left
     return top + working_bytes
 
 

@@ -42,6 +42,8 @@ def test_the_first_units_give_way_and_the_last_one_never() -> None:
 
     assert policies == [RECOMPUTE, KEEP, KEEP, KEEP]
     assert choose(uses, 2 * SAVED, down=SLOW, up=SLOW)[-1] == KEEP
+    cheapest_last = [block(5.0)] * 3 + [block(0.1)]
+    assert choose(cheapest_last, 4 * SAVED - 1, down=SLOW, up=SLOW)[-1] == KEEP
 
 
 def test_a_link_that_keeps_up_is_cheaper_than_computing_again() -> None:
