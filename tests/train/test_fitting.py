@@ -203,3 +203,87 @@ def test_a_backward_is_watched_for_the_models_it_goes_through_and_no_other() -> 
     assert meters_of([second(x).sum(), other(x).sum()]) == meters[1:]
     assert set(meters_of([other(second(first(x))).sum()])) == set(meters)
     assert meters_of([other(x).sum()]) == []
+
+
+def settled(rows: int = 32, **settings: Any) -> tuple[Any, Any]:
+    """A model after three steps, and its engine."""
+    model, optimizer = prepared(deep(), **settings)
+    for number in range(3):
+        step(model, optimizer, number, rows)
+    return (model, optimizer), engine_of(model)
+
+
+def test_gradients_on_their_way_down_give_way_before_an_error_and_come_back() -> None:
+    (model, optimizer), engine = settled(hbm=700 * 1024, activations="keep")
+    fitting, ring = engine.fitting, engine.grads.flight
+    room = engine.budget.most_bytes - engine.manager.limit * engine.blueprint.granule_bytes
+    wide = ring.limit_bytes
+    assert wide == ring.useful_bytes > 0
+
+    fitting.check(room - wide)
+    assert ring.limit_bytes == wide
+    fitting.check(room - 100)
+    assert ring.limit_bytes == 100
+    with pytest.raises(BudgetError):
+        fitting.check(room + 1)
+
+    step(model, optimizer, 3, 32)
+    assert ring.limit_bytes == wide
+
+
+def test_the_first_step_waits_for_every_gradient() -> None:
+    model, optimizer = prepared(deep(), hbm=700 * 1024)
+    ring = engine_of(model).grads.flight
+    assert ring.limit_bytes == 0 and ring.useful_bytes == 0
+    model(torch.randn(8, D)).sum().backward()
+    assert not list(ring.sources())
+    optimizer.step()
+    assert ring.limit_bytes > 0
+
+
+def test_units_keep_again_when_sequences_are_short_again() -> None:
+    (model, optimizer), engine = settled(rows=128, hbm=500 * 1024)
+    gave_way = sum(policy != KEEP for policy in engine.activations.policies.values())
+    for number in range(20):
+        step(model, optimizer, number, 16)
+
+    assert sum(policy != KEEP for policy in engine.activations.policies.values()) < gave_way
+
+
+def test_growth_shows_in_a_units_inputs_before_it_runs() -> None:
+    _, engine = settled(hbm=1100 * 1024, activations="keep")
+    forecast = engine.fitting.forecast
+    unit, row = next((unit, row) for unit, row in forecast.rows.items() if row.input_bytes)
+
+    forecast.begin(anew=True)
+    assert not forecast.grows(unit, row.input_bytes) and forecast.scale == 1.0
+    assert forecast.grows(unit, 3 * row.input_bytes) and forecast.scale == 3.0
+    expected = forecast.peak_bytes([unit], engine.activations.policies)
+    forecast.begin(anew=True)
+    assert expected > 2.5 * forecast.peak_bytes([unit], engine.activations.policies)
+
+
+def test_growth_that_inputs_do_not_show_is_seen_in_what_a_unit_left() -> None:
+    _, engine = settled(hbm=1100 * 1024, activations="keep")
+    forecast, footprint = engine.fitting.forecast, engine.runtime.saved.footprint
+    unit, row = next((unit, row) for unit, row in forecast.rows.items() if row.left_bytes)
+
+    forecast.begin(anew=True)
+    forecast.enter(unit, [])
+    footprint.hold(-1, 2 * row.left_bytes)
+    forecast.note(row.policy)
+
+    assert forecast.scale == 2.0
+
+
+def test_a_choice_that_was_measured_not_to_fit_is_not_made_again() -> None:
+    _, engine = settled(rows=128, hbm=500 * 1024)
+    fitting, policies = engine.fitting, engine.activations.policies
+    units = list(fitting.forecast.rows)
+
+    assert fitting._choose(units, 0) is False
+    first = dict(policies)
+    fitting._failed.append(first)
+    fitting._choose(units, 0)
+
+    assert policies != first
