@@ -132,12 +132,13 @@ def test_what_was_fetched_ahead_and_is_not_needed_is_let_go_behind_its_copy(seed
     torch.manual_seed(1)
     x = torch.randn(ROWS, D)
     for keep in (False, True):
-        loss = model(x).square().mean()
+        loss, other = (model(x).square().mean() for _ in range(2))
         torch.autograd.grad(loss, list(model[4].parameters()), retain_graph=keep)
-        if keep:  # from the end again: what was fetched for the blocks before is let go
+        other.backward()  # another graph: what was fetched ahead for the first one is let go
+        if keep:
             loss.backward()
-            optimizer.zero_grad()
-        del loss
+        optimizer.zero_grad()
+        del loss, other
 
     trains_alike(model, optimizer, plain, [ROWS] * 2)
 
