@@ -131,11 +131,12 @@ def test_what_was_fetched_ahead_and_is_not_needed_is_let_go_behind_its_copy(seed
     model, optimizer = offloaded(copy.deepcopy(plain), device=device)
     torch.manual_seed(1)
     x = torch.randn(ROWS, D)
-    for keep in (False, True):
+    for way in ("dropped", "from the end", "another graph"):
         loss, other = (model(x).square().mean() for _ in range(2))
-        torch.autograd.grad(loss, list(model[4].parameters()), retain_graph=keep)
-        other.backward()  # another graph: what was fetched ahead for the first one is let go
-        if keep:
+        torch.autograd.grad(loss, list(model[4].parameters()), retain_graph=way != "dropped")
+        if way == "another graph":
+            other.backward()
+        if way != "dropped":
             loss.backward()
         optimizer.zero_grad()
         del loss, other
