@@ -16,7 +16,7 @@ from hetero.bench.activations import held, peak_of
 from hetero.device import SimDevice
 from hetero.errors import BudgetError
 from hetero.plan.activations import KEEP, RECOMPUTE
-from hetero.train.meter import meters_of
+from hetero.train.meter import LiveBytes, meters_of
 from tests.equivalence.harness import adamw, same, values
 
 D = 32
@@ -287,3 +287,17 @@ def test_a_choice_that_was_measured_not_to_fit_is_not_made_again() -> None:
     fitting._choose(units, 0)
 
     assert policies != first
+
+
+def test_bytes_that_others_count_or_that_are_not_ours_make_no_peak() -> None:
+    passing: list[torch.Tensor] = []
+    ours = True
+    with LiveBytes(passing=lambda: passing, ours=lambda: ours) as mode:
+        first = torch.ones(100)
+        passing.append(first[:50])
+        second = torch.ones(20)
+        assert mode.counted() == first.nbytes // 2 + second.nbytes
+        assert mode.peak == first.nbytes
+        ours = False
+        torch.ones(1000)
+        assert mode.peak == first.nbytes
