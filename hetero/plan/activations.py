@@ -54,12 +54,19 @@ class Use:
 Seconds = Callable[[int], float]
 
 
-def peak_bytes(uses: Sequence[Use], policies: Sequence[Policy], working_bytes: int = 0) -> int:
+def peak_bytes(
+    uses: Sequence[Use],
+    policies: Sequence[Policy],
+    working_bytes: int = 0,
+    *,
+    overlaps: bool = True,
+) -> int:
     """Return the most bytes on the device at once in forward and backward.
 
     ``working_bytes`` come on top of what is held at any time. Of what goes down, two units' are on
     the device at once: in forward one on its way and one that is being made, in backward one in use
-    and the next. So a unit's backward has at least what its forward had.
+    and the next, unless nothing ``overlaps``. So a unit's backward has at least what its forward
+    had.
     """
     held = top = next_bytes = 0  # that stay; at the peak; that come up for the unit before
     for use, policy in zip(uses, policies, strict=True):
@@ -68,10 +75,10 @@ def peak_bytes(uses: Sequence[Use], policies: Sequence[Policy], working_bytes: i
         if policy.recompute:  # its inputs are among what it saves
             here += max(0, use.saved_bytes - use.input_bytes)
         top = max(top, here)
-        if policy.offload:
-            next_bytes = left
-        else:
+        if not policy.offload:
             held += left
+        elif overlaps:
+            next_bytes = left
     return top + working_bytes
 
 

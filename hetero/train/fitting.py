@@ -59,6 +59,8 @@ class Choice(Protocol):
     """The policies of units."""
 
     policies: dict[int, Policy]
+    overlaps: bool
+    """Whether what goes down or comes up for one unit does so while the next one computes."""
 
     @property
     def may_change(self) -> bool:
@@ -114,6 +116,7 @@ class Fitting:
         if self._spoiled:  # what an attempt took that came to nothing is not what steps take
             self.meter.restart()
         self.forecast.begin(anew=self._spoiled)
+        self._choice.overlaps = bool(self._chosen_for) or not self._choice.may_change
         self._spoiled = False
 
     @contextmanager
@@ -143,7 +146,8 @@ class Fitting:
     def _first_sight(self, unit: int) -> None:
         """Nobody knows yet what fits: the first step has as little on the device as can be.
 
-        Of each kind of unit the first goes down whole, which shows what it saves.
+        Of each kind of unit the first goes down whole, which shows what it saves. Nothing overlaps
+        until policies are chosen.
         """
         if self._choice.may_change:
             alike = self.forecast.alike(unit)
@@ -209,7 +213,7 @@ class Fitting:
         """
         # 1. what the step had on the device, and how much of it is not explained by what units left
         peak, forecast = self.meter.peak_bytes(), self.forecast
-        units = forecast.close(peak, self._choice.policies)
+        units = forecast.close(peak, self._choice.policies, overlaps=self._choice.overlaps)
         if self._is_guess:  # now it is known
             self._peaks.clear()
             self._is_guess = False

@@ -173,21 +173,24 @@ class Forecast:
         """What is expected at the peak beside what units leave."""
         return int(max(1.0, self.scale) * self.beside_bytes)
 
-    def peak_bytes(self, units: Sequence[int], policies: Mapping[int, Policy]) -> int:
+    def peak_bytes(
+        self, units: Sequence[int], policies: Mapping[int, Policy], *, overlaps: bool = True
+    ) -> int:
         """Return what units are expected to have on the device at once."""
-        uses = [self.use(unit) for unit in units]
-        return peak_bytes(uses, [policies[unit] for unit in units], self.working_bytes)
+        uses, chosen = [self.use(unit) for unit in units], [policies[unit] for unit in units]
+        return peak_bytes(uses, chosen, self.working_bytes, overlaps=overlaps)
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def close(self, peak: int, policies: Mapping[int, Policy]) -> list[int]:
+    def close(self, peak: int, policies: Mapping[int, Policy], *, overlaps: bool) -> list[int]:
         """A step is over, in which ``peak`` bytes were on the device; returns its units."""
         for unit, (began, ended) in self._stamps.items():
             self.rows[unit].seconds = self._device.seconds_between(began, ended)
         self._stamps.clear()
         units = [unit for unit in self._now or self._order if unit in self.rows]
         self.scale, self.beside_bytes = 1.0, 0
-        self.beside_bytes = max(0, peak - self.peak_bytes(units, policies))
+        expected = self.peak_bytes(units, policies, overlaps=overlaps)
+        self.beside_bytes = max(0, peak - expected)
         return units
 
     def where(self) -> str:

@@ -132,6 +132,9 @@ class Offload:
         """Where what is fetched is counted."""
         self.active = False
         """Whether what is saved now may go down."""
+        self.overlaps = True
+        """Whether transfers of one unit's overlap with the next one's compute; if not, the device
+        holds the storages of one load at most."""
         self.required = required
         self._device = device
         self._min_bytes = min_bytes
@@ -176,6 +179,8 @@ class Offload:
             if self.required:
                 raise
             # there is no room below: what graphs hold stays where it is
+        if not self.overlaps:
+            self.store.finish()
 
     def _final(self, key: int) -> Going | None:
         """Return what graphs keep of a storage that nobody else has, and forget it."""
@@ -220,7 +225,7 @@ class Offload:
         self._bury()
         last = next(reversed(self._loads.values()), None)
         load = None if last is None else last()
-        if load is not None:
+        if load is not None and self.overlaps:
             self._fetch(load)
 
     def storage(self, load: Load, position: int) -> torch.Tensor:
@@ -240,7 +245,7 @@ class Offload:
         """Backward comes to a load: let go of the others, and begin to fetch the one before it."""
         before = [n for n in self._loads if n < load.number]
         following = [self._loads[n]() for n in sorted(before, reverse=True)[:2]]
-        near = [found for found in following if found is not None]
+        near = [found for found in following if found is not None and self.overlaps]
         for ref in self._loads.values():
             other = ref()
             if other is not None and other is not load and other not in near[:1]:

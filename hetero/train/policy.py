@@ -79,6 +79,15 @@ class Activations:
         """Whether anything goes down."""
         return any(policy.offload for policy in self.policies.values())
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether what goes down or comes up for one unit does so while the next one computes."""
+        return self._offload.overlaps
+
+    @overlaps.setter
+    def overlaps(self, overlaps: bool) -> None:
+        self._offload.overlaps = overlaps
+
     def policy_of(self, unit: int) -> Policy:
         """Return what holds for a unit's next forward."""
         return KEEP if unit == self._final else self.policies[unit]

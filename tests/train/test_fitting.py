@@ -289,6 +289,22 @@ def test_a_choice_that_was_measured_not_to_fit_is_not_made_again() -> None:
     assert policies != first
 
 
+def test_auto_trains_wherever_computing_everything_again_would() -> None:
+    def trains(hbm: int, policy: str) -> bool:
+        try:
+            model, optimizer = prepared(deep(), hbm=hbm, activations=policy)
+            for number in range(3):
+                step(model, optimizer, number, 128)
+        except BudgetError:
+            return False
+        return True
+
+    budgets = range(160 * 1024, 600 * 1024, 8 * 1024)
+    smallest = next(hbm for hbm in budgets if trains(hbm, "recompute"))
+    assert smallest > budgets[0]
+    assert trains(smallest, "auto")
+
+
 def test_bytes_that_others_count_or_that_are_not_ours_make_no_peak() -> None:
     passing: list[torch.Tensor] = []
     ours = True
