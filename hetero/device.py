@@ -21,7 +21,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -38,7 +38,7 @@ COPY_LANES = (Lane.H2D, Lane.D2H)
 class Ticket:
     """Handle of something asynchronous; ``end`` is its end in seconds of the device's clock."""
 
-    __slots__ = ("done", "end", "event", "lane")
+    __slots__ = ("_begin", "_end", "_timing", "done", "end", "event", "lane")
 
     def __init__(
         self, lane: Lane, end: float, *, done: bool = False, event: torch.cuda.Event | None = None
@@ -47,6 +47,37 @@ class Ticket:
         self.end = end
         self.done = done
         self.event = event
+        self._begin = self._end = 0.0
+        self._timing: Timing | None = None
+
+    def was(self, begin: float, end: float) -> Ticket:
+        """Note when it was, in seconds of `Device.clock`, as far as is known."""
+        self._begin, self._end = begin, end
+        return self
+
+    def time_by(self, timing: Timing) -> None:
+        """Let the device say when it was."""
+        self._timing = timing
+
+    def span(self) -> tuple[float, float]:
+        """Return begin and end in seconds of `Device.clock`; on CUDA this waits for the end."""
+        if self._timing is None or self.event is None:
+            return self._begin, max(self._begin, self._end)
+        self.event.synchronize()
+        first, anchor, seconds = self._timing
+        begin = seconds + float(anchor.elapsed_time(first)) / 1000
+        return begin, begin + float(first.elapsed_time(self.event)) / 1000
+
+
+class Timing(NamedTuple):
+    """The event at which a copy began, and one whose time on the host's clock is known."""
+
+    first: torch.cuda.Event
+    anchor: torch.cuda.Event
+    anchor_seconds: float
+
+
+Stall = tuple[float, float | Ticket]  # begin and end (or who knows both) of standing still
 
 
 class Device(Protocol):
@@ -69,11 +100,11 @@ class Device(Protocol):
     ) -> Ticket:
         """Queue a copy of equally many bytes on a lane, behind ``after``."""
 
-    def wait(self, ticket: Ticket) -> None:
-        """Make compute that is queued from now on run after the ticket."""
+    def wait(self, ticket: Ticket) -> Stall | None:
+        """Make compute that is queued from now on run after the ticket; returns the stall."""
 
-    def sync(self, ticket: Ticket) -> None:
-        """Block the host until the ticket is done."""
+    def sync(self, ticket: Ticket) -> Stall | None:
+        """Block the host until the ticket is done; returns the stall."""
 
     def query(self, ticket: Ticket) -> bool:
         """Return whether the ticket is done, without blocking."""
@@ -98,6 +129,18 @@ class Device(Protocol):
 
     def now(self) -> float:
         """Return seconds of the device's clock."""
+
+    def clock(self) -> float:
+        """Return seconds for the event log: of the host, or virtual ones where time is modelled."""
+
+    def watch(self, on: bool) -> None:
+        """Let the device say from here on when its copies and marks were, or stop that."""
+
+    def annotate(self, name: str) -> object:
+        """Begin a range of that name for the vendor's profiler; returns its handle."""
+
+    def end_annotation(self, handle: object) -> None:
+        """End a range, on any thread."""
 
     def total_bytes(self) -> int | None:
         """Return the physical size of HBM; None where it is RAM."""
@@ -182,12 +225,15 @@ class CpuDevice:
     def copy(
         self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
     ) -> Ticket:
+        begin = time.monotonic()
         dst.copy_(src)
-        return self._done
+        return Ticket(lane, 0.0, done=True).was(begin, time.monotonic())
 
-    def wait(self, ticket: Ticket) -> None: ...
+    def wait(self, ticket: Ticket) -> Stall | None:
+        return None
 
-    def sync(self, ticket: Ticket) -> None: ...
+    def sync(self, ticket: Ticket) -> Stall | None:
+        return None
 
     def query(self, ticket: Ticket) -> bool:
         return True
@@ -217,6 +263,16 @@ class CpuDevice:
 
     def now(self) -> float:
         return time.monotonic()
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def watch(self, on: bool) -> None: ...
+
+    def annotate(self, name: str) -> object:
+        return None
+
+    def end_annotation(self, handle: object) -> None: ...
 
     def total_bytes(self) -> int | None:
         return None
@@ -301,12 +357,20 @@ class SimDevice(CpuDevice):
         if ready:
             dst.fill_(POISON)
         ticket = Ticket(lane, end)
+        if self.is_timed:
+            ticket.was(start, end)
+        else:
+            ticket.was(time.monotonic(), 0.0)
         self._queues[lane].append(_Deferred(ticket, dst, src, after, digest))
         return ticket
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: Ticket) -> Stall | None:
+        begin = self.clock()
+        was_done = ticket.done
         self._run_to(ticket)
+        stands = not was_done if not self.is_timed else ticket.end > self.clock_seconds
         self.clock_seconds = max(self.clock_seconds, ticket.end)
+        return (begin, self.clock()) if stands else None
 
     sync = wait
 
@@ -321,6 +385,14 @@ class SimDevice(CpuDevice):
 
     def now(self) -> float:
         return self.clock_seconds
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether links have rates: time is what they and `compute` take then."""
+        return any(self.rates.values())
+
+    def clock(self) -> float:
+        return self.clock_seconds if self.is_timed else time.monotonic()
 
     def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
         rate = self.rates[lane]
@@ -357,6 +429,8 @@ class SimDevice(CpuDevice):
             )
         item.dst.copy_(item.src)
         item.ticket.done = True
+        if not self.is_timed:
+            item.ticket.was(item.ticket.span()[0], time.monotonic())
 
     def _written(self, src: torch.Tensor) -> bool:
         return any(_overlap(item.dst, src) for q in self._queues.values() for item in q)
@@ -419,6 +493,7 @@ class CudaDevice:
         self.name = str(self.torch_device)
         self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
         self._bytes_per_second: dict[Lane, float] = {}
+        self._anchor: tuple[torch.cuda.Event, float] | None = None
 
     def slab(self, n_bytes: int) -> Slab:
         # torch's page-locked allocator rounds to powers of two; mapping and registering is exact.
@@ -441,18 +516,62 @@ class CudaDevice:
             if ticket.event is not None:
                 stream.wait_event(ticket.event)
         with torch.cuda.stream(stream):
+            first = self._timing(stream)
             dst.copy_(src, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(enable_timing=first is not None)
             event.record(stream)
-        return Ticket(lane, 0.0, event=event)
+        ticket = Ticket(lane, 0.0, event=event)
+        if first is not None:
+            ticket.time_by(first)
+        else:
+            ticket.was(time.monotonic(), 0.0)
+        return ticket
 
-    def wait(self, ticket: Ticket) -> None:
-        if ticket.event is not None:
-            torch.cuda.current_stream(self.torch_device).wait_event(ticket.event)
+    def _timing(self, stream: torch.cuda.Stream) -> Timing | None:
+        """Return the begin of a copy, where somebody wants to know it."""
+        if self._anchor is None:
+            return None
+        first = torch.cuda.Event(enable_timing=True)
+        first.record(stream)
+        return Timing(first, *self._anchor)
 
-    def sync(self, ticket: Ticket) -> None:
-        if ticket.event is not None:
-            ticket.event.synchronize()
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def watch(self, on: bool) -> None:
+        self._anchor = None
+        if on:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.torch_device))
+            event.synchronize()
+            self._anchor = event, time.monotonic()
+
+    def annotate(self, name: str) -> object:
+        return torch.cuda.nvtx.range_start(name)
+
+    def end_annotation(self, handle: object) -> None:
+        torch.cuda.nvtx.range_end(handle)
+
+    def wait(self, ticket: Ticket) -> Stall | None:
+        if ticket.event is None:
+            return None
+        stream = torch.cuda.current_stream(self.torch_device)
+        first = None if self._anchor is None or ticket.event.query() else self._timing(stream)
+        stream.wait_event(ticket.event)
+        if first is None:
+            return None
+        last = torch.cuda.Event(enable_timing=True)
+        last.record(stream)
+        stall = Ticket(Lane.COMPUTE, 0.0, event=last)
+        stall.time_by(first)
+        return 0.0, stall
+
+    def sync(self, ticket: Ticket) -> Stall | None:
+        if ticket.event is None or ticket.event.query():
+            return None
+        begin = time.monotonic()
+        ticket.event.synchronize()
+        return begin, time.monotonic()
 
     def query(self, ticket: Ticket) -> bool:
         return ticket.event is None or bool(ticket.event.query())

@@ -1,41 +1,198 @@
-"""The event log: an append-only ring of fixed tuples (floor 0).
+"""The event log: what happened, when, where and why, as fixed tuples in a ring (floor 0).
 
-Events are data. A row is ``(lane, op, t0, t1, subject, n_bytes, why)`` with times in seconds of the
-device's clock; printing and exporting are other rooms' business.
+Events are data; printing and exporting are other rooms' business. The hot path appends a tuple and
+nothing else: names, nanoseconds and files are made of it later, by whoever drains the ring, on a
+thread of their own.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
 from collections import deque
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
 
-from hetero.types import Lane
+from hetero.types import Kind, Lane, Tier
+
+_thread = threading.local()
+CAPACITY = 50_000  # events that are kept while nobody drains them
+
+
+class What(Enum):
+    """Kinds of events."""
+
+    STEP = "step"
+    """A whole step; ``why`` is empty."""
+    PHASE = "phase"
+    """A part of a step on the launching thread: ``why`` is forward, backward or step."""
+    ACCESS = "access"
+    """A unit computes with its parameters; ``n_bytes`` of them are pinned."""
+    MOVE = "move"
+    """Bytes of a bucket (or of activations) on a lane."""
+    WAIT = "wait"
+    """Compute, or the thread that launches it, stands still; ``why`` says for what."""
+    UPDATE = "update"
+    """The update of a bucket, on the threads that do it."""
+    ALLOC = "alloc"
+    """Bytes of a bucket have a place in a tier from here on; ``why`` as for the move."""
+    FREE = "free"
+    """The place is given back: ``why`` is evict, discard ..."""
+    LEVEL = "level"
+    """``n_bytes`` of a tier are charged to a category from here on."""
+    LIVE = "live"
+    """``n_bytes`` of a category were counted in a tier, beside what is charged."""
+    DECISION = "decision"
+    """Somebody chose; ``why`` says what."""
 
 
 class Event(NamedTuple):
-    """One thing that happened on one lane."""
+    """One row, with the columns of the log's files."""
 
-    lane: Lane
-    op: str
-    t0_seconds: float
-    t1_seconds: float
-    subject: str
+    seq: int
+    """Counts up; what is missing was dropped."""
+    t_ns: int
+    """Begin, in nanoseconds of the log's clock."""
+    dur_ns: int
+    """0 for an instant."""
+    what: str
+    step: int
+    phase: str
+    """init, forward, backward, step, or between."""
+    lane: str
+    tier: str
+    unit: int
+    """Position among the run's units; -1 for none."""
+    bucket: int
+    """Id of a bucket; -1 for none."""
     n_bytes: int
+    category: str
     why: str
+    cause: int
+    """``seq`` of the access under way when this happened; -1 for none."""
+
+
+class Timed(Protocol):
+    """Something asynchronous that knows when it was, once it is over."""
+
+    def span(self) -> tuple[float, float]:
+        """Return begin and end in seconds of the log's clock; waits until they are known."""
 
 
 class EventLog:
-    """Keeps the last ``capacity`` events; appending costs about a microsecond."""
+    """Keeps the last ``capacity`` events; to append costs about a microsecond.
 
-    __slots__ = ("_ring", "append")
+    Args:
+        clock: seconds; virtual where time is modelled.
+    """
 
-    def __init__(self, capacity: int = 20_000) -> None:
-        self._ring: deque[tuple[Lane, str, float, float, str, int, str]] = deque(maxlen=capacity)
-        self.append = self._ring.append  # the hot path appends plain tuples
+    __slots__ = (
+        "_count",
+        "_ring",
+        "access",
+        "annotates",
+        "append",
+        "clock",
+        "enabled",
+        "phase",
+        "step",
+    )
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, capacity: int = CAPACITY
+    ) -> None:
+        self._ring: deque[Any] = deque(maxlen=capacity)
+        self._count = itertools.count()
+        self.append = self._ring.append
+        self.clock = clock
+        self.enabled = True
+        self.annotates = False
+        """Whether accesses are ranges of the vendor's profiler, too."""
+        self.step = 0
+        self.phase = "init"
+        self.access = -1
+        """``seq`` of the access under way."""
+
+    def add(
+        self,
+        what: What,
+        t0: float,
+        t1: float | Timed,
+        *,
+        lane: Lane | None = None,
+        tier: Tier | None = None,
+        unit: int = -1,
+        bucket: int = -1,
+        n_bytes: int = 0,
+        category: Kind | str | None = None,
+        why: str = "",
+    ) -> None:
+        """Append an event from ``t0`` to ``t1``, in seconds of the clock.
+
+        ``t1`` may be something that knows both later.
+        """
+        if self.enabled:
+            self.append(
+                (
+                    *(next(self._count), t0, t1, what, self.step, self.phase),
+                    *(lane, tier, unit, bucket, n_bytes, category, why, self.access),
+                )
+            )
+
+    def now(self, what: What, **columns: Any) -> None:
+        """Append an instant; see `add`."""
+        if self.enabled:
+            t = self.clock()
+            self.add(what, t, t, **columns)
+
+    @contextmanager
+    def during(self, what: What, **columns: Any) -> Iterator[None]:
+        """Append an event from the begin of a block to its end; see `add`."""
+        t0 = self.clock()
+        try:
+            yield
+        finally:
+            self.add(what, t0, self.clock(), **columns)
+
+    @contextmanager
+    def standing(self, why: str) -> Iterator[None]:
+        """Append a WAIT for the length of a block, where it holds up who launches compute."""
+        if is_behind():
+            yield
+            return
+        with self.during(What.WAIT, why=why):
+            yield
+
+    def begin_access(self) -> int:
+        """Return the ``seq`` of an access that begins: what happens from here on is its doing."""
+        self.access = next(self._count)
+        return self.access
+
+    def end_access(self, seq: int, t0: float, unit: int, n_bytes: int) -> None:
+        """Append an access that is over."""
+        if self.enabled:
+            self.append(
+                (
+                    *(seq, t0, self.clock(), What.ACCESS, self.step, self.phase),
+                    *(Lane.COMPUTE, None, unit, -1, n_bytes, None, "", -1),
+                )
+            )
+
+    def drain(self) -> Iterator[Event]:
+        """Yield what is there and forget it; safe beside threads that append."""
+        ring = self._ring
+        while ring:
+            try:
+                row = ring.popleft()
+            except IndexError:  # somebody else was faster
+                return
+            yield event_of(row)
 
     def __iter__(self) -> Iterator[Event]:
-        return (Event(*row) for row in self._ring)
+        return (event_of(row) for row in list(self._ring))
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -43,3 +200,36 @@ class EventLog:
     def clear(self) -> None:
         """Forget everything recorded so far."""
         self._ring.clear()
+
+
+def go_behind() -> None:
+    """This thread works behind those that launch compute: nothing stands still while it waits."""
+    _thread.behind = True
+
+
+def is_behind() -> bool:
+    """Whether this thread said so."""
+    return getattr(_thread, "behind", False)
+
+
+def event_of(row: Any) -> Event:
+    """Return a row of the ring with names and nanoseconds; waits for what is not over."""
+    seq, t0, t1, what, step, phase, lane, tier, unit, bucket, n_bytes, category, why, cause = row
+    if not isinstance(t1, (float, int)):
+        t0, t1 = t1.span()
+    return Event(
+        seq,
+        round(t0 * 1e9),
+        max(0, round((t1 - t0) * 1e9)),
+        what.value,
+        step,
+        phase,
+        "" if lane is None else lane.value,
+        "" if tier is None else tier.name,
+        unit,
+        bucket,
+        n_bytes,
+        category.value if isinstance(category, Kind) else category or "",
+        why,
+        cause,
+    )

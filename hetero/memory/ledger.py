@@ -6,14 +6,16 @@ from collections import Counter
 from collections.abc import Mapping
 
 from hetero.errors import BudgetError, StateError
+from hetero.events import EventLog, What
 from hetero.types import Kind, Tier, format_bytes
 
 
 class Ledger:
     """Charges and credits per (tier, kind); a tier without a budget is only counted."""
 
-    def __init__(self, budgets: Mapping[Tier, int | None]) -> None:
+    def __init__(self, budgets: Mapping[Tier, int | None], log: EventLog | None = None) -> None:
         self.budgets = dict(budgets)
+        self._log = log
         self._used: Counter[tuple[Tier, Kind]] = Counter()
         self._peak: Counter[tuple[Tier, Kind | None]] = Counter()
 
@@ -33,12 +35,18 @@ class Ledger:
         self._used[tier, kind] += n_bytes
         self._peak[tier, None] = max(self._peak[tier, None], used + n_bytes)
         self._peak[tier, kind] = max(self._peak[tier, kind], self._used[tier, kind])
+        self._note(tier, kind)
 
     def credit(self, tier: Tier, kind: Kind, n_bytes: int) -> None:
         """Give back what was charged; more than was charged is a StateError."""
         if self._used[tier, kind] < n_bytes:
             raise StateError(f"{tier.name} {kind.value}: gave back {n_bytes} bytes, more than held")
         self._used[tier, kind] -= n_bytes
+        self._note(tier, kind)
+
+    def _note(self, tier: Tier, kind: Kind) -> None:
+        if self._log is not None:
+            self._log.now(What.LEVEL, tier=tier, category=kind, n_bytes=self._used[tier, kind])
 
     def used(self, tier: Tier, kind: Kind | None = None) -> int:
         """Return the bytes charged now, of one kind or of all."""

@@ -25,6 +25,7 @@ import torch
 from hetero.config import paranoid
 from hetero.device import Device, Slab, Ticket, use_count
 from hetero.errors import BudgetError, StorageError, TransferError
+from hetero.events import What
 from hetero.memory.chunk import CopyTable
 from hetero.memory.frame import FrameMap, Place
 from hetero.memory.layout import Bucket, Layout, Segment
@@ -108,6 +109,7 @@ class ChunkManager:
         self.device = device
         self.ledger = ledger
         self.link = link
+        self.log = link.log
         self.frames = FrameMap(limit)
         self.table = CopyTable(layout.n_chunks)
         self.replicas: dict[int, Replica] = {}
@@ -281,7 +283,11 @@ class ChunkManager:
         work = self._updates.get(bucket_id)
         if work is None:
             return
-        work.wait()
+        if work.done:
+            work.wait()  # raises what it raised
+        else:
+            with self.log.during(What.WAIT, bucket=bucket_id, why="update"):
+                work.wait()
         del self._updates[bucket_id]
         bucket = self.layout.buckets[bucket_id]
         for chunk in bucket.chunks:
@@ -436,6 +442,7 @@ class ChunkManager:
         # 2. debit the frames when the transfer is queued, not when it lands
         self.ledger.charge(Tier.HBM, Kind.PARAM, self._frame_bytes(bucket), f"bucket {bucket.id}")
         self.frames.take(bucket.id, place.start, bucket.granules)
+        self._note(What.ALLOC, bucket, why)
         # 3. queue the copy behind the frames' last readers and behind a flush into our home
         replica = self._shell(bucket, place.start)
         self.replicas[bucket.id] = replica
@@ -473,17 +480,18 @@ class ChunkManager:
                 Lane.H2D,
                 replica.bytes[piece],
                 home.bytes[piece],
+                kind=Kind.PARAM,
                 after=after,
-                subject=self.layout.unit_names[bucket.unit],
+                bucket=bucket.id,
                 why=why,
             )
             if home.extents is not None:  # its memory is not page-locked, and is given back
-                self.device.sync(replica.ready)
+                self._sync(replica.ready, bucket.id)
 
     def _arrive(self, replica: Replica) -> None:
         """Make compute wait for the fetch; from here on the copy may be read."""
         if replica.ready is not None:
-            self.device.wait(replica.ready)
+            self.link.wait(replica.ready, kind=Kind.PARAM, bucket=replica.bucket.id)
             replica.ready = None
         for chunk in replica.bucket.chunks:
             self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "ready")
@@ -499,15 +507,14 @@ class ChunkManager:
         self.writing(bucket.id)
         done, home = self.device.mark(), self.home(bucket.id)
         self._land(bucket.id)
-        subject = self.layout.unit_names[bucket.unit]
         for first, end in _runs(dirty):
             start = (first - bucket.first_chunk) * bucket.chunk_numel
             stop = (end - bucket.first_chunk) * bucket.chunk_numel
             for run in self._store.runs(start, stop, (home, Use.WRITE)):
                 landed = self.overwriting(bucket, run.start, run.stop)
-                ticket = self._send(replica, home, run, done, subject)
+                ticket = self._send(replica, home, run, done)
                 if home.extents is not None:  # a disk may fail: the replica stays dirty till then
-                    self.device.sync(ticket)
+                    self._sync(ticket, bucket.id)
                     landed()
                 else:
                     self._landed.setdefault(bucket.id, []).append(landed)
@@ -518,9 +525,7 @@ class ChunkManager:
         self.counts["flush"] += 1
         return self._landing[bucket.id]
 
-    def _send(
-        self, replica: Replica, home: Home, run: slice, after: Ticket, subject: str
-    ) -> Ticket:
+    def _send(self, replica: Replica, home: Home, run: slice, after: Ticket) -> Ticket:
         """Queue the way home of some elements."""
         size = replica.bucket.dtype.itemsize
         piece = slice(run.start * size, run.stop * size)
@@ -528,10 +533,14 @@ class ChunkManager:
             Lane.D2H,
             home.bytes[piece],
             replica.bytes[piece],
+            kind=Kind.PARAM,
             after=(after,),
-            subject=subject,
+            bucket=replica.bucket.id,
             why="flush",
         )
+
+    def _sync(self, ticket: Ticket, bucket_id: int) -> None:
+        self.link.sync(ticket, kind=Kind.PARAM, bucket=bucket_id)
 
     def _dirty(self, replica: Replica) -> list[int]:
         state = self.table.state
@@ -542,7 +551,7 @@ class ChunkManager:
         ticket = self._landing.pop(bucket_id, None)
         if ticket is None:
             return
-        self.device.sync(ticket)
+        self._sync(ticket, bucket_id)
         for chunk in self.layout.buckets[bucket_id].chunks:
             if self.table.state(chunk, Tier.HOST) is CopyState.FILLING:
                 self.table.transition(chunk, Tier.HOST, CopyState.CLEAN, "ready")
@@ -557,6 +566,7 @@ class ChunkManager:
         for chunk in bucket.chunks:
             self.table.transition(chunk, Tier.HBM, CopyState.ABSENT, why)
         self.counts[why] += 1
+        self._note(What.FREE, bucket, why)
         replica.shown = False
         del self.replicas[bucket.id]
         self.frames.drop(bucket.id)
@@ -571,12 +581,23 @@ class ChunkManager:
     def _forget(self, replica: Replica) -> None:
         """Take back the frames of a fetch that could not be queued."""
         bucket = replica.bucket
+        self._note(What.FREE, bucket, "fail")
         for chunk in bucket.chunks:
             if self.table.state(chunk, Tier.HBM) is not CopyState.ABSENT:
                 self.table.transition(chunk, Tier.HBM, CopyState.ABSENT, "discard")
         del self.replicas[bucket.id]
         self.frames.drop(bucket.id)
         self.ledger.credit(Tier.HBM, Kind.PARAM, self._frame_bytes(bucket))
+
+    def _note(self, what: What, bucket: Bucket, why: str) -> None:
+        self.log.now(
+            what,
+            tier=Tier.HBM,
+            bucket=bucket.id,
+            n_bytes=self._frame_bytes(bucket),
+            category=Kind.PARAM,
+            why=why,
+        )
 
     def _readers(self, start: int, end: int) -> list[Ticket]:
         """Return the tickets of the last readers of frames [start, end) that are still at it.
@@ -654,7 +675,7 @@ class ChunkManager:
             if then == now:
                 landed = self.overwriting(bucket, segment.offset, segment.end)
                 run, done = slice(segment.offset, segment.end), self.device.mark()
-                self.device.sync(self._send(replica, home, run, done, segment.spec.name))
+                self._sync(self._send(replica, home, run, done), bucket.id)
                 landed()
         for chunk in self._dirty(replica):
             self.table.transition(chunk, Tier.HBM, CopyState.FLUSHING, "flush")

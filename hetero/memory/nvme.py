@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from hetero.errors import ChunkCorrupt
-from hetero.events import EventLog
+from hetero.events import EventLog, What, go_behind
 from hetero.io import File, Folder, align_up, aligned_buffer
 from hetero.memory.ledger import Ledger
 from hetero.types import Kind, Lane, Tier, format_bytes
@@ -35,9 +35,12 @@ Urgent = Callable[[], bool]
 class Slot:
     """A run of one file that holds one extent; ``generation`` 0 means that nothing was written."""
 
-    __slots__ = ("digest", "file", "generation", "n_bytes", "number", "offset")
+    __slots__ = ("digest", "file", "generation", "kind", "n_bytes", "number", "offset")
 
-    def __init__(self, number: int, file: File, offset: int, n_bytes: int) -> None:
+    def __init__(
+        self, number: int, file: File, offset: int, n_bytes: int, kind: Kind = Kind.POOL
+    ) -> None:
+        self.kind = kind
         self.number = number
         self.file = file
         self.offset = offset
@@ -69,7 +72,7 @@ class Nvme:
         self.written_bytes = 0  # since the beginning: what a drive's endurance is spent on
         self._checked = checked
         self._ledger = ledger
-        self._log = log
+        self.log = log
         self._files = [folder.private() for folder in folders]
         self._ends = [0] * len(self._files)
         self._n_slots = 0
@@ -95,10 +98,11 @@ class Nvme:
                 raise
         self._ends[at] = end
         self._n_slots += 1
-        return Slot(self._n_slots, self._files[at], offset, size)
+        return Slot(self._n_slots, self._files[at], offset, size, kind)
 
     def read(self, slot: Slot, into: memoryview) -> None:
         """Fill ``into`` with a slot's content; ChunkCorrupt where it is not what was written."""
+        began = self.log.clock()
         slot.file.read(slot.offset, into)
         if self._checked and _crc(into, slot.number, slot.generation) != slot.digest:
             raise ChunkCorrupt(
@@ -112,15 +116,15 @@ class Nvme:
                 wanted=slot.n_bytes,
                 got=slot.n_bytes,
             )
-        self._count(Lane.READ, slot.n_bytes)
+        self._count(Lane.READ, slot, began)
 
     def write(self, slot: Slot, data: memoryview) -> None:
         """Make ``data`` a slot's content. After a failure it has none: the caller keeps its own."""
-        generation = slot.generation + 1
+        generation, began = slot.generation + 1, self.log.clock()
         digest = _crc(data, slot.number, generation) if self._checked else 0
         slot.file.write(slot.offset, data)
         slot.generation, slot.digest = generation, digest
-        self._count(Lane.WRITE, slot.n_bytes)
+        self._count(Lane.WRITE, slot, began)
 
     def take_counts(self) -> Counter[Lane]:
         """Return the bytes moved since this was last asked."""
@@ -128,11 +132,15 @@ class Nvme:
             moved, self._moved = self._moved, Counter()
         return moved
 
-    def _count(self, lane: Lane, n_bytes: int) -> None:
+    def _count(self, lane: Lane, slot: Slot, began: float) -> None:
+        n_bytes = slot.n_bytes
         with self._lock:
             self._moved[lane] += n_bytes
             if lane is Lane.WRITE:
                 self.written_bytes += n_bytes
+        if slot.number:  # and not a trial
+            span = began, self.log.clock()
+            self.log.add(What.MOVE, *span, lane=lane, n_bytes=n_bytes, category=slot.kind)
 
     def fastest(self, block_bytes: int) -> int:
         """Return how many threads move blocks fastest here, checks included, in half a second.
@@ -267,6 +275,7 @@ class _Queue:
 
 
 def _work(queue: _Queue) -> None:
+    go_behind()
     while (work := queue.next()) is not None:
         work()
         del work  # what it holds goes when it is done, not when the next one comes

@@ -157,7 +157,7 @@ class ParcelStore:
                     ticket = self._move(Lane.H2D, chunk, targets, wanted, after, None)
         except BaseException:
             if ticket is not None:  # what was queued still writes to the targets
-                self._device.sync(ticket)
+                self._sync(ticket)
             raise
         self.poll()
         return targets, ticket
@@ -195,7 +195,7 @@ class ParcelStore:
         for chunk in self._free:
             if chunk.extents is None:
                 for ticket in chunk.idle:
-                    self._device.sync(ticket)
+                    self._sync(ticket)
                 release_slab(chunk.slab)
                 self._ledger.credit(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes)
         self._free = [chunk for chunk in self._free if chunk.extents is not None]
@@ -229,7 +229,12 @@ class ParcelStore:
                 here = tensors[piece.source][piece.start : piece.start + piece.n_bytes]
                 target, source = (there, here) if down else (here, there)
                 ticket = self._link.move(
-                    lane, target, source, after=(*after, *chunk.idle), subject=WHAT, why=WHAT
+                    lane,
+                    target,
+                    source,
+                    kind=Kind.ACTIVATION,
+                    after=(*after, *chunk.idle),
+                    why=WHAT,
                 )
             chunk.idle = (ticket,)
             if down or request is not None:  # who fetches holds the targets, until it has waited
@@ -238,8 +243,15 @@ class ParcelStore:
 
     def _retire(self) -> None:
         leg = self._legs.popleft()
-        self._device.sync(leg.ticket)
+        self._sync(leg.ticket)
         leg.pins.close()
+
+    def wait(self, ticket: Ticket) -> None:
+        """Make compute that is queued from now on run after a fetch."""
+        self._link.wait(ticket, kind=Kind.ACTIVATION)
+
+    def _sync(self, ticket: Ticket) -> None:
+        self._link.sync(ticket, kind=Kind.ACTIVATION)
 
     def _retire_pins(self) -> None:
         """Wait until no chunk is pinned by a copy."""

@@ -322,7 +322,9 @@ class Pool:
         self._refuse_fork()
         with self._changed:
             # 1. wait until none of them is on its way down, and there is room for what is missing
-            self._wait_for_room(request, me)
+            if not self._has_room(request):
+                with self.nvme.log.standing("write"):
+                    self._wait_for_room(request, me)
             # 2. hold them, and begin to read
             self._clock += 1
             self._holders[me] += 1
@@ -336,8 +338,9 @@ class Pool:
                     if self._state(extent) is ABSENT:
                         self._bring(extent, use)
                 # 3. wait for what is read
-                while any(self._state(extent) is FILLING for extent in request.needs):
-                    self._changed.wait()
+                if any(self._state(extent) is FILLING for extent in request.needs):
+                    with self.nvme.log.standing("read"):
+                        self._wait_for_reads(request)
                 failed = [e for e in request.needs if self._state(e) is ABSENT]
                 for extent in failed:
                     if extent not in ahead:
@@ -349,6 +352,10 @@ class Pool:
             if failed:
                 self._unpin(request, me)
             return not failed
+
+    def _wait_for_reads(self, request: Request) -> None:
+        while any(self._state(extent) is FILLING for extent in request.needs):
+            self._changed.wait()
 
     def _give_back(self, request: Request, me: int, *, whole: bool) -> None:
         if self._pid != os.getpid():

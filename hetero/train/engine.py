@@ -20,7 +20,7 @@ from torch import nn
 from hetero.config import Config
 from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
 from hetero.errors import ConfigError, StateError, StorageError
-from hetero.events import EventLog
+from hetero.events import EventLog, What
 from hetero.io import spill_folder
 from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Bucket, Segment
@@ -94,7 +94,8 @@ class Engine:
         self.tuning = tuning or Tuning()
         self.params = [p for p in model.parameters() if pageable(p)]
         self.hooks = Hooks()
-        self.log = EventLog()
+        self.log = EventLog(device.clock)
+        self._step_began = 0.0  # or the step before it ended, in seconds of the log's clock
         self.stats = StepStats()
         self.steps = 0
         for path in config.nvme:  # a wrong name is told even where nothing has to go there
@@ -116,7 +117,8 @@ class Engine:
                 Tier.HBM: self.budget.hbm,
                 Tier.HOST: self.config.host,
                 Tier.NVME: self.config.nvme_bytes,
-            }
+            },
+            self.log,
         )
         self.link = Link(self.device, self.log)
         self.store = self._make_store()
@@ -142,6 +144,7 @@ class Engine:
             self.hooks.guard(self.model, self._state_dict_access)
             self.store.before_use = self.finish
             object.__setattr__(self.model, MARK, self)
+            self._step_began = self.log.clock()
         except BaseException:
             self._move_out(failed=True)
             self.offload.close()
@@ -395,7 +398,12 @@ class Engine:
             )
             scaler = LossScaler() if self.config.precision == "fp16" else None
             self.stepper = Stepper(
-                updater, self.grads, self.worker, scaler=scaler, pause=self.tuning.pause
+                updater,
+                self.grads,
+                self.worker,
+                log=self.log,
+                scaler=scaler,
+                pause=self.tuning.pause,
             )
             (self.runtime if self.mode == "paged" else self.resident).scaling = self._scaling
         self.optimizer = Optimizer(inner, self)
@@ -409,6 +417,17 @@ class Engine:
 
     def step(self, optimizer: Optimizer) -> None:
         """Update all parameters that have a gradient, now or behind the next forward."""
+        log = self.log
+        began, log.phase = log.clock(), "step"
+        try:
+            self._step(optimizer)
+        finally:
+            now = log.clock()
+            log.add(What.PHASE, began, now, why="step")
+            log.add(What.STEP, self._step_began, now)
+            log.step, log.phase, self._step_began = log.step + 1, "between", now
+
+    def _step(self, optimizer: Optimizer) -> None:
         self.refuse_broken()
         if self.mode != "paged":
             self.saver.finish()  # what is saved is what is trained

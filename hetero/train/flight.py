@@ -37,6 +37,7 @@ class Leg(NamedTuple):
 
     ticket: Ticket
     source: torch.Tensor
+    bucket: int
     then: Callable[[], None] | None
 
 
@@ -86,23 +87,24 @@ class Flight:
         target: torch.Tensor,
         source: torch.Tensor,
         *,
-        subject: str,
+        bucket: int,
         then: Callable[[], None] | None = None,
     ) -> Ticket:
         """Queue a copy of raw bytes (1-D uint8) behind the compute that made the source."""
+        after = (self._device.mark(),)
         ticket = self._link.move(
-            Lane.D2H, target, source, after=(self._device.mark(),), subject=subject, why="grad"
+            Lane.D2H, target, source, kind=Kind.GRAD, after=after, bucket=bucket, why="gradient"
         )
-        self._legs.append(Leg(ticket, source, then))
+        self._legs.append(Leg(ticket, source, bucket, then))
         self._was_used = True
         self._bytes += source.numel()
         self.poll()
         return ticket
 
-    def hand(self, source: torch.Tensor, consume: Consume, *, subject: str) -> None:
+    def hand(self, source: torch.Tensor, consume: Consume, *, bucket: int) -> None:
         """Give a 1-D tensor to jobs on HOST: ``consume(piece, first element)`` makes each job."""
         if self._device.same_ram:
-            self._link.n_bytes[Lane.D2H] += source.nbytes  # as a copy would be counted
+            self._link.count(Lane.D2H, source.nbytes, kind=Kind.GRAD, bucket=bucket, why="gradient")
             self._read.append((consume(source, 0), source.nbytes))
             self._was_used = True
             self._bytes += source.nbytes
@@ -110,7 +112,7 @@ class Flight:
             return
         step = self._piece_numel(source)
         for start in range(0, source.numel(), step):
-            self._stage_piece(source[start : start + step], start, consume, subject)
+            self._stage_piece(source[start : start + step], start, consume, bucket)
 
     @property
     def useful_bytes(self) -> int:
@@ -128,7 +130,7 @@ class Flight:
     def _piece_numel(self, source: torch.Tensor) -> int:
         return max(1, self._piece_bytes // source.element_size())
 
-    def _stage_piece(self, part: torch.Tensor, start: int, consume: Consume, subject: str) -> None:
+    def _stage_piece(self, part: torch.Tensor, start: int, consume: Consume, bucket: int) -> None:
         stage = self._free_stage()
         piece = stage.bytes[: part.nbytes]
         stage.flying = True
@@ -137,7 +139,7 @@ class Flight:
             stage.flying = False
             stage.job = consume(piece.view(part.dtype), start)
 
-        self.copy(piece, part.view(torch.uint8), subject=subject, then=landed)
+        self.copy(piece, part.view(torch.uint8), bucket=bucket, then=landed)
 
     def poll(self) -> None:
         """Let go of what has landed, and wait for the oldest while too much is held."""
@@ -149,6 +151,10 @@ class Flight:
             self._bytes -= n_bytes
             job.wait()
 
+    def land(self, ticket: Ticket) -> None:
+        """Block until a copy has landed."""
+        self._link.sync(ticket, kind=Kind.GRAD)
+
     def finish(self) -> None:
         """Wait until everything has landed, and every job has been given."""
         while self._legs:
@@ -156,7 +162,7 @@ class Flight:
 
     def _retire(self) -> None:
         leg = self._legs.popleft()
-        self._device.sync(leg.ticket)
+        self._link.sync(leg.ticket, kind=Kind.GRAD, bucket=leg.bucket)
         self._bytes -= leg.source.numel()
         if leg.then is not None:
             leg.then()

@@ -410,9 +410,9 @@ class GradStore:
         elif home.extents is not None:  # what lies on disk is written by jobs
             self._hand(slot, grad, 1.0, first=True)
         else:
-            raw, subject = row(grad).view(torch.uint8), segment.spec.name
+            raw = row(grad).view(torch.uint8)
             target = row(home.segments[segment.position]).view(torch.uint8)
-            slot.ticket = self.flight.copy(target, raw, subject=subject)
+            slot.ticket = self.flight.copy(target, raw, bucket=bucket_id)
         return slot
 
     def _hand(self, slot: GradSlot, grad: torch.Tensor, unscale: float, *, first: bool) -> None:
@@ -447,7 +447,7 @@ class GradStore:
             return self._worker.submit(slot.job)
 
         slot.flying += self.flight.n_pieces(grad)
-        self.flight.hand(row(grad), consume, subject=segment.spec.name)
+        self.flight.hand(row(grad), consume, bucket=self._bucket(segment).id)
 
     def stored(self, home: Home, segment: Segment) -> torch.Tensor:
         """Return a gradient at home: the home's own tensor on HOST, a copy from disk."""
@@ -592,7 +592,7 @@ class GradStore:
 
     def land(self, ticket: Ticket) -> None:
         """Block until a copy has landed."""
-        self._device.sync(ticket)
+        self.flight.land(ticket)
 
     def reset(self) -> None:
         """Forget arrivals and finish what is under way (after an error, or at the end)."""

@@ -234,7 +234,7 @@ class Offload:
             self._bury()
             self._turn_to(load)
         if load.ticket is not None:
-            self._device.wait(load.ticket)
+            self.store.wait(load.ticket)
             load.ticket = None
         storage = load.storages[position]
         if storage is None:
@@ -275,7 +275,7 @@ class Offload:
     def _let_go(self, load: Load) -> None:
         """Free a load's storages on the device; its parcel has the bytes for who comes again."""
         if load.ticket is not None:
-            self._device.wait(load.ticket)  # memory is torch's again only behind its last writer
+            self.store.wait(load.ticket)  # memory is torch's again only behind its last writer
             load.ticket = None
         for position in range(len(load.uses)):
             load.storages[position] = load.claims[position] = None
@@ -285,7 +285,7 @@ class Offload:
         while self._dead:
             remains = self._dead.popleft()
             if remains.ticket is not None:
-                self._device.wait(remains.ticket)
+                self.store.wait(remains.ticket)
             self.store.discard(remains.parcel)
         self._loads = {n: ref for n, ref in self._loads.items() if ref() is not None}
 

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from hetero.device import ALONE, Device, use_count
 from hetero.errors import StateError
+from hetero.events import What
 from hetero.memory.layout import Layout, Segment
 from hetero.memory.manager import ChunkManager
 from hetero.plan.schedule import Op
@@ -33,12 +34,30 @@ from hetero.train.meter import unmeasured
 from hetero.train.precision import Masters, Scaling
 from hetero.train.swizzle import Swizzle
 from hetero.train.tracer import Cursor
-from hetero.types import Phase
+from hetero.types import Kind, Phase, Tier
 
 _task = torch._C._current_graph_task_id
 _functorch = torch._C._functorch.peek_interpreter_stack
 NO_TASK = -1
+NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.EVAL: "eval"}
 _HOMEWARD = (torch.Tensor.detach, torch.Tensor.copy_)
+
+
+class Accessed(NamedTuple):
+    """An access that is under way, for the event log."""
+
+    unit: int
+    seq: int
+    began: float
+    range_: object | None
+    """Of the vendor's profiler."""
+
+
+class Open(NamedTuple):
+    """The access of backward: what it has pinned."""
+
+    buckets: tuple[int, ...]
+    accessed: Accessed
 
 
 class Runtime:
@@ -71,7 +90,11 @@ class Runtime:
         self.swizzle: Swizzle  # set by attach: its classes fault into this runtime
         self.saved = SavedTensors(self)
         self._device = device
-        self._open: tuple[int, tuple[int, ...]] | None = None  # the backward access
+        self._open: Open | None = None  # the backward access
+        self._entered: list[Accessed] = []  # forward accesses, which nest
+        self._log = manager.log
+        self._forward_began = self._backward_began = 0.0
+        self._needs_bytes = [sum(layout.buckets[b].n_bytes for b in needed) for needed in needs]
         self._graph_task = NO_TASK
         self._phases: list[Phase] = []
         self._at_home = False
@@ -113,20 +136,24 @@ class Runtime:
         self.grads.flush_pending()
         phase = self._phase()
         buckets = self.needs[unit]
+        accessed = self._begin_access(unit)
         self._pin(buckets, phase.value)
         self._bind(buckets)
         try:
             self._look_ahead(phase, unit, buckets)
-            return self.saved.push_where_differentiated()
+            pushed = self.saved.push_where_differentiated()
         except BaseException:
             self._unbind(buckets)
             raise
+        self._entered.append(accessed)
+        return pushed
 
     def leave(self, unit: int, pushed: bool) -> None:
         """End a unit's forward."""
         if pushed:
             self.saved.pop()
         self._unbind(self.needs[unit])
+        self._end_access(self._entered.pop())
 
     def enter_model(self) -> bool:
         """Begin a call of the whole model: decide the phase, see what is saved between units."""
@@ -138,6 +165,8 @@ class Runtime:
         if not self._phases and (phase is Phase.EVAL or not self._stepped):
             cursor = self.evaluate if phase is Phase.EVAL else self.train
             self.issue(cursor.border())
+        if not self._phases:
+            self._forward_began, self._log.phase = self._log.clock(), NAMES[phase]
         self._phases.append(phase)
         return self.saved.push_where_differentiated()
 
@@ -148,6 +177,8 @@ class Runtime:
         if pushed:
             self.saved.pop()
         phase = self._phases.pop() if self._phases else Phase.FORWARD
+        if not self._phases:
+            self._end_phase(self._forward_began)
         if phase is Phase.EVAL and not self._phases:
             self.on_idle()
 
@@ -279,22 +310,20 @@ class Runtime:
 
     def touch(self, bucket: int) -> None:
         """Backward needs a bucket: move the open access to its unit."""
-        if self._open is not None and bucket in self._open[1]:
+        if self._open is not None and bucket in self._open.buckets:
             return
         self.backward_event()
         self._close_backward()
         unit = self.layout.buckets[bucket].unit
         buckets = self.needs[unit] if bucket in self.needs[unit] else (bucket,)
+        accessed = self._begin_access(unit)
         self._pin(buckets, Phase.BACKWARD.value)
-        self._open = (unit, buckets)
+        self._open = Open(buckets, accessed)
         self._look_ahead(Phase.BACKWARD, unit, buckets)
 
     def backward_event(self) -> None:
         """Something of ours happens in backward: start flushes, make sure to hear of its end."""
-        task = _task()
-        if task != NO_TASK and task != self._graph_task:
-            self._graph_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self.gradient_arrived()
         self.grads.flush_pending()
 
     def gradient_arrived(self) -> None:
@@ -302,17 +331,20 @@ class Runtime:
         task = _task()
         if task != NO_TASK and task != self._graph_task:
             self._graph_task = task
+            self._backward_began, self._log.phase = self._log.clock(), NAMES[Phase.BACKWARD]
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._graph_task = NO_TASK
         self._close_backward()
         self.grads.flush_pending()
+        self._end_phase(self._backward_began)
 
     def _close_backward(self) -> None:
         if self._open is not None:
-            (_, buckets), self._open = self._open, None
-            self.manager.unpin(buckets)
+            opened, self._open = self._open, None
+            self.manager.unpin(opened.buckets)
+            self._end_access(opened.accessed)
 
     def _settle_backward(self) -> None:
         """Close the backward access: its unit is done, or an error ended the pass."""
@@ -323,6 +355,26 @@ class Runtime:
     def _view(self, bucket: int, offset: int, saved: Saved) -> torch.Tensor:
         flat = self.manager.replicas[bucket].flat
         return torch.as_strided(flat, saved.size, saved.stride, offset + saved.offset)
+
+    # -- the event log ---------------------------------------------------------------------------
+
+    def _begin_access(self, unit: int) -> Accessed:
+        log = self._log
+        range_ = self._device.annotate(self.layout.unit_names[unit]) if log.annotates else None
+        return Accessed(unit, log.begin_access(), log.clock(), range_)
+
+    def _end_access(self, accessed: Accessed) -> None:
+        unit, seq, began, range_ = accessed
+        self._log.end_access(seq, began, unit, self._needs_bytes[unit])
+        held = self.saved.footprint.live_bytes
+        self._log.now(What.LIVE, tier=Tier.HBM, category=Kind.ACTIVATION, n_bytes=held, unit=unit)
+        if range_ is not None:
+            self._device.end_annotation(range_)
+
+    def _end_phase(self, began: float) -> None:
+        log = self._log
+        log.add(What.PHASE, began, log.clock(), why=log.phase)
+        log.phase = "between"
 
     # -- faults ----------------------------------------------------------------------------------
 

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 
 from hetero.errors import StorageError
+from hetero.events import EventLog, What
 from hetero.train.grads import GradStore
 from hetero.train.precision import LossScaler
 from hetero.train.rules import Group, State
 from hetero.train.updater import Update, Updater
 from hetero.train.worker import Job, Slice, Worker
+from hetero.types import Lane
 
 
 class Stepper:
@@ -35,9 +37,11 @@ class Stepper:
         grads: GradStore,
         worker: Worker,
         *,
+        log: EventLog,
         scaler: LossScaler | None,
         pause: Slice | None = None,
     ) -> None:
+        self._log = log
         self.updater = updater
         self.scaler = scaler
         self.skipped = False
@@ -92,15 +96,29 @@ class Stepper:
 
     def begin(self, update: Update, *, at_once: bool, after: Sequence[Job] = ()) -> Job:
         """Give a bucket's update to the worker, or make a job that its first waiter does."""
-        slices = [partial(self._run, work) for work in update.slices]
-        job = Job(slices, finish=partial(_all, update.finishes), after=after)
+        times: list[float] = []  # at which slices began
+        slices = [partial(self._run, work, times) for work in update.slices]
+        job = Job(slices, finish=partial(self._end, update, times), after=after)
         self._grads.lend(update.bucket, job, update.scaled)
         self._jobs.append(job)
         if not (at_once or update.fresh):
             self._worker.submit(job)
         return job
 
-    def _run(self, work: Slice) -> None:
+    def _end(self, update: Update, times: Sequence[float]) -> None:
+        for part in update.finishes:
+            part()
+        if times:
+            self._log.add(
+                *(What.UPDATE, min(times), self._log.clock()),
+                lane=Lane.UPDATE,
+                bucket=update.bucket.id,
+                n_bytes=update.bucket.n_bytes,
+                why="step",
+            )
+
+    def _run(self, work: Slice, times: list[float]) -> None:
+        times.append(self._log.clock())
         if self._failed is not None:
             raise self._failed
         if self._pause is not None:
@@ -120,7 +138,11 @@ class Stepper:
         """
         try:
             while self._jobs:
-                self._jobs[0].wait()
+                if self._jobs[0].done:
+                    self._jobs[0].wait()  # raises what it raised
+                else:
+                    with self._log.standing("update"):
+                        self._jobs[0].wait()
                 del self._jobs[0]
             if self._failed is not None:
                 raise self._failed
@@ -129,8 +151,3 @@ class Stepper:
         except BaseException:
             self.surfaced = True
             raise
-
-
-def _all(work: Sequence[Slice]) -> None:
-    for part in work:
-        part()

@@ -21,6 +21,7 @@ from types import TracebackType
 import torch
 
 from hetero.errors import StorageError
+from hetero.events import go_behind
 
 Slice = Callable[[], None]
 
@@ -264,6 +265,7 @@ def _if_alive(worker: weakref.ref[Worker], act: Callable[[Worker], None]) -> Cal
 
 
 def _loop(queue: _Queue) -> None:
+    go_behind()
     while (job := queue.next()) is not None:
         if not job.help():
             queue.drop(job)

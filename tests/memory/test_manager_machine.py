@@ -469,7 +469,7 @@ def test_neighbouring_dirty_chunks_go_home_in_one_copy() -> None:
     world.scribble(4, 0, 33)  # chunks 0, 1 and 2
     world.scribble(4, 98, 99)  # chunk 6
     world.manager.settle(4)
-    flushes = [event.n_bytes for event in world.log if event.lane is Lane.D2H]
+    flushes = [event.n_bytes for event in world.log if event.what == "move" and event.lane == "d2h"]
 
     assert flushes == [3 * CHUNK_BYTES, CHUNK_BYTES]
 

@@ -1,0 +1,167 @@
+"""A run on disk: what was recorded, as files that any tool can read (floor 4).
+
+A directory holds ``meta.json`` (`Meta`), and ``events.jsonl.gz``: a JSON array for each event, with
+the columns of `hetero.events.Event`. It is written by a thread of its own while the run goes on, so
+that a run that is killed has left all but its last moments.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hetero.errors import ConfigError
+from hetero.events import Event, EventLog
+
+SCHEMA = 1
+META, EVENTS = "meta.json", "events.jsonl.gz"
+PERIOD_SECONDS = 0.05  # between two looks at the ring
+COLUMNS = Event._fields
+
+
+@dataclass(frozen=True, slots=True)
+class BucketMeta:
+    """A bucket of a run: parameters of one unit that are treated alike."""
+
+    unit: int
+    n_bytes: int
+    """Of its parameters."""
+    numel: int
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meta:
+    """What a run was, beside its events."""
+
+    schema: int = SCHEMA
+    kind: str = "measured"
+    """Or "predicted"."""
+    model: str = ""
+    """Name of the model's class."""
+    n_params: int = 0
+    device: str = ""
+    mode: str = ""
+    """paged, resident, or plain for a model that hetero does not manage."""
+    update_place: str = ""
+    precision: str = ""
+    chunk_bytes: int = 0
+    budgets: dict[str, int | None] = field(default_factory=dict)
+    """By tier; None: no limit."""
+    units: list[str] = field(default_factory=list)
+    buckets: list[BucketMeta] = field(default_factory=list)
+    """By id."""
+    ceilings: dict[str, float] = field(default_factory=dict)
+    """By lane, bytes per second that were measured."""
+    profile: str = ""
+    """Name of the hardware profile, where there is one."""
+    profile_sha256: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    columns: tuple[str, ...] = COLUMNS
+
+    @classmethod
+    def parse(cls, data: dict[str, Any]) -> Meta:
+        """Return what `as_json` wrote, here or in a later version that has more keys."""
+        known = {f.name for f in fields(cls)}
+        given = {key: value for key, value in data.items() if key in known}
+        given["buckets"] = [BucketMeta(**row) for row in given.get("buckets", [])]
+        given["columns"] = tuple(given.get("columns", COLUMNS))
+        return cls(**given)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as it was recorded; events in the order of their begin."""
+
+    meta: Meta
+    events: list[Event]
+    dropped: int = 0
+    """Events that were lost because nobody drained the ring in time."""
+
+    @classmethod
+    def of(cls, meta: Meta, events: Iterable[Event]) -> Run:
+        """Return a run of these events, in any order."""
+        rows = list(events)
+        seqs = sorted(row.seq for row in rows)
+        missing = seqs[-1] - seqs[0] + 1 - len(seqs) if seqs else 0
+        rows.sort(key=lambda row: (row.t_ns, row.seq))
+        return cls(meta, rows, missing)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Run:
+        """Read a run's directory; ConfigError where it is none, or of a newer schema."""
+        folder = Path(directory)
+        try:
+            data = json.loads((folder / META).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{folder} is no run: {error}",
+                advice=f"name a directory with {META} and {EVENTS} in it",
+            ) from error
+        if data.get("schema", 0) > SCHEMA:
+            raise ConfigError(
+                f"{folder} has schema {data['schema']}, this hetero reads up to {SCHEMA}",
+                advice="install a newer hetero",
+            )
+        meta = Meta.parse(data)
+        return cls.of(meta, read_events(folder / EVENTS, meta.columns))
+
+
+def read_events(path: Path, columns: tuple[str, ...]) -> Iterator[Event]:
+    """Yield the events of a file; one that was cut off, by a kill, ends where it is cut."""
+    places = [columns.index(name) for name in COLUMNS]
+    try:
+        with gzip.open(path, "rt") as file:
+            for line in file:
+                row = json.loads(line)
+                yield Event(*(row[place] for place in places))
+    except (EOFError, ValueError):
+        return
+    except OSError as error:
+        raise ConfigError(f"{path}: {error}", advice="check the run's directory") from error
+
+
+class Recorder:
+    """Writes a log's events to a directory, from a thread, until it is closed."""
+
+    def __init__(self, log: EventLog, directory: str | Path, meta: Meta) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self.write_meta(meta)
+        self._file = gzip.open(self.directory / EVENTS, "wt", compresslevel=1)
+        self._thread = threading.Thread(target=self._go, name="hetero-events", daemon=True)
+        self._thread.start()
+
+    def write_meta(self, meta: Meta) -> None:
+        """Write, or replace, what the run is."""
+        (self.directory / META).write_text(json.dumps(meta.as_json(), indent=1))
+
+    def _go(self) -> None:
+        while not self._closed.wait(PERIOD_SECONDS):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what the ring holds."""
+        with self._lock:
+            lines = [json.dumps(row, separators=(",", ":")) for row in self._log.drain()]
+            if lines:
+                self._file.write("\n".join(lines) + "\n")
+
+    def close(self) -> None:
+        """Write the rest; nothing is recorded from here on."""
+        self._closed.set()
+        self._thread.join()
+        self.flush()
+        self._file.close()
