@@ -201,7 +201,7 @@ class Status:
     schedule: str
 
 
-def _update_place(engine: Engine) -> str:
+def update_place(engine: Engine) -> str:
     if engine.mode != "paged":
         return "in place"
     return "device" if engine.tuning.update_on_device else "home"
@@ -228,7 +228,7 @@ def status(model: nn.Module) -> Status:
     return Status(
         device=engine.device.name,
         mode=engine.mode,
-        update_place=_update_place(engine),
+        update_place=update_place(engine),
         chunk_bytes=4 * plan.layout.chunk_numel,
         steps=engine.steps,
         activation_bytes=engine.budget.activation_bytes,

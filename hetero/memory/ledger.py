@@ -48,6 +48,11 @@ class Ledger:
         if self._log is not None:
             self._log.now(What.LEVEL, tier=tier, category=kind, n_bytes=self._used[tier, kind])
 
+    def restate(self) -> None:
+        """Log what is charged now, for a log that begins here."""
+        for tier, kind in list(self._used):
+            self._note(tier, kind)
+
     def used(self, tier: Tier, kind: Kind | None = None) -> int:
         """Return the bytes charged now, of one kind or of all."""
         if kind is not None:

@@ -599,6 +599,11 @@ class ChunkManager:
             why=why,
         )
 
+    def restate(self) -> None:
+        """Log what is resident, for a log that begins here."""
+        for replica in self.replicas.values():
+            self._note(What.ALLOC, replica.bucket, "before")
+
     def _readers(self, start: int, end: int) -> list[Ticket]:
         """Return the tickets of the last readers of frames [start, end) that are still at it.
 

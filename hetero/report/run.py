@@ -140,7 +140,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.write_meta(meta)
-        self._file = gzip.open(self.directory / EVENTS, "wt", compresslevel=1)
+        self._file = gzip.GzipFile(self.directory / EVENTS, "wb", compresslevel=1)
         self._thread = threading.Thread(target=self._go, name="hetero-events", daemon=True)
         self._thread.start()
 
@@ -157,7 +157,7 @@ class Recorder:
         with self._lock:
             lines = [json.dumps(row, separators=(",", ":")) for row in self._log.drain()]
             if lines:
-                self._file.write("\n".join(lines) + "\n")
+                self._file.write(("\n".join(lines) + "\n").encode())
 
     def close(self) -> None:
         """Write the rest; nothing is recorded from here on."""

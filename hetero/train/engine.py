@@ -427,6 +427,14 @@ class Engine:
             log.add(What.STEP, self._step_began, now)
             log.step, log.phase, self._step_began = log.step + 1, "between", now
 
+    def restate(self) -> None:
+        """Begin the event log anew: what is where now is what it begins with."""
+        self.log.clear()
+        self._step_began = self.log.clock()
+        self.ledger.restate()
+        if self.mode == "paged":
+            self.manager.restate()
+
     def _step(self, optimizer: Optimizer) -> None:
         self.refuse_broken()
         if self.mode != "paged":
