@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from hetero.config import HostLimit, host_limit
 from hetero.errors import ConfigError, TransferError
 from hetero.types import Lane
 
@@ -86,6 +87,10 @@ class Device(Protocol):
     name: str
     torch_device: torch.device
     same_ram: bool
+    is_cuda: bool
+    """Whether it is a CUDA device, or stands for one."""
+    has_bytes: bool
+    """Whether there is memory behind its tensors; if not, they are on the meta device."""
     cheap_slabs: bool
     """Whether a slab may come and go with every step; page-locking one takes long."""
 
@@ -148,6 +153,9 @@ class Device(Protocol):
     def free_bytes(self) -> int | None:
         """Return what other users of the device leave of HBM; None where it is RAM."""
 
+    def host_limit(self) -> HostLimit:
+        """Return how much RAM this process may still take, and who says so."""
+
     def reset_peak(self) -> None:
         """Start a new measurement of the allocator's peak."""
 
@@ -209,6 +217,8 @@ class CpuDevice:
 
     name = "cpu"
     same_ram = True
+    is_cuda = False
+    has_bytes = True
     cheap_slabs = True
 
     def __init__(self, torch_device: torch.device | None = None) -> None:
@@ -279,6 +289,9 @@ class CpuDevice:
 
     def free_bytes(self) -> int | None:
         return None
+
+    def host_limit(self) -> HostLimit:
+        return host_limit()
 
     def reset_peak(self) -> None: ...
 
@@ -376,6 +389,10 @@ class SimDevice(CpuDevice):
 
     def query(self, ticket: Ticket) -> bool:
         self._tick()
+        if self.is_timed:  # then time decides, and not chance
+            if ticket.end > self.clock_seconds:
+                return False
+            self._run_to(ticket)
         return ticket.done
 
     def mark(self) -> Ticket:
@@ -479,6 +496,8 @@ class CudaDevice:
     """One CUDA device: a persistent stream per copy lane, events as tickets."""
 
     same_ram = False
+    is_cuda = True
+    has_bytes = True
     cheap_slabs = False
 
     def __init__(self, index: int | None = None) -> None:
@@ -622,6 +641,9 @@ class CudaDevice:
 
     def free_bytes(self) -> int | None:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def host_limit(self) -> HostLimit:
+        return host_limit()
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

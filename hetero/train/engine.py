@@ -126,6 +126,7 @@ class Engine:
         layout = self.blueprint.layout
         self.masters = Masters(self.config.precision, layout, self.store)
         self.worker = self.tuning.worker or Worker(thread_budget())
+        self.worker.clock = self.device.clock
         device = self.device.torch_device
         try:
             self.ledger.charge(Tier.HBM, Kind.BUFFER, self.budget.buffer_bytes, "buffers")
@@ -204,7 +205,7 @@ class Engine:
         room = self.budget.room
         least = plan.granules(plan.widest)
         # A CUDA arena cannot grow in place, so it leaves room for activations not yet measured.
-        ceiling = room if self.device.torch_device.type == "cpu" else min(room, 2 * least)
+        ceiling = room if not self.device.is_cuda else min(room, 2 * least)
         self.manager = ChunkManager(
             layout,
             device=self.device,
@@ -303,7 +304,7 @@ class Engine:
     @property
     def _may_stay(self) -> bool:
         """Whether a model that fits the device is to stay there."""
-        on_cpu = self.device.torch_device.type == "cpu"
+        on_cpu = not self.device.is_cuda
         return on_cpu and self.inner is not None and not self.budget.spills
 
     @property
@@ -370,7 +371,7 @@ class Engine:
     def _attach_resident(self) -> None:
         """Masters behind parameters that stay where they are: everything is in one memory."""
         place = CpuDevice(self.device.torch_device)
-        if self.device.torch_device.type == "cuda":  # the stream orders updates, not a thread
+        if self.device.is_cuda:  # the stream orders updates, not a thread
             self.worker = self.tuning.worker or Worker(0)
         self.link = Link(place, self.log)
         self._attach_grads(place)
@@ -557,7 +558,7 @@ class Engine:
 
     def _count(self) -> None:
         self.steps += 1
-        if self.steps <= WARM_STEPS and self.device.torch_device.type == "cpu":
+        if self.steps <= WARM_STEPS and not self.device.is_cuda:
             trim_heap()
 
     def _fit(self) -> bool:
