@@ -77,6 +77,7 @@ __all__ = [
     "dump",
     "find",
     "lint",
+    "lint_file",
     "load",
     "names",
     "parse",
@@ -98,13 +99,18 @@ T = TypeVar("T")
 def load(path: str | Path) -> Profile:
     """Return the profile in a file; ConfigError names the file, the key and what is wrong."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"profile {path}: {error}", advice="check the path") from error
-    try:
-        return parse(text)
+        return parse(read_text(path))
     except ConfigError as error:
         raise ConfigError(f"profile {path}: {error.args[0]}", advice=error.advice) from error
+
+
+def read_text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(error.strerror or str(error), advice="check the path") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not text: {error}", advice="check the path") from error
 
 
 def parse(text: str) -> Profile:
@@ -124,6 +130,14 @@ def lint(text: str) -> list[str]:
         return problems
     impossible = broken(profile)
     return problems + impossible + ([] if impossible else doubtful(profile))
+
+
+def lint_file(path: str | Path) -> list[str]:
+    """Return what is wrong or doubtful in a file; that it cannot be read is such a problem."""
+    try:
+        return lint(read_text(path))
+    except ConfigError as error:
+        return [error.args[0]]
 
 
 def read(text: str) -> tuple[Profile | None, list[str]]:

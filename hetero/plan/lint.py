@@ -30,6 +30,7 @@ from hetero.plan.machine import (
 )
 
 GIB = 2**30
+ROUNDING = 1.01  # of measured shares
 SLACK = 1.05  # above a datasheet by clocks and rounding
 CARD_BYTES = (0.95, 1.02)  # of its nominal GiB that a driver reports
 LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # a PCIe lane, one way
@@ -202,7 +203,7 @@ def curve_problems(rows: Rows) -> Iterator[str]:
     for (size, share), (larger, more) in pairwise(rows):
         if more < share:
             yield f"the share falls from {share:g} to {more:g}: it is not ascending"
-        if more * size > share * larger:
+        if more * size > ROUNDING * share * larger:
             yield f"a copy of {larger:g} bytes would be faster than one of {size:g}"
 
 
@@ -270,7 +271,7 @@ def bytes_are_not_bits(profile: Profile) -> Iterator[str]:
     for key, way, kind in directions(profile):
         most = physical_gbps(kind)
         if most is None:
-            yield f"{key}.type: {kind!r} is unknown; as pcie4x16, c2c or ram"
+            yield f"{key}.type: {kind!r} is no type of link; as pcie4x16, c2c, ram, unknown"
             continue
         for name, rate in (
             ("GBps", way.bytes_per_second),
@@ -330,7 +331,7 @@ def physical_gbps(kind: str) -> float | None:
     match = re.fullmatch(r"pcie([1-6])x(1|2|4|8|16)", kind)
     if match:
         return LANE_GBPS[int(match[1])] * int(match[2])
-    return {"c2c": C2C_GBPS, "ram": math.inf}.get(kind)
+    return {"c2c": C2C_GBPS, "ram": math.inf, "unknown": math.inf}.get(kind)
 
 
 DOUBTFUL: tuple[Rule, ...] = (

@@ -147,7 +147,7 @@ class Direction:
     """``[link.h2d]``, ``[link.d2h]``: copies between HOST and HBM, one way."""
 
     type: str = ""
-    """"pcie4x16" and the like, "c2c", or "ram" where HBM is RAM; of d2h "" is as of h2d."""
+    """"pcie4x16" and the like, "c2c", "ram" where HBM is RAM, or "unknown"; of d2h "" is as h2d."""
     peak_bytes_per_second: Figure | None = field(default=None, metadata=form("peak_GBps", GIGA))
     bytes_per_second: Figure = field(metadata=form("GBps", GIGA))
     """Of large copies from page-locked memory, with nothing else on the link."""
@@ -193,7 +193,7 @@ class Host:
     isa: tuple[str, ...] = ()
     ram_bytes: Figure = field(metadata=form("ram_bytes"))
     limit_bytes: Figure | None = field(default=None, metadata=form("limit_bytes"))
-    """What a container leaves of it; None: all of it."""
+    """What a process could take of it when it was measured; None: all of it."""
     memlock_bytes: Figure | None = field(default=None, metadata=form("memlock_bytes", zero=True))
     """What a process may lock; None: no limit."""
     dram_peak_bytes_per_second: Figure | None = field(
