@@ -19,8 +19,9 @@ import sys
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,6 +35,9 @@ ALONE = 2  # uses of a storage: the tensor asked about, and the handle asked thr
 HUGE = 4 * 2**20  # bytes of a slab from which huge pages are asked for
 PROBE_BYTES = 16 * 2**20  # a copy of so many bytes tells a link's rate
 COPY_LANES = (Lane.H2D, Lane.D2H)
+OPPOSITE = {Lane.H2D: Lane.D2H, Lane.D2H: Lane.H2D}
+BESIDE = 3  # times as many copies on one lane outlast those on the other
+SPIN_CYCLES = 50_000  # of a device's clock while the host queues one copy: 25 us at 2 GHz
 
 
 class Ticket:
@@ -81,6 +85,23 @@ class Timing(NamedTuple):
 Stall = tuple[float, float | Ticket]  # begin and end (or who knows both) of standing still
 
 
+class Move(NamedTuple):
+    """One copy."""
+
+    dst: torch.Tensor
+    src: torch.Tensor
+
+
+class Accelerator(NamedTuple):
+    """What a device says it is."""
+
+    name: str
+    arch: str
+    """Compute capability, as "sm_90"."""
+    multiprocessors: int
+    total_bytes: int
+
+
 class Device(Protocol):
     """What the mechanism may ask of a device. Bytes are 1-D uint8 tensors."""
 
@@ -125,6 +146,19 @@ class Device(Protocol):
 
     def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
         """Return how long a copy of ``n_bytes`` takes on a lane that is free, as measured."""
+
+    def lane_seconds(self, lane: Lane, moves: Sequence[Move], beside: Sequence[Move] = ()) -> float:
+        """Return what copies take one after another, with nothing of the host's between them.
+
+        Those of ``beside`` are on the other lane all the while, over and over; where copies are
+        done by whoever asks for them, both take turns.
+        """
+
+    def facts(self) -> Accelerator | None:
+        """Return what the device is; None where it is the processor."""
+
+    def reserved_bytes(self) -> int:
+        """Return what torch's allocator keeps of HBM; 0 where it is RAM."""
 
     def poison(self, dst: torch.Tensor) -> None:
         """Fill bytes that nobody may read with NaN."""
@@ -265,6 +299,20 @@ class CpuDevice:
             target.copy_(source)
             self._bytes_per_second = PROBE_BYTES / (time.monotonic() - start)
         return n_bytes / self._bytes_per_second
+
+    def lane_seconds(self, lane: Lane, moves: Sequence[Move], beside: Sequence[Move] = ()) -> float:
+        start = time.perf_counter()
+        for move, other in zip(moves, cycle(beside or [None])):
+            self.sync(self.copy(lane, move.dst, move.src))
+            if other is not None:
+                self.sync(self.copy(OPPOSITE[lane], other.dst, other.src))
+        return time.perf_counter() - start
+
+    def facts(self) -> Accelerator | None:
+        return None
+
+    def reserved_bytes(self) -> int:
+        return 0
 
     def poison(self, dst: torch.Tensor) -> None:
         dst.fill_(POISON)
@@ -627,6 +675,40 @@ class CudaDevice:
             seconds = max(float(begin.elapsed_time(end)) / 1000, 1e-9)
             self._bytes_per_second[lane] = PROBE_BYTES / seconds
         return n_bytes / self._bytes_per_second[lane]
+
+    def lane_seconds(self, lane: Lane, moves: Sequence[Move], beside: Sequence[Move] = ()) -> float:
+        # 1. let both lanes wait until everything is queued: the host is slower than small copies
+        self.close()
+        stream, other = self._streams[lane], self._streams[OPPOSITE[lane]]
+        beside = [*beside] * BESIDE
+        cycles = SPIN_CYCLES * (len(moves) + len(beside))
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+            queued = torch.cuda.Event()
+            queued.record()
+        other.wait_event(queued)
+        # 2. queue what runs beside, then what is timed
+        with torch.cuda.stream(other):
+            for move in beside:
+                move.dst.copy_(move.src, non_blocking=True)
+        with torch.cuda.stream(stream):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for move in moves:
+                move.dst.copy_(move.src, non_blocking=True)
+            end.record()
+        end.synchronize()
+        seconds = float(begin.elapsed_time(end)) / 1000
+        self.close()
+        return seconds
+
+    def facts(self) -> Accelerator | None:
+        found = torch.cuda.get_device_properties(self.torch_device)
+        arch = f"sm_{found.major}{found.minor}"
+        return Accelerator(found.name, arch, found.multi_processor_count, found.total_memory)
+
+    def reserved_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(self.torch_device))
 
     def poison(self, dst: torch.Tensor) -> None:
         dst.fill_(POISON)

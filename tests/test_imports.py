@@ -451,7 +451,7 @@ def test_importing_the_command_line_does_not_load_torch() -> None:
 
 
 def test_importing_the_plan_does_not_load_torch() -> None:
-    loaded = modules_after("import hetero.plan.planner, hetero.plan.schedule, hetero.plan.trace")
+    loaded = modules_after("import hetero.plan.planner, hetero.plan.hardware, hetero.plan.trace")
 
     assert "hetero.plan.planner" in loaded
     assert "torch" not in loaded
