@@ -1,7 +1,7 @@
 """A device made of numbers: everything is counted and timed, and no byte is there (floor 0).
 
-The library itself runs on it, with models on ``torch.device("meta")``: what it would place, move and
-wait for on a machine is found out without that machine, by the code that does it there. Time is
+The library itself runs on it, with models on ``torch.device("meta")``: what it would place, move
+and wait for on a machine is found out without that machine, by the code that does it there. Time is
 virtual: who models compute advances it, copies and waits take what the rates say.
 """
 
@@ -36,26 +36,28 @@ class DryDevice(CpuDevice):
     """Stands for a device with its links.
 
     Args:
-        is_cuda: whether it stands for a CUDA device, or for "cpu:sim".
+        is_cuda: whether it stands for a CUDA device; if not, for a CPU.
+        same_ram: whether its memory is RAM, as of a CPU that is not "cpu:sim".
         hbm_bytes: its size; None where it is RAM.
         ram_bytes: what this process may take beside it.
         copy_seconds: (lane, bytes, whether the other lane is busy) -> seconds.
     """
 
     name = "dry"
-    same_ram = False
     has_bytes = False
 
     def __init__(
         self,
         *,
         is_cuda: bool = False,
+        same_ram: bool = False,
         hbm_bytes: int | None = None,
         ram_bytes: int,
         copy_seconds: CopySeconds,
     ) -> None:
         super().__init__(META)
         self.is_cuda = is_cuda
+        self.same_ram = same_ram
         self.clock_seconds = 0.0
         self._hbm_bytes = hbm_bytes
         self._ram_bytes = ram_bytes

@@ -14,12 +14,12 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "hetero"
 FLOORS = {
     **dict.fromkeys(("types", "config", "errors", "version", "events", "optim"), 0),
-    **dict.fromkeys(("device", "io", "weights"), 0),
+    **dict.fromkeys(("device", "dry", "io", "weights"), 0),
     **dict.fromkeys(("memory", "plan"), 1),
     "train": 2,
     "parallel": 3,
     **dict.fromkeys(("api", "checkpoint", "export", "cli"), 4),
-    **dict.fromkeys(("report", "integrations", "bench", "recipes"), 4),
+    **dict.fromkeys(("report", "rehearse", "integrations", "bench", "recipes"), 4),
 }
 PRODUCT = 4  # rooms of the top floor may stand on each other (cli on report/, bench/, recipes/)
 PRINTERS = ("cli", "report", "bench", "recipes")

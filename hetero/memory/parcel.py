@@ -286,7 +286,11 @@ class ParcelStore:
         room, used = self._room(), self._ledger.used(Tier.HOST, Kind.ACTIVATION)
         if room < self._chunk_bytes:
             budget = self._ledger.budgets.get(Tier.HOST)
-            whose = describe_limit(self._device.host_limit()) if budget is None else f"host={budget} bytes"
+            whose = (
+                describe_limit(self._device.host_limit())
+                if budget is None
+                else f"host={budget} bytes"
+            )
             short = self._chunk_bytes - room
             raise BudgetError(
                 f"{format_bytes(used)} of activations are on HOST, and more of them come; {whose}"

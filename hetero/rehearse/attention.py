@@ -1,7 +1,7 @@
 """Attention on the meta device as the device that it stands for computes it (floor 4).
 
-``F.scaled_dot_product_attention`` chooses a kernel by the device of its inputs, and meta tensors get
-the one that nobody uses: it makes every score. The conditions here are those of
+``F.scaled_dot_product_attention`` chooses a kernel by the device of its inputs, and meta tensors
+get the one that nobody uses: it makes every score. The conditions here are those of
 ``sdp_utils_cpp.cpp`` and ``sdp_utils.cpp`` of torch 2.9 to 2.13, as far as they depend on shapes
 and dtypes.
 """

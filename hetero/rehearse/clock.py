@@ -88,7 +88,7 @@ class OpClock(TorchDispatchMode):
             flops = float(flop_registry[packet](*args, out_val=_result(outputs)))
         else:
             return 0.0
-        side = max(1, round(math.cbrt(flops / 2)) if hasattr(math, "cbrt") else _cbrt(flops / 2))
+        side = max(1, round((flops / 2) ** (1 / 3)))
         return self._matmul_seconds(side, side, side, inputs[0].dtype)
 
     def _matmul_seconds(self, m: int, n: int, k: int, dtype: torch.dtype) -> float:
@@ -109,7 +109,9 @@ class OpClock(TorchDispatchMode):
 def touched_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor; what is expanded is read once."""
     numel = math.prod(
-        size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size
+        size
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if stride or not size
     )
     return numel * tensor.element_size() if tensor.is_meta else 0
 
@@ -130,7 +132,3 @@ def _geometry(tensor: torch.Tensor) -> Any:
 
 def _result(outputs: list[torch.Tensor]) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-def _cbrt(x: float) -> int:
-    return round(x ** (1 / 3))
