@@ -118,6 +118,9 @@ class Device(Protocol):
     def slab(self, n_bytes: int) -> Slab:
         """Return zeroed HOST memory, page-locked where that means something."""
 
+    def paged_slab(self, n_bytes: int) -> Slab:
+        """Return HOST memory whose pages come and go one by one, for what lies on disk."""
+
     def arena(self, n_bytes: int) -> Slab:
         """Return device memory for frames; its storages are carved by `Slab.carve`."""
 
@@ -262,6 +265,9 @@ class CpuDevice:
 
     def slab(self, n_bytes: int) -> Slab:
         return map_slab(n_bytes)
+
+    def paged_slab(self, n_bytes: int) -> Slab:
+        return map_slab(n_bytes, huge=False)  # a huge page would span several extents
 
     def arena(self, n_bytes: int) -> Slab:
         return map_slab(n_bytes)
@@ -570,6 +576,9 @@ class CudaDevice:
         if not slab.registered:  # pageable then, which is slower and still right
             torch.cuda.cudart().cudaGetLastError()  # or the next kernel launch reports it
         return slab
+
+    def paged_slab(self, n_bytes: int) -> Slab:
+        return map_slab(n_bytes, huge=False)
 
     def arena(self, n_bytes: int) -> Slab:
         block = torch.empty(max(n_bytes, 1), dtype=torch.uint8, device=self.torch_device)

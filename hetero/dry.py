@@ -59,6 +59,8 @@ class DryDevice(CpuDevice):
         self.is_cuda = is_cuda
         self.same_ram = same_ram
         self.clock_seconds = 0.0
+        self.time_passed: Callable[[], None] = lambda: None
+        """Called whenever the clock has moved."""
         self._hbm_bytes = hbm_bytes
         self._ram_bytes = ram_bytes
         self._copy_seconds = copy_seconds
@@ -67,15 +69,17 @@ class DryDevice(CpuDevice):
     def slab(self, n_bytes: int) -> Slab:
         return DrySlab(n_bytes, torch.empty(0, dtype=torch.uint8, device=META))
 
-    arena = slab
+    arena = paged_slab = slab
 
     def compute(self, seconds: float) -> None:
         """Let compute work for ``seconds``."""
-        self.clock_seconds += seconds
+        self.pass_until(self.clock_seconds + seconds)
 
     def pass_until(self, seconds: float) -> None:
         """Let time pass until then, if it is not later already."""
-        self.clock_seconds = max(self.clock_seconds, seconds)
+        if seconds > self.clock_seconds:
+            self.clock_seconds = seconds
+            self.time_passed()
 
     def is_busy(self, lane: Lane) -> bool:
         """Whether a lane copies now."""
@@ -93,7 +97,7 @@ class DryDevice(CpuDevice):
 
     def wait(self, ticket: Ticket) -> Stall | None:
         begin = self.clock_seconds
-        self.clock_seconds = max(begin, ticket.end)
+        self.pass_until(ticket.end)
         return (begin, ticket.end) if ticket.end > begin else None
 
     sync = wait

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from hetero.config import describe_limit
-from hetero.device import Device, Slab, Ticket, map_slab, release_slab
+from hetero.device import Device, Slab, Ticket, release_slab
 from hetero.errors import BudgetError
 from hetero.io import align_up
 from hetero.memory.ledger import Ledger
@@ -268,7 +268,7 @@ class ParcelStore:
         if room or self._pool is None:
             self._charge()
             return Chunk(self._device.slab(self._chunk_bytes), self._chunk_bytes)
-        slab = map_slab(self._chunk_bytes, huge=False)
+        slab = self._device.paged_slab(self._chunk_bytes)
         extents = self._pool.adopt(
             Kind.ACTIVATION, slab, self._chunk_bytes, ELEMENT_BYTES, f"{WHAT} on disk"
         )

@@ -22,13 +22,14 @@ from hetero.errors import BudgetError, ConfigError
 from hetero.plan.hardware import Profile
 from hetero.rehearse.attention import AsOn
 from hetero.rehearse.clock import OpClock
+from hetero.rehearse.disk import DryDisk, open_dry_pool
 from hetero.rehearse.worker import DryWorker
 from hetero.report.profile import meta_of
 from hetero.report.run import Run
 from hetero.train.blueprint import Blueprint, draw
 from hetero.train.engine import Engine
 from hetero.train.tuning import Tuning
-from hetero.types import Kind, Tier
+from hetero.types import Kind, Lane, Tier
 
 MOST_STEPS = 8  # until every step is as the one before it
 LEAST_STEPS = 3  # of a run whose steps are alike: the first has no plan, the second begins with it
@@ -97,15 +98,13 @@ def rehearse(scene: Scene) -> Rehearsal:
     """
     device = device_for(scene.config, scene.profile)
     config = replace(scene.config, device=device, profile=None)
-    worker = DryWorker(device, partial(update_seconds, scene.profile))
-    engine = Engine(
-        scene.model,
-        scene.optimizer,
-        config,
-        device,
-        draw(scene.model, scene.optimizer, config),
-        Tuning(worker=worker),
-    )
+    disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None
+    worker = DryWorker(device, partial(update_seconds, scene.profile), disk)
+    tuning = Tuning(worker=worker)
+    if disk is not None:
+        tuning.open_pool = partial(open_dry_pool, disk)
+    blueprint = draw(scene.model, scene.optimizer, config)
+    engine = Engine(scene.model, scene.optimizer, config, device, blueprint, tuning)
     engine.build()
     steps: list[Step] = []
     error = None
@@ -147,6 +146,15 @@ def device_for(config: Config, profile: Profile) -> DryDevice:
 def update_seconds(profile: Profile, numel: int) -> float:
     """Return the time of a step over ``numel`` parameters on HOST (T4)."""
     return profile.update_seconds(numel, numel * UPDATE_BYTES)
+
+
+def disk_seconds(profile: Profile, lane: Lane, n_bytes: int, both_ways: bool) -> float:
+    """Return the time of a transfer; the drive's cache is taken to be full (T5)."""
+    if lane is Lane.READ:
+        return profile.read_seconds(n_bytes, both_ways=both_ways)
+    cache = profile.drive().slc_bytes
+    before = 0.0 if cache is None else cache.value
+    return profile.write_seconds(n_bytes, before, both_ways=both_ways)
 
 
 def one_step(scene: Scene, engine: Engine, device: DryDevice) -> Step:

@@ -6,13 +6,14 @@ import platform
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from hetero.api import update_place
+from hetero.config import Config
 from hetero.report.run import BucketMeta, Meta, Recorder, Run
 from hetero.train.check import MARK
 from hetero.train.engine import Engine
@@ -67,8 +68,14 @@ def meta_of(engine: Engine) -> Meta:
         units=list(layout.unit_names),
         buckets=[BucketMeta(b.unit, b.n_bytes, b.numel, b.trainable) for b in layout.buckets],
         versions=versions(),
-        settings={k: v for k, v in asdict(engine.config).items() if k != "device" and v},
+        settings=given(engine.config),
     )
+
+
+def given(config: Config) -> dict[str, object]:
+    """Return the settings that say something, without the device, which may be an object."""
+    values = ((f.name, getattr(config, f.name)) for f in fields(config) if f.name != "device")
+    return {name: value for name, value in values if value}
 
 
 def versions() -> dict[str, str]:

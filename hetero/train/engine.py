@@ -21,14 +21,13 @@ from hetero.config import Config
 from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
 from hetero.errors import ConfigError, StateError, StorageError
 from hetero.events import EventLog, What
-from hetero.io import spill_folder
+from hetero.io import Folder, spill_folder
 from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
 from hetero.memory.parcel import ParcelStore
-from hetero.memory.pool import open_pool
 from hetero.memory.slab import HomeStore
 from hetero.plan.activations import Policy
 from hetero.plan.planner import Planner
@@ -98,8 +97,8 @@ class Engine:
         self._step_began = 0.0  # or the step before it ended, in seconds of the log's clock
         self.stats = StepStats()
         self.steps = 0
-        for path in config.nvme:  # a wrong name is told even where nothing has to go there
-            spill_folder(path, self.tuning.io).close()
+        for folder in self._folders():  # a wrong name is told even where nothing has to go there
+            folder.close()
         self.budget, self.mode = decide(model, config, device, blueprint, self.tuning.extent_numel)
         self.optimizer: Optimizer | None = None
         self.saver = Saver()
@@ -159,9 +158,8 @@ class Engine:
             return HomeStore(self.device, self.ledger, resident=resident)
         return_large_blocks()
         self.ledger.charge(Tier.HOST, Kind.POOL, spill.pool_bytes, "memory for homes on disk")
-        folders = [spill_folder(path, self.tuning.io) for path in self.config.nvme]
-        pool = open_pool(
-            folders,
+        pool = self.tuning.open_pool(
+            self._folders(),
             spill.disk_bytes,
             pool_bytes=spill.pool_bytes,
             extent_numel=spill.extent_numel,
@@ -173,6 +171,11 @@ class Engine:
         return HomeStore(
             self.device, self.ledger, resident=resident, pool=pool, on_disk=spill.holds
         )
+
+    def _folders(self) -> list[Folder]:
+        """Return the directories for what goes to disk; none where there are no bytes."""
+        paths = self.config.nvme if self.device.has_bytes else ()
+        return [spill_folder(path, self.tuning.io) for path in paths]
 
     def _make_offload(self) -> Offload:
         """Return what sends activations down, in chunks as parameters have them."""
