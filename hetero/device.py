@@ -462,6 +462,10 @@ class SimDevice(CpuDevice):
         """Whether links have rates: time is what they and `compute` take then."""
         return any(self.rates.values())
 
+    def is_busy(self, lane: Lane) -> bool:
+        """Whether a lane copies now."""
+        return self._free_at[lane] > self.clock_seconds
+
     def clock(self) -> float:
         return self.clock_seconds if self.is_timed else time.monotonic()
 

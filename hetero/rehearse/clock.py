@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from hetero.dry import DryDevice
 from hetero.plan.hardware import Dtype, Profile
+from hetero.rehearse.kernels import as_on_cpu
 from hetero.train.meter import tensors_in
 from hetero.types import Lane
 
@@ -30,15 +30,29 @@ ATTENTION = "_scaled_dot_product_"
 BACKWARD_PRODUCTS = 2.5  # of the two that attention's forward has: scores again, and four more
 
 
+class Clocked(Protocol):
+    """A device whose time is modelled."""
+
+    torch_device: torch.device
+    is_cuda: bool
+
+    def compute(self, seconds: float) -> None:
+        """Let compute work for ``seconds``."""
+
+    def is_busy(self, lane: Lane) -> bool:
+        """Whether a lane copies now."""
+
+
 class OpClock(TorchDispatchMode):
-    """Advances a dry device's clock by what each operation on meta tensors takes.
+    """Advances a device's clock by what each operation there takes.
 
     An operation takes the longer of its products and its bytes, and its launch. A number that code
     asks of a tensor without bytes is 1, or true.
     """
 
-    def __init__(self, device: DryDevice, profile: Profile) -> None:
+    def __init__(self, device: Clocked, profile: Profile) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_cuda = device.is_cuda
         self._device = device
         self._profile = profile
         self._known: dict[Any, float] = {}
@@ -53,27 +67,36 @@ class OpClock(TorchDispatchMode):
         if func is NUMBER and args[0].is_meta:
             return True if args[0].dtype is torch.bool else 1
         found = func(*args, **kwargs) if kwargs else func(*args)
+        if not self._is_cuda:
+            found = as_on_cpu(func, args, found)
         if not func.is_view and func not in FREE:
             given = (*args, *kwargs.values()) if kwargs else args
             inputs, outputs = list(tensors_in(given)), list(tensors_in(found))
             key = func, *map(_geometry, inputs), *map(_geometry, outputs)
             seconds = self._known.get(key)
             if seconds is None:
-                seconds = self._known[key] = self._seconds(func, given, inputs, outputs)
+                seconds = self._known[key] = self._seconds(func, args, found, inputs, outputs)
             self._device.compute(seconds * self._slowdown())
         return found
 
     def _seconds(
-        self, func: Any, args: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+        self,
+        func: Any,
+        args: Any,
+        found: Any,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
     ) -> float:
-        if not any(tensor.is_meta for tensor in (*inputs, *outputs)):
+        place = self._device.torch_device
+        here = [tensor for tensor in (*inputs, *outputs) if tensor.device == place]
+        if not here:
             return 0.0
-        n_bytes = sum(map(touched_bytes, (*inputs, *outputs)))
-        products = self._product_seconds(func, args, inputs, outputs)
+        n_bytes = sum(map(touched_bytes, here))
+        products = self._product_seconds(func, args, found, inputs)
         return self._profile.op_seconds(products, self._profile.memory_seconds(n_bytes))
 
     def _product_seconds(
-        self, func: Any, args: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+        self, func: Any, args: Any, found: Any, inputs: list[torch.Tensor]
     ) -> float:
         """Return the time of matrix products; others count as square ones of as many operations."""
         packet, name = func.overloadpacket, func.__name__
@@ -85,7 +108,7 @@ class OpClock(TorchDispatchMode):
         if name.startswith(ATTENTION):
             flops = attention_flops(name, args, inputs)
         elif packet in flop_registry:
-            flops = float(flop_registry[packet](*args, out_val=_result(outputs)))
+            flops = float(flop_registry[packet](*args, out_val=found))
         else:
             return 0.0
         side = max(1, round((flops / 2) ** (1 / 3)))
@@ -113,7 +136,7 @@ def touched_bytes(tensor: torch.Tensor) -> int:
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         if stride or not size
     )
-    return numel * tensor.element_size() if tensor.is_meta else 0
+    return int(numel) * tensor.element_size()
 
 
 def attention_flops(name: str, args: Any, inputs: list[torch.Tensor]) -> float:
@@ -128,7 +151,3 @@ def attention_flops(name: str, args: Any, inputs: list[torch.Tensor]) -> float:
 
 def _geometry(tensor: torch.Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _result(outputs: list[torch.Tensor]) -> Any:
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)

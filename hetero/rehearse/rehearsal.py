@@ -20,9 +20,9 @@ from hetero.config import Config
 from hetero.dry import DryDevice
 from hetero.errors import BudgetError, ConfigError
 from hetero.plan.hardware import Profile
-from hetero.rehearse.attention import AsOn
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
+from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.worker import DryWorker
 from hetero.report.profile import meta_of
 from hetero.report.run import Run

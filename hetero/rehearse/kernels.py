@@ -1,4 +1,4 @@
-"""Attention on the meta device as the device that it stands for computes it (floor 4).
+"""What meta tensors would compute otherwise than the device that they stand for (floor 4).
 
 ``F.scaled_dot_product_attention`` chooses a kernel by the device of its inputs, and meta tensors
 get the one that nobody uses: it makes every score. The conditions here are those of
@@ -8,6 +8,7 @@ and dtypes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,21 +17,38 @@ from torch.overrides import TorchFunctionMode
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIM = 256  # of CUDA's flash kernels
+PLAIN = F.scaled_dot_product_attention
 _ops = torch.ops.aten
+STATISTICS = (_ops.native_layer_norm.default, _ops.native_batch_norm.default)
 
 
 class AsOn(TorchFunctionMode):
-    """Computes attention as ``is_cuda``, or else a CPU, would."""
+    """Computes attention as ``is_cuda``, or else a CPU, would.
+
+    Who calls it through ``torch.nn.functional`` finds ours there, as `nn.MultiheadAttention` does,
+    whose inner calls a mode does not see; who imported the function itself is seen by the mode.
+    """
 
     def __init__(self, *, is_cuda: bool) -> None:
         super().__init__()
         self._attend = attend_cuda if is_cuda else attend_cpu
 
+    def __enter__(self) -> AsOn:
+        module: Any = F
+        module.scaled_dot_product_attention = partial(attend, self._attend, PLAIN)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        module: Any = F
+        module.scaled_dot_product_attention = PLAIN
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is PLAIN:
             return attend(self._attend, func, *args, **kwargs)
         return func(*args, **kwargs)
 
@@ -96,6 +114,25 @@ def attend_cuda(
         *qkv, added(mask, query), needs, dropout, is_causal, scale=scale
     )[0]
     return found
+
+
+def as_on_cpu(func: Any, args: Any, found: Any) -> Any:
+    """Return what a CPU's kernel returns in place of what meta says.
+
+    Its norms keep their statistics in the dtype of weights and inputs where these are one, and make
+    no gradient that nobody asked for.
+    """
+    if func in STATISTICS and (half := _one_half(args)) is not None:
+        return (found[0], *(torch.empty_like(t, dtype=half) for t in found[1:]))
+    if func is _ops.native_batch_norm_backward.default:
+        return tuple(t if asked else None for t, asked in zip(found, args[-1], strict=True))
+    return found
+
+
+def _one_half(args: Any) -> torch.dtype | None:
+    """Return the 2-byte dtype that all tensors among arguments have."""
+    dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(HALF) else None
 
 
 def added(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
