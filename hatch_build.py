@@ -1,7 +1,7 @@
 """Build hook: a wheel carries profiles/, and hetero/csrc/update.c compiled into hetero/_update.so.
 
-Without a C compiler, or where compiling fails, the package is pure Python and updates run as torch's
-operations, with the same bits. The library knows nothing of Python's version: its wheel is
+Without a C compiler, or where compiling fails, the package is pure Python and updates run as
+torch's operations, with the same bits. The library knows nothing of Python's version: its wheel is
 py3-none-<platform>.
 ``python hatch_build.py`` compiles in place, as an editable install does.
 """

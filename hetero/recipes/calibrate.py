@@ -6,6 +6,7 @@ and figures become the profile of this machine, which passes the linter.
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 import resource
@@ -49,6 +50,7 @@ from hetero.plan.hardware import (
     load,
 )
 from hetero.plan.lint import card_of, entries, physical_gbps
+from hetero.plan.machine import axes
 from hetero.recipes.doctor import ask_driver
 from hetero.recipes.probes import (
     GROUPS,
@@ -329,10 +331,17 @@ def matmul_of(readings: Readings) -> Matmul | None:
         return None
     return Matmul(
         launch_seconds=launch,
-        fp32_grid=readings.table("matmul.fp32"),
-        bf16_grid=readings.table("matmul.bf16"),
-        fp16_grid=readings.table("matmul.fp16"),
+        fp32_grid=full(readings.table("matmul.fp32")),
+        bf16_grid=full(readings.table("matmul.bf16")),
+        fp16_grid=full(readings.table("matmul.fp16")),
     )
+
+
+def full(grid: Table | None) -> Table | None:
+    """Return a grid, None where measuring it broke off."""
+    if grid is None or len(grid.rows) < math.prod(map(len, axes(grid.rows))):
+        return None
+    return grid
 
 
 def link_of(facts: Facts, readings: Readings) -> Link | None:
@@ -568,13 +577,15 @@ def writable(path: Path) -> Path:
     """Return a path that can be written; ConfigError where it is not, or is a reference."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
         with path.open("a", encoding="utf-8"):
             pass
+        if not there:
+            path.unlink()
     except OSError as error:
-        raise ConfigError(
-            f"output {path}: {error.strerror}", advice="name another --output"
-        ) from error
-    if path.stat().st_size and is_reference(path):
+        said = f"output {path}: {error.strerror}"
+        raise ConfigError(said, advice="name another --output") from error
+    if there and is_reference(path):
         raise ConfigError(f"{path} is a reference profile", advice="name another --output")
     return path
 

@@ -331,8 +331,9 @@ def update_numel(rig: Rig) -> int:
 
 def overlaps(rig: Rig) -> Iterator[Probe]:
     """How much longer one thing takes beside another, of the pairs that a device does at once."""
-    side = largest_side(rig, torch.float32)
-    gemm = matmul(rig.device, torch.float32, side, side, side)
+    kind = torch.float32 if rig.device.facts() is None else torch.float16
+    side = largest_side(rig, kind)
+    gemm = matmul(rig.device, kind, side, side, side)
     worker = Worker(0)
     split = Split(update_numel(rig) // 4, "cpu")
     update = partial(split.step, kernel.load(), worker)
