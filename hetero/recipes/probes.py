@@ -38,10 +38,12 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "fp16": torch.float16,
 }
 SMALLEST_SIDE, LARGEST_SIDE = 32, 8192  # of a matmul
+GROWS = 2  # times: a side twice as long is eight times the work
 LAUNCHES = 1000  # operations without work, in a row
 LATENCY_BYTES = 4 * KIB  # of a copy that takes no time but its latency
 MOST_COPIES = 64  # in a row, of one sample
 MOST_REPEATS = 100_000
+TRIALS = 3  # calls, of which the fastest tells how often to repeat
 OVERLAP_BYTES = 16 * MIB  # of each copy that runs beside something
 OVERLAP_OUTLASTS = 3  # times the work that is timed beside it
 FALLEN = 0.7  # of what a drive writes first: its fast cache is full
@@ -87,7 +89,7 @@ QUICK = Pace(
 FULL = Pace(
     name="full",
     warm_ups=3,
-    rounds=9,
+    rounds=7,
     sample_seconds=0.1,
     matmul_seconds=0.1,
     matmul_divisors=(16, 4, 1),
@@ -129,10 +131,17 @@ class Rig:
         return max(self.clock() - began, 1e-9)
 
     def repeats(self, call: Callable[[], object]) -> int:
-        """Return how many calls make a sample long enough; the first one warms up."""
+        """Return how many calls make a sample long enough."""
+        times = math.ceil(self.pace.sample_seconds / self.least_seconds(call))
+        return min(MOST_REPEATS, max(1, times))
+
+    def least_seconds(self, call: Callable[[], object]) -> float:
+        """Return what a call takes that nothing disturbs: the least of a few, after a first one.
+
+        On a busy machine one call may take a thousand times as long as the next.
+        """
         call()
-        once = self.seconds(call)
-        return min(MOST_REPEATS, max(1, math.ceil(self.pace.sample_seconds / once)))
+        return min(self.seconds(call) for _ in range(TRIALS))
 
     def per_second(self, call: Callable[[], object], amount: float) -> Callable[[], float]:
         """Return a sample of how much a second a call gets done that does ``amount``."""
@@ -217,16 +226,16 @@ def matmul(device: Device, kind: torch.dtype, m: int, n: int, k: int) -> Callabl
 def largest_side(rig: Rig, kind: torch.dtype) -> int:
     """Return the side of the square matmul that takes about as long as the pace allows.
 
-    A dtype without instructions of its own is tens of times slower, and gets a smaller one.
+    A dtype without instructions of its own is tens of times slower, and gets a smaller one. On a
+    busy machine a small matmul may wait for its threads longer than a large one computes, so that
+    only a time that grows with the size ends the search.
     """
-    side = SMALLEST_SIDE
+    side, before, budget = SMALLEST_SIDE, math.inf, rig.pace.matmul_seconds
     while side < LARGEST_SIDE:
-        call = matmul(rig.device, kind, side, side, side)
-        call()
-        # the next side takes eight times as long, or less
-        if 4 * rig.seconds(call) > rig.pace.matmul_seconds:
-            break
-        side *= 2
+        seconds = rig.least_seconds(matmul(rig.device, kind, side, side, side))
+        if 4 * seconds > budget and seconds > GROWS * before:
+            return side if seconds < 2 * budget else side // 2
+        side, before = 2 * side, seconds
     return side
 
 

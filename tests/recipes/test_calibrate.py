@@ -330,6 +330,17 @@ def test_a_sample_repeats_short_work_until_it_is_long_enough() -> None:
     assert clock.now - began == pytest.approx(1.0, rel=0.02)
 
 
+def test_one_slow_call_does_not_make_matmuls_small_or_samples_short() -> None:
+    clock, calls = Clock(), iter(range(10**6))
+
+    def call() -> None:
+        clock.now += 10.0 if next(calls) == 1 else 0.001
+
+    rig = clocked(clock, dataclasses.replace(TINY, sample_seconds=1.0))
+
+    assert rig.repeats(call) == pytest.approx(1000, abs=1)
+
+
 def test_a_slowdown_is_the_time_beside_over_the_time_alone() -> None:
     clock = Clock()
 
@@ -352,6 +363,15 @@ def test_the_largest_matmul_takes_what_the_pace_allows(
     )
 
     assert probes.largest_side(clocked(clock), torch.float32) == side
+
+
+def test_waiting_for_threads_does_not_make_matmuls_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(
+        probes, "matmul", lambda device, kind, m, n, k: clock.work(0.01 + 2 * m * n * k / 2e11)
+    )
+
+    assert probes.largest_side(clocked(clock), torch.float32) >= 512
 
 
 def test_a_grid_is_every_combination_of_its_sides() -> None:
