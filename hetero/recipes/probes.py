@@ -42,6 +42,7 @@ GROWS = 2  # times: a side twice as long is eight times the work
 LAUNCHES = 1000  # operations without work, in a row
 LATENCY_BYTES = 4 * KIB  # of a copy that takes no time but its latency
 MOST_COPIES = 64  # in a row, of one sample
+COPIED_BYTES = 256 * MIB  # by one sample, where no single copy is larger
 MOST_REPEATS = 100_000
 TRIALS = 3  # calls, of which the fastest tells how often to repeat
 OVERLAP_BYTES = 16 * MIB  # of each copy that runs beside something
@@ -264,7 +265,8 @@ class Ends(NamedTuple):
     def moves(self, lane: Lane, n_bytes: int) -> list[Move]:
         """Return copies of ``n_bytes``, a few large ones or many small ones, side by side."""
         dst, src = (self.here, self.below) if lane is Lane.H2D else (self.below, self.here)
-        starts = [i * n_bytes for i in range(min(MOST_COPIES, len(dst) // n_bytes))]
+        count = min(MOST_COPIES, max(1, min(COPIED_BYTES, len(dst)) // n_bytes))
+        starts = [i * n_bytes for i in range(count)]
         once = [Move(dst[at : at + n_bytes], src[at : at + n_bytes]) for at in starts]
         return once if len(once) > 1 else 2 * once
 
