@@ -560,17 +560,30 @@ def calibrate(options: CalibrateOptions, watch: Watch = silent) -> Calibration:
         rig = Rig(device, options.pace, folder)
         readings = take_readings(rig, GROUPS, watch)
         facts = look(rig, used)
-    cliff = None
-    if options.burn_in_bytes is not None and folder is not None:
-        watch("burn-in", format_bytes(options.burn_in_bytes), len(GROUPS), len(GROUPS))
-        cliff = burn_in(folder, options.burn_in_bytes)
+    cliff, trouble = find_cliff(options, folder, watch)
     # 3. write it down
-    readings = Readings(readings.found, (*readings.notes, *note))
+    readings = Readings(readings.found, (*readings.notes, *note, *trouble))
     run = Run(pace=options.pace, seconds=time.perf_counter() - began, cliff=cliff)
     profile = profile_of(facts, readings, run)
     text = dump(profile)
     path.write_text(text, encoding="utf-8")
     return Calibration(path=str(path), profile=profile, problems=tuple(lint(text)))
+
+
+def find_cliff(
+    options: CalibrateOptions, folder: Path | None, watch: Watch
+) -> tuple[Cliff | None, Iterable[str]]:
+    """Return where the drive slows down, if that was asked for, and a note where it is unknown."""
+    n_bytes = options.burn_in_bytes
+    if n_bytes is None or folder is None:
+        return None, ()
+    watch("burn-in", "", len(GROUPS), len(GROUPS))
+    try:
+        cliff = burn_in(folder, n_bytes)
+    except StorageError as error:
+        return None, (f"burn-in: {error.args[0]}",)
+    said = f"burn-in: {format_bytes(n_bytes)} were written at the drive's first rate"
+    return cliff, () if cliff is not None else (said,)
 
 
 def writable(path: Path) -> Path:

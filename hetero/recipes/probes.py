@@ -441,7 +441,11 @@ class Cliff(NamedTuple):
 
 
 def burn_in(path: Path, n_bytes: int, window_bytes: int = GIB) -> Cliff | None:
-    """Write ``n_bytes`` in a row and return where the rate fell for good; None: it did not."""
+    """Write ``n_bytes`` in a row and return where the rate fell for good; None: it did not.
+
+    Files lie side by side as far as half of the free room goes, and are then written again.
+    """
+    window_bytes = max(SIZE, min(window_bytes, n_bytes) // SIZE * SIZE)
     with ExitStack() as stack:
         folder = stack.enter_context(Folder.open(path))
         n_files = max(1, min(n_bytes, folder.space() // 2) // window_bytes)

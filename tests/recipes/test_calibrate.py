@@ -19,7 +19,7 @@ from rich.console import Console
 
 from hetero.cli import main
 from hetero.device import Accelerator, CpuDevice, open_device
-from hetero.errors import ConfigError
+from hetero.errors import ConfigError, DiskFull
 from hetero.io import Mount
 from hetero.plan.hardware import Profile, find, lint, load, parse
 from hetero.plan.lint import curve_problems
@@ -492,9 +492,24 @@ def test_burning_in_writes_what_was_asked_for_and_leaves_nothing(
 
     monkeypatch.setattr(probes, "raw", raw)
 
-    assert probes.burn_in(disk, 12 * MIB, window_bytes=MIB) == Cliff(6 * MIB, 1e9)
-    assert sizes == [MIB] * 12
+    window = probes.SIZE
+    assert probes.burn_in(disk, 12 * window, window_bytes=window) == Cliff(6 * window, 1e9)
+    assert sizes == [window] * 12
     assert list(disk.iterdir()) == []
+
+
+def test_a_burn_in_that_fails_or_finds_nothing_is_noted(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, n_bytes: int) -> None:
+        raise DiskFull("no room")
+
+    options = CalibrateOptions(burn_in_bytes=8 * MIB)
+    assert calibrate.find_cliff(CalibrateOptions(), disk, calibrate.silent) == (None, ())
+    found, (note,) = calibrate.find_cliff(options, disk, calibrate.silent)
+    assert found is None and "8 MiB were written" in note
+    monkeypatch.setattr(calibrate, "burn_in", full)
+    assert calibrate.find_cliff(options, disk, calibrate.silent) == (None, ("burn-in: no room",))
 
 
 # -- the run -------------------------------------------------------------------------------------
