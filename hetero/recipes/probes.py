@@ -48,7 +48,7 @@ TRIALS = 3  # calls, of which the fastest tells how often to repeat
 OVERLAP_BYTES = 16 * MIB  # of each copy that runs beside something
 OVERLAP_OUTLASTS = 3  # times the work that is timed beside it
 FALLEN = 0.7  # of what a drive writes first: its fast cache is full
-DISK_SECONDS = 1.0  # what a sample of a drive takes at most
+DISK_SECONDS = 0.5  # what a sample of a drive takes at most
 TRIAD_BYTES, COPY_BYTES = 12, 8  # an fp32 element: two read and one written, one and one
 
 
@@ -91,8 +91,8 @@ FULL = Pace(
     name="full",
     warm_ups=3,
     rounds=7,
-    sample_seconds=0.1,
-    matmul_seconds=0.1,
+    sample_seconds=0.05,
+    matmul_seconds=0.05,
     matmul_divisors=(16, 4, 1),
     array_bytes=GIB,
     copy_bytes=(64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB),
