@@ -208,25 +208,25 @@ def curve_problems(rows: Rows) -> Iterator[str]:
 
 
 def rates_keep_below_peaks(profile: Profile) -> Iterator[str]:
-    host = profile.host
-    pairs = [
-        ("host.dram_GBps", host.dram_bytes_per_second, host.dram_peak_bytes_per_second),
-        ("host.gemm_fp32_GFLOPS", host.gemm_fp32_per_second, host.fp32_peak_per_second),
-    ]
-    for key, way, _ in directions(profile):
-        pairs.append((f"{key}.GBps", way.bytes_per_second, way.peak_bytes_per_second))
-    if profile.link is not None:
-        link = profile.link
-        alone = ("h2d", link.duplex.h2d_bytes_per_second, link.h2d.bytes_per_second)
-        other = ("d2h", link.duplex.d2h_bytes_per_second, link.d2h.bytes_per_second)
-        pairs += [(f"link.duplex.{lane}_GBps", rate, most) for lane, rate, most in (alone, other)]
-    if profile.nvme is not None:
-        slow = profile.nvme.write_sustained_bytes_per_second
-        fast = profile.nvme.write_bytes_per_second
-        pairs += [] if slow is None else [("nvme.write_sustained_GBps", slow, fast)]
-    for key, rate, peak in pairs:
+    for key, rate, peak in rates_and_peaks(profile):
         if rate is not None and peak is not None and rate.value > peak.value:
             yield f"{key}: {shown(rate, 9)} is above its peak, {shown(peak, 9)}"
+
+
+def rates_and_peaks(profile: Profile) -> Iterator[tuple[str, Figure | None, Figure | None]]:
+    """Yield rates, and what bounds each: a peak, the lane alone, the drive's first rate."""
+    host, link, nvme = profile.host, profile.link, profile.nvme
+    yield "host.dram_GBps", host.dram_bytes_per_second, host.dram_peak_bytes_per_second
+    yield "host.gemm_fp32_GFLOPS", host.gemm_fp32_per_second, host.fp32_peak_per_second
+    for key, way, _ in directions(profile):
+        yield f"{key}.GBps", way.bytes_per_second, way.peak_bytes_per_second
+    if link is not None:
+        both = link.duplex
+        yield "link.duplex.h2d_GBps", both.h2d_bytes_per_second, link.h2d.bytes_per_second
+        yield "link.duplex.d2h_GBps", both.d2h_bytes_per_second, link.d2h.bytes_per_second
+    if nvme is not None:
+        slow, fast = nvme.write_sustained_bytes_per_second, nvme.write_bytes_per_second
+        yield "nvme.write_sustained_GBps", slow, fast
 
 
 def grids_keep_below_peaks(profile: Profile) -> Iterator[str]:

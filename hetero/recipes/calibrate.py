@@ -6,6 +6,7 @@ and figures become the profile of this machine, which passes the linter.
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 import resource
@@ -49,6 +50,7 @@ from hetero.plan.hardware import (
     load,
 )
 from hetero.plan.lint import card_of, entries, physical_gbps
+from hetero.plan.machine import axes
 from hetero.recipes.doctor import ask_driver
 from hetero.recipes.probes import (
     GROUPS,
@@ -329,10 +331,17 @@ def matmul_of(readings: Readings) -> Matmul | None:
         return None
     return Matmul(
         launch_seconds=launch,
-        fp32_grid=readings.table("matmul.fp32"),
-        bf16_grid=readings.table("matmul.bf16"),
-        fp16_grid=readings.table("matmul.fp16"),
+        fp32_grid=full(readings.table("matmul.fp32")),
+        bf16_grid=full(readings.table("matmul.bf16")),
+        fp16_grid=full(readings.table("matmul.fp16")),
     )
+
+
+def full(grid: Table | None) -> Table | None:
+    """Return a grid, None where measuring it broke off."""
+    if grid is None or len(grid.rows) < math.prod(map(len, axes(grid.rows))):
+        return None
+    return grid
 
 
 def link_of(facts: Facts, readings: Readings) -> Link | None:
@@ -551,12 +560,9 @@ def calibrate(options: CalibrateOptions, watch: Watch = silent) -> Calibration:
         rig = Rig(device, options.pace, folder)
         readings = take_readings(rig, GROUPS, watch)
         facts = look(rig, used)
-    cliff = None
-    if options.burn_in_bytes is not None and folder is not None:
-        watch("burn-in", format_bytes(options.burn_in_bytes), len(GROUPS), len(GROUPS))
-        cliff = burn_in(folder, options.burn_in_bytes)
+    cliff, trouble = find_cliff(options, folder, watch)
     # 3. write it down
-    readings = Readings(readings.found, (*readings.notes, *note))
+    readings = Readings(readings.found, (*readings.notes, *note, *trouble))
     run = Run(pace=options.pace, seconds=time.perf_counter() - began, cliff=cliff)
     profile = profile_of(facts, readings, run)
     text = dump(profile)
@@ -564,17 +570,35 @@ def calibrate(options: CalibrateOptions, watch: Watch = silent) -> Calibration:
     return Calibration(path=str(path), profile=profile, problems=tuple(lint(text)))
 
 
+def find_cliff(
+    options: CalibrateOptions, folder: Path | None, watch: Watch
+) -> tuple[Cliff | None, Iterable[str]]:
+    """Return where the drive slows down, if that was asked for, and a note where it is unknown."""
+    n_bytes = options.burn_in_bytes
+    if n_bytes is None or folder is None:
+        return None, ()
+    watch("burn-in", "", len(GROUPS), len(GROUPS))
+    try:
+        cliff = burn_in(folder, n_bytes)
+    except StorageError as error:
+        return None, (f"burn-in: {error.args[0]}",)
+    said = f"burn-in: {format_bytes(n_bytes)} were written at the drive's first rate"
+    return cliff, () if cliff is not None else (said,)
+
+
 def writable(path: Path) -> Path:
     """Return a path that can be written; ConfigError where it is not, or is a reference."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
         with path.open("a", encoding="utf-8"):
             pass
+        if not there:
+            path.unlink()
     except OSError as error:
-        raise ConfigError(
-            f"output {path}: {error.strerror}", advice="name another --output"
-        ) from error
-    if path.stat().st_size and is_reference(path):
+        said = f"output {path}: {error.strerror}"
+        raise ConfigError(said, advice="name another --output") from error
+    if there and is_reference(path):
         raise ConfigError(f"{path} is a reference profile", advice="name another --output")
     return path
 

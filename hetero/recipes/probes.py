@@ -38,14 +38,17 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "fp16": torch.float16,
 }
 SMALLEST_SIDE, LARGEST_SIDE = 32, 8192  # of a matmul
+GROWS = 2  # times: a side twice as long is eight times the work
 LAUNCHES = 1000  # operations without work, in a row
 LATENCY_BYTES = 4 * KIB  # of a copy that takes no time but its latency
 MOST_COPIES = 64  # in a row, of one sample
+COPIED_BYTES = 256 * MIB  # by one sample, where no single copy is larger
 MOST_REPEATS = 100_000
+TRIALS = 3  # calls, of which the fastest tells how often to repeat
 OVERLAP_BYTES = 16 * MIB  # of each copy that runs beside something
 OVERLAP_OUTLASTS = 3  # times the work that is timed beside it
 FALLEN = 0.7  # of what a drive writes first: its fast cache is full
-DISK_SECONDS = 1.0  # what a sample of a drive takes at most
+DISK_SECONDS = 0.5  # what a sample of a drive takes at most
 TRIAD_BYTES, COPY_BYTES = 12, 8  # an fp32 element: two read and one written, one and one
 
 
@@ -87,9 +90,9 @@ QUICK = Pace(
 FULL = Pace(
     name="full",
     warm_ups=3,
-    rounds=9,
-    sample_seconds=0.1,
-    matmul_seconds=0.1,
+    rounds=7,
+    sample_seconds=0.05,
+    matmul_seconds=0.05,
     matmul_divisors=(16, 4, 1),
     array_bytes=GIB,
     copy_bytes=(64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB),
@@ -129,10 +132,17 @@ class Rig:
         return max(self.clock() - began, 1e-9)
 
     def repeats(self, call: Callable[[], object]) -> int:
-        """Return how many calls make a sample long enough; the first one warms up."""
+        """Return how many calls make a sample long enough."""
+        times = math.ceil(self.pace.sample_seconds / self.least_seconds(call))
+        return min(MOST_REPEATS, max(1, times))
+
+    def least_seconds(self, call: Callable[[], object]) -> float:
+        """Return what a call takes that nothing disturbs: the least of a few, after a first one.
+
+        On a busy machine one call may take a thousand times as long as the next.
+        """
         call()
-        once = self.seconds(call)
-        return min(MOST_REPEATS, max(1, math.ceil(self.pace.sample_seconds / once)))
+        return min(self.seconds(call) for _ in range(TRIALS))
 
     def per_second(self, call: Callable[[], object], amount: float) -> Callable[[], float]:
         """Return a sample of how much a second a call gets done that does ``amount``."""
@@ -217,16 +227,16 @@ def matmul(device: Device, kind: torch.dtype, m: int, n: int, k: int) -> Callabl
 def largest_side(rig: Rig, kind: torch.dtype) -> int:
     """Return the side of the square matmul that takes about as long as the pace allows.
 
-    A dtype without instructions of its own is tens of times slower, and gets a smaller one.
+    A dtype without instructions of its own is tens of times slower, and gets a smaller one. On a
+    busy machine a small matmul may wait for its threads longer than a large one computes, so that
+    only a time that grows with the size ends the search.
     """
-    side = SMALLEST_SIDE
+    side, before, budget = SMALLEST_SIDE, math.inf, rig.pace.matmul_seconds
     while side < LARGEST_SIDE:
-        call = matmul(rig.device, kind, side, side, side)
-        call()
-        # the next side takes eight times as long, or less
-        if 4 * rig.seconds(call) > rig.pace.matmul_seconds:
-            break
-        side *= 2
+        seconds = rig.least_seconds(matmul(rig.device, kind, side, side, side))
+        if 4 * seconds > budget and seconds > GROWS * before:
+            return side if seconds < 2 * budget else side // 2
+        side, before = 2 * side, seconds
     return side
 
 
@@ -255,7 +265,8 @@ class Ends(NamedTuple):
     def moves(self, lane: Lane, n_bytes: int) -> list[Move]:
         """Return copies of ``n_bytes``, a few large ones or many small ones, side by side."""
         dst, src = (self.here, self.below) if lane is Lane.H2D else (self.below, self.here)
-        starts = [i * n_bytes for i in range(min(MOST_COPIES, len(dst) // n_bytes))]
+        count = min(MOST_COPIES, max(1, min(COPIED_BYTES, len(dst)) // n_bytes))
+        starts = [i * n_bytes for i in range(count)]
         once = [Move(dst[at : at + n_bytes], src[at : at + n_bytes]) for at in starts]
         return once if len(once) > 1 else 2 * once
 
@@ -331,8 +342,9 @@ def update_numel(rig: Rig) -> int:
 
 def overlaps(rig: Rig) -> Iterator[Probe]:
     """How much longer one thing takes beside another, of the pairs that a device does at once."""
-    side = largest_side(rig, torch.float32)
-    gemm = matmul(rig.device, torch.float32, side, side, side)
+    kind = torch.float32 if rig.device.facts() is None else torch.float16
+    side = largest_side(rig, kind)
+    gemm = matmul(rig.device, kind, side, side, side)
     worker = Worker(0)
     split = Split(update_numel(rig) // 4, "cpu")
     update = partial(split.step, kernel.load(), worker)
@@ -429,7 +441,11 @@ class Cliff(NamedTuple):
 
 
 def burn_in(path: Path, n_bytes: int, window_bytes: int = GIB) -> Cliff | None:
-    """Write ``n_bytes`` in a row and return where the rate fell for good; None: it did not."""
+    """Write ``n_bytes`` in a row and return where the rate fell for good; None: it did not.
+
+    Files lie side by side as far as half of the free room goes, and are then written again.
+    """
+    window_bytes = max(SIZE, min(window_bytes, n_bytes) // SIZE * SIZE)
     with ExitStack() as stack:
         folder = stack.enter_context(Folder.open(path))
         n_files = max(1, min(n_bytes, folder.space() // 2) // window_bytes)
