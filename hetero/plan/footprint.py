@@ -28,7 +28,7 @@ NOT_COUNTED = (
     "temporaries of rotary embeddings",
     "workspaces inside kernels (flash_workspace_bytes)",
     "CUDA context, loaded kernels, cuBLAS workspaces and NCCL: measure the change of free memory",
-    "rounding of the caching allocator (allocate)",
+    "rounding of the caching allocator (plan.allocator)",
 )
 
 
