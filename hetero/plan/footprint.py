@@ -419,20 +419,38 @@ def forward_peak(decoder: Decoder, load: Workload) -> Peak:
     if not load.checkpoint:
         stream = 2 if _keeps_input(decoder, load) else 4
         return Peak("forward", (stored, Term("residual stream", stream * unit)), "the last sum")
-    copies = {NormCode.FUSED: 0, NormCode.WRITTEN: 2, NormCode.COMPOSITE: 3}
-    n_copies = 4 * load.tokens * copies[norm_code(decoder, load)]
-    heads = (n_copies * decoder.head_dim + 4 * load.tokens) * decoder.heads * decoder.head_norms
-    inputs = row * (decoder.query_dim + 2 * decoder.kv_dim)
+    copies = _norm_forward_bytes(decoder, load)
     inside = {
         "the MLP": 2 * unit + (3 if decoder.gated else 2) * row * decoder.ffn,
         "attention": 2 * unit + 2 * row * (decoder.query_dim + decoder.kv_dim),
-        "a norm": unit + n_copies * decoder.hidden,
-        "the norm of heads": unit + inputs + heads,
+        "a norm": unit + copies * decoder.hidden,
     }
+    if decoder.head_norms:
+        inside["the norms of heads"] = unit + _head_norms_bytes(decoder, load, copies or row)
     return _largest(
         Peak("forward", (stored, Term("inside the last layer", n_bytes)), at)
         for at, n_bytes in inside.items()
     )
+
+
+def _norm_forward_bytes(decoder: Decoder, load: Workload) -> int:
+    """Return what a written norm's forward makes at once, for each column of its input.
+
+    Two fp32 matrices, COMPOSITE three; one of those is the input itself where that is fp32.
+    """
+    n_copies = {NormCode.FUSED: 0, NormCode.WRITTEN: 2, NormCode.COMPOSITE: 3}
+    n = n_copies[norm_code(decoder, load)]
+    return 4 * load.tokens * (min(n, 2) if load.activation_bytes == 4 else n)
+
+
+def _head_norms_bytes(decoder: Decoder, load: Workload, column_bytes: int) -> int:
+    """Return q, k and v with what a norm makes of q, or then of k beside the normed q."""
+    row, queries, keys = load.row_bytes, decoder.query_dim, decoder.kv_dim
+    forgotten = norm_code(decoder, load) is NormCode.WRITTEN and load.activation_bytes == 4
+    statistics = 0 if forgotten else 4 * load.tokens
+    of_queries = column_bytes * queries + statistics * decoder.heads
+    of_keys = row * queries + column_bytes * keys + statistics * decoder.kv_heads
+    return row * (queries + 2 * keys) + max(of_queries, of_keys)
 
 
 def loss_peak(decoder: Decoder, load: Workload) -> Peak:
@@ -561,7 +579,15 @@ def _backward_moments(decoder: Decoder, load: Workload) -> Iterator[_Moment]:
     mixing = 2 * row * (decoder.query_dim + decoder.kv_dim)
     behind = decoder.mlp_numel + decoder.norm_numel + out
     yield _Moment("attention", before_mlp, mixing, behind)
-    # 5. of q, and two of what the projections are given
+    # 5. norms of heads that are written out: of k, and then of q
+    if decoder.head_norms and in_norm > 0:
+        queries, keys = row * decoder.query_dim, row * decoder.kv_dim
+        kept = norm_bytes(decoder, load, load.tokens * decoder.heads, decoder.head_dim) - queries
+        normed = 24 * load.tokens * decoder.kv_dim + queries + keys
+        yield _Moment("the norm of k", saved.attention_norm + kept, normed, behind)
+        normed = 24 * load.tokens * decoder.query_dim + 2 * keys
+        yield _Moment("the norm of q", saved.attention_norm, normed, behind)
+    # 6. of q, and two of what the projections are given
     own = decoder.layer_numel - decoder.norm_numel
     into = 2 * unit + row * decoder.query_dim
     yield _Moment("the projections", saved.attention_norm, into, own)
