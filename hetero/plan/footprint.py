@@ -52,6 +52,14 @@ class NormCode(Enum):
     """``F.rms_norm`` where it has no kernel, as on CPU: all of it in fp32."""
 
 
+class OptimizerCode(Enum):
+    """How an Adam of torch goes through its parameters."""
+
+    FOREACH = "foreach"
+    SINGLE = "single tensor"
+    FUSED = "fused"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What one step is given, and how it computes."""
@@ -72,6 +80,8 @@ class Workload:
     """Whether the program holds the logits through backward, as model outputs do."""
     keeps_gradients: bool = True
     """Whether gradients stay until the optimizer's turn; else they leave unit by unit."""
+    optimizer: OptimizerCode = OptimizerCode.FUSED
+    """How the update goes through the gradients that stayed."""
 
     @property
     def tokens(self) -> int:
@@ -200,26 +210,21 @@ def attention_bytes(decoder: Decoder, load: Workload) -> int:
     probabilities, 4·b·a·s². At a 16, g 16, s 2048, b 2, h 2048 that is 560 MiB a layer more.
     """
     queries, keys = decoder.query_dim, decoder.kv_dim
-    inputs = queries + 2 * keys
-    normed = 0
-    if decoder.head_norms:
-        for heads in (decoder.heads, decoder.kv_heads):
-            rows, width = load.tokens * heads, decoder.head_dim
-            normed += norm_bytes(decoder, load, rows, width) - load.row_bytes * heads * width
+    kept = load.row_bytes * queries  # the output
     if load.attention is Attention.MATH:
-        return (
-            12 * load.tokens * queries
-            + load.row_bytes * queries
-            + normed
-            + score_bytes(decoder, load)
-        )
-    log_sums = 4 * load.tokens * decoder.heads
-    return load.row_bytes * (inputs + queries) + log_sums + normed
+        kept += 4 * load.tokens * (3 * queries + decoder.heads * load.sequence)
+    else:
+        kept += load.row_bytes * (queries + 2 * keys) + 4 * load.tokens * decoder.heads
+    if decoder.head_norms:
+        kept += _head_norm_bytes(decoder, load, decoder.heads)
+        kept += _head_norm_bytes(decoder, load, decoder.kv_heads)
+    return kept
 
 
-def score_bytes(decoder: Decoder, load: Workload) -> int:
-    """Return one fp32 matrix of scores for each head and sequence: 4·b·a·s²."""
-    return 4 * load.tokens * decoder.heads * load.sequence
+def _head_norm_bytes(decoder: Decoder, load: Workload, heads: int) -> int:
+    """Return what a norm of heads saves besides its output, which attention takes."""
+    output = load.row_bytes * heads * decoder.head_dim
+    return norm_bytes(decoder, load, load.tokens * heads, decoder.head_dim) - output
 
 
 def layer_bytes(decoder: Decoder, load: Workload) -> int:
@@ -381,15 +386,14 @@ def footprint(decoder: Decoder, load: Workload) -> Footprint:
             f"the moments of a step have no closed form here for {' and '.join(other)}",
             advice="trace two and three layers of the model and extrapolate",
         )
-    return Footprint(
-        (
-            forward_peak(decoder, load),
-            loss_peak(decoder, load),
-            backward_peak(decoder, load, layer=decoder.layers),
-            backward_peak(decoder, load, layer=1),
-            embedding_peak(decoder, load),
-        )
-    )
+    peaks = [
+        forward_peak(decoder, load),
+        loss_peak(decoder, load),
+        backward_peak(decoder, load, layer=decoder.layers),
+        backward_peak(decoder, load, layer=1),
+        embedding_peak(decoder, load),
+    ]
+    return Footprint((*peaks, *[optimizer_peak(decoder, load)] * load.keeps_gradients))
 
 
 def _largest(peaks: Iterable[Peak]) -> Peak:
@@ -410,9 +414,9 @@ def forward_peak(decoder: Decoder, load: Workload) -> Peak:
     """Return the largest moment of the layers' forward: in the last one.
 
     All kept: L·U, the MLP's output and the residual stream with it added, and where no norm saves
-    them the two sums before. Checkpoints: L
-    inputs, and what one layer holds at once without autograd: x, normed x and the MLP's inside
-    (gated 3·f, else 2·f), or q, k, v and two outputs, or the fp32 copies of a written norm.
+    them the two sums before. Checkpoints: L inputs, and what one layer holds at once without
+    autograd: x, normed x and the MLP's inside (gated 3·f, else 2·f), or q, k, v and two outputs, or
+    the fp32 copies of a written norm.
     """
     unit, row = load.row_bytes * decoder.hidden, load.row_bytes
     stored = _stored(decoder, load, decoder.layers)
@@ -582,7 +586,7 @@ def _backward_moments(decoder: Decoder, load: Workload) -> Iterator[_Moment]:
     # 5. norms of heads that are written out: of k, and then of q
     if decoder.head_norms and in_norm > 0:
         queries, keys = row * decoder.query_dim, row * decoder.kv_dim
-        kept = norm_bytes(decoder, load, load.tokens * decoder.heads, decoder.head_dim) - queries
+        kept = _head_norm_bytes(decoder, load, decoder.heads)
         normed = 24 * load.tokens * decoder.kv_dim + queries + keys
         yield _Moment("the norm of k", saved.attention_norm + kept, normed, behind)
         normed = 24 * load.tokens * decoder.query_dim + 2 * keys
@@ -617,15 +621,22 @@ def embedding_peak(decoder: Decoder, load: Workload) -> Peak:
     return _largest(moments)
 
 
+def optimizer_peak(decoder: Decoder, load: Workload) -> Peak:
+    """Return what an update of gradients that stayed holds: N of them, and temporaries (E10).
+
+    States have the dtype of their parameters. Of the pairs that a loop over tensors holds, an
+    embedding's two matrices or three of an MLP's are the largest.
+    """
+    e, h = load.activation_bytes, decoder.hidden
+    sizes = [decoder.numel]
+    if load.optimizer is OptimizerCode.SINGLE:
+        sizes = max([decoder.vocab * h], [decoder.ffn * h] * 2, key=lambda pair: sum(pair, pair[0]))
+    temporary = optimizer_temporary_bytes(load.optimizer, [e * numel for numel in sizes])
+    terms = (Term("gradients", e * decoder.numel), Term("temporaries of the update", temporary))
+    return Peak("optimizer", terms)
+
+
 # --- what others take -----------------------------------------------------------------------------
-
-
-class OptimizerCode(Enum):
-    """How an Adam of torch goes through its parameters."""
-
-    FOREACH = "foreach"
-    SINGLE = "single tensor"
-    FUSED = "fused"
 
 
 def optimizer_temporary_bytes(code: OptimizerCode, tensor_bytes: Sequence[int]) -> int:

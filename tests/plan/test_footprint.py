@@ -112,6 +112,7 @@ def drawn(seed: int) -> tuple[Decoder, Workload]:
         upcast_logits=rng.random() < 0.5,
         returns_logits=rng.random() < 0.3,
         keeps_gradients=rng.random() < 0.7,
+        optimizer=rng.choice(list(OptimizerCode)),
     )
     return shape, load
 

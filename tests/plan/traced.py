@@ -17,7 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hetero.plan.footprint import Attention, Footprint, NormCode, Peak, Term, Workload
+from hetero.plan.footprint import (
+    Attention,
+    Footprint,
+    NormCode,
+    OptimizerCode,
+    Peak,
+    Term,
+    Workload,
+)
 from hetero.plan.shape import Decoder, Norm
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -231,8 +239,23 @@ def trace(shape: Decoder, load: Workload) -> tuple[Footprint, int]:
         loss, logits = model(ids, labels, mode)
         forward_bytes = max(mode.peaks.values())
         loss.backward()
-        del logits
-    order = ["forward", "loss", "backward of the last layer", "backward of the first layer"]
-    peaks = [Peak(phase, (Term("traced", mode.peaks[phase]),)) for phase in order]
-    peaks.append(Peak("end of backward", (Term("traced", mode.peaks["end of backward"]),)))
+    phases = ["forward", "loss", "backward of the last layer", "backward of the first layer"]
+    phases.append("end of backward")
+    if load.keeps_gradients:
+        del loss, logits
+        update(model, load, mode)
+        phases.append("optimizer")
+    peaks = [Peak(phase, (Term("traced", mode.peaks[phase]),)) for phase in phases]
     return Footprint(tuple(peaks)), forward_bytes
+
+
+def update(model: nn.Module, load: Workload, mode: LiveBytes) -> None:
+    """Watch the second step of torch's Adam: its states are there, and count for nothing."""
+    foreach = load.optimizer is OptimizerCode.FOREACH
+    adam = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    adam.step()
+    mode.known(value for state in adam.state.values() for value in state.values())
+    mode.enter("optimizer")
+    if load.optimizer is not OptimizerCode.FUSED:  # which has no meta kernel
+        with mode:
+            adam.step()
