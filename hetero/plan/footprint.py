@@ -624,15 +624,16 @@ def embedding_peak(decoder: Decoder, load: Workload) -> Peak:
 def optimizer_peak(decoder: Decoder, load: Workload) -> Peak:
     """Return what an update of gradients that stayed holds: N of them, and temporaries (E10).
 
-    States have the dtype of their parameters. Of the pairs that a loop over tensors holds, an
-    embedding's two matrices or three of an MLP's are the largest.
+    States have the dtype of their parameters. A loop over tensors holds most at the embedding, or
+    at an MLP's last matrix behind the one before it, or behind the bias of that.
     """
-    e, h = load.activation_bytes, decoder.hidden
-    sizes = [decoder.numel]
+    e, matrix = load.activation_bytes, decoder.ffn * decoder.hidden
+    groups = [[decoder.numel]]
     if load.optimizer is OptimizerCode.SINGLE:
-        sizes = max([decoder.vocab * h], [decoder.ffn * h] * 2, key=lambda pair: sum(pair, pair[0]))
-    temporary = optimizer_temporary_bytes(load.optimizer, [e * numel for numel in sizes])
-    terms = (Term("gradients", e * decoder.numel), Term("temporaries of the update", temporary))
+        before = decoder.ffn if decoder.mlp_bias else matrix
+        groups = [[decoder.vocab * decoder.hidden], [before, matrix]]
+    temporary = max(optimizer_temporary_bytes(load.optimizer, sizes) for sizes in groups)
+    terms = (Term("gradients", e * decoder.numel), Term("temporaries of the update", e * temporary))
     return Peak("optimizer", terms)
 
 
