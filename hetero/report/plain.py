@@ -27,6 +27,7 @@ from hetero.types import Kind, Tier
 
 Counts = Callable[[torch.device], Allocated | None]
 UNATTRIBUTED = "unattributed"
+COUNTED = ("allocated", "allocated peak", "reserved")  # by the allocator
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -130,7 +131,7 @@ class Watcher:
             mode="plain",
             precision=PRECISIONS.get(dtype, str(dtype).removeprefix("torch.")),
             budgets={self._tier.name: None},
-            units=[unit.name or "model" for unit in self.units],
+            units=[unit.name for unit in self.units],
             buckets=self._buckets(),
         )
 
@@ -246,7 +247,9 @@ class Watcher:
     def _end_access(self, begun: Begun) -> None:
         held = self._storages.levels[Kind.ACTIVATION]
         self.log.end_access(begun.seq, begun.t0, begun.unit, self._unit_bytes[begun.unit])
-        self._count(Kind.ACTIVATION, held, begun.unit)
+        self.log.now(
+            What.LIVE, tier=self._tier, category=Kind.ACTIVATION, n_bytes=held, unit=begun.unit
+        )
         self._measure()
 
     def _measure(self) -> None:
@@ -256,12 +259,9 @@ class Watcher:
             return
         rest = max(0, counts.now_bytes - sum(self._storages.levels.values()))
         self.log.now(What.LEVEL, tier=self._tier, category=UNATTRIBUTED, n_bytes=rest)
-        self._count("allocated", counts.now_bytes)
-        self._count("allocated_peak", counts.peak_bytes)
-        self._count("reserved", counts.reserved_bytes)
-
-    def _count(self, category: Category, n_bytes: int, unit: int = -1) -> None:
-        self.log.now(What.LIVE, tier=self._tier, category=category, n_bytes=n_bytes, unit=unit)
+        # of no tier: they are no part of what its levels sum to
+        for name, n_bytes in zip(COUNTED, counts, strict=True):
+            self.log.now(What.LIVE, category=name, n_bytes=n_bytes)
 
 
 def pinned_bytes(unit: Unit) -> int:

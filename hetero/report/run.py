@@ -108,6 +108,8 @@ class Run:
         folder = Path(directory)
         try:
             data = json.loads((folder / META).read_text())
+            if not isinstance(data, dict):
+                raise ValueError(f"{META} is no object")
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{folder} is no run: {error}",

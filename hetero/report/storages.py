@@ -29,7 +29,6 @@ CATEGORIES: tuple[Category, ...] = (
     *(Kind.PARAM, Kind.GRAD, Kind.STATE, Kind.ACTIVATION, Kind.BUFFER),
     OTHER,
 )
-_PLAIN = torch.Tensor.__torch_dispatch__
 OWNED = (Kind.PARAM, Kind.GRAD, Kind.STATE, Kind.BUFFER)
 
 
@@ -59,6 +58,8 @@ class Storages(TorchDispatchMode):
     Args:
         place: storages on other devices count nothing.
     """
+
+    supports_higher_order_operators = True  # what they compute inside is seen when it comes out
 
     def __init__(self, log: EventLog, tier: Tier, place: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -92,7 +93,7 @@ class Storages(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(kind.__torch_dispatch__ is not _PLAIN for kind in types):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # it takes itself apart first: its parts are what is alive
         grows_graph = self._making is OTHER and torch.is_grad_enabled()
         derived = self._touch((*args, *kwargs.values()) if kwargs else args)
@@ -132,7 +133,7 @@ class Storages(TorchDispatchMode):
         gained: Counter[Category] = Counter()
         found: dict[int, tuple[torch.UntypedStorage, Category]] = {}
         for category, tensor in owners:
-            if not is_traceable_wrapper_subclass(tensor):
+            if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor):
                 storage = tensor.untyped_storage()
                 found.setdefault(storage._cdata, (storage, category))
         for key in self._owned - found.keys():

@@ -247,6 +247,8 @@ class Within:
         self.made = made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a function around it, which is to stay what it is
+            return self.call(*args, **kwargs)
         with self.block():
             found = self.call(*args, **kwargs)
             self.made(found)
