@@ -47,10 +47,10 @@ def profile(
     """Record the steps that run inside a ``with`` block; no number that they compute changes.
 
     A model that was prepared with `hetero.prepare` is recorded by its engine. Any other is
-    watched: every operation of the block's thread, and of its backward passes, is looked at, which
-    costs some microseconds for each; when the block ends, nothing of it is left. A step ends with
-    the step of a torch optimizer over any of the model's parameters (where several follow each
-    other, with the first).
+    watched: every operation of the block's thread, and of its backward passes, is looked at, at
+    tens of microseconds each; when the block ends, nothing of it is left. A step ends with the
+    step of a torch optimizer over any of the model's parameters (where several follow each other,
+    with the first).
 
     What counts, in bytes that were asked for, of the model's device alone:
 

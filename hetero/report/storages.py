@@ -4,7 +4,8 @@
 moment an operation reads or makes it until nobody holds it. Nothing is sampled or estimated: the
 levels of all categories sum to the bytes of the storages that are known to be alive. What no
 operation of PyTorch's dispatcher touches (workspaces of libraries, memory inside compiled code,
-Python's own) is not known.
+Python's own) is not known. While operations are watched, PyTorch may copy in a few backward
+formulas where it would otherwise write in place; what it then makes is what is counted.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ class Change(NamedTuple):
 class Row:
     """A storage that is alive."""
 
-    __slots__ = ("category", "n_bytes", "ref")
+    __slots__ = ("category", "counts", "n_bytes", "ref")
 
-    def __init__(self, category: Category, n_bytes: int) -> None:
+    def __init__(self, category: Category, n_bytes: int, *, counts: bool) -> None:
         self.category = category
-        self.n_bytes = n_bytes
+        self.counts = counts  # or it is on another device
+        self.n_bytes = n_bytes if counts else 0
         self.ref: weakref.ref[torch.UntypedStorage]
 
 
@@ -104,20 +106,23 @@ class Storages(TorchDispatchMode):
             row = self._rows.get(storage._cdata)
             if row is None:
                 self._post(self._note(storage, made))
-            elif row.n_bytes:
+            elif row.counts and row.n_bytes != storage.nbytes():
                 self._resize(row, storage.nbytes())
         return found
 
-    def _touch(self, given: Any) -> bool:
+    def _touch(self, given: Iterable[Any]) -> bool:
         """Count what was made where nobody looked; returns whether an activation is among it."""
         derived = False
-        for tensor in tensors_in(given):
-            storage = tensor.untyped_storage()
-            row = self._rows.get(storage._cdata)
-            if row is None:
-                self._post(self._note(storage, OTHER))
-            elif row.category is Kind.ACTIVATION:
-                derived = True
+        for value in given:
+            if isinstance(value, (tuple, list)):
+                derived |= self._touch(value)
+            elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                storage = value.untyped_storage()
+                row = self._rows.get(storage._cdata)
+                if row is None:
+                    self._post(self._note(storage, OTHER))
+                elif row.category is Kind.ACTIVATION:
+                    derived = True
         return derived
 
     def begin(self, owners: Iterable[tuple[Category, torch.Tensor]]) -> None:
@@ -163,7 +168,7 @@ class Storages(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage, category: Category) -> Change:
         key = storage._cdata
-        row = Row(category, storage.nbytes() if storage.device == self._place else 0)
+        row = Row(category, storage.nbytes(), counts=storage.device == self._place)
 
         def gone(_: object) -> None:
             del self._rows[key]
@@ -178,9 +183,8 @@ class Storages(TorchDispatchMode):
         return Change(old, -row.n_bytes), Change(category, row.n_bytes)
 
     def _resize(self, row: Row, n_bytes: int) -> None:
-        if n_bytes != row.n_bytes:
-            grown, row.n_bytes = n_bytes - row.n_bytes, n_bytes
-            self._post(Change(row.category, grown))
+        grown, row.n_bytes = n_bytes - row.n_bytes, n_bytes
+        self._post(Change(row.category, grown))
 
     def _post(self, *changes: Change) -> None:
         """Apply changes one after the other: a storage may go, on any thread, while another comes.

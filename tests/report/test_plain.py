@@ -297,9 +297,10 @@ def test_a_batch_counts_as_other_and_the_loss_as_activation() -> None:
     assert peak(run, "activation", "between") > 0
 
 
-def test_a_storage_that_grows_in_place_counts_as_it_is_now() -> None:
+@pytest.mark.parametrize("before", [0, 8])
+def test_a_storage_that_grows_in_place_counts_as_it_is_now(before: int) -> None:
     def body(*_: Any) -> None:
-        grown = torch.empty(8)
+        grown = torch.empty(before)
         grown.resize_(100)
         kept.append(grown)
 
@@ -659,7 +660,7 @@ def test_a_failed_step_can_be_made_again() -> None:
 
 def test_a_graph_that_outlives_the_block_runs_backward_as_ever() -> None:
     model = mlp()
-    with hetero.profile(model) as run:
+    with hetero.profile(model):
         loss = model(torch.randn(BATCH, WIDE)).sum()
     gc.collect()
     assert not any(isinstance(found, Watcher) for found in gc.get_objects())  # its nodes are free
