@@ -27,6 +27,7 @@ from hetero.events import Event
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.report.plain import Watcher
 from hetero.report.run import Run
+from hetero.train.hooks import Hooks
 from hetero.train.meter import LiveBytes
 
 BATCH, WIDE, DEEP = 32, 16, 3
@@ -668,6 +669,16 @@ def test_a_graph_that_outlives_the_block_runs_backward_as_ever() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_hooks_on_graphs_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero.train.hooks.MANY", 4)
+    model = mlp()
+    with hetero.profile(model):
+        for _ in range(20):
+            model(torch.randn(BATCH, WIDE)).sum().backward()
+        (hooks,) = (found for found in gc.get_objects() if type(found) is Hooks)
+        assert 0 < len(hooks._reached) <= 2 * (DEEP + 1) + 4
+
+
 def test_a_copy_made_inside_the_block_computes_by_itself() -> None:
     model = mlp()
     with hetero.profile(model):
@@ -692,7 +703,9 @@ def test_a_backward_that_somebody_replaced_meanwhile_is_left_to_them() -> None:
         ours = autograd._engine_run_backward
         theirs = autograd._engine_run_backward = lambda *args, **kwargs: ours(*args, **kwargs)
     try:
+        gc.collect()
         assert autograd._engine_run_backward is theirs
+        assert not any(isinstance(found, Watcher) for found in gc.get_objects())
         model(torch.randn(BATCH, WIDE)).sum().backward()
         assert model[0][0].weight.grad is not None
     finally:
