@@ -27,8 +27,10 @@ from hetero.events import Event
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.report.plain import Watcher
 from hetero.report.run import Run
+from hetero.report.storages import Storages
 from hetero.train.hooks import Hooks
 from hetero.train.meter import LiveBytes
+from hetero.types import Kind
 
 BATCH, WIDE, DEEP = 32, 16, 3
 CATEGORIES = {"param", "grad", "state", "activation", "buffer", "other"}
@@ -184,6 +186,16 @@ def test_a_compiled_function_around_the_model_is_the_same_graph() -> None:
     assert graphs[0] == graphs[1]
 
 
+def test_operators_of_higher_order_compute_in_the_block() -> None:
+    def body(*_: Any) -> None:
+        found.append(torch.cond(torch.tensor(True), torch.sin, torch.cos, (torch.ones(4),)))
+
+    found: list[Any] = []
+    run = recorded(body)
+    assert torch.equal(found[0], torch.ones(4).sin())
+    assert peak(run, "other") >= found[0].nbytes
+
+
 # -- bytes ---------------------------------------------------------------------------------------
 
 
@@ -260,7 +272,6 @@ def test_tied_weights_count_once_and_frozen_ones_have_no_gradient() -> None:
 def test_a_gradient_nobody_holds_as_such_any_more_is_other() -> None:
     def body(model: nn.Module, optimizer: Any) -> None:
         model(torch.randn(BATCH, WIDE)).sum().backward()
-        optimizer.step()
         kept.extend(p.grad for p in model.parameters())
         optimizer.zero_grad()
         optimizer.step()
@@ -412,6 +423,7 @@ def test_bytes_are_caused_by_the_access_that_made_them() -> None:
             grown[unit_of[row.cause]] += now["activation"] - before
         before = now["activation"]
     assert grown == {**dict.fromkeys(range(DEEP), 4 * BATCH * WIDE), DEEP: 4 * BATCH}
+    assert {row.cause for row, _ in levels(run) if row.phase in ("between", "step")} == {-1}
 
 
 def test_activations_alive_are_told_behind_every_unit() -> None:
@@ -496,6 +508,17 @@ def test_a_checkpointed_block_is_computed_again_within_backward(reentrant: bool)
     assert len(accessed) > 3  # once more forward, besides backward
     assert peak(run, "grad") == 4 * numel(model)
     assert run.dropped == 0
+
+
+def test_a_whole_model_computed_again_is_no_forward_of_its_own() -> None:
+    def body(model: nn.Module, _: Any) -> None:
+        out: Any = checkpoint(model, torch.randn(BATCH, WIDE), use_reentrant=False)
+        out.sum().backward()
+
+    run = recorded(body)
+    assert phases(run) == ["forward", "backward"]
+    accessed = [e.unit for e in of(run, "access") if e.phase == "backward"]
+    assert accessed == [3, 0, 1, 2, 3, 2, 1, 0]
 
 
 def test_optimizers_that_step_within_backward_end_one_step() -> None:
@@ -669,6 +692,17 @@ def test_a_graph_that_outlives_the_block_runs_backward_as_ever() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_storages_that_go_after_the_block_tell_nobody() -> None:
+    model = mlp()
+    with hetero.profile(model):
+        (storages,) = (found for found in gc.get_objects() if type(found) is Storages)
+    before = dict(storages.levels)
+    assert before[Kind.PARAM] == 4 * numel(model)
+    del model
+    gc.collect()
+    assert storages.levels == before
+
+
 def test_hooks_on_graphs_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero.train.hooks.MANY", 4)
     model = mlp()
@@ -796,6 +830,7 @@ def test_a_prepared_model_is_recorded_by_its_engine() -> None:
     with hetero.profile(model, optimizer=optimizer) as run:
         train(model, optimizer, 2)
     assert run.load().meta.mode != "plain"
+    assert run.load().dropped == 0
     assert len(of(run.load(), "step")) == 2
     assert _get_current_dispatch_mode_stack() == []
     hetero.release(model, optimizer)
