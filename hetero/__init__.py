@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hetero.checkpoint.load import load_checkpoint
     from hetero.checkpoint.save import Save, save_checkpoint
     from hetero.export import export
+    from hetero.report.profile import Profile, profile
     from hetero.train.loss import linear_cross_entropy
     from hetero.train.optimizer import Optimizer
     from hetero.train.tiles import tile
@@ -44,6 +45,7 @@ _LAZY = {
     **dict.fromkeys(("save_checkpoint", "Save"), "hetero.checkpoint.save"),
     "load_checkpoint": "hetero.checkpoint.load",
     "export": "hetero.export",
+    **dict.fromkeys(("profile", "Profile"), "hetero.report.profile"),
     "Optimizer": "hetero.train.optimizer",
     "linear_cross_entropy": "hetero.train.loss",
     "tile": "hetero.train.tiles",
@@ -78,6 +80,7 @@ __all__ = [
     "DivergenceError",
     "HeteroError",
     "Optimizer",
+    "Profile",
     "Save",
     "StateError",
     "Status",
@@ -91,6 +94,7 @@ __all__ = [
     "linear_cross_entropy",
     "load_checkpoint",
     "prepare",
+    "profile",
     "release",
     "save_checkpoint",
     "status",

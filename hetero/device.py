@@ -789,6 +789,25 @@ _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
 
 
+class Allocated(NamedTuple):
+    """What torch's allocator counts on a device, in bytes."""
+
+    now_bytes: int
+    peak_bytes: int
+    """Since the process, or whoever last reset it, began."""
+    reserved_bytes: int
+    """Taken from the driver: tensors, and blocks kept for the next ones."""
+
+
+def allocated(place: torch.device) -> Allocated | None:
+    """Return what torch's allocator counts; None where there is no such count, as on a CPU."""
+    if place.type != "cuda":
+        return None
+    stats = torch.cuda.memory_stats(place)
+    names = ("allocated_bytes.all.current", "allocated_bytes.all.peak")
+    return Allocated(*(int(stats.get(n, 0)) for n in (*names, "reserved_bytes.all.current")))
+
+
 def accelerator_rng(place: torch.device) -> torch.Tensor | None:
     """Return the state of a CUDA device's generator; None for a CPU."""
     return torch.cuda.get_rng_state(place) if place.type == "cuda" else None
