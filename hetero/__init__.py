@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hetero.checkpoint.load import load_checkpoint
     from hetero.checkpoint.save import Save, save_checkpoint
     from hetero.export import export
+    from hetero.report.make import report
     from hetero.train.loss import linear_cross_entropy
     from hetero.train.optimizer import Optimizer
     from hetero.train.tiles import tile
@@ -44,6 +45,7 @@ _LAZY = {
     **dict.fromkeys(("save_checkpoint", "Save"), "hetero.checkpoint.save"),
     "load_checkpoint": "hetero.checkpoint.load",
     "export": "hetero.export",
+    "report": "hetero.report.make",
     "Optimizer": "hetero.train.optimizer",
     "linear_cross_entropy": "hetero.train.loss",
     "tile": "hetero.train.tiles",
@@ -92,6 +94,7 @@ __all__ = [
     "load_checkpoint",
     "prepare",
     "release",
+    "report",
     "save_checkpoint",
     "status",
     "tile",

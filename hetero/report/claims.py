@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hetero.errors import ConfigError
 from hetero.report.words import format_seconds, three
@@ -55,6 +56,10 @@ class Verdict:
     claim: Claim
     measured: float
     holds: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return {"claim": self.claim.text, "measured": self.measured, "holds": self.holds}
 
     def __str__(self) -> str:
         word = "holds" if self.holds else "does not hold"
@@ -124,7 +129,7 @@ def shown(key: str, value: float) -> str:
     return f"{value:g}" if isinstance(value, int) else three(value)
 
 
-def judge(texts: list[str] | tuple[str, ...], figures: Mapping[str, float]) -> list[Verdict]:
+def judge(texts: Sequence[str], figures: Mapping[str, float]) -> list[Verdict]:
     """Return whether each claim holds; none is judged where one cannot be read."""
     claims = [parse(text, figures) for text in texts]
     return [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hetero.events import Event, What
 from hetero.report.words import CATEGORIES, UNATTRIBUTED
 
-RESERVED = ", reserved"
+RESERVED = " reserved"
 COLUMNS = 1000  # of a reduced timeline; each keeps its first, lowest, highest and last point
 EXACT = 2000  # points that are kept around the peak
 

@@ -116,9 +116,8 @@ def residency_of(events: Sequence[Event], meta: Meta) -> Residency:
     waits = waits_of(events)
     end_ns = max((e.t_ns + e.dur_ns for e in events), default=0)
     stays = []
-    for bucket, history in histories(events).items():
-        unit = meta.buckets[bucket].unit if bucket < len(meta.buckets) else -1
-        used = begins.get(unit, [])
+    for bucket, history in histories(events, len(meta.buckets)).items():
+        used = begins.get(meta.buckets[bucket].unit, [])
         stays += [finished(raw, used, waits[bucket], end_ns) for raw in pairs(history)]
     return Residency(tuple(sorted(stays, key=lambda s: (s.begin_ns, s.bucket))), accesses)
 
@@ -136,15 +135,17 @@ def waits_of(events: Sequence[Event]) -> dict[int, Stack]:
     return defaultdict(lambda: Stack([]), {b: Stack(rows) for b, rows in found.items()})
 
 
-def histories(events: Iterable[Event]) -> dict[int, list[Event]]:
-    """Return what happened to each bucket's replica, in the order in which it was decided.
+def histories(events: Iterable[Event], count: int) -> dict[int, list[Event]]:
+    """Return what happened to each of ``count`` buckets' replicas, in the order it was decided.
 
     ``seq`` says so; a copy's begin may lie before its ALLOC by the error of the clocks' mapping.
     """
     found: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         moved = event.what == What.MOVE.value and (event.lane, event.category) == ("h2d", "param")
-        if event.bucket >= 0 and (moved or event.what in (What.ALLOC.value, What.FREE.value)):
+        if 0 <= event.bucket < count and (
+            moved or event.what in (What.ALLOC.value, What.FREE.value)
+        ):
             found[event.bucket].append(event)
     return {bucket: sorted(rows, key=lambda e: e.seq) for bucket, rows in found.items()}
 

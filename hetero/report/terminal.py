@@ -23,6 +23,7 @@ from hetero.report.words import (
     format_seconds,
     format_share,
     part_label,
+    three,
 )
 from hetero.types import format_bytes
 
@@ -56,16 +57,16 @@ def show(console: Console, measured: Measured, advice: Iterable[Advice]) -> None
     """Print the summary of a run."""
     style = Style(plain=not console.is_terminal)
     for line in lines(measured, tuple(advice), style):
-        console.print(line, highlight=False, soft_wrap=not isinstance(line, Table))
+        console.print(line, highlight=False, soft_wrap=style.plain and not isinstance(line, Table))
 
 
 def lines(measured: Measured, advice: tuple[Advice, ...], style: Style) -> Iterator[RenderableType]:
     yield headline(measured)
+    yield Text(verdict(measured))
     yield tiers(measured, style)
     if measured.steps.steady:
         yield times(measured, style)
         yield from traffic(measured)
-    yield Text(verdict(measured))
     yield from tries(advice)
     yield from doubts(measured)
 
@@ -144,12 +145,8 @@ def traffic(measured: Measured) -> Iterator[Text]:
     if measured.residency.stays:
         ahead = measured.per_step(sum(row.prefetches for row in counts))
         least, came = measured.bound.n_bytes, measured.per_step(measured.h2d_params())
-        yield Text(
-            f"Fetches: {misses:g} misses, {ahead:g} prefetches a step;"
-            f" parameters came up {came / least:.2f} x the least a step can do"
-            if least
-            else f"Fetches: {misses:g} misses, {ahead:g} prefetches a step"
-        )
+        ratio = f"; parameters came up {came / least:.2f} x the least possible" if least else ""
+        yield Text(f"Fetches: {three(misses)} misses, {three(ahead)} prefetches a step{ratio}")
 
 
 def tries(advice: tuple[Advice, ...]) -> Iterator[Text]:
@@ -173,3 +170,10 @@ def show_verdicts(console: Console, verdicts: Iterable[Verdict]) -> None:
     for verdict_ in verdicts:
         colour = "green" if verdict_.holds else "red"
         console.print(Text(str(verdict_), style=colour), soft_wrap=True)
+
+
+def show_written(console: Console, paths: Iterable[str]) -> None:
+    """Print which files there are now, or how to get the page."""
+    said = ", ".join(paths)
+    hint = "The whole report: hetero report RUN -o report.html"
+    console.print(Text(f"Wrote {said}" if said else hint, style="dim"), soft_wrap=True)

@@ -117,10 +117,11 @@ def sums(steps: Iterable[StepTime]) -> dict[str, int]:
 
 
 PART_ORDER = ("compute", "wait", "rest", "step", "between")
+WITHIN = ("forward", "backward", "h2d", "d2h", "read", "write", "update")
 
 
 def part_order(part: str) -> tuple[int, int, str]:
-    """Order parts: compute, waits, the rest of phases, step, between; forward first."""
+    """Order parts: compute, waits, the rest of phases, step, between."""
     head, _, tail = part.partition("_")
     place = PART_ORDER.index(head) if head in PART_ORDER else len(PART_ORDER)
-    return place, 0 if tail == "forward" else 1, part
+    return place, WITHIN.index(tail) if tail in WITHIN else len(WITHIN), part

@@ -20,12 +20,23 @@ CATEGORIES = (
     "master",
     "state",
     "activation",
-    "activation, reserved",
+    "activation reserved",
     "buffer",
     "pool",
 )
 """In the order in which they are stacked; others follow, and `UNATTRIBUTED` comes last."""
 
+CATEGORY_NOTES = {
+    "param": "parameters",
+    "grad": "gradients",
+    "master": "fp32 masters",
+    "state": "states of the optimizer",
+    "activation": "what graphs were counted to hold",
+    "activation reserved": "reserved for activations and for computing, beyond what is held",
+    "buffer": "buffers of the model",
+    "pool": "memory through which disk traffic goes",
+    UNATTRIBUTED: "charged, and nobody said for what",
+}
 DEMAND = {
     "F": "miss in forward",
     "B": "miss in backward",
@@ -110,9 +121,20 @@ def part_colour(part: str) -> str:
 
 def shades(tier: str, count: int) -> list[str]:
     """Return ``count`` colours of a tier, from dark to light, evenly apart."""
-    stops = [_rgb(colour) for colour in RAMPS[tier]]
+    stops = [_rgb(colour) for colour in RAMPS.get(tier, RAMPS["HBM"])]
     places = [i * (len(stops) - 1) / max(1, count - 1) for i in range(count)]
-    return [_mixed(stops, place) for place in places] if count > 1 else [LIGHT[tier]][:count]
+    return (
+        [_mixed(stops, place) for place in places]
+        if count > 1
+        else [LIGHT.get(tier, LIGHT["HBM"])][:count]
+    )
+
+
+def is_light(colour: str) -> bool:
+    """Whether dark words read better on a colour than white ones (WCAG 2 luminance)."""
+    linear = (((v / 255 + 0.055) / 1.055) ** 2.4 if v > 10 else v / 3294.6 for v in _rgb(colour))
+    red, green, blue = linear
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179
 
 
 def _rgb(colour: str) -> tuple[int, ...]:
