@@ -185,7 +185,7 @@ def report(
 def show_report(made: MadeReport, verdicts: list[Verdict], written: list[str]) -> None:
     from hetero.report import terminal
 
-    console = open_console()
+    console = open_console(to_stderr=False)
     terminal.show(console, made.measured, made.advice)
     terminal.show_verdicts(console, verdicts)
     terminal.show_written(console, written)

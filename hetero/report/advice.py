@@ -14,7 +14,13 @@ from hetero.report.measure import NS, Measured
 from hetero.report.residency import Counts
 from hetero.report.spans import flatten
 from hetero.report.timing import span_of
-from hetero.report.words import format_rate, format_seconds, format_share, part_label
+from hetero.report.words import (
+    WAITED_FOR,
+    format_rate,
+    format_seconds,
+    format_share,
+    part_label,
+)
 from hetero.types import format_bytes
 
 WORTH = 0.01  # of a step
@@ -58,19 +64,18 @@ def verdict(measured: Measured) -> str:
     parts = measured.parts
     if not parts:
         return "No complete step was recorded: only bytes can be shown, no times of steps."
-    compute = sum(ns for part, ns in parts.items() if part.startswith("compute_"))
-    waits = {part: ns for part, ns in parts.items() if part.startswith("wait_")}
     step_ns = measured.steady_ns
-    said = f"A steady step takes {format_seconds(measured.step_seconds)}; units compute "
-    said += f"{format_share(compute / step_ns)} of it"
-    if sum(waits.values()) < WORTH * step_ns:
-        return f"{said}, and less than 1 % is spent waiting for memory: nothing to gain there."
+    waits = {part: ns for part, ns in parts.items() if part.startswith("wait_")}
+    compute = sum(ns for part, ns in parts.items() if part.startswith("compute_")) / step_ns
+    waited = sum(waits.values()) / step_ns
+    rest = f"{format_share(1 - compute - waited)} lies outside units."
+    said = f"A steady step takes {format_seconds(measured.step_seconds)}:"
+    said += f" units compute for {format_share(compute)} of it,"
+    if waited < WORTH:
+        return f"{said} less than 1 % waits for memory (nothing to gain there), {rest}"
     worst = max(waits, key=waits.__getitem__)
-    exposed, most = sum(waits.values()) / step_ns, waits[worst] / step_ns
-    return (
-        f"{said}, {format_share(exposed)} stands still,"
-        f" most of it in '{part_label(worst)}' ({format_share(most)})."
-    )
+    most = f"{format_share(waits[worst] / step_ns)} for {WAITED_FOR.get(worst, part_label(worst))}"
+    return f"{said} {format_share(waited)} waits (mostly, {most}), {rest}"
 
 
 def mean_seconds(measured: Measured, ns: float) -> float:

@@ -70,10 +70,20 @@ def draw_tier(panel: Axes, measured: Measured, line: Timeline) -> None:
         area.set_hatch("///" if line.categories[i].endswith(RESERVED) else "")
     draw_budget(panel, measured, line)
     panel.set_title(TIER_LABELS.get(line.tier, line.tier), loc="left", fontsize=10)
+    panel.set_xlim(0, end)
+    panel.set_yticks(binary_ticks(panel.get_ylim()[1]))
     panel.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
     panel.set_xlabel("seconds", fontsize=8)
     panel.tick_params(labelsize=8)
     panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+
+
+def binary_ticks(top_bytes: float) -> list[int]:
+    """Return at most six round values in binary units, from zero up."""
+    apart = 1
+    while apart * 5 < top_bytes:
+        apart *= 2
+    return [i * apart for i in range(int(top_bytes / apart) + 1)]
 
 
 def draw_budget(panel: Axes, measured: Measured, line: Timeline) -> None:

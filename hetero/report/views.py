@@ -98,7 +98,23 @@ def header(measured: Measured, summary: Summary, advice: tuple[Advice, ...], bes
     said = f'<p class="lead">{escape(verdict(measured))}</p>'
     cards = "".join(tier_card(peak, beside) for peak in measured.peaks.values())
     cards += step_card(measured, beside) if measured.parts else ""
-    return f'{said}<div class="cards">{cards}</div>{tries(advice)}{doubts(measured)}'
+    return f'{said}<div class="cards">{cards}</div>{tries(advice)}{doubts(measured)}{GLOSSARY}'
+
+
+WORDS = (
+    ("tier", "where bytes lie: HBM (device memory), HOST (page-locked RAM), NVMe (disk)"),
+    ("unit", "a module that is fetched as a whole, as a transformer block"),
+    ("bucket", "the parameters of one unit that are treated alike (trained, or frozen)"),
+    ("access", "a unit computes with its parameters, in forward or in backward"),
+    ("miss", "an access needed a bucket that was not on HBM: it was fetched while compute waited"),
+    ("prefetch", "the plan fetched a bucket before it was needed"),
+    ("lane", "one direction of a link: H2D up to HBM, D2H down, read and write to disk"),
+    ("exposed", "time in which training stands still; copies behind compute are hidden"),
+    ("steady", "after the warm-up, in which the first steps are traced and nothing is planned yet"),
+)
+GLOSSARY = numbers(
+    "Words used here", table(("word", "meaning"), [[text(w), text(m)] for w, m in WORDS])
+)
 
 
 def tier_card(peak: Peak, beside: Beside) -> str:

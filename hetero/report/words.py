@@ -85,13 +85,21 @@ PART_NOTES = {
     "between": "outside forward, backward and step: data, logging, zero_grad",
 }
 
+WAITED_FOR = {
+    "wait_h2d": "copies up to HBM",
+    "wait_d2h": "copies down to HOST",
+    "wait_read": "reads from disk",
+    "wait_write": "writes to disk",
+    "wait_update": "updates of the optimizer",
+}
+
 LIGHT = {"HBM": "#0072b2", "HOST": "#d55e00", "NVME": "#009e73"}
 """Okabe and Ito's colours, which people with any kind of colour vision tell apart."""
 TERMINAL = {"HBM": "blue", "HOST": "dark_orange", "NVME": "green"}
 RAMPS = {
-    "HBM": ("#08306b", "#0072b2", "#56b4e9", "#b3d9f2"),
-    "HOST": ("#7f2f00", "#d55e00", "#f29e4c", "#fbd9b0"),
-    "NVME": ("#00402e", "#009e73", "#5cc9a7", "#bfe8da"),
+    "HBM": ("#0b4f8a", "#0072b2", "#56b4e9", "#b3d9f2"),
+    "HOST": ("#963c00", "#d55e00", "#f29e4c", "#fbd9b0"),
+    "NVME": ("#006048", "#009e73", "#5cc9a7", "#bfe8da"),
 }
 """From dark to light: the shades of a tier's categories."""
 PART_COLOURS = {
@@ -121,7 +129,8 @@ def part_colour(part: str) -> str:
 
 def shades(tier: str, count: int) -> list[str]:
     """Return ``count`` colours of a tier, from dark to light, evenly apart."""
-    stops = [_rgb(colour) for colour in RAMPS.get(tier, RAMPS["HBM"])]
+    ramp = RAMPS.get(tier, RAMPS["HBM"])
+    stops = [_rgb(colour) for colour in (ramp if count > 3 else ramp[1:])]
     places = [i * (len(stops) - 1) / max(1, count - 1) for i in range(count)]
     return (
         [_mixed(stops, place) for place in places]
