@@ -26,7 +26,7 @@ PHASES = 6_000
 
 def delta(values: Sequence[int]) -> list[int]:
     """Return the first value, then differences."""
-    return [b - a for a, b in zip((0, *values[:-1]), values, strict=True)]
+    return [b - a for a, b in zip((0, *values), values, strict=False)]
 
 
 def undelta(values: Sequence[int]) -> list[int]:
@@ -36,14 +36,13 @@ def undelta(values: Sequence[int]) -> list[int]:
 
 def series_of(measured: Measured) -> dict[str, Any]:
     """Return all that the page's script draws, as JSON-ready data."""
-    charts = lane_charts(measured.run.events, measured.begin_ns, measured.end_ns)
     return {
         "end": (measured.end_ns - measured.begin_ns) // MICRO,
         "typical": typical(measured),
         "steps": steps(measured),
         "phases": phases(measured),
         "tiers": [tier(measured, line) for line in measured.timelines.values()],
-        "lanes": [lane(measured, chart) for chart in charts],
+        "lanes": lanes(measured),
         "gantt": gantt(measured),
         "reasons": REASONS,
     }
@@ -95,7 +94,7 @@ def tier(measured: Measured, line: Timeline) -> dict[str, Any]:
         "label": TIER_LABELS.get(line.tier, line.tier),
         "budget": peak.budget_bytes,
         "peak": peak.n_bytes,
-        "peakAt": (peak.t_ns - measured.begin_ns) // MICRO,
+        "peakRow": small.peak_row,
         "points": len(line.times_ns),
         "categories": [line.categories[i] for i in shown],
         "t": since(measured, small.times_ns),
@@ -103,12 +102,25 @@ def tier(measured: Measured, line: Timeline) -> dict[str, Any]:
     }
 
 
-def lane(measured: Measured, chart: LaneChart) -> dict[str, Any]:
+def lanes(measured: Measured) -> list[dict[str, Any]]:
+    """Return each lane's rates over the run, and finer ones over the typical step."""
+    spans = [(measured.begin_ns, measured.end_ns), *windows(measured)]
+    charts = [lane_charts(measured.run.events, *span) for span in spans]
+    return [
+        {
+            "lane": parts[0].lane,
+            "label": LANE_LABELS.get(parts[0].lane, parts[0].lane),
+            "ceiling": measured.meta.ceilings.get(parts[0].lane),
+            "bins": [bins(measured, chart) for chart in parts],
+        }
+        for parts in zip(*charts, strict=True)
+    ]
+
+
+def bins(measured: Measured, chart: LaneChart) -> dict[str, Any]:
     return {
-        "lane": chart.lane,
-        "label": LANE_LABELS.get(chart.lane, chart.lane),
-        "ceiling": measured.meta.ceilings.get(chart.lane),
-        "bin": chart.bin_ns / MICRO,
+        "begin": (chart.begin_ns - measured.begin_ns) / MICRO,
+        "width": chart.bin_ns / MICRO,
         "bytes": delta(chart.n_bytes),
         "busy": delta([ns // MICRO for ns in chart.busy_ns]),
     }

@@ -45,10 +45,8 @@ class Steps:
     all: tuple[StepTime, ...]
     warmup: tuple[int, ...]
     """Numbers of those that no steady figure counts."""
-
-    @property
-    def steady(self) -> tuple[StepTime, ...]:
-        return tuple(step for step in self.all if step.number not in self.warmup)
+    steady: tuple[StepTime, ...]
+    """The others."""
 
     @property
     def begin_ns(self) -> int:
@@ -62,7 +60,7 @@ class Steps:
 
     def at(self, t_ns: int) -> StepTime | None:
         """Return the step in which a time lies."""
-        place = bisect_right([step.begin_ns for step in self.all], t_ns) - 1
+        place = bisect_right(self.all, t_ns, key=lambda step: step.begin_ns) - 1
         found = self.all[place] if place >= 0 else None
         return found if found is not None and t_ns < found.end_ns else None
 
@@ -98,7 +96,8 @@ def steps_of(events: Sequence[Event]) -> Steps:
         end_ns = max(begin_ns, event.t_ns + event.dur_ns)
         parts = here.split(begin_ns, end_ns, BETWEEN)
         found.append(StepTime(event.step, begin_ns, end_ns, parts))
-    return Steps(tuple(found), warmup_of([step.number for step in found]))
+    warmup = warmup_of([step.number for step in found])
+    return Steps(tuple(found), warmup, tuple(s for s in found if s.number not in warmup))
 
 
 def warmup_of(numbers: Sequence[int]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hetero.events import Event, What
 from hetero.report.levels import Timeline
@@ -87,7 +88,7 @@ class LaneChart:
 
 def lane_charts(events: Sequence[Event], begin_ns: int, end_ns: int) -> list[LaneChart]:
     """Return each lane's bytes and busy time in `BINS` equal parts of the time."""
-    bin_ns = max(1, -(-(end_ns - begin_ns) // BINS))
+    bin_ns = (end_ns - begin_ns) // BINS + 1
     return [
         binned(lane, rows, begin_ns, bin_ns)
         for lane, rows in spans_by_lane(events).items()
@@ -107,16 +108,14 @@ def binned(lane: str, rows: Sequence[tuple[Span, int]], begin_ns: int, bin_ns: i
 
 
 def spread(span: Span, amount: int, begin_ns: int, bin_ns: int) -> list[tuple[int, int]]:
-    """Return (bin, part) of an amount that is even over a span; the parts add up to it."""
-    first = min(BINS - 1, max(0, (span.begin_ns - begin_ns) // bin_ns))
-    last = min(BINS - 1, max(first, (span.end_ns - 1 - begin_ns) // bin_ns))
-    found, given = [], 0
-    for place in range(first, last + 1):
-        until_ns = min(span.end_ns, begin_ns + (place + 1) * bin_ns)
-        share = amount * (until_ns - span.begin_ns) // span.dur_ns if place < last else amount
-        found.append((place, share - given))
-        given = share
-    return found
+    """Return (bin, part) of an amount that is even over a span; what lies in no bin is left out."""
+    first, last = ((t - begin_ns) // bin_ns for t in (span.begin_ns, max(span[0], span.end_ns - 1)))
+    if not span.dur_ns:
+        return [(first, amount)] if 0 <= first < BINS else []
+    edges = [begin_ns + place * bin_ns for place in range(max(0, first), min(BINS - 1, last) + 2)]
+    inside = (min(max(edge, span.begin_ns), span.end_ns) - span.begin_ns for edge in edges)
+    given = [amount * ns // span.dur_ns for ns in inside]
+    return [(max(0, first) + i, b - a) for i, (a, b) in enumerate(pairwise(given))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +180,8 @@ def beyond(n_bytes: int, room_bytes: int | None) -> int:
 
 def bound_of(meta: Meta, residency: Residency, hbm: Timeline | None, steps: Steps) -> Bound:
     """Return the least that a steady step can fetch of parameters; see `Bound`."""
-    accesses = [a for a in residency.accesses if steps.begin_ns <= a.begin_ns < steps.end_ns]
+    begin_ns, end_ns = steps.begin_ns, steps.end_ns
+    accesses = [a for a in residency.accesses if begin_ns <= a.begin_ns < end_ns]
     backward = [a for a in accesses if a.phase == "backward"]
     units, back = {a.unit for a in accesses}, {a.unit for a in backward}
     buckets = [b for b in meta.buckets if residency.stays and b.unit in units]

@@ -87,6 +87,11 @@ class Browser:
         self.send("Input.dispatchKeyEvent", **down, **code)
         self.send("Input.dispatchKeyEvent", type="keyUp", **code)
 
+    def close(self) -> None:
+        """End the browser."""
+        self._session = None
+        self.send("Browser.close")
+
     def requests(self) -> list[str]:
         """Return the addresses that were asked for."""
         asked = (e for e in self.said if e["method"] == "Network.requestWillBeSent")
@@ -117,6 +122,8 @@ def browser(folder: Path, **page: Any) -> Iterator[Browser]:
         driven = Browser(to_chromium, from_chromium)
         driven.attach(**page)
         yield driven
+        driven.close()
+        process.wait(PATIENCE_SECONDS)
     finally:
         os.close(to_chromium)
         os.close(from_chromium)

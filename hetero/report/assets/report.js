@@ -93,6 +93,13 @@
   const axisStyle = () => ({ stroke: colour('soft'), grid: { stroke: colour('grid'), width: 1 },
     ticks: { stroke: colour('grid'), width: 1 }, font: '12px system-ui, sans-serif' });
 
+  function timeTicks(u, ticks, axis, space, apart) { // all in one unit, as exact as they lie apart
+    const most = Math.max(...ticks);
+    const [unit, name] = most >= 1 ? [1, 's'] : most >= 1e-3 ? [1e-3, 'ms'] : [1e-6, 'us'];
+    const digits = Math.min(6, Math.max(0, Math.ceil(-Math.log10(apart / unit) - 1e-9)));
+    return ticks.map((t) => `${(t / unit).toFixed(digits)} ${name}`);
+  }
+
   function strip(u) { // phases above the areas, and a line where a step ends
     const { ctx, bbox } = u, thick = 5 * devicePixelRatio;
     const x = (micros) => u.valToPos(micros / MICRO, 'x', true);
@@ -141,8 +148,7 @@
     const options = {
       width: place.clientWidth, height, padding: [8, RIGHT, 0, 0],
       scales: { x: { time: false, min: range.min, max: range.max }, y: extra.y },
-      axes: [{ ...axisStyle(), values: (u, ticks) => ticks.map((t) => seconds(+t.toPrecision(9))),
-        space: 90 }, { ...axisStyle(), size: LEFT, ...extra.axis }],
+      axes: [{ ...axisStyle(), values: timeTicks, space: 90 }, { ...axisStyle(), size: LEFT, ...extra.axis }],
       series: [{ label: 'at', value: (u, t) => (t == null ? '' : seconds(t)) }, ...series],
       legend: { markers: { width: 0, fill: (u, i) => series[i - 1]?.stroke?.(u) ?? '' } },
       cursor: { sync: { key: 'time' }, drag: { x: true, y: false }, points: { show: false },
@@ -183,21 +189,34 @@
         (u) => level(u, tier.budget, `budget ${bytes(tier.budget)}`, 'bad', [6, 4]),
         (u) => level(u, tier.peak, `peak ${bytes(tier.peak)}`, 'ink', [1, 3], 'left')],
     });
-    chart.rest = times.findIndex((t) => t >= tier.peakAt / MICRO - 1e-9);
+    chart.rest = tier.peakRow;
+  }
+
+  function binned([whole, fine]) { // coarse bins, and finer ones over the typical step
+    const rows = [];
+    const add = ({ begin, width, bytes: moved, busy }, from, to) => {
+      const sizes = undelta(moved), times = undelta(busy);
+      sizes.forEach((size, i) => {
+        const left = Math.max(from, begin + i * width), right = Math.min(to, begin + (i + 1) * width);
+        if (left < right) rows.push([left / MICRO, (size / width) * MICRO, times[i] / width]);
+      });
+    };
+    const [begin, end] = fine ? data.typical : [Infinity, Infinity];
+    add(whole, 0, begin);
+    if (fine) { add(fine, begin, end); add(whole, end, Infinity); }
+    rows.push([END, 0, 0]);
+    return [0, 1, 2].map((column) => rows.map((row) => row[column]));
   }
 
   function drawLane(lane, place) {
-    const moved = undelta(lane.bytes), busy = undelta(lane.busy), width = lane.bin / MICRO;
-    const times = [...moved.map((_, i) => i * width), moved.length * width];
-    const rates = [...moved.map((n) => n / width), 0];
+    const [times, rates, busy] = binned(lane.bins);
     const paint = lane.lane === 'read' || lane.lane === 'write' ? 'NVME' : 'HBM';
     const most = Math.max(...rates, 0);
     const chart = plot(place, [times, rates], [{ label: 'rate', stroke: () => colour(paint), width: 1,
       fill: () => `${colour(paint)}88`, paths: uPlot.paths.stepped({ align: 1 }),
       points: { show: false },
-      value: (u, r, s, at) => (at == null || at >= moved.length ? ''
-        : `${rate(r)} (${bytes(moved[at])} in ${seconds(width)}, busy `
-          + `${Math.round((busy[at] / lane.bin) * 100)} %)`) }], 130, {
+      value: (u, r, s, at) => (at == null ? ''
+        : `${rate(r)}, busy ${Math.round(busy[at] * 100)} % of the time`) }], 130, {
       y: { range: [0, Math.max(most, lane.ceiling || 0) * 1.15 || 1] },
       axis: { values: (u, ticks) => ticks.map(rate), space: 30 },
       draw: [(u) => level(u, lane.ceiling, `measured ceiling ${rate(lane.ceiling || 0)}`, 'bad',
