@@ -103,7 +103,7 @@ def palette(measured: Measured) -> str:
 
 def colours(measured: Measured) -> Iterator[tuple[str, str]]:
     """Yield (name, colour) of everything that has one."""
-    yield from LIGHT.items()
+    yield from ((tier, LIGHT.get(tier, LIGHT["HBM"])) for tier in (*LIGHT, *measured.timelines))
     yield from ((f"phase-{name}", colour) for name, colour in PHASES.items())
     yield from (("stay", STAY), ("ahead", AHEAD), ("miss", MISS))
     yield from ((f"part-{part}", part_colour(part)) for part in measured.parts)

@@ -180,7 +180,8 @@ def finished(raw: Raw, used: list[int], waits: Stack, end_ns: int) -> Stay:
     gone_ns = free.t_ns if free is not None else end_ns
     since_ns = alloc.t_ns
     missed = alloc.why in DEMAND  # the access that misses begins before what it misses comes
-    first, last = bisect_left(used, since_ns), bisect_right(used, gone_ns)
+    first = (bisect_right if missed else bisect_left)(used, since_ns)
+    last = max(first, bisect_right(used, gone_ns))
     first_use_ns = since_ns if missed else used[first] if first < last else None
     return Stay(
         bucket=alloc.bucket,

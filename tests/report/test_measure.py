@@ -278,3 +278,8 @@ def test_steps_do_not_overlap_after_rounding() -> None:
     first, second = steps_of(rows).all
 
     assert first.end_ns == second.begin_ns == 100
+
+
+def test_the_access_that_misses_is_a_use_of_what_it_fetched() -> None:
+    for stay in measure(paged(4)).residency.stays:
+        assert stay.accesses == 1

@@ -377,7 +377,7 @@
   };
   function came(stay) {
     const arrived = stay.ready > stay.begin ? `, arrived after ${seconds((stay.ready - stay.begin) / MICRO)}` : '';
-    const waited = stay.waited ? `, ${seconds(stay.waited / MICRO)} stood still for it` : '';
+    const waited = stay.waited ? `; training waited ${seconds(stay.waited / MICRO)} for it` : '';
     let early = '';
     if (code(stay.why) === 'plan' && stay.slack != null) {
       early = stay.slack < 0 ? `, ${seconds(-stay.slack / MICRO)} after its use began`
