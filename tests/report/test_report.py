@@ -70,6 +70,7 @@ def test_a_prepared_model_remembers_its_last_events(tmp_path: Path) -> None:
         model(torch.randn(4, 16)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    optimizer.state_dict()  # waits for updates that work on behind the last step
     status = hetero.status(model)
     first, again = (hetero.report(model, tmp_path / f"{i}.html") for i in range(2))
     hetero.release(model, optimizer)
