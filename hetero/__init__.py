@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hetero.checkpoint.load import load_checkpoint
     from hetero.checkpoint.save import Save, save_checkpoint
     from hetero.export import export
+    from hetero.report.make import report
     from hetero.report.profile import Profile, profile
     from hetero.train.loss import linear_cross_entropy
     from hetero.train.optimizer import Optimizer
@@ -46,6 +47,7 @@ _LAZY = {
     "load_checkpoint": "hetero.checkpoint.load",
     "export": "hetero.export",
     **dict.fromkeys(("profile", "Profile"), "hetero.report.profile"),
+    "report": "hetero.report.make",
     "Optimizer": "hetero.train.optimizer",
     "linear_cross_entropy": "hetero.train.loss",
     "tile": "hetero.train.tiles",
@@ -96,6 +98,7 @@ __all__ = [
     "prepare",
     "profile",
     "release",
+    "report",
     "save_checkpoint",
     "status",
     "tile",

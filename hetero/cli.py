@@ -1,4 +1,4 @@
-"""The command line: ``hetero train | calibrate | doctor | verify | bench`` (floor 4).
+"""The command line: ``hetero train | plan | calibrate | report | doctor | verify | bench``.
 
 Commands import what they need when they run, so that ``hetero --help`` is fast and loads no torch.
 """
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hetero.bench.runner import Result
     from hetero.recipes.calibrate import CalibrateOptions
     from hetero.recipes.train import TrainOptions
+    from hetero.report.claims import Verdict
+    from hetero.report.make import Report as MadeReport
 
 UNUSABLE = 2  # exit status: the request cannot be honoured as given
 DISAPPOINTED = 1  # exit status: a check is red, or a benchmark does not hold
@@ -201,6 +203,62 @@ def lint_files(files: tuple[str, ...], as_json: bool) -> bool:
         else:
             show.problems(open_console(as_json), found)
     return any(found.values())
+
+
+@main.command()
+@click.argument("run", type=click.Path())
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the report as HTML.")
+@click.option("--png", type=click.Path(dir_okay=False), help="Write its pictures as PNG.")
+@click.option(
+    "--perfetto", type=click.Path(dir_okay=False), help="Write a trace, as trace.json.gz."
+)
+@click.option(
+    "--assert", "claims", multiple=True, help="Check a claim, as 'hbm.peak <= 23GiB'; repeatable."
+)
+@json_option
+def report(
+    run: str,
+    output: str | None,
+    png: str | None,
+    perfetto: str | None,
+    claims: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Report what a recorded RUN did with memory and time; RUN is its directory.
+
+    The exit status is 1 when a claim does not hold.
+    """
+    with failures(as_json):
+        from hetero.report.claims import judge
+        from hetero.report.make import examine
+
+        made = examine(run)
+        verdicts = judge(claims, made.summary.figures())
+        if output is not None:
+            made.write(output)
+        if png is not None:
+            from hetero.report.png import write_png
+
+            write_png(made.measured, png)
+        if perfetto is not None:
+            from hetero.report.perfetto import write_perfetto
+
+            write_perfetto(made.measured, perfetto)
+        if as_json:
+            said = [verdict.as_json() for verdict in verdicts]
+            print_json({**made.summary.as_json(), "claims": said})
+        else:
+            show_report(made, verdicts, [path for path in (output, png, perfetto) if path])
+    sys.exit(0 if all(verdict.holds for verdict in verdicts) else DISAPPOINTED)
+
+
+def show_report(made: MadeReport, verdicts: list[Verdict], written: list[str]) -> None:
+    from hetero.report import terminal
+
+    console = open_console(to_stderr=False)
+    terminal.show(console, made.measured, made.advice)
+    terminal.show_verdicts(console, verdicts)
+    terminal.show_written(console, written)
 
 
 @main.command()

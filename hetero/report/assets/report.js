@@ -1,0 +1,508 @@
+// The report's pictures: timelines and lanes (uPlot), residency (canvas). No network, no eval.
+// Everything it draws stands in #data, as columns that series.py wrote; numbers stand in tables.
+(() => {
+  'use strict';
+  const data = JSON.parse(document.getElementById('data').textContent);
+  const $ = (selector, root = document) => root.querySelector(selector);
+  const undelta = (column) => { let sum = 0; return column.map((step) => (sum += step)); };
+  const MICRO = 1e6;
+  const END = Math.max(data.end, 1) / MICRO;
+
+  // -- words --------------------------------------------------------------------------------------
+
+  const bytes = (n) => {
+    if (n == null) return '';
+    let size = n, unit = 'B';
+    for (const next of ['KiB', 'MiB', 'GiB', 'TiB']) {
+      if (Math.abs(size) < 1024) break;
+      size /= 1024; unit = next;
+    }
+    return `${unit === 'B' ? size : +size.toPrecision(4)} ${unit}`;
+  };
+  const three = (x) => (Math.abs(x) >= 100 ? x.toFixed(0) : String(+x.toPrecision(3)));
+  const seconds = (s) => {
+    const size = Math.abs(s);
+    if (size >= 1) return `${three(s)} s`;
+    if (size >= 1e-3) return `${three(s * 1e3)} ms`;
+    return size ? `${three(s * 1e6)} us` : '0 s';
+  };
+  const rate = (r) => (!r ? '0' : r >= 1e9 ? `${three(r / 1e9)} GB/s` : r >= 1e6 ? `${three(r / 1e6)} MB/s`
+    : `${three(r / 1e3)} kB/s`);
+  const reasons = Object.entries(data.reasons);
+  const reason = (i) => (i < 0 ? 'another reason' : reasons[i][1]);
+  const code = (i) => (i < 0 ? '' : reasons[i][0]);
+  const colour = (name) => getComputedStyle(document.documentElement)
+    .getPropertyValue(`--${name}`).trim();
+
+  // -- one part of the time for all charts --------------------------------------------------------
+
+  const range = { min: 0, max: END };
+  const followers = [];
+  let following = false;
+  function show(min, max) {
+    if (following) return;
+    const length = Math.min(END, Math.max(max - min, 2e-6));
+    range.min = Math.min(Math.max(0, min), END - length);
+    range.max = range.min + length;
+    following = true;
+    for (const follow of followers) follow();
+    following = false;
+    $('#range').textContent = `${seconds(range.min)} to ${seconds(range.max)}`;
+  }
+  const zoom = (factor, middle = (range.min + range.max) / 2) => {
+    const half = ((range.max - range.min) / 2) * factor;
+    show(middle - half, middle + half);
+  };
+  const pan = (share) => {
+    const by = (range.max - range.min) * share;
+    show(range.min + by, range.max + by);
+  };
+  const steps = { begin: undelta(data.steps.begin), end: undelta(data.steps.end),
+    number: undelta(data.steps.number) };
+  const phases = { ...data.phases, begin: undelta(data.phases.begin), end: undelta(data.phases.end) };
+  function showStep(by) {
+    const middle = ((range.min + range.max) / 2) * MICRO;
+    let here = steps.end.findIndex((end) => end > middle);
+    if (here < 0) here = steps.end.length - 1;
+    if (range.max - range.min < END * 0.999) here += by;
+    here = Math.min(Math.max(here, 0), steps.end.length - 1);
+    if (here >= 0) show(steps.begin[here] / MICRO, steps.end[here] / MICRO);
+  }
+  const zooms = {
+    all: () => show(0, END),
+    typical: () => show(data.typical[0] / MICRO, data.typical[1] / MICRO),
+    before: () => showStep(-1),
+    after: () => showStep(1),
+    closer: () => zoom(0.5),
+    wider: () => zoom(2),
+  };
+  for (const button of document.querySelectorAll('[data-zoom]')) {
+    button.addEventListener('click', () => zooms[button.dataset.zoom]());
+  }
+  const timeKeys = (event) => {
+    const act = { '+': () => zoom(0.5), '=': () => zoom(0.5), '-': () => zoom(2),
+      0: () => zooms.all() }[event.key];
+    if (act) { act(); event.preventDefault(); }
+    return Boolean(act);
+  };
+
+  // -- timelines and lanes ------------------------------------------------------------------------
+
+  const charts = [], LEFT = 124, RIGHT = 10; // margins that all charts share
+  const INCREMENTS = Array.from({ length: 50 }, (_, i) => 2 ** i);
+  const axisStyle = () => ({ stroke: colour('soft'), grid: { stroke: colour('grid'), width: 1 },
+    ticks: { stroke: colour('grid'), width: 1 }, font: '12px system-ui, sans-serif' });
+
+  function timeTicks(u, ticks, axis, space, apart) { // all in one unit, as exact as they lie apart
+    const most = Math.max(...ticks);
+    const [unit, name] = most >= 1 ? [1, 's'] : most >= 1e-3 ? [1e-3, 'ms'] : [1e-6, 'us'];
+    const digits = Math.min(6, Math.max(0, Math.ceil(-Math.log10(apart / unit) - 1e-9)));
+    return ticks.map((t) => `${(t / unit).toFixed(digits)} ${name}`);
+  }
+
+  function strip(u) { // phases above the areas, and a line where a step ends
+    const { ctx, bbox } = u, thick = 5 * devicePixelRatio;
+    const x = (micros) => u.valToPos(micros / MICRO, 'x', true);
+    ctx.save();
+    ctx.beginPath(); ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height); ctx.clip();
+    phases.begin.forEach((begin, i) => {
+      const from = x(begin), to = x(phases.end[i]);
+      if (to < bbox.left || from > bbox.left + bbox.width) return;
+      ctx.fillStyle = colour(`phase-${phases.names[phases.name[i]]}`) || colour('soft');
+      ctx.fillRect(from, bbox.top, Math.max(1, to - from), thick);
+    });
+    ctx.fillStyle = colour('line');
+    if ((range.max - range.min) / END < 200 / steps.end.length) {
+      for (const end of steps.end) ctx.fillRect(x(end), bbox.top, 1, bbox.height);
+    }
+    ctx.restore();
+  }
+
+  function level(u, value, text, name, dash, side = 'right') { // a line at a value, with its name
+    if (!value || value > u.scales.y.max) return;
+    const { ctx, bbox } = u, y = Math.round(u.valToPos(value, 'y', true));
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = colour(name);
+    ctx.setLineDash(dash); ctx.lineWidth = 1.5 * devicePixelRatio;
+    ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); ctx.stroke();
+    ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textAlign = side; ctx.textBaseline = 'bottom';
+    const edge = side === 'right' ? bbox.width - 6 * devicePixelRatio : 6 * devicePixelRatio;
+    ctx.fillText(text, bbox.left + edge, y - 2 * devicePixelRatio);
+    ctx.restore();
+  }
+
+  function hatch(ctx, paint) { // reserved: there, but nobody was counted to hold it
+    const size = 7 * devicePixelRatio, tile = document.createElement('canvas');
+    tile.width = tile.height = size;
+    const pen = tile.getContext('2d');
+    pen.fillStyle = colour('paper'); pen.fillRect(0, 0, size, size);
+    pen.strokeStyle = paint; pen.lineWidth = 1.4 * devicePixelRatio;
+    pen.beginPath();
+    for (const at of [-size, 0, size]) { pen.moveTo(at, size); pen.lineTo(at + size, 0); }
+    pen.stroke();
+    return ctx.createPattern(tile, 'repeat');
+  }
+
+  function plot(place, columns, series, height, extra) {
+    const options = {
+      width: place.clientWidth, height, padding: [8, RIGHT, 0, 0],
+      scales: { x: { time: false, min: range.min, max: range.max }, y: extra.y },
+      axes: [{ ...axisStyle(), values: timeTicks, space: 90 }, { ...axisStyle(), size: LEFT, ...extra.axis }],
+      series: [{ label: 'at', value: (u, t) => (t == null ? '' : seconds(t)) }, ...series],
+      legend: { markers: { width: 0, fill: (u, i) => series[i - 1]?.stroke?.(u) ?? '' } },
+      cursor: { sync: { key: 'time' }, drag: { x: true, y: false }, points: { show: false },
+        bind: { dblclick: () => () => zooms.all() } },
+      hooks: { draw: extra.draw, setCursor: [rest], setScale: [(u, key) => {
+        if (key === 'x' && u.ready) show(u.scales.x.min, u.scales.x.max);
+      }], ready: [(u) => { u.ready = true; }] },
+    };
+    place.replaceChildren();
+    const chart = new uPlot(options, columns, place);
+    chart.ready = true;
+    charts.push({ chart, place });
+    return chart;
+  }
+
+  function drawTier(tier, place) {
+    const times = undelta(tier.t).map((t) => t / MICRO);
+    const raw = tier.v.map(undelta);
+    times.push(Math.max(END, times[times.length - 1]));
+    for (const column of raw) column.push(column[column.length - 1]);
+    let below = new Array(times.length).fill(0);
+    const tops = raw.map((column) => (below = column.map((value, i) => value + below[i])));
+    const order = raw.map((_, i) => i).reverse(); // the highest first: lower ones paint over it
+    const series = order.map((i) => {
+      const paint = () => colour(`cat-${tier.tier}-${i}`);
+      const held = !tier.categories[i].endsWith(' reserved');
+      return { label: tier.categories[i], width: 0, stroke: paint,
+        fill: (u) => (held ? paint() : hatch(u.ctx, paint())),
+        paths: uPlot.paths.stepped({ align: 1 }), points: { show: false },
+        value: (u, _, s, at) => (at == null ? '' : bytes(raw[i][at])) };
+    });
+    const top = tier.budget && tier.budget < 4 * tier.peak ? Math.max(tier.budget, tier.peak)
+      : tier.peak;
+    const chart = plot(place, [times, ...order.map((i) => tops[i])], series, 240, {
+      y: { range: [0, top * 1.12 || 1] },
+      axis: { incrs: INCREMENTS, values: (u, ticks) => ticks.map(bytes), space: 34 },
+      draw: [strip,
+        (u) => level(u, tier.budget, `budget ${bytes(tier.budget)}`, 'bad', [6, 4]),
+        (u) => level(u, tier.peak, `peak ${bytes(tier.peak)}`, 'ink', [1, 3], 'left')],
+    });
+    chart.rest = tier.peakRow;
+  }
+
+  function binned([whole, fine]) { // coarse bins, and finer ones over the typical step
+    const rows = [];
+    const add = ({ begin, width, bytes: moved, busy }, from, to) => {
+      const sizes = undelta(moved), times = undelta(busy);
+      sizes.forEach((size, i) => {
+        const left = Math.max(from, begin + i * width), right = Math.min(to, begin + (i + 1) * width);
+        if (left < right) rows.push([left / MICRO, (size / width) * MICRO, times[i] / width]);
+      });
+    };
+    const [begin, end] = fine ? data.typical : [Infinity, Infinity];
+    add(whole, 0, begin);
+    if (fine) { add(fine, begin, end); add(whole, end, Infinity); }
+    rows.push([END, 0, 0]);
+    return [0, 1, 2].map((column) => rows.map((row) => row[column]));
+  }
+
+  function drawLane(lane, place) {
+    const [times, rates, busy] = binned(lane.bins);
+    const paint = lane.lane === 'read' || lane.lane === 'write' ? 'NVME' : 'HBM';
+    const most = Math.max(...rates, 0);
+    const chart = plot(place, [times, rates], [{ label: 'rate', stroke: () => colour(paint), width: 1,
+      fill: () => `${colour(paint)}88`, paths: uPlot.paths.stepped({ align: 1 }),
+      points: { show: false },
+      value: (u, r, s, at) => (at == null ? ''
+        : `${rate(r)}, busy ${Math.round(busy[at] * 100)} % of the time`) }], 130, {
+      y: { range: [0, Math.max(most, lane.ceiling || 0) * 1.15 || 1] },
+      axis: { values: (u, ticks) => ticks.map(rate), space: 30 },
+      draw: [(u) => level(u, lane.ceiling, `measured ceiling ${rate(lane.ceiling || 0)}`, 'bad',
+        [6, 4])],
+    });
+    chart.rest = rates.indexOf(most);
+  }
+
+  function drawCharts() {
+    charts.length = 0;
+    for (const tier of data.tiers) drawTier(tier, $(`[data-tier="${tier.tier}"]`));
+    for (const lane of data.lanes) drawLane(lane, $(`[data-lane="${lane.lane}"]`));
+  }
+  followers.push(() => {
+    for (const { chart } of charts) {
+      chart.setScale('x', { min: range.min, max: range.max });
+      rest(chart);
+    }
+  });
+  function rest(chart) { // where nobody points, the legend tells of the peak
+    if (chart.rest != null && !(chart.cursor.left >= 0)) chart.setLegend({ idx: chart.rest });
+  }
+  for (const place of document.querySelectorAll('.chart')) {
+    place.addEventListener('keydown', (event) => {
+      if (timeKeys(event)) return;
+      const found = charts.find((each) => each.place === place);
+      const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!found || !by) return;
+      event.preventDefault();
+      if (event.shiftKey) { pan(by / 4); return; }
+      const { chart } = found, times = chart.data[0];
+      const idx = Math.min(Math.max((chart.cursor.idx ?? 0) + by, 0), times.length - 1);
+      if (times[idx] < range.min || times[idx] > range.max) pan(by / 2);
+      chart.setCursor({ left: chart.valToPos(times[idx], 'x') + 0.01, top: 10 });
+    });
+  }
+
+  // -- residency ----------------------------------------------------------------------------------
+
+  const ROW = 20, HEAD = 22;
+  const gantt = { box: $('.gantt'), row: 0, stay: -1, ...decodeGantt() };
+
+  function decodeGantt() {
+    const { stays, uses, buckets } = data.gantt;
+    const begin = undelta(stays.begin), sizes = undelta(stays.bytes), step = undelta(stays.step);
+    const rows = buckets.map(() => ({ stays: [], uses: [] }));
+    begin.forEach((t, i) => rows[stays.row[i]].stays.push({ begin: t, ready: t + stays.ready[i],
+      end: t + stays.length[i], why: stays.in[i], out: stays.out[i], bytes: sizes[i],
+      uses: stays.uses[i], waited: stays.waited[i], slack: stays.slack[i], step: step[i] }));
+    const units = new Map();
+    buckets.forEach((bucket, i) => {
+      units.set(bucket.unit, [...(units.get(bucket.unit) || []), rows[i].uses]);
+    });
+    undelta(uses.begin).forEach((t, i) => {
+      for (const list of units.get(uses.unit[i])) list.push([t, t + uses.length[i]]);
+    });
+    return { buckets, rows };
+  }
+
+  const missed = (stay) => !['plan', 'before'].includes(code(stay.why));
+  const lastAbove = (list, value, key) => { // how many of a sorted list begin before a value
+    let low = 0, high = list.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (key(list[middle]) < value) low = middle + 1; else high = middle;
+    }
+    return low;
+  };
+
+  function drawGantt() {
+    const { box, rows, buckets } = gantt;
+    if (!box) return;
+    const canvas = $('canvas', box), ratio = devicePixelRatio;
+    const wide = box.clientWidth, high = Math.min(560, HEAD + rows.length * ROW + 4);
+    $('.pad', box).style.height = `${Math.max(0, rows.length * ROW + HEAD + 4 - high)}px`;
+    canvas.style.height = `${high}px`;
+    if (canvas.width !== wide * ratio || canvas.height !== high * ratio) {
+      canvas.width = wide * ratio; canvas.height = high * ratio;
+    }
+    const pen = canvas.getContext('2d');
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    pen.fillStyle = colour('paper'); pen.fillRect(0, 0, wide, high);
+    const paints = { ink: colour('ink'), soft: colour('soft'), grid: colour('grid'),
+      in: colour('stay'), ahead: colour('ahead'), miss: colour('miss'), focus: colour('focus') };
+    const flight = { ahead: hatch(pen, paints.ahead), miss: hatch(pen, paints.miss) };
+    const scale = (wide - LEFT - RIGHT) / ((range.max - range.min) * MICRO);
+    const x = (micros) => LEFT + (micros - range.min * MICRO) * scale;
+    const first = Math.floor(box.scrollTop / ROW);
+    const last = Math.min(rows.length, first + Math.ceil(high / ROW) + 1);
+    pen.font = '12px system-ui, sans-serif'; pen.textBaseline = 'middle';
+    for (let i = first; i < last; i += 1) {
+      const y = HEAD + i * ROW - box.scrollTop;
+      drawRow(pen, rows[i], y, x, wide, paints, flight);
+      pen.fillStyle = colour('paper'); pen.fillRect(0, y, LEFT - 4, ROW);
+      pen.fillStyle = i === gantt.row ? paints.focus : paints.ink;
+      pen.fillText(fitted(pen, buckets[i].name, LEFT - 16), 8, y + ROW / 2);
+    }
+    const chosen = rows[gantt.row]?.stays[gantt.stay];
+    if (chosen) {
+      pen.strokeStyle = paints.focus; pen.lineWidth = 2.5;
+      const from = Math.max(LEFT, x(chosen.begin)), to = Math.min(wide, x(chosen.end));
+      pen.strokeRect(from, HEAD + gantt.row * ROW - box.scrollTop + 2, Math.max(4, to - from), ROW - 4);
+    }
+    drawGanttAxis(pen, x, wide, paints);
+  }
+
+  function fitted(pen, name, width) { // the end of a long name tells more than its begin
+    if (pen.measureText(name).width <= width) return name;
+    let tail = name;
+    while (tail.length > 1 && pen.measureText(`\u2026${tail}`).width > width) tail = tail.slice(1);
+    return `\u2026${tail}`;
+  }
+
+  function drawRow(pen, row, y, x, wide, paints, flight) {
+    pen.fillStyle = paints.grid; pen.fillRect(LEFT, y + ROW - 1, wide - LEFT, 1);
+    const from = range.min * MICRO, to = range.max * MICRO;
+    for (const stay of row.stays) {
+      if (stay.end < from) continue;
+      if (stay.begin > to) break;
+      const left = Math.max(LEFT, x(stay.begin)), right = Math.max(x(stay.end), left + 1);
+      const ready = Math.min(right, Math.max(left, x(stay.ready)));
+      pen.fillStyle = paints.in; pen.fillRect(ready, y + 4, right - ready, ROW - 8);
+      pen.fillStyle = missed(stay) ? flight.miss : flight.ahead;
+      pen.fillRect(left, y + 4, ready - left, ROW - 8);
+      if (code(stay.why) !== 'before') {
+        pen.fillStyle = missed(stay) ? paints.miss : paints.ahead;
+        pen.fillRect(left, y + 2, 3, ROW - 4);
+      }
+    }
+    pen.fillStyle = paints.ink;
+    for (const [begin, end] of row.uses) {
+      if (end < from) continue;
+      if (begin > to) break;
+      const left = Math.max(LEFT, x(begin));
+      pen.fillRect(left, y + ROW / 2 - 2, Math.max(1, x(end) - left), 4);
+    }
+  }
+
+  function drawGanttAxis(pen, x, wide, paints) {
+    pen.fillStyle = colour('paper'); pen.fillRect(0, 0, wide, HEAD - 4);
+    pen.fillStyle = paints.soft;
+    pen.fillText('unit', 8, HEAD / 2 - 1);
+    phases.begin.forEach((begin, i) => {
+      const from = Math.max(LEFT, x(begin)), to = Math.min(wide - RIGHT, x(phases.end[i]));
+      if (to <= from) return;
+      const name = phases.names[phases.name[i]];
+      pen.fillStyle = colour(`phase-${name}`) || paints.soft;
+      pen.fillRect(from, HEAD - 8, Math.max(1, to - from), 4);
+      if (to - from > 60) { pen.fillStyle = paints.soft; pen.fillText(name, from + 2, HEAD / 2 - 4); }
+    });
+  }
+
+  const when = (micros) => {
+    const step = steps.begin.findIndex((begin, i) => begin <= micros && micros < steps.end[i]);
+    const phase = phases.begin.findIndex((begin, i) => begin <= micros && micros < phases.end[i]);
+    return [seconds(micros / MICRO), step < 0 ? 'outside steps' : `step ${steps.number[step]}`,
+      phase < 0 ? 'between' : phases.names[phases.name[phase]]].join(', ');
+  };
+  function came(stay) {
+    const arrived = stay.ready > stay.begin ? `, arrived after ${seconds((stay.ready - stay.begin) / MICRO)}` : '';
+    const waited = stay.waited ? `; training waited ${seconds(stay.waited / MICRO)} for it` : '';
+    let early = '';
+    if (code(stay.why) === 'plan' && stay.slack != null) {
+      early = stay.slack < 0 ? `, ${seconds(-stay.slack / MICRO)} after its use began`
+        : `, ${seconds(stay.slack / MICRO)} before its first use`;
+    }
+    return `${reason(stay.why)} [${code(stay.why)}], ${bytes(stay.bytes)}${arrived}${early}${waited}`;
+  }
+  const went = (stay) => `${reason(stay.out)} [${code(stay.out)}], after `
+    + `${seconds((stay.end - stay.begin) / MICRO)} and ${stay.uses} use${stay.uses === 1 ? '' : 's'}`;
+
+  function describe() {
+    const bucket = gantt.buckets[gantt.row], stay = gantt.rows[gantt.row].stays[gantt.stay];
+    const what = stay ? `came at ${when(stay.begin)}: ${came(stay)}. Went: ${went(stay)}.`
+      : `${gantt.rows[gantt.row].stays.length} stays; left and right go through them.`;
+    $('#said').textContent = `${bucket.name}: ${what}`;
+  }
+
+  function select(row, stay, reveal = true) {
+    gantt.row = Math.min(Math.max(row, 0), gantt.rows.length - 1);
+    gantt.stay = Math.min(Math.max(stay, -1), gantt.rows[gantt.row].stays.length - 1);
+    const { box } = gantt, y = gantt.row * ROW;
+    if (reveal && y < box.scrollTop) box.scrollTop = y;
+    if (reveal && y + ROW * 2 + HEAD > box.scrollTop + box.clientHeight) {
+      box.scrollTop = y + ROW * 2 + HEAD - box.clientHeight;
+    }
+    const chosen = gantt.rows[gantt.row].stays[gantt.stay];
+    if (reveal && chosen && (chosen.end / MICRO < range.min || chosen.begin / MICRO > range.max)) {
+      const half = (range.max - range.min) / 2;
+      show(chosen.begin / MICRO - half, chosen.begin / MICRO + half);
+    }
+    describe();
+    drawGantt();
+  }
+
+  function story(focus) {
+    const bucket = gantt.buckets[gantt.row], { stays } = gantt.rows[gantt.row];
+    const body = $('#story tbody');
+    $('#story h3').textContent = `Life of ${bucket.name} (bucket ${bucket.id}, `
+      + `${bytes(bucket.bytes)}, ${bucket.trainable ? 'trainable' : 'frozen'})`;
+    const limit = 500;
+    body.replaceChildren(...stays.slice(0, limit).map((stay, i) => {
+      const row = document.createElement('tr');
+      for (const text of [i + 1, when(stay.begin), came(stay), went(stay)]) {
+        row.append(Object.assign(document.createElement('td'), { textContent: text }));
+      }
+      return row;
+    }));
+    $('#story .soft').textContent = stays.length > limit
+      ? `The first ${limit} of ${stays.length} stays.` : '';
+    $('#story').hidden = false;
+    if (focus) $('#story').focus();
+  }
+
+  function hit(event) { // the row and stay under the pointer
+    const spot = $('canvas', gantt.box).getBoundingClientRect();
+    const row = Math.floor((event.clientY - spot.top - HEAD + gantt.box.scrollTop) / ROW);
+    if (row < 0 || row >= gantt.rows.length) return null;
+    const share = (event.clientX - spot.left - LEFT) / (spot.width - LEFT - RIGHT);
+    const t = (range.min + share * (range.max - range.min)) * MICRO;
+    const near = (3 / (spot.width - LEFT)) * (range.max - range.min) * MICRO;
+    const { stays } = gantt.rows[row];
+    const stay = lastAbove(stays, t + near, (each) => each.begin) - 1;
+    const there = stay >= 0 && stays[stay].end + near >= t && share >= 0;
+    return { row, stay: there ? stay : -1, t: t / MICRO };
+  }
+
+  function connectGantt() {
+    const { box } = gantt;
+    if (!box) return;
+    const canvas = $('canvas', box), tip = $('.tip');
+    let from = null;
+    box.addEventListener('scroll', drawGantt);
+    canvas.addEventListener('pointermove', (event) => {
+      const found = hit(event);
+      tip.hidden = !found || found.stay < 0;
+      if (tip.hidden) return;
+      const stay = gantt.rows[found.row].stays[found.stay];
+      tip.textContent = `${gantt.buckets[found.row].name}, ${when(stay.begin)}\n${came(stay)}\n${went(stay)}`;
+      tip.style.left = `${Math.min(event.clientX + 14, innerWidth - 430)}px`;
+      tip.style.top = `${event.clientY + 16}px`;
+    });
+    canvas.addEventListener('pointerleave', () => { tip.hidden = true; });
+    canvas.addEventListener('pointerdown', (event) => { from = hit(event); });
+    canvas.addEventListener('pointerup', (event) => {
+      const to = hit(event);
+      if (!from || !to) return;
+      if (Math.abs(to.t - from.t) > (range.max - range.min) / 60) {
+        show(Math.min(from.t, to.t), Math.max(from.t, to.t));
+      } else { select(to.row, to.stay, false); story(false); }
+      from = null;
+    });
+    canvas.addEventListener('dblclick', zooms.all);
+    box.addEventListener('focus', () => { describe(); drawGantt(); });
+    box.addEventListener('keydown', (event) => {
+      if (timeKeys(event)) return;
+      const { row, stay, rows } = gantt;
+      const act = {
+        ArrowDown: () => select(row + 1, -1), ArrowUp: () => select(row - 1, -1),
+        ArrowRight: () => select(row, stay + 1), ArrowLeft: () => select(row, Math.max(0, stay - 1)),
+        Home: () => select(row, 0), End: () => select(row, rows[row].stays.length - 1),
+        PageDown: () => select(row + 10, -1), PageUp: () => select(row - 10, -1),
+        Enter: () => story(true), ' ': () => story(true),
+      }[event.key];
+      if (act) { act(); event.preventDefault(); }
+    });
+    $('#story').addEventListener('keydown', (event) => {
+      if (event.key === 'Escape') { $('#story').hidden = true; box.focus(); }
+    });
+    $('#story button').addEventListener('click', () => { $('#story').hidden = true; box.focus(); });
+    followers.push(drawGantt);
+  }
+
+  // -- begin --------------------------------------------------------------------------------------
+
+  function draw() { drawCharts(); drawGantt(); }
+  let drawn = 0;
+  addEventListener('resize', () => {
+    cancelAnimationFrame(drawn);
+    drawn = requestAnimationFrame(draw);
+  });
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
+  connectGantt();
+  requestAnimationFrame(() => setTimeout(() => { // the verdict is on the screen before this
+    draw();
+    zooms[data.steps.begin.length > 8 && data.typical.length ? 'typical' : 'all']();
+    document.body.dataset.ready = 'yes';
+  }));
+})();

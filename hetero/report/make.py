@@ -1,0 +1,116 @@
+"""`hetero.report`: from a run to its page and its summary (floor 4)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hetero.errors import ConfigError
+from hetero.report.advice import Advice, advise, verdict
+from hetero.report.html import render
+from hetero.report.measure import Measured, Summary, measure, summarize
+from hetero.report.run import EVENTS, Run
+from hetero.report.views import Beside, WhatIf
+
+PREDICTED, WHATIF, SUMMARY = "predicted.json", "whatif.json", "summary.json"
+PAGE = "report.html"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A run, its figures, and what they advise."""
+
+    measured: Measured
+    summary: Summary
+    advice: tuple[Advice, ...]
+    beside: Beside
+
+    def write(self, path: str | Path) -> None:
+        """Write the page, and ``summary.json`` beside it."""
+        page = Path(path)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(render(self.measured, self.summary, self.advice, self.beside), "utf-8")
+        data = json.dumps(self.summary.as_json(), indent=1)
+        page.with_name(SUMMARY).write_text(data + "\n", "utf-8")
+
+
+def report(run_or_model: Any, path: str | Path) -> Summary:
+    """Write a run's memory report as one HTML file, and ``summary.json`` beside it.
+
+    Args:
+        run_or_model: a run's directory, a `Run`, what `hetero.profile` yields, or a prepared model
+            (the last events it kept are the run).
+        path: of the HTML file; in a directory that is there, ``report.html``.
+
+    Returns:
+        The figures, with the keys of ``summary.json``.
+
+    Raises:
+        ConfigError: this is no run, or nothing was recorded.
+    """
+    made = examine(run_or_model)
+    page = Path(path)
+    made.write(page / PAGE if page.is_dir() else page)
+    return made.summary
+
+
+def examine(run_or_model: Any) -> Report:
+    """Return the figures of a run; see `report`."""
+    measured = measure(run_of(run_or_model))
+    advice = advise(measured)
+    said = (verdict(measured), *(each.text for each in advice))
+    folder = folder_of(run_or_model)
+    beside = Beside() if folder is None else beside_of(folder)
+    return Report(measured, summarize(measured, said), advice, beside)
+
+
+def folder_of(run_or_model: Any) -> Path | None:
+    """Return where a run lies, if it lies anywhere."""
+    if isinstance(run_or_model, (str, Path)):
+        return Path(run_or_model)
+    directory = getattr(run_or_model, "directory", None)
+    return directory if isinstance(directory, Path) else None
+
+
+def run_of(run_or_model: Any) -> Run:
+    """Return the run that something is, has, or was recorded as."""
+    if isinstance(run_or_model, Run):
+        return run_or_model
+    folder = folder_of(run_or_model)
+    if folder is not None:
+        return Run.load(folder)
+    from hetero.report.ring import kept_run  # loads torch, which a directory does not need
+
+    return kept_run(run_or_model)
+
+
+def beside_of(folder: Path) -> Beside:
+    """Return what was planned beside a run, and the digest of its log."""
+    rows = read_json(folder / WHATIF, [])
+    predicted = read_json(folder / PREDICTED, {})
+    log = folder / EVENTS
+    digest = hashlib.sha256(log.read_bytes()).hexdigest() if log.exists() else ""
+    try:
+        known = [field.name for field in fields(WhatIf)]
+        planned = tuple(WhatIf(**{name: row[name] for name in known}) for row in rows)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder / WHATIF} has a row without {error}", advice="write it anew: hetero plan"
+        ) from error
+    return Beside(predicted, planned, digest)
+
+
+def read_json(path: Path, default: Any) -> Any:
+    """Return a file's data, or ``default`` where there is no file."""
+    if not path.exists():
+        return default
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}", advice="write it anew: hetero plan") from error
+    if not isinstance(data, type(default)):
+        raise ConfigError(f"{path} is no {type(default).__name__}", advice="hetero plan writes it")
+    return data

@@ -1,0 +1,299 @@
+"""From a run to its figures: everything that any output of the report shows (floor 4, no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hetero.errors import ConfigError
+from hetero.report.levels import Timeline, timelines
+from hetero.report.peaks import Peak, peak_of
+from hetero.report.residency import Counts, Residency, counts_of, residency_of
+from hetero.report.run import Meta, Run
+from hetero.report.timing import Steps, steps_of, sums
+from hetero.report.traffic import Bound, LaneUse, LedgerRow, bound_of, lanes_of, ledger_of
+from hetero.report.words import TIERS
+
+SUMMARY_SCHEMA = 1
+NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A run and what follows from it. Steady figures leave ``steps.warmup`` out."""
+
+    run: Run
+    begin_ns: int
+    end_ns: int
+    timelines: dict[str, Timeline]
+    """By tier, in the order of `TIERS`."""
+    peaks: dict[str, Peak]
+    steps: Steps
+    residency: Residency
+    counts: dict[int, Counts]
+    """By bucket, over steady steps."""
+    lanes: tuple[LaneUse, ...]
+    """Over steady steps, as are ``ledger`` and ``bound``."""
+    ledger: tuple[LedgerRow, ...]
+    bound: Bound
+
+    @property
+    def meta(self) -> Meta:
+        return self.run.meta
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Nanoseconds of all steady steps by part."""
+        return sums(self.steps.steady)
+
+    @property
+    def steady_count(self) -> int:
+        return len(self.steps.steady)
+
+    @property
+    def steady_ns(self) -> int:
+        return sum(step.wall_ns for step in self.steps.steady)
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean over steady steps."""
+        return self.per_step(self.steady_ns) / NS
+
+    @property
+    def waited_ns(self) -> int:
+        """Exposed: how long anything stood still in all steady steps."""
+        return sum(ns for part, ns in self.parts.items() if part.startswith("wait_"))
+
+    def per_step(self, amount: float) -> float:
+        """Return what an amount over all steady steps is per step."""
+        return amount / self.steady_count if self.steady_count else 0.0
+
+    def lane(self, name: str) -> LaneUse | None:
+        return next((lane for lane in self.lanes if lane.lane == name), None)
+
+    def h2d_params(self) -> int:
+        """Return the parameter bytes that steady steps brought up."""
+        return sum(
+            row.n_bytes for row in self.ledger if (row.lane, row.category) == ("h2d", "param")
+        )
+
+
+def measure(run: Run) -> Measured:
+    """Return the figures of a run; ConfigError where nothing was recorded."""
+    events = run.events
+    if not events:
+        raise ConfigError(
+            "the run has no events: nothing was recorded",
+            advice="train at least one step inside `with hetero.profile(model, directory):`",
+        )
+    steps = steps_of(events)
+    residency = residency_of(events, run.meta)
+    lines = timelines(events)
+    known = [tier for tier in TIERS if tier in lines]
+    lines = {tier: lines[tier] for tier in (*known, *sorted(lines.keys() - set(known)))}
+    begin_ns, end_ns = steps.begin_ns, steps.end_ns
+    return Measured(
+        run,
+        events[0].t_ns,
+        max(e.t_ns + e.dur_ns for e in events),
+        lines,
+        {tier: peak_of(line, events, run.meta, residency, steps) for tier, line in lines.items()},
+        steps,
+        residency,
+        counts_of(residency, run.meta, begin_ns, end_ns),
+        tuple(lanes_of(events, run.meta, begin_ns, end_ns)),
+        tuple(ledger_of(events, begin_ns, end_ns)),
+        bound_of(run.meta, residency, lines.get("HBM"), steps),
+    )
+
+
+# -- the summary ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TierFigures:
+    """A tier at its peak."""
+
+    peak_bytes: int
+    budget_bytes: int | None
+    unattributed_bytes: int
+    """Of the peak, those of which no module is known."""
+    peak_step: int
+    peak_phase: str
+    peak_unit: str
+    at_peak_bytes: dict[str, int]
+    """By category; they add up to ``peak_bytes``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Length of steps; all but ``count`` over steady ones."""
+
+    count: int
+    """Complete steps that were recorded."""
+    steady_count: int
+    warmup: tuple[int, ...]
+    """Steps that steady figures leave out."""
+    mean_seconds: float
+    median_seconds: float
+    min_seconds: float
+    max_seconds: float
+    exposed_seconds: float
+    """Mean time in which anything stood still."""
+    exposed_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class LaneFigures:
+    """A lane, per steady step."""
+
+    moved_bytes: float
+    moves: float
+    busy_seconds: float
+    busy_share: float
+    bytes_per_second: float | None
+    """While it was busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFigures:
+    """How buckets were found, per steady step."""
+
+    hits: float
+    misses: float
+    prefetches: float
+    late: float
+    unused: float
+    miss_wait_seconds: float
+    late_wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficFigures:
+    """Bytes per steady step."""
+
+    h2d_param_bytes: float
+    bound_bytes: int
+    """The least that parameters can cost on H2D; see `hetero.report.traffic.Bound`."""
+    disk_read_bytes: float
+    disk_write_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of a run under keys that stay: what ``summary.json`` holds and claims name."""
+
+    kind: str
+    model: str
+    device: str
+    mode: str
+    n_params: int
+    tiers: dict[str, TierFigures]
+    """By tier, in small letters."""
+    step: StepFigures
+    time: dict[str, float]
+    """Seconds of a mean steady step by part, ``<part>_seconds``; they add up to it."""
+    lanes: dict[str, LaneFigures]
+    fetch: FetchFigures
+    traffic: TrafficFigures
+    events: int
+    dropped_events: int
+    schema: int = SUMMARY_SCHEMA
+    advice: tuple[str, ...] = field(default=())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return JSON-ready data; tiers and lanes stand at the top under their own names."""
+        data = asdict(self)
+        named = {**data.pop("tiers"), **data.pop("lanes")}
+        return {**data, **named}
+
+    def figures(self) -> dict[str, float]:
+        """Return every number by its dotted key, as ``hbm.peak_bytes``."""
+        return figures(self.as_json())
+
+
+def figures(data: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers of JSON data by dotted keys; what is no number is left out."""
+    found: dict[str, float] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            found |= figures(value, f"{prefix}{key}.")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[prefix + key] = value
+    return found
+
+
+def summarize(measured: Measured, advice: tuple[str, ...] = ()) -> Summary:
+    """Return the summary of what was measured."""
+    meta, run = measured.meta, measured.run
+    return Summary(
+        kind=meta.kind,
+        model=meta.model,
+        device=meta.device,
+        mode=meta.mode,
+        n_params=meta.n_params,
+        tiers={tier.lower(): tier_figures(peak) for tier, peak in measured.peaks.items()},
+        step=step_figures(measured),
+        time={f"{p}_seconds": measured.per_step(ns) / NS for p, ns in measured.parts.items()},
+        lanes={lane.lane: lane_figures(measured, lane) for lane in measured.lanes},
+        fetch=fetch_figures(measured),
+        traffic=traffic_figures(measured),
+        events=len(run.events),
+        dropped_events=run.dropped,
+        advice=advice,
+    )
+
+
+def tier_figures(peak: Peak) -> TierFigures:
+    return TierFigures(
+        peak.n_bytes,
+        peak.budget_bytes,
+        peak.unattributed_bytes,
+        peak.step,
+        peak.phase,
+        peak.unit,
+        dict(peak.categories),
+    )
+
+
+def step_figures(measured: Measured) -> StepFigures:
+    walls = sorted(step.wall_ns / NS for step in measured.steps.steady) or [0.0]
+    waited_ns, steady_ns = measured.waited_ns, measured.steady_ns
+    return StepFigures(
+        len(measured.steps.all),
+        measured.steady_count,
+        measured.steps.warmup,
+        measured.step_seconds,
+        walls[len(walls) // 2],
+        walls[0],
+        walls[-1],
+        measured.per_step(waited_ns) / NS,
+        waited_ns / steady_ns if steady_ns else 0.0,
+    )
+
+
+def lane_figures(measured: Measured, lane: LaneUse) -> LaneFigures:
+    return LaneFigures(
+        measured.per_step(lane.n_bytes),
+        measured.per_step(lane.moves),
+        measured.per_step(lane.busy_ns) / NS,
+        lane.busy_share,
+        lane.bytes_per_second,
+    )
+
+
+def fetch_figures(measured: Measured) -> FetchFigures:
+    rows = list(measured.counts.values())
+    names = ("hits", "misses", "prefetches", "late", "unused", "miss_wait_ns", "late_wait_ns")
+    sums = [measured.per_step(sum(getattr(row, name) for row in rows)) for name in names]
+    return FetchFigures(*sums[:5], *(ns / NS for ns in sums[5:]))
+
+
+def traffic_figures(measured: Measured) -> TrafficFigures:
+    read, write = (
+        measured.per_step(lane.n_bytes if (lane := measured.lane(name)) else 0)
+        for name in ("read", "write")
+    )
+    h2d = measured.per_step(measured.h2d_params())
+    return TrafficFigures(h2d, measured.bound.n_bytes, read, write)

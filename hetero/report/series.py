@@ -1,0 +1,224 @@
+"""A run as columns of small whole numbers, for the page's script: reduced, relative, as deltas.
+
+Times are microseconds since the run's begin. A column that only grows, or changes little, is
+written as the difference to the value before; `undelta` is its inverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from hetero.events import What
+from hetero.report.levels import Timeline, reduced
+from hetero.report.measure import Measured
+from hetero.report.peaks import unit_name
+from hetero.report.residency import Access, Stay
+from hetero.report.traffic import LaneChart, lane_charts
+from hetero.report.words import LANE_LABELS, REASONS, TIER_LABELS
+
+MICRO = 1000
+PIXELS = 4000  # of the whole run: what lies closer together is drawn as one
+STAYS = 12_000  # that are kept one by one
+PHASES = 6_000
+
+
+def delta(values: Sequence[int]) -> list[int]:
+    """Return the first value, then differences."""
+    return [b - a for a, b in zip((0, *values), values, strict=False)]
+
+
+def undelta(values: Sequence[int]) -> list[int]:
+    """Return the values that `delta` was given."""
+    return list(accumulate(values))
+
+
+def series_of(measured: Measured) -> dict[str, Any]:
+    """Return all that the page's script draws, as JSON-ready data."""
+    return {
+        "end": (measured.end_ns - measured.begin_ns) // MICRO,
+        "typical": typical(measured),
+        "steps": steps(measured),
+        "phases": phases(measured),
+        "tiers": [tier(measured, line) for line in measured.timelines.values()],
+        "lanes": lanes(measured),
+        "gantt": gantt(measured),
+        "reasons": REASONS,
+    }
+
+
+def since(measured: Measured, times_ns: Iterable[int]) -> list[int]:
+    """Return deltas of microseconds since the run's begin."""
+    return delta([(t_ns - measured.begin_ns) // MICRO for t_ns in times_ns])
+
+
+def windows(measured: Measured) -> list[tuple[int, int]]:
+    """Return what is shown exactly however long the run: the steady step of median length."""
+    step = measured.steps.typical()
+    return [(step.begin_ns, step.end_ns)] if step is not None else []
+
+
+def typical(measured: Measured) -> list[int]:
+    """Return where the steady step of median length lies, in microseconds."""
+    return [(t_ns - measured.begin_ns) // MICRO for window in windows(measured) for t_ns in window]
+
+
+def steps(measured: Measured) -> dict[str, list[int]]:
+    rows = measured.steps.all
+    return {
+        "number": delta([step.number for step in rows]),
+        "begin": since(measured, (step.begin_ns for step in rows)),
+        "end": since(measured, (step.end_ns for step in rows)),
+    }
+
+
+def phases(measured: Measured) -> dict[str, Any]:
+    """Return when forward, backward and step ran; where there are too many, only the first."""
+    rows = [e for e in measured.run.events if e.what == What.PHASE.value][:PHASES]
+    names = sorted({row.why for row in rows})
+    return {
+        "names": names,
+        "name": [names.index(row.why) for row in rows],
+        "begin": since(measured, (row.t_ns for row in rows)),
+        "end": since(measured, (row.t_ns + row.dur_ns for row in rows)),
+    }
+
+
+def tier(measured: Measured, line: Timeline) -> dict[str, Any]:
+    """Return a tier's timeline, reduced to what a screen shows."""
+    small, peak = reduced(line, windows(measured)), measured.peaks[line.tier]
+    shown = [i for i, column in enumerate(line.columns) if any(column)]
+    return {
+        "tier": line.tier,
+        "label": TIER_LABELS.get(line.tier, line.tier),
+        "budget": peak.budget_bytes,
+        "peak": peak.n_bytes,
+        "peakRow": small.peak_row,
+        "points": len(line.times_ns),
+        "categories": [line.categories[i] for i in shown],
+        "t": since(measured, small.times_ns),
+        "v": [delta(small.columns[i]) for i in shown],
+    }
+
+
+def lanes(measured: Measured) -> list[dict[str, Any]]:
+    """Return each lane's rates over the run, and finer ones over the typical step."""
+    spans = [(measured.begin_ns, measured.end_ns), *windows(measured)]
+    charts = [lane_charts(measured.run.events, *span) for span in spans]
+    return [
+        {
+            "lane": parts[0].lane,
+            "label": LANE_LABELS.get(parts[0].lane, parts[0].lane),
+            "ceiling": measured.meta.ceilings.get(parts[0].lane),
+            "bins": [bins(measured, chart) for chart in parts],
+        }
+        for parts in zip(*charts, strict=True)
+    ]
+
+
+def bins(measured: Measured, chart: LaneChart) -> dict[str, Any]:
+    return {
+        "begin": (chart.begin_ns - measured.begin_ns) / MICRO,
+        "width": chart.bin_ns / MICRO,
+        "bytes": delta(chart.n_bytes),
+        "busy": delta([ns // MICRO for ns in chart.busy_ns]),
+    }
+
+
+# -- the Gantt chart -----------------------------------------------------------------------------
+
+
+def gantt(measured: Measured) -> dict[str, Any]:
+    """Return stays by bucket, in the order in which buckets first came up, and accesses."""
+    buckets = measured.residency.first_uses()
+    units = {measured.meta.buckets[bucket].unit for bucket in buckets}
+    stays = merged_stays(measured)
+    accesses = [a for a in merged_accesses(measured) if a.unit in units]
+    return {
+        "buckets": [bucket_of(measured, bucket) for bucket in buckets],
+        "stays": stay_columns(measured, stays, {b: i for i, b in enumerate(buckets)}),
+        "uses": {
+            "unit": [a.unit for a in accesses],
+            "begin": since(measured, (a.begin_ns for a in accesses)),
+            "length": [(a.end_ns - a.begin_ns) // MICRO for a in accesses],
+        },
+        "merged": len(measured.residency.stays) - len(stays),
+    }
+
+
+def bucket_of(measured: Measured, bucket: int) -> dict[str, Any]:
+    row = measured.meta.buckets[bucket]
+    return {
+        "id": bucket,
+        "unit": row.unit,
+        "name": unit_name(measured.meta, row.unit) or f"bucket {bucket}",
+        "bytes": row.n_bytes,
+        "trainable": row.trainable,
+    }
+
+
+def stay_columns(
+    measured: Measured, stays: Sequence[Stay], rows: dict[int, int]
+) -> dict[str, list[Any]]:
+    known = list(REASONS)
+    return {
+        "row": [rows[stay.bucket] for stay in stays],
+        "begin": since(measured, (stay.begin_ns for stay in stays)),
+        "ready": [(stay.ready_ns - stay.begin_ns) // MICRO for stay in stays],
+        "length": [(stay.end_ns - stay.begin_ns) // MICRO for stay in stays],
+        "in": [known.index(stay.why_in) if stay.why_in in known else -1 for stay in stays],
+        "out": [known.index(stay.why_out) if stay.why_out in known else -1 for stay in stays],
+        "bytes": delta([stay.n_bytes for stay in stays]),
+        "uses": [stay.accesses for stay in stays],
+        "waited": [stay.waited_ns // MICRO for stay in stays],
+        "slack": [None if stay.slack_ns is None else stay.slack_ns // MICRO for stay in stays],
+        "step": delta([stay.step for stay in stays]),
+    }
+
+
+def merged_stays(measured: Measured) -> list[Stay]:
+    """Return all stays, or, where there are too many, those that a screen can tell apart.
+
+    Outside the typical step a stay is left out when it begins within a pixel of the last one of
+    its bucket that is shown.
+    """
+    stays = list(measured.residency.stays)
+    if len(stays) <= STAYS:
+        return stays
+    pixel_ns = pixel(measured, len({stay.bucket for stay in stays}))
+    shown_ns: dict[int, int] = {}
+    kept = []
+    for stay in stays:
+        near = stay.begin_ns < shown_ns.get(stay.bucket, stay.begin_ns) + pixel_ns
+        if stay.bucket not in shown_ns or not near or exact(measured, stay.begin_ns):
+            kept.append(stay)
+            shown_ns[stay.bucket] = stay.begin_ns
+    return kept
+
+
+def merged_accesses(measured: Measured) -> list[Access]:
+    """Return accesses, thinned out by the same rule."""
+    rows = measured.residency.accesses
+    if len(rows) <= STAYS:
+        return list(rows)
+    pixel_ns = pixel(measured, len({access.unit for access in rows}))
+    shown_ns: dict[int, int] = {}
+    kept = []
+    for access in rows:
+        last_ns = shown_ns.get(access.unit, access.begin_ns - pixel_ns)
+        if access.begin_ns >= last_ns + pixel_ns or exact(measured, access.begin_ns):
+            kept.append(access)
+            shown_ns[access.unit] = access.begin_ns
+    return kept
+
+
+def pixel(measured: Measured, rows: int) -> int:
+    """Return the time that is drawn as one, so that all rows together keep about `STAYS`."""
+    columns = max(1, min(PIXELS, STAYS // max(1, rows)))
+    return max(1, (measured.end_ns - measured.begin_ns) // columns)
+
+
+def exact(measured: Measured, t_ns: int) -> bool:
+    """Whether a time lies where nothing is left out."""
+    return any(begin_ns <= t_ns < end_ns for begin_ns, end_ns in windows(measured))

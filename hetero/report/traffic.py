@@ -1,0 +1,213 @@
+"""What moved on each lane, how fast, for whom and why; and what had to move at least."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hetero.events import Event, What
+from hetero.report.levels import Timeline
+from hetero.report.residency import Access, Residency
+from hetero.report.run import Meta
+from hetero.report.spans import Span, flatten, total_ns
+from hetero.report.timing import Steps
+from hetero.report.words import COPY_LANES, LANES
+
+BINS = 600  # of a lane's chart
+
+
+@dataclass(frozen=True, slots=True)
+class LaneUse:
+    """A lane during steady steps."""
+
+    lane: str
+    n_bytes: int
+    moves: int
+    busy_ns: int
+    """Length of the union of its moves: two at once count once."""
+    wall_ns: int
+    """Of the steady steps."""
+    ceiling_bytes_per_second: float | None
+    """What was measured of this lane alone, where a profile says so."""
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """While it was busy; None where its moves were not timed, or moved nothing."""
+        return self.n_bytes * 1e9 / self.busy_ns if self.busy_ns and self.n_bytes else None
+
+    @property
+    def busy_share(self) -> float:
+        return self.busy_ns / self.wall_ns if self.wall_ns else 0.0
+
+
+def spans_by_lane(events: Sequence[Event]) -> dict[str, list[tuple[Span, int]]]:
+    """Return (span, bytes) of what ran on each lane, in order of begin."""
+    kinds = (What.MOVE.value, What.UPDATE.value)
+    found: dict[str, list[tuple[Span, int]]] = defaultdict(list)
+    for event in events:
+        if event.what in kinds and event.lane:
+            moved = event.n_bytes if event.what == What.MOVE.value else 0
+            found[event.lane].append((Span(event.t_ns, event.t_ns + event.dur_ns), moved))
+    known = [lane for lane in LANES if lane in found]
+    return {lane: found[lane] for lane in (*known, *sorted(found.keys() - set(known)))}
+
+
+def lanes_of(events: Sequence[Event], meta: Meta, begin_ns: int, end_ns: int) -> list[LaneUse]:
+    """Return what each lane did in a part of the time; a move counts where it begins."""
+    return [
+        LaneUse(
+            lane,
+            n_bytes=sum(n for span, n in rows if begin_ns <= span.begin_ns < end_ns),
+            moves=sum(begin_ns <= span.begin_ns < end_ns for span, _ in rows),
+            busy_ns=total_ns(clipped(rows, begin_ns, end_ns)),
+            wall_ns=end_ns - begin_ns,
+            ceiling_bytes_per_second=meta.ceilings.get(lane),
+        )
+        for lane, rows in spans_by_lane(events).items()
+    ]
+
+
+def clipped(rows: Sequence[tuple[Span, int]], begin_ns: int, end_ns: int) -> list[Span]:
+    cut = (Span(max(s.begin_ns, begin_ns), min(s.end_ns, end_ns)) for s, _ in rows)
+    return [span for span in cut if span.end_ns > span.begin_ns]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneChart:
+    """Bytes of a lane over equal parts of the time; they add up to all that it moved."""
+
+    lane: str
+    begin_ns: int
+    bin_ns: int
+    n_bytes: tuple[int, ...]
+    busy_ns: tuple[int, ...]
+
+
+def lane_charts(events: Sequence[Event], begin_ns: int, end_ns: int) -> list[LaneChart]:
+    """Return each lane's bytes and busy time in `BINS` equal parts of the time."""
+    bin_ns = (end_ns - begin_ns) // BINS + 1
+    return [
+        binned(lane, rows, begin_ns, bin_ns)
+        for lane, rows in spans_by_lane(events).items()
+        if lane in COPY_LANES
+    ]
+
+
+def binned(lane: str, rows: Sequence[tuple[Span, int]], begin_ns: int, bin_ns: int) -> LaneChart:
+    n_bytes, busy = [0] * BINS, [0] * BINS
+    for span, moved in rows:
+        for place, share in spread(span, moved, begin_ns, bin_ns):
+            n_bytes[place] += share
+    for span in flatten(span for span, _ in rows):
+        for place, share in spread(span, span.dur_ns, begin_ns, bin_ns):
+            busy[place] += share
+    return LaneChart(lane, begin_ns, bin_ns, tuple(n_bytes), tuple(busy))
+
+
+def spread(span: Span, amount: int, begin_ns: int, bin_ns: int) -> list[tuple[int, int]]:
+    """Return (bin, part) of an amount that is even over a span; what lies in no bin is left out."""
+    first, last = ((t - begin_ns) // bin_ns for t in (span.begin_ns, max(span[0], span.end_ns - 1)))
+    if not span.dur_ns:
+        return [(first, amount)] if 0 <= first < BINS else []
+    edges = [begin_ns + place * bin_ns for place in range(max(0, first), min(BINS - 1, last) + 2)]
+    inside = (min(max(edge, span.begin_ns), span.end_ns) - span.begin_ns for edge in edges)
+    given = [amount * ns // span.dur_ns for ns in inside]
+    return [(max(0, first) + i, b - a) for i, (a, b) in enumerate(pairwise(given))]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """What moved on a lane for one category and reason, during steady steps."""
+
+    lane: str
+    category: str
+    why: str
+    moves: int
+    n_bytes: int
+
+
+def ledger_of(events: Sequence[Event], begin_ns: int, end_ns: int) -> list[LedgerRow]:
+    """Return the traffic of a part of the time; its rows add up to what the lanes moved."""
+    moves: Counter[tuple[str, str, str]] = Counter()
+    n_bytes: Counter[tuple[str, str, str]] = Counter()
+    for e in events:
+        if e.what == What.MOVE.value and begin_ns <= e.t_ns < end_ns:
+            moves[e.lane, e.category, e.why] += 1
+            n_bytes[e.lane, e.category, e.why] += e.n_bytes
+    rows = [LedgerRow(*key, moves[key], n_bytes[key]) for key in moves]
+    return sorted(rows, key=lambda row: (COPY_LANES.index(row.lane), -row.n_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The least that parameters can cost on H2D in a step, whatever is evicted when.
+
+    With updates at home, a step makes every trainable replica on HBM stale. Where C bytes is the
+    most that parameters could take on HBM at a time (the budget less what everything else took
+    then, and the most of it over steady steps), a step fetches at least::
+
+        forward   T + max(0, F - C)    T trainable bytes that are used, F frozen ones;
+                                       C when the step's first unit begins
+        backward  max(0, B - C)        B bytes that backward uses, of which at most C stayed;
+                                       C when the first unit of backward begins
+
+    Without a budget for HBM C is unlimited; updates in place make nothing stale (T = 0).
+    """
+
+    trainable_bytes: int
+    frozen_bytes: int
+    backward_bytes: int
+    forward_room_bytes: int | None
+    """C at the begin of forward; None: no limit."""
+    backward_room_bytes: int | None
+    """C at the begin of backward."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes a step."""
+        forward = beyond(self.frozen_bytes, self.forward_room_bytes)
+        return (
+            self.trainable_bytes + forward + beyond(self.backward_bytes, self.backward_room_bytes)
+        )
+
+
+def beyond(n_bytes: int, room_bytes: int | None) -> int:
+    return 0 if room_bytes is None else max(0, n_bytes - room_bytes)
+
+
+def bound_of(meta: Meta, residency: Residency, hbm: Timeline | None, steps: Steps) -> Bound:
+    """Return the least that a steady step can fetch of parameters; see `Bound`."""
+    begin_ns, end_ns = steps.begin_ns, steps.end_ns
+    accesses = [a for a in residency.accesses if begin_ns <= a.begin_ns < end_ns]
+    backward = [a for a in accesses if a.phase == "backward"]
+    units, back = {a.unit for a in accesses}, {a.unit for a in backward}
+    buckets = [b for b in meta.buckets if residency.stays and b.unit in units]
+    stale = meta.update_place == "home"
+    return Bound(
+        sum(b.n_bytes for b in buckets if b.trainable and stale),
+        sum(b.n_bytes for b in buckets if not (b.trainable and stale)),
+        sum(b.n_bytes for b in buckets if b.unit in back),
+        room_of(meta, hbm, first_of_steps(accesses)),
+        room_of(meta, hbm, first_of_steps(backward)),
+    )
+
+
+def first_of_steps(accesses: Sequence[Access]) -> list[int]:
+    """Return when the first access of each step began."""
+    first: dict[int, int] = {}
+    for access in accesses:
+        first.setdefault(access.step, access.begin_ns)
+    return list(first.values())
+
+
+def room_of(meta: Meta, hbm: Timeline | None, times_ns: Sequence[int]) -> int | None:
+    """Return the most that parameters could take on HBM, of several times; None: no limit."""
+    budget = meta.budgets.get("HBM")
+    if budget is None or hbm is None or not times_ns:
+        return budget
+    params = hbm.column("param")
+    rows = [max(0, bisect_right(hbm.times_ns, t_ns) - 1) for t_ns in times_ns]
+    return budget - min(hbm.totals[row] - params[row] for row in rows)
