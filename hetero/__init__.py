@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hetero.checkpoint.load import load_checkpoint
     from hetero.checkpoint.save import Save, save_checkpoint
     from hetero.export import export
+    from hetero.rehearse.plan import Plan, plan
     from hetero.report.make import report
     from hetero.report.profile import Profile, profile
     from hetero.train.loss import linear_cross_entropy
@@ -48,6 +49,7 @@ _LAZY = {
     "export": "hetero.export",
     **dict.fromkeys(("profile", "Profile"), "hetero.report.profile"),
     "report": "hetero.report.make",
+    **dict.fromkeys(("plan", "Plan"), "hetero.rehearse.plan"),
     "Optimizer": "hetero.train.optimizer",
     "linear_cross_entropy": "hetero.train.loss",
     "tile": "hetero.train.tiles",
@@ -82,6 +84,7 @@ __all__ = [
     "DivergenceError",
     "HeteroError",
     "Optimizer",
+    "Plan",
     "Profile",
     "Save",
     "StateError",
@@ -95,6 +98,7 @@ __all__ = [
     "gathered",
     "linear_cross_entropy",
     "load_checkpoint",
+    "plan",
     "prepare",
     "profile",
     "release",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hetero.bench.runner import Result
     from hetero.recipes.calibrate import CalibrateOptions
     from hetero.recipes.train import TrainOptions
+    from hetero.rehearse.plan import Plan
     from hetero.report.claims import Verdict
     from hetero.report.make import Report as MadeReport
 
@@ -33,6 +34,8 @@ SETTINGS = ("device", "hbm", "host", "nvme", "nvme_bytes", "precision")
 SHAPE = ("width", "layers", "heads", "context", "checkpoint_blocks")
 DEMO_MINUTES = 3.5  # a run of default length ends by then on a slow machine too
 MINUTES_HELP = f"{DEMO_MINUTES}, or never when --steps is given"
+POSITIONS = 1024  # of a sample that is planned with
+ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 PRECISIONS = click.Choice(["fp32", "bf16", "fp16"])
 POSITIVE = click.IntRange(min=1)
 DEVICES = click.Choice(["cuda", "cpu", "cpu:sim"])
@@ -46,10 +49,15 @@ def main() -> None:
     """Virtual memory for training: any nn.Module trains inside a byte budget."""
 
 
-def option(name: str, kind: Any, text: str, default: str = "", **more: Any) -> Callable[..., Any]:
-    """Return an option that is None when not given; ``default`` is what help says happens then."""
-    said = f"{text}  [default: {default}]" if default else text
-    return click.option(name, type=kind, default=None, help=said, **more)
+def option(*names: Any) -> Callable[..., Any]:
+    """Return an option that is None when not given: names, type, text, and maybe a default.
+
+    The default is what help says happens then.
+    """
+    first = next(i for i, part in enumerate(names) if not str(part).startswith("--"))
+    kind, text, *rest = names[first:]
+    said = f"{text}  [default: {rest[0]}]" if rest else text
+    return click.option(*names[:first], type=kind, default=None, help=said)
 
 
 @main.command()
@@ -259,6 +267,55 @@ def show_report(made: MadeReport, verdicts: list[Verdict], written: list[str]) -
     terminal.show(console, made.measured, made.advice)
     terminal.show_verdicts(console, verdicts)
     terminal.show_written(console, written)
+
+
+@main.command()
+@click.argument("model")
+@option("--profile", str, "Hardware profile: a file, or a name as rtx4090; needed.")
+@option("--gpu-memory", "--hbm", str, "Device budget, as 24GiB.", "all of it")
+@option("--host", str, "RAM budget, as 64GiB.", "what the profile's machine has")
+@option("--nvme", str, "Directory for what RAM does not hold.", "no disk")
+@option("--nvme-bytes", str, "Budget of that directory, as 1TiB.", "no limit")
+@option("--batch", POSITIVE, "Samples of a step.", "1")
+@option("--sequence", POSITIVE, "Positions of a sample.", "1024")
+@option("--precision", PRECISIONS, "Of working weights.", "fp32")
+@option("--activations", click.Choice(ACTIVATIONS), "What units leave for backward.", "auto")
+@option("--micro-batch", POSITIVE, "Samples that a unit takes at once.", "all")
+@option("--device", DEVICES, "What to plan for.", "cuda where the profile has a GPU, else cpu:sim")
+@click.option("--fused-loss", is_flag=True, help="Compute the loss without all logits at once.")
+@click.option("--no-estimates", is_flag=True, help="Leave out what else would fit.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write a report as HTML.")
+@json_option
+def plan(model: str, as_json: bool, no_estimates: bool, output: str | None, **given: Any) -> None:
+    """Say whether training MODEL fits, how fast it is, and what limits it, before it runs.
+
+    MODEL is a published one by name (llama-3-8b), a config.json or its directory, or a function
+    that returns a module, as mymodels:small. The exit status is 1 when it does not fit.
+    """
+    with failures(as_json):
+        found = planned(model, not no_estimates, given)
+        if output is not None:
+            from hetero.report.make import report as write
+
+            write(found.rehearsal.run, output)
+        if as_json:
+            print_json(found.as_json())
+        else:
+            from hetero.recipes import show
+
+            show.planned(open_console(as_json), found)
+    sys.exit(0 if found.fits else DISAPPOINTED)
+
+
+def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
+    """Return the plan that the command line asks for."""
+    from hetero.rehearse.plan import plan as make
+
+    given = {key: value for key, value in given.items() if value not in (None, False)}
+    samples, positions = given.pop("batch", 1), given.pop("sequence", POSITIONS)
+    if "gpu_memory" in given:
+        given["hbm"] = given.pop("gpu_memory")
+    return make(model, (samples, positions), estimates=estimates, **given)
 
 
 @main.command()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # these load torch, and rendering does not need it
     from hetero.recipes.calibrate import Calibration
     from hetero.recipes.doctor import Check, Report
     from hetero.recipes.train import StepReport, TrainResult
+    from hetero.rehearse.plan import Plan
 
 PLAIN_LINES = 10  # how often a run is reported where there is no terminal
 COLOURS = {"green": "green", "yellow": "yellow", "red": "red"}
@@ -296,3 +297,59 @@ def failure(console: Console, error: Any) -> None:
         console.print(f"[bold]Advice[/bold]: {escape(error.advice)}")
     for move in error.moves[-12:]:
         console.print(f"  {move}", markup=False)
+
+
+# -- a plan --------------------------------------------------------------------------------------
+
+
+def planned(console: Console, plan: Plan) -> None:
+    """Show whether it fits, what it takes, and what else would."""
+    verdict = "[green]fits[/green]" if plan.fits else "[red]does not fit[/red]"
+    console.print(
+        f"[bold]{escape(plan.model)}[/bold], {plan.n_params / 1e9:.3g} B parameters, on"
+        f" {escape(plan.profile)}: {verdict}"
+    )
+    for row in plan.shortfalls:
+        console.print(f"  {row.tier} is {row.short_bytes:,} bytes short: {escape(row.why)}")
+    console.print(plan_tiers(plan))
+    console.print(facts(plan_facts(plan)))
+    if plan.what_if:
+        console.print(plan_estimates(plan))
+    console.print(f"[bold]{escape(plan.paste)}[/bold]", soft_wrap=True)
+
+
+def plan_tiers(plan: Plan) -> Table:
+    """Return what each tier holds at most."""
+    table = Table("tier", "budget", "peak", "most of")
+    for row in plan.tiers:
+        kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
+        said = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds[:4])
+        table.add_row(row.tier, cell(row.budget_bytes), format_bytes(row.peak_bytes), said)
+    return table
+
+
+def plan_facts(plan: Plan) -> list[tuple[str, str]]:
+    """Return the rows under the tiers."""
+    parts = sorted(plan.shares.items(), key=lambda item: -item[1])
+    spent = ", ".join(f"{n.removesuffix('_seconds')} {s:.3g} s" for n, s in parts if s > 0)
+    rows = [
+        ("step", f"{plan.step_seconds:.3g} s (the first one {plan.first_step_seconds:.3g} s)"),
+        ("tokens/s", f"{plan.tokens_per_second:,.0f}"),
+        ("spent on", spent),
+        ("units", ", ".join(f"{n} {policy}" for policy, n in plan.policies.items())),
+    ]
+    if plan.disk_write_bytes:
+        life = plan.drive_life_steps
+        lasts = "" if life is None else f"; the drive lasts {life:,.0f} steps"
+        rows.append(("written to disk", f"{format_bytes(plan.disk_write_bytes)} a step{lasts}"))
+    return rows
+
+
+def plan_estimates(plan: Plan) -> Table:
+    """Return what else would fit."""
+    table = Table("what if", "fits", "HBM", "step", "")
+    for row in plan.what_if:
+        fits = "yes" if row.fits else "no"
+        seconds = f"{row.step_seconds:.3g} s"
+        table.add_row(row.label, fits, format_bytes(row.peak_bytes), seconds, row.change)
+    return table

@@ -19,10 +19,12 @@ from torch import nn
 from hetero.config import Config
 from hetero.dry import DryDevice
 from hetero.errors import BudgetError, ConfigError
+from hetero.plan.activations import Use
 from hetero.plan.hardware import Profile
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
 from hetero.rehearse.kernels import AsOn
+from hetero.rehearse.twin import twin_of
 from hetero.rehearse.worker import DryWorker
 from hetero.report.profile import meta_of
 from hetero.report.run import Run
@@ -41,7 +43,10 @@ Loss = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What is rehearsed: a training step of a model without bytes, on a machine."""
+    """What is rehearsed: a training step of a model without bytes, on a machine.
+
+    Model and optimizer stay as they are: every rehearsal is of a twin.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -50,6 +55,8 @@ class Scene:
     loss: Loss
     config: Config
     profile: Profile
+    beyond: bool = False
+    """Whether budgets may be larger than the machine is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +88,11 @@ class Rehearsal:
     blueprint: Blueprint
     policies: dict[str, str]
     """By unit: what it leaves for backward."""
+    uses: tuple[Use, ...]
+    """What units leave for backward, in the order of forward; none of a model that stays."""
+    working_bytes: int
+    """At the peak, beside what units leave."""
+    buffer_bytes: int
     run: Run
     error: BudgetError | None = None
     """What ended it, where something did."""
@@ -96,7 +108,8 @@ def rehearse(scene: Scene) -> Rehearsal:
 
     Raises BudgetError where that is known before the first step.
     """
-    device = device_for(scene.config, scene.profile)
+    device = device_for(scene.config, scene.profile, beyond=scene.beyond)
+    scene = replace(scene, **twin_of(scene.model, scene.optimizer)._asdict())
     config = replace(scene.config, device=device, profile=None)
     disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None
     worker = DryWorker(device, partial(update_seconds, scene.profile), disk)
@@ -117,10 +130,11 @@ def rehearse(scene: Scene) -> Rehearsal:
     return outcome(engine, steps, error)
 
 
-def device_for(config: Config, profile: Profile) -> DryDevice:
+def device_for(config: Config, profile: Profile, *, beyond: bool = False) -> DryDevice:
     """Return a device as the settings name it: CUDA where the profile has a GPU and none is named.
 
-    Raises ConfigError for a CUDA device on a machine without one.
+    One ``beyond`` the profile's machine is as large as the budgets say. Raises ConfigError for a
+    CUDA device on a machine without one.
     """
     kind = config.device or ("cuda" if profile.gpu is not None else "cpu:sim")
     gpu = profile.gpu if kind == "cuda" else None
@@ -133,12 +147,15 @@ def device_for(config: Config, profile: Profile) -> DryDevice:
     if gpu is not None:
         context = gpu.context_bytes
         hbm = int(gpu.hbm_bytes.value - (context.value if context is not None else 0))
-    host = profile.host.limit_bytes or profile.host.ram_bytes
+    ram = int((profile.host.limit_bytes or profile.host.ram_bytes).value)
+    if beyond:
+        hbm = None if hbm is None else max(hbm, config.hbm or 0)
+        ram = max(ram, config.host or 0)
     return DryDevice(
         is_cuda=gpu is not None,
         same_ram=kind == "cpu",
         hbm_bytes=hbm,
-        ram_bytes=int(host.value),
+        ram_bytes=ram,
         copy_seconds=lambda lane, n, both: profile.copy_seconds(lane, n, both),
     )
 
@@ -202,6 +219,12 @@ def outcome(engine: Engine, steps: Sequence[Step], error: BudgetError | None) ->
     ledger = engine.ledger
     names = engine.blueprint.layout.unit_names
     policies = {names[unit]: str(policy) for unit, policy in engine.activations.policies.items()}
+    uses: tuple[Use, ...] = ()
+    working = 0
+    if engine.was_paged:
+        forecast = engine.fitting.forecast
+        uses = tuple(forecast.use(unit) for unit in forecast.rows)
+        working = forecast.working_bytes
     meta = replace(meta_of(engine), kind="predicted")
     return Rehearsal(
         steps=tuple(steps),
@@ -209,6 +232,9 @@ def outcome(engine: Engine, steps: Sequence[Step], error: BudgetError | None) ->
         kinds={(tier, kind): ledger.peak(tier, kind) for tier in Tier for kind in Kind},
         blueprint=engine.blueprint,
         policies=policies,
+        uses=uses,
+        working_bytes=working,
+        buffer_bytes=engine.budget.buffer_bytes,
         run=Run.of(meta, engine.log.drain()),
         error=error,
     )

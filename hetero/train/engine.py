@@ -346,6 +346,11 @@ class Engine:
             )
 
     @property
+    def was_paged(self) -> bool:
+        """Whether parameters are pages, or were so until everything fitted."""
+        return hasattr(self, "fitting")
+
+    @property
     def has_masters(self) -> bool:
         """Whether working weights of this model have fp32 masters."""
         return any(self.masters.has(bucket) for bucket in self.blueprint.layout.buckets)

@@ -168,6 +168,8 @@ class Masters:
     def _same(self, home: Home, segment: Segment, value: torch.Tensor) -> bool:
         """Whether a value has the bits that are at home."""
         there = home.segments[segment.position]
+        if there.is_meta:
+            return False
         if home.extents is not None:
             there = self._store.read(home, segment)
         return torch.equal(there.view(torch.int16), value.to(there.device).view(torch.int16))

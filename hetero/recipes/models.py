@@ -1,0 +1,132 @@
+"""Models by name, by configuration, or by factory: on the meta device, with a batch (floor 4)."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.errors import ConfigError
+from hetero.plan.shape import PRESETS
+
+POSITIONS = 1024  # of the one sample that is planned with, where no batch is given
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model, and what it is called with."""
+
+    model: nn.Module
+    name: str
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    samples: int = 1
+    positions: int = 1
+
+
+def describe(what: nn.Module | Mapping[str, Any] | str | Path, batch: Any) -> Described:
+    """Return the model that ``what`` names, and the batch; see `hetero.plan`."""
+    if isinstance(what, nn.Module):
+        return called(what, type(what).__name__, batch)
+    if isinstance(what, str) and ":" in what and not Path(what).exists():
+        return called(from_factory(what), what.rpartition(":")[2], batch)
+    mapping, name = config_of(what)
+    if batch is not None and not is_size(batch):
+        return called(from_config(mapping), name, batch)
+    samples, positions = batch or (1, POSITIONS)
+    tokens = torch.empty(samples, positions, dtype=torch.long, device=META)
+    kwargs = {"input_ids": tokens, "labels": tokens}
+    return Described(from_config(mapping), name, (), kwargs, samples, positions)
+
+
+def is_size(batch: Any) -> bool:
+    """Whether a batch is (samples, positions)."""
+    return isinstance(batch, tuple) and len(batch) == 2 and all(type(size) is int for size in batch)
+
+
+def called(model: nn.Module, name: str, batch: Any) -> Described:
+    """Return a model with the arguments that a batch stands for."""
+    if batch is None or is_size(batch):
+        raise ConfigError(
+            f"{name} takes arguments that nobody gave",
+            advice="pass batch=: a mapping of keyword arguments, a sequence of positional ones, or"
+            " a tensor",
+        )
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = {}
+    if isinstance(batch, Mapping):
+        kwargs = batch
+    elif isinstance(batch, (tuple, list)):
+        args = batch
+    else:
+        args = (batch,)
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.dim()]
+    shape = tensors[0].shape if tensors else (1,)
+    positions = shape[1] if len(shape) > 1 else 1
+    return Described(model, name, args, kwargs, shape[0], positions)
+
+
+def from_factory(what: str) -> nn.Module:
+    """Return what a function of a module makes, without memory for it."""
+    module, _, name = what.rpartition(":")
+    try:
+        make = getattr(importlib.import_module(module), name)
+        with META:
+            model = make()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{what}: {error}", advice="name a function without arguments, as mymodels:small"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{what} returned a {type(model).__name__}", advice="return an nn.Module")
+    return model
+
+
+def config_of(what: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
+    """Return a configuration, and a name for it."""
+    if isinstance(what, Mapping):
+        return what, str(what.get("_name_or_path") or what.get("model_type") or "model")
+    if str(what) in PRESETS:
+        return PRESETS[str(what)], str(what)
+    path = Path(what)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        mapping: Mapping[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{what} is no model that hetero knows, and no configuration: {error}",
+            advice=f"known models: {', '.join(PRESETS)}; or name a directory with config.json",
+        ) from error
+    return mapping, path.resolve().name
+
+
+def from_config(mapping: Mapping[str, Any]) -> nn.Module:
+    """Return a Hugging Face model for causal language modelling, without memory for it."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(
+            f"models are built from a configuration by transformers: {error}",
+            advice="pip install 'hetero[integrations]', or pass a module",
+        ) from error
+    options = dict(mapping)
+    kind = options.pop("model_type", None)
+    try:
+        config = AutoConfig.for_model(kind, **options)
+        config.use_cache = False
+        with META:
+            build: Any = AutoModelForCausalLM.from_config
+            model: nn.Module = build(config, dtype=torch.float32)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"transformers makes no causal language model of model_type={kind!r}: {error}",
+            advice="pass a module, or the name of a function that makes one",
+        ) from error
+    return model.train()

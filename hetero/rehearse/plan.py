@@ -1,0 +1,344 @@
+"""`hetero.plan`: what a training run will need and take, before it runs (floor 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from hetero.config import Config, parse_bytes
+from hetero.errors import BudgetError, ConfigError
+from hetero.plan.hardware import Profile, find
+from hetero.recipes.models import Described, describe
+from hetero.rehearse.rehearsal import Rehearsal, Scene, rehearse, update_seconds
+from hetero.rehearse.twin import batch_twin, twin_of
+from hetero.rehearse.whatif import Estimate, Facts, what_if
+from hetero.report.measure import Summary, measure, summarize
+from hetero.types import Kind, Tier, format_bytes
+
+MOST_RAISES = 24  # of budgets, until everything fits
+BUDGETS = {"HBM": "hbm", "HOST": "host", "NVME": "nvme_bytes"}
+RESIDENT_BYTES = 1.4  # of a model's homes: less than what lets it stay on a device
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """A tier that is too small."""
+
+    tier: str
+    have_bytes: int | None
+    needed_bytes: int
+    """With so much, and what other shortfalls say, it runs."""
+    why: str
+
+    @property
+    def short_bytes(self) -> int:
+        return self.needed_bytes - (self.have_bytes or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """A tier, as planned; where something is short, as it would be with what is needed."""
+
+    tier: str
+    budget_bytes: int | None
+    peak_bytes: int
+    kinds: dict[str, int]
+    """The most bytes of each kind; their peaks may be at different times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What was found; everything but ``fits`` and ``shortfalls`` is of a run that fits."""
+
+    model: str
+    n_params: int
+    profile: str
+    fits: bool
+    shortfalls: tuple[Shortfall, ...]
+    tiers: tuple[TierPlan, ...]
+    step_seconds: float
+    first_step_seconds: float
+    tokens: int
+    """Of a step; samples where there are no tokens."""
+    tokens_per_second: float
+    bottleneck: str
+    shares: dict[str, float]
+    """Seconds of a step by what it spends them on."""
+    disk_write_bytes: int
+    """Per step."""
+    drive_life_steps: float | None
+    """Steps until the drives' endurance is spent; None: unknown, or nothing is written."""
+    policies: dict[str, int]
+    """How many units leave what for backward."""
+    settings: dict[str, Any]
+    """For `hetero.prepare`."""
+    what_if: tuple[Estimate, ...]
+    rehearsal: Rehearsal
+    """Its ``run`` may be given to `hetero.report`."""
+
+    @property
+    def paste(self) -> str:
+        """The line for a training script."""
+        given = ", ".join(f"{key}={value!r}" for key, value in self.settings.items())
+        return f"model, optimizer = hetero.prepare(model, optimizer, {given})"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all but the rehearsal as JSON-ready data."""
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rehearsal"}
+        for name in ("shortfalls", "tiers", "what_if"):
+            data[name] = [asdict(row) for row in data[name]]
+        return {**data, "paste": self.paste}
+
+
+def plan(
+    model_or_config: nn.Module | Mapping[str, Any] | str | Path,
+    batch: Any = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    estimates: bool = True,
+    **settings: Any,
+) -> Plan:
+    """Find out what training will need and take, without the hardware and without the weights.
+
+    The library itself trains a twin of the model without bytes, for a few steps, on the clock of a
+    hardware profile.
+
+    Args:
+        model_or_config: a module (real, or on the meta device); the name of a published model
+            (``"llama-3-8b"``); a Hugging Face config, as a mapping, its file or directory; or
+            ``"package.module:function"``, which returns a module.
+        batch: what the model is called with: a mapping of keyword arguments, a sequence of
+            positional ones, or one tensor. For a Hugging Face model it may be
+            ``(samples, positions)``; None: one sample of 1024.
+        optimizer: over the module's parameters; None: AdamW.
+        loss: makes a scalar of what the model returns; None: its ``loss``, its first scalar, or
+            the sum of its first tensor.
+        config: a `Config`, a mapping, or a TOML file; ``settings`` go on top.
+        estimates: whether to look what else would fit.
+        settings: as for `hetero.prepare`; ``profile`` names the machine (`hetero calibrate`).
+
+    Raises:
+        ConfigError: a setting cannot be honoured, or the model computes by its numbers.
+    """
+    known = Config.load(config, **settings)
+    profile = machine(known)
+    described = describe(model_or_config, batch)
+    scene = scene_of(described, optimizer, loss, known, profile)
+    found, shortfalls = until_it_fits(scene)
+    return drawn(scene, described, found, shortfalls, estimates)
+
+
+def machine(config: Config) -> Profile:
+    """Return the profile that settings name."""
+    if config.profile is None:
+        raise ConfigError(
+            "no profile says what the machine is",
+            advice="measure this one with `hetero calibrate` and pass profile='profiles/<host>"
+            ".toml', or name one that comes with hetero, as profile='rtx4090'",
+        )
+    return find(config.profile)
+
+
+def scene_of(
+    described: Described,
+    optimizer: torch.optim.Optimizer | None,
+    loss: Callable[[Any], torch.Tensor] | None,
+    config: Config,
+    profile: Profile,
+) -> Scene:
+    """Return what is rehearsed."""
+    twin = twin_of(described.model, optimizer)
+    trained = [p for p in twin.model.parameters() if p.requires_grad]
+    return Scene(
+        model=twin.model,
+        optimizer=twin.optimizer or torch.optim.AdamW(trained),
+        args=batch_twin(described.args),
+        kwargs=batch_twin(described.kwargs),
+        loss=loss or scalar_of,
+        config=config,
+        profile=profile,
+    )
+
+
+def scalar_of(output: Any) -> torch.Tensor:
+    """Return the scalar that a training loop would most likely minimise."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    tensors = [named] if named is not None else list(tree_iter(output))
+    found = [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not found:
+        raise ConfigError(
+            "the model returns nothing that leads back to its parameters",
+            advice="pass loss=, a function of what the model returns",
+        )
+    return next((t for t in found if t.numel() == 1), None) or found[0].float().sum()
+
+
+def until_it_fits(scene: Scene) -> tuple[Rehearsal, tuple[Shortfall, ...]]:
+    """Rehearse with budgets raised until everything fits; returns what had to be raised."""
+    short: dict[str, Shortfall] = {}
+    for _ in range(MOST_RAISES):
+        error, found = None, None
+        try:
+            found = rehearse(scene)
+            error = found.error
+        except BudgetError as raised:
+            error = raised
+        if error is None and found is not None:
+            return found, tuple(short.values())
+        if error is None or error.tier not in BUDGETS or not error.needed_bytes:
+            break
+        field = BUDGETS[error.tier]
+        have = short[error.tier].have_bytes if error.tier in short else budget(scene, field)
+        short[error.tier] = Shortfall(error.tier, have, error.needed_bytes, str(error.args[0]))
+        config = Config.load(scene.config, **{field: error.needed_bytes})
+        scene = replace(scene, config=config, beyond=True)
+    raise ConfigError(
+        f"no budgets were found that hold this model: {error}",
+        advice="lower the batch, or split the largest unit with units=",
+    )
+
+
+def budget(scene: Scene, field: str) -> int | None:
+    """Return a budget in bytes: as set, or what the machine has."""
+    value: int | None = getattr(scene.config, field)
+    if value is None and field == "host":
+        host = scene.profile.host
+        return int((host.limit_bytes or host.ram_bytes).value)
+    if value is None and field == "hbm" and scene.profile.gpu is not None:
+        return int(scene.profile.gpu.hbm_bytes.value)
+    return value
+
+
+# -- what is said of it --------------------------------------------------------------------------
+
+
+def drawn(
+    scene: Scene,
+    described: Described,
+    found: Rehearsal,
+    shortfalls: tuple[Shortfall, ...],
+    estimates: bool,
+) -> Plan:
+    """Return the plan of a rehearsal that fits."""
+    summary = summarize(measure(found.run))
+    tokens = tokens_of(scene)
+    written = dict(found.steps[-1].lane_bytes).get("write", 0)
+    life = scene.profile.drive_life_steps(written) if written else None
+    needed = {row.tier: row.needed_bytes for row in shortfalls}
+    return Plan(
+        model=described.name,
+        n_params=sum(p.numel() for p in scene.model.parameters()),
+        profile=scene.profile.name,
+        fits=not shortfalls,
+        shortfalls=shortfalls,
+        tiers=tuple(tier_plan(scene, found, tier, needed) for tier in tiers_of(found)),
+        step_seconds=found.step_seconds,
+        first_step_seconds=found.steps[0].seconds,
+        tokens=tokens,
+        tokens_per_second=tokens / found.step_seconds if found.step_seconds else 0.0,
+        bottleneck=bottleneck(summary),
+        shares=summary.time,
+        disk_write_bytes=written,
+        drive_life_steps=life,
+        policies=counted(found.policies.values()),
+        settings=settings_of(scene, needed),
+        what_if=tuple(estimates_of(scene, described, found)) if estimates else (),
+        rehearsal=found,
+    )
+
+
+def tiers_of(found: Rehearsal) -> list[Tier]:
+    return [tier for tier in (Tier.HBM, Tier.HOST, Tier.NVME) if found.peaks[tier]]
+
+
+def tier_plan(scene: Scene, found: Rehearsal, tier: Tier, needed: Mapping[str, int]) -> TierPlan:
+    kinds = {kind.value: found.kinds[tier, kind] for kind in Kind if found.kinds[tier, kind]}
+    limit = needed.get(tier.name) or budget(scene, BUDGETS[tier.name])
+    return TierPlan(tier.name, limit, found.peaks[tier], kinds)
+
+
+def tokens_of(scene: Scene) -> int:
+    """Return the tokens of a batch: of its first tensor of whole numbers, or its samples."""
+    tensors = [t for t in tree_iter((scene.args, scene.kwargs)) if isinstance(t, torch.Tensor)]
+    whole = [t for t in tensors if not t.dtype.is_floating_point]
+    if whole:
+        return whole[0].numel()
+    return tensors[0].shape[0] if tensors and tensors[0].dim() else 1
+
+
+def bottleneck(summary: Summary) -> str:
+    """Return what a step spends most time on."""
+    return max(summary.time, key=lambda part: summary.time[part]).removesuffix("_seconds")
+
+
+def counted(values: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for value in values:
+        found[value] = found.get(value, 0) + 1
+    return found
+
+
+def settings_of(scene: Scene, needed: Mapping[str, int]) -> dict[str, Any]:
+    """Return the settings that the plan is of, with what had to be raised."""
+    raised = {BUDGETS[tier]: n_bytes for tier, n_bytes in needed.items()}
+    values = {f.name: getattr(scene.config, f.name) for f in fields(Config)}
+    plain = {f.name: f.default for f in fields(Config)}
+    given = {k: v for k, v in values.items() if v != plain[k] and k not in ("profile", "device")}
+    sizes = {k: shown(n) for k, n in {**given, **raised}.items() if k in BUDGETS.values()}
+    return {**given, **sizes}
+
+
+def shown(n_bytes: int) -> str | int:
+    """Return a size as people write it, where that is exact."""
+    text = format_bytes(n_bytes).replace(" ", "")
+    return text if parse_bytes(text) == n_bytes else n_bytes
+
+
+def estimates_of(scene: Scene, described: Described, found: Rehearsal) -> Sequence[Estimate]:
+    """Return what else would fit; of a model that stays, as it would be paged."""
+    paged = found if found.uses else as_paged(scene, found)
+    if not paged.uses:
+        return ()
+    facts = facts_of(scene, paged)
+    return list(what_if(facts, described.samples, described.positions))
+
+
+def as_paged(scene: Scene, found: Rehearsal) -> Rehearsal:
+    """Rehearse a model that would stay with too little memory for that, to see what units leave."""
+    less = int(RESIDENT_BYTES * found.blueprint.home_bytes)
+    config = replace(scene.config, hbm=less, device=scene.config.device or "cuda")
+    if scene.profile.gpu is None:
+        config = replace(config, device="cpu:sim")
+    return until_it_fits(replace(scene, config=config, beyond=True))[0]
+
+
+def facts_of(scene: Scene, found: Rehearsal) -> Facts:
+    """Return what estimates need of a rehearsal."""
+    blueprint = found.blueprint
+    trainable = [b for b in blueprint.layout.buckets if b.trainable]
+    states = sum(b.numel * blueprint.costs[b.id].state for b in trainable)
+    forward = sum(use.forward_seconds for use in found.uses)
+    numel = sum(b.numel for b in blueprint.layout.buckets)
+    return Facts(
+        uses=found.uses,
+        working_bytes=found.working_bytes,
+        fixed_hbm_bytes=found.buffer_bytes + blueprint.least_bytes,
+        home_bytes=blueprint.home_bytes,
+        state_bytes=states,
+        param_bytes=sum(b.n_bytes for b in blueprint.layout.buckets),
+        numel=numel,
+        hbm_bytes=budget(scene, "hbm") or found.peaks[Tier.HBM],
+        host_bytes=budget(scene, "host") or 0,
+        disk_bytes=(budget(scene, "nvme_bytes") or 2**63) if scene.config.nvme else 0,
+        compute_seconds=3 * forward,
+        update_seconds=update_seconds(scene.profile, sum(b.numel for b in trainable)),
+        profile=scene.profile,
+    )

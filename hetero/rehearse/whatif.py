@@ -1,0 +1,209 @@
+"""What would fit, and how fast it would be: estimates around what was rehearsed (floor 4).
+
+What units leave for backward grows with the tokens of a step, and so does compute; parameters and
+states do not. The runtime's own choice of policies says what then fits. A step takes as long as its
+busiest lane (T10 of the planner's equations): the estimate leaves out how well lanes overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from hetero.plan.activations import RECOMPUTE, Policy, Use, choose, cost_seconds, peak_bytes
+from hetero.plan.hardware import Profile
+from hetero.types import Lane, format_bytes
+
+LARGEST = 4096  # times what was rehearsed, which is as far as anybody looks
+RANKS = (2, 8)
+EIGHT_BIT_STATE_BYTES = 2.0  # of two moments
+BACKWARD = 3.0  # forward and backward, in forwards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a rehearsal found, as far as estimates need it; bytes and seconds."""
+
+    uses: tuple[Use, ...]
+    working_bytes: int
+    fixed_hbm_bytes: int
+    """Buffers and the fewest frames."""
+    home_bytes: int
+    """Parameters, gradients, masters and states."""
+    state_bytes: int
+    """Of these, states."""
+    param_bytes: int
+    numel: int
+    hbm_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    """Budgets of the tiers; no disk is 0."""
+    compute_seconds: float
+    """Of a step in which nothing is computed again."""
+    update_seconds: float
+    profile: Profile
+
+    @property
+    def down(self) -> Callable[[int], float]:
+        return partial(self.profile.copy_seconds, Lane.D2H)
+
+    @property
+    def up(self) -> Callable[[int], float]:
+        return partial(self.profile.copy_seconds, Lane.H2D)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A setting, and what would come of it."""
+
+    label: str
+    fits: bool
+    peak_bytes: int
+    """Of HBM."""
+    step_seconds: float
+    change: str
+
+
+def what_if(facts: Facts, micro_batch: int, sequence: int) -> Iterator[Estimate]:
+    """Yield the settings that people ask about."""
+    base = estimate("as planned", facts)
+    yield base
+    yield largest("micro-batch", facts, micro_batch)
+    yield largest("sequence", facts, sequence)
+    yield deepest(facts)
+    yield estimate("recompute every unit", facts, [RECOMPUTE] * len(facts.uses))
+    yield estimate("offload every unit", facts, [Policy(False, True)] * len(facts.uses))
+    yield estimate("8-bit states", eight_bit(facts))
+    if facts.disk_bytes:
+        yield estimate("without a disk", replace(facts, disk_bytes=0))
+    for ranks in RANKS:
+        yield estimate(f"states over {ranks} GPUs", over(facts, ranks))
+
+
+def estimate(label: str, facts: Facts, policies: Sequence[Policy] | None = None) -> Estimate:
+    """Return what comes of a setting, with the cheapest policies that fit where none are given."""
+    room = facts.hbm_bytes - facts.fixed_hbm_bytes
+    chosen = policies or choice(facts, room)
+    peak = peak_bytes(facts.uses, chosen, facts.working_bytes) + facts.fixed_hbm_bytes
+    short = facts.home_bytes - facts.host_bytes - facts.disk_bytes
+    problems = []
+    if peak > facts.hbm_bytes:
+        problems.append(f"HBM is {format_bytes(peak - facts.hbm_bytes)} short")
+    if short > 0:
+        problems.append(f"RAM and disk are {format_bytes(short)} short")
+    spilled = max(0, facts.home_bytes - facts.host_bytes)
+    said = "; ".join(problems) or f"{format_bytes(spilled)} on disk"
+    return Estimate(label, not problems, peak, step_seconds(facts, chosen), said)
+
+
+def choice(facts: Facts, room_bytes: int) -> list[Policy]:
+    """Return the policies that the runtime would choose; the smallest where none fit."""
+    found = choose(
+        facts.uses,
+        max(0, room_bytes),
+        down=facts.down,
+        up=facts.up,
+        working_bytes=facts.working_bytes,
+    )
+    return found or [use.may(RECOMPUTE) for use in facts.uses]
+
+
+def step_seconds(facts: Facts, policies: Sequence[Policy]) -> float:
+    """Return the time of a step: its busiest lane, and what policies cost beside."""
+    beside = sum(
+        cost_seconds(use, policy, facts.down, facts.up)
+        for use, policy in zip(facts.uses, policies, strict=True)
+    )
+    spilled = max(0, facts.home_bytes - facts.host_bytes)
+    up = facts.up(2 * facts.param_bytes)  # in forward and in backward
+    lanes = [facts.compute_seconds + beside, up, facts.down(facts.param_bytes)]
+    lanes.append(facts.update_seconds)
+    if spilled and facts.profile.nvme is not None:  # what is there comes up and goes down once
+        lanes.append(facts.profile.read_seconds(spilled, both_ways=True))
+        cache = facts.profile.nvme.slc_bytes
+        before = 0.0 if cache is None else cache.value
+        lanes.append(facts.profile.write_seconds(spilled, before, both_ways=True))
+    return max(lanes)
+
+
+def scaled(facts: Facts, times: float) -> Facts:
+    """Return the facts of a step with so many times the tokens."""
+    uses = tuple(
+        replace(
+            use,
+            saved_bytes=int(use.saved_bytes * times),
+            input_bytes=int(use.input_bytes * times),
+            forward_seconds=use.forward_seconds * times,
+        )
+        for use in facts.uses
+    )
+    return replace(
+        facts,
+        uses=uses,
+        working_bytes=int(facts.working_bytes * times),
+        compute_seconds=facts.compute_seconds * times,
+    )
+
+
+def largest(what: str, facts: Facts, now: int) -> Estimate:
+    """Return the most samples, or positions, that fit."""
+
+    def fits(number: int) -> bool:
+        return estimate("", scaled(facts, number / now)).fits
+
+    low, high = 0, now
+    while high <= LARGEST * now and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    found = estimate(f"largest {what}: {low}", scaled(facts, max(low, 1) / now))
+    return replace(found, fits=low > 0, change=f"{low / now:.3g} times as planned")
+
+
+def deepest(facts: Facts) -> Estimate:
+    """Return the deepest model of the same layers that fits: as many as homes have room for."""
+    room = facts.host_bytes + facts.disk_bytes
+    times = max(0.0, room / facts.home_bytes)
+    while times > 0 and not estimate("", deeper(facts, times)).fits:
+        times -= max(0.02, times * 0.02)
+    found = deeper(facts, max(times, 0.01))
+    label = f"largest model: {found.numel / 1e9:.3g} B parameters"
+    return replace(estimate(label, found), fits=times > 0, change=f"{times:.3g} times as deep")
+
+
+def deeper(facts: Facts, times: float) -> Facts:
+    """Return the facts of a model with so many times the layers."""
+    n = max(1, round(len(facts.uses) * times))
+    uses = tuple(facts.uses[i * len(facts.uses) // n] for i in range(n)) if facts.uses else ()
+    return replace(
+        facts,
+        uses=uses,
+        home_bytes=int(facts.home_bytes * times),
+        state_bytes=int(facts.state_bytes * times),
+        param_bytes=int(facts.param_bytes * times),
+        numel=int(facts.numel * times),
+        compute_seconds=facts.compute_seconds * times,
+        update_seconds=facts.update_seconds * times,
+    )
+
+
+def eight_bit(facts: Facts) -> Facts:
+    """Return the facts with moments of one byte each."""
+    states = min(facts.state_bytes, int(EIGHT_BIT_STATE_BYTES * facts.numel))
+    return replace(
+        facts, home_bytes=facts.home_bytes - facts.state_bytes + states, state_bytes=states
+    )
+
+
+def over(facts: Facts, ranks: int) -> Facts:
+    """Return the facts of one of several ranks that share the states, each with its own GPU."""
+    return replace(
+        facts,
+        home_bytes=facts.home_bytes // ranks,
+        state_bytes=facts.state_bytes // ranks,
+        update_seconds=facts.update_seconds / ranks,
+        host_bytes=facts.host_bytes // ranks,
+        disk_bytes=facts.disk_bytes // ranks,
+    )
