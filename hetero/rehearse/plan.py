@@ -17,7 +17,7 @@ from hetero.plan.hardware import Profile, find
 from hetero.recipes.models import Described, describe
 from hetero.rehearse.rehearsal import Rehearsal, Scene, rehearse, update_seconds
 from hetero.rehearse.twin import batch_twin, twin_of
-from hetero.rehearse.whatif import Estimate, Facts, what_if
+from hetero.rehearse.whatif import ENDLESS, Estimate, Facts, what_if
 from hetero.report.measure import Summary, measure, summarize
 from hetero.types import Kind, Tier, format_bytes
 
@@ -199,7 +199,7 @@ def until_it_fits(scene: Scene) -> tuple[Rehearsal, tuple[Shortfall, ...]]:
         have = short[error.tier].have_bytes if error.tier in short else budget(scene, field)
         short[error.tier] = Shortfall(error.tier, have, error.needed_bytes, str(error.args[0]))
         config = Config.load(scene.config, **{field: error.needed_bytes})
-        scene = replace(scene, config=config, beyond=True)
+        scene = replace(scene, config=config)
     raise ConfigError(
         f"no budgets were found that hold this model: {error}",
         advice="lower the batch, or split the largest unit with units=",
@@ -250,7 +250,7 @@ def drawn(
         drive_life_steps=life,
         policies=counted(found.policies.values()),
         settings=settings_of(scene, needed),
-        what_if=tuple(estimates_of(scene, described, found)) if estimates else (),
+        what_if=tuple(estimates_of(scene, described, found, needed)) if estimates else (),
         rehearsal=found,
     )
 
@@ -302,12 +302,14 @@ def shown(n_bytes: int) -> str | int:
     return text if parse_bytes(text) == n_bytes else n_bytes
 
 
-def estimates_of(scene: Scene, described: Described, found: Rehearsal) -> Sequence[Estimate]:
+def estimates_of(
+    scene: Scene, described: Described, found: Rehearsal, needed: Mapping[str, int]
+) -> Sequence[Estimate]:
     """Return what else would fit; of a model that stays, as it would be paged."""
     paged = found if found.uses else as_paged(scene, found)
     if not paged.uses:
         return ()
-    facts = facts_of(scene, paged)
+    facts = facts_of(scene, paged, needed)
     return list(what_if(facts, described.samples, described.positions))
 
 
@@ -317,10 +319,10 @@ def as_paged(scene: Scene, found: Rehearsal) -> Rehearsal:
     config = replace(scene.config, hbm=less, device=scene.config.device or "cuda")
     if scene.profile.gpu is None:
         config = replace(config, device="cpu:sim")
-    return until_it_fits(replace(scene, config=config, beyond=True))[0]
+    return until_it_fits(replace(scene, config=config))[0]
 
 
-def facts_of(scene: Scene, found: Rehearsal) -> Facts:
+def facts_of(scene: Scene, found: Rehearsal, needed: Mapping[str, int]) -> Facts:
     """Return what estimates need of a rehearsal."""
     blueprint = found.blueprint
     trainable = [b for b in blueprint.layout.buckets if b.trainable]
@@ -337,8 +339,9 @@ def facts_of(scene: Scene, found: Rehearsal) -> Facts:
         numel=numel,
         hbm_bytes=budget(scene, "hbm") or found.peaks[Tier.HBM],
         host_bytes=budget(scene, "host") or 0,
-        disk_bytes=(budget(scene, "nvme_bytes") or 2**63) if scene.config.nvme else 0,
+        disk_bytes=(budget(scene, "nvme_bytes") or ENDLESS) if scene.config.nvme else 0,
         compute_seconds=3 * forward,
         update_seconds=update_seconds(scene.profile, sum(b.numel for b in trainable)),
         profile=scene.profile,
+        needed=dict(needed),
     )

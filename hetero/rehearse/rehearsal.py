@@ -55,8 +55,6 @@ class Scene:
     loss: Loss
     config: Config
     profile: Profile
-    beyond: bool = False
-    """Whether budgets may be larger than the machine is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +106,7 @@ def rehearse(scene: Scene) -> Rehearsal:
 
     Raises BudgetError where that is known before the first step.
     """
-    device = device_for(scene.config, scene.profile, beyond=scene.beyond)
+    device = device_for(scene.config, scene.profile)
     scene = replace(scene, **twin_of(scene.model, scene.optimizer)._asdict())
     config = replace(scene.config, device=device, profile=None)
     disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None
@@ -130,11 +128,11 @@ def rehearse(scene: Scene) -> Rehearsal:
     return outcome(engine, steps, error)
 
 
-def device_for(config: Config, profile: Profile, *, beyond: bool = False) -> DryDevice:
+def device_for(config: Config, profile: Profile) -> DryDevice:
     """Return a device as the settings name it: CUDA where the profile has a GPU and none is named.
 
-    One ``beyond`` the profile's machine is as large as the budgets say. Raises ConfigError for a
-    CUDA device on a machine without one.
+    Its memory is the profile's, or what budgets say where that is more: what a machine would do
+    that had more of it may be asked. Raises ConfigError for a CUDA device on one without.
     """
     kind = config.device or ("cuda" if profile.gpu is not None else "cpu:sim")
     gpu = profile.gpu if kind == "cuda" else None
@@ -148,9 +146,8 @@ def device_for(config: Config, profile: Profile, *, beyond: bool = False) -> Dry
         context = gpu.context_bytes
         hbm = int(gpu.hbm_bytes.value - (context.value if context is not None else 0))
     ram = int((profile.host.limit_bytes or profile.host.ram_bytes).value)
-    if beyond:
-        hbm = None if hbm is None else max(hbm, config.hbm or 0)
-        ram = max(ram, config.host or 0)
+    hbm = None if hbm is None else max(hbm, config.hbm or 0)
+    ram = max(ram, config.host or 0)
     return DryDevice(
         is_cuda=gpu is not None,
         same_ram=kind == "cpu",

@@ -15,6 +15,7 @@ from hetero.plan.activations import RECOMPUTE, Policy, Use, choose, cost_seconds
 from hetero.plan.hardware import Profile
 from hetero.types import Lane, format_bytes
 
+ENDLESS = 2**62  # bytes of a disk without a budget
 LARGEST = 4096  # times what was rehearsed, which is as far as anybody looks
 RANKS = (2, 8)
 EIGHT_BIT_STATE_BYTES = 2.0  # of two moments
@@ -43,6 +44,18 @@ class Facts:
     """Of a step in which nothing is computed again."""
     update_seconds: float
     profile: Profile
+    needed: dict[str, int]
+    """Bytes of the tiers that are too small, with which the plan is one that fits."""
+
+    @property
+    def enough(self) -> Facts:
+        """The facts of a machine that has what is needed."""
+        return replace(
+            self,
+            hbm_bytes=self.needed.get("HBM", self.hbm_bytes),
+            host_bytes=self.needed.get("HOST", self.host_bytes),
+            disk_bytes=self.needed.get("NVME", self.disk_bytes),
+        )
 
     @property
     def down(self) -> Callable[[int], float]:
@@ -67,16 +80,18 @@ class Estimate:
 
 def what_if(facts: Facts, micro_batch: int, sequence: int) -> Iterator[Estimate]:
     """Yield the settings that people ask about."""
-    base = estimate("as planned", facts)
-    yield base
-    yield largest("micro-batch", facts, micro_batch)
-    yield largest("sequence", facts, sequence)
+    yield estimate("as planned", facts)
+    lacks = " with what is missing" if facts.needed else ""
+    yield largest("micro-batch", facts.enough, micro_batch, lacks)
+    yield largest("sequence", facts.enough, sequence, lacks)
     yield deepest(facts)
     yield estimate("recompute every unit", facts, [RECOMPUTE] * len(facts.uses))
     yield estimate("offload every unit", facts, [Policy(False, True)] * len(facts.uses))
     yield estimate("8-bit states", eight_bit(facts))
     if facts.disk_bytes:
         yield estimate("without a disk", replace(facts, disk_bytes=0))
+    elif facts.profile.nvme is not None:
+        yield estimate("with the drive, as nvme=", replace(facts, disk_bytes=ENDLESS))
     for ranks in RANKS:
         yield estimate(f"states over {ranks} GPUs", over(facts, ranks))
 
@@ -93,7 +108,7 @@ def estimate(label: str, facts: Facts, policies: Sequence[Policy] | None = None)
     if short > 0:
         problems.append(f"RAM and disk are {format_bytes(short)} short")
     spilled = max(0, facts.home_bytes - facts.host_bytes)
-    said = "; ".join(problems) or f"{format_bytes(spilled)} on disk"
+    said = "; ".join(problems) or (f"{format_bytes(spilled)} on disk" if spilled else "")
     return Estimate(label, not problems, peak, step_seconds(facts, chosen), said)
 
 
@@ -119,7 +134,9 @@ def step_seconds(facts: Facts, policies: Sequence[Policy]) -> float:
     up = facts.up(2 * facts.param_bytes)  # in forward and in backward
     lanes = [facts.compute_seconds + beside, up, facts.down(facts.param_bytes)]
     lanes.append(facts.update_seconds)
-    if spilled and facts.profile.nvme is not None:  # what is there comes up and goes down once
+    if (
+        spilled and facts.disk_bytes and facts.profile.nvme is not None
+    ):  # what is there comes up and goes down once
         lanes.append(facts.profile.read_seconds(spilled, both_ways=True))
         cache = facts.profile.nvme.slc_bytes
         before = 0.0 if cache is None else cache.value
@@ -146,7 +163,7 @@ def scaled(facts: Facts, times: float) -> Facts:
     )
 
 
-def largest(what: str, facts: Facts, now: int) -> Estimate:
+def largest(what: str, facts: Facts, now: int, lacks: str) -> Estimate:
     """Return the most samples, or positions, that fit."""
 
     def fits(number: int) -> bool:
@@ -158,7 +175,7 @@ def largest(what: str, facts: Facts, now: int) -> Estimate:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    found = estimate(f"largest {what}: {low}", scaled(facts, max(low, 1) / now))
+    found = estimate(f"largest {what}{lacks}: {low}", scaled(facts, max(low, 1) / now))
     return replace(found, fits=low > 0, change=f"{low / now:.3g} times as planned")
 
 
