@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from hetero.report.advice import Advice, verdict
+from hetero.report.advice import RATED_TBW, Advice, verdict
 from hetero.report.levels import Timeline
 from hetero.report.measure import NS, Measured, Summary, figures
 from hetero.report.page import (
@@ -30,6 +30,7 @@ from hetero.report.page import (
 from hetero.report.peaks import Peak, Share, unit_name
 from hetero.report.svg import Leaf, Piece, bar, treemap
 from hetero.report.timing import StepTime
+from hetero.report.traffic import BINS
 from hetero.report.words import (
     CATEGORY_NOTES,
     LANE_LABELS,
@@ -345,8 +346,9 @@ def lanes(measured: Measured) -> str:
     if not used:
         return paragraph("Nothing moved between tiers in this run.")
     said = paragraph(
-        "Bytes per second over the run; at the dashed line is what a calibration measured of a lane"
-        " alone, where there is one. Busy time is the union of a lane's moves."
+        f"Bytes per second, averaged over each {BINS}th of the run (of the typical step, where that"
+        " alone is shown); at the dashed line is what a calibration measured of a lane alone, where"
+        " there is one. Busy time is the union of a lane's moves."
     )
     charts = "".join(lane_figure(lane) for lane in LANE_LABELS if lane in used and lane != "update")
     return said + charts + numbers("Lanes as a table", lane_table(measured))
@@ -516,7 +518,8 @@ def traffic(measured: Measured) -> str:
     last = [text("all lanes"), *(text("") for _ in range(3)), number(moves)]
     heads = ("lane", "category", "code", "reason", "moves a step", "bytes a step")
     ledger = table(heads, rows, total=[*last, sized(measured.per_step(total))])
-    return ledger + bound(measured) + wear(measured)
+    said = paragraph("What lanes moved in a mean steady step, for whom and why.")
+    return said + ledger + bound(measured) + wear(measured)
 
 
 def bound(measured: Measured) -> str:
@@ -564,10 +567,11 @@ def wear(measured: Measured) -> str:
     if lane is None or not lane.n_bytes:
         return ""
     written = measured.per_step(lane.n_bytes)
-    steps = 600e12 / written
+    steps = RATED_TBW * 1e12 / written
     return paragraph(
-        f"The disk takes {size(written)} of writes a step. A drive rated for 600 TB of writes lasts"
-        f" {steps:,.0f} such steps (600 TB / bytes a step; look up your drive's own rating)."
+        f"The disk takes {size(written)} of writes a step. A drive rated for {RATED_TBW} TB of"
+        f" writes lasts {steps:,.0f} such steps ({RATED_TBW} TB / bytes a step; look up your"
+        " drive's own rating)."
     )
 
 
