@@ -183,9 +183,7 @@ def doubts(measured: Measured) -> str:
     said = []
     if measured.steps.warmup:
         named = ", ".join(map(str, measured.steps.warmup))
-        said.append(
-            f"Steady figures leave out the warm-up: steps {named}, in which units are traced."
-        )
+        said.append(f"Steady figures leave out the first steps ({named}): they warm up.")
     if measured.run.dropped:
         said.append(f"{measured.run.dropped:,} events were lost: sums may be too low.")
     for line in measured.timelines.values():
