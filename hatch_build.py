@@ -1,7 +1,7 @@
-"""Build hook: compile hetero/csrc/update.c, where there is a C compiler, into hetero/_update.so.
+"""Build hook: a wheel carries profiles/, and hetero/csrc/update.c compiled into hetero/_update.so.
 
-Without one, or where compiling fails, the package is pure Python and updates run as torch's
-operations, with the same bits. The library knows nothing of Python's version: its wheel is
+Without a C compiler, or where compiling fails, the package is pure Python and updates run as
+torch's operations, with the same bits. The library knows nothing of Python's version: its wheel is
 py3-none-<platform>.
 ``python hatch_build.py`` compiles in place, as an editable install does.
 """
@@ -25,6 +25,7 @@ from packaging.tags import sys_tags
 ROOT = Path(__file__).resolve().parent
 SOURCE = ROOT / "hetero" / "csrc" / "update.c"
 LIBRARY = ROOT / "hetero" / "_update.so"
+PROFILES = ROOT / "profiles"
 # Every operation rounds by itself: no contraction, no fast-math. errno and trap flags, which nobody
 # reads here, would keep square roots and selections out of vector registers; a loop of its own for
 # every flag gains nothing and takes twice as long to compile.
@@ -38,8 +39,9 @@ class BuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile beside the package (editable) or into a wheel of this platform."""
         if version == "editable":
-            compile_library(LIBRARY)
+            compile_library(LIBRARY)  # profiles are found in the checkout
             return
+        build_data["force_include"][str(PROFILES)] = "hetero/profiles"
         self._folder = tempfile.mkdtemp()
         library = Path(self._folder) / LIBRARY.name
         if compile_library(library):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hetero.checkpoint.save import Save, save_checkpoint
     from hetero.export import export
     from hetero.report.make import report
+    from hetero.report.profile import Profile, profile
     from hetero.train.loss import linear_cross_entropy
     from hetero.train.optimizer import Optimizer
     from hetero.train.tiles import tile
@@ -45,6 +46,7 @@ _LAZY = {
     **dict.fromkeys(("save_checkpoint", "Save"), "hetero.checkpoint.save"),
     "load_checkpoint": "hetero.checkpoint.load",
     "export": "hetero.export",
+    **dict.fromkeys(("profile", "Profile"), "hetero.report.profile"),
     "report": "hetero.report.make",
     "Optimizer": "hetero.train.optimizer",
     "linear_cross_entropy": "hetero.train.loss",
@@ -80,6 +82,7 @@ __all__ = [
     "DivergenceError",
     "HeteroError",
     "Optimizer",
+    "Profile",
     "Save",
     "StateError",
     "Status",
@@ -93,6 +96,7 @@ __all__ = [
     "linear_cross_entropy",
     "load_checkpoint",
     "prepare",
+    "profile",
     "release",
     "report",
     "save_checkpoint",

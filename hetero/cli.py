@@ -1,4 +1,4 @@
-"""The command line: ``hetero train | report | doctor | verify | bench`` (floor 4).
+"""The command line: ``hetero train | plan | calibrate | report | doctor | verify | bench``.
 
 Commands import what they need when they run, so that ``hetero --help`` is fast and loads no torch.
 """
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hetero.bench.runner import Result
+    from hetero.recipes.calibrate import CalibrateOptions
     from hetero.recipes.train import TrainOptions
     from hetero.report.claims import Verdict
     from hetero.report.make import Report as MadeReport
@@ -133,6 +134,75 @@ def train_options(given: dict[str, Any]) -> TrainOptions:
     settings = {key: given.pop(key) for key in SETTINGS if key in given}
     model = shape(**{key: given.pop(key) for key in SHAPE if key in given})
     return replace(TrainOptions(), model=model, settings=settings, **given)
+
+
+@main.command()
+@click.option("--quick/--full", default=True, help="Under a minute, or minutes.  [default: quick]")
+@option("--output", click.Path(dir_okay=False), "File to write.", "profiles/<host>.toml")
+@option("--nvme", click.Path(file_okay=False), "Directory on the drive to measure.", "this one")
+@option("--nvme-burnin", str, "Write so much, as 400GB, to find where the drive slows down.", "no")
+@option("--device", DEVICES, "What to measure.", "cuda when there is one, else cpu")
+@click.option("--lint", "linting", is_flag=True, help="Check profiles in FILES, measure nothing.")
+@click.argument("files", nargs=-1, type=click.Path())
+@json_option
+def calibrate(
+    quick: bool, linting: bool, files: tuple[str, ...], as_json: bool, **given: Any
+) -> None:
+    """Measure this machine and write its hardware profile.
+
+    With --lint, check profiles instead; the exit status is 1 when one has a problem.
+    """
+    if bool(files) != linting:
+        raise click.UsageError("--lint takes FILES, and FILES need --lint")
+    problems = lint_files(files, as_json) if linting else measure_machine(quick, given, as_json)
+    sys.exit(DISAPPOINTED if problems else 0)
+
+
+def measure_machine(quick: bool, given: dict[str, Any], as_json: bool) -> bool:
+    """Calibrate, show the figures; returns whether the linter finds something in them."""
+    with failures(as_json):
+        from hetero.recipes import show
+        from hetero.recipes.calibrate import calibrate as run
+
+        console = open_console(as_json)
+        with show.calibrating(console) as watch:
+            result = run(calibrate_options(quick, given), watch)
+        show.calibration(console, result)
+        if as_json:
+            print_json(result.as_json())
+    return bool(result.problems)
+
+
+def calibrate_options(quick: bool, given: dict[str, Any]) -> CalibrateOptions:
+    """Return the options of a calibration from what the command line gave."""
+    from pathlib import Path
+
+    from hetero.config import parse_bytes
+    from hetero.recipes.calibrate import CalibrateOptions
+    from hetero.recipes.probes import FULL, QUICK
+
+    paths = {key: Path(given[key]) for key in ("output", "nvme") if given[key] is not None}
+    burn_in = given["nvme_burnin"]
+    return CalibrateOptions(
+        pace=QUICK if quick else FULL,
+        device=given["device"],
+        burn_in_bytes=None if burn_in is None else parse_bytes(burn_in, "--nvme-burnin"),
+        **paths,
+    )
+
+
+def lint_files(files: tuple[str, ...], as_json: bool) -> bool:
+    """Show the problems of each profile; returns whether there are any."""
+    with failures(as_json):
+        from hetero.plan.hardware import lint_file
+        from hetero.recipes import show
+
+        found = {name: lint_file(name) for name in files}
+        if as_json:
+            print_json(found)
+        else:
+            show.problems(open_console(as_json), found)
+    return any(found.values())
 
 
 @main.command()

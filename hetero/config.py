@@ -40,7 +40,6 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 NOT_YET = {  # named in the public face; each arrives with its part of the library
     "mesh": "several ranks",
-    "profile": "hardware profiles",
 }
 
 
@@ -102,6 +101,9 @@ class Config:
     a model from `hetero.empty_init` needs it."""
     units: tuple[str, ...] | None = None
     """Names (or glob patterns) of the modules fetched as a whole; None: found in the model."""
+    profile: str | None = None
+    """Hardware profile that plans go by: a TOML file that `hetero calibrate` wrote, or the name of
+    one that comes with hetero."""
 
     @classmethod
     def load(
@@ -174,7 +176,7 @@ def check_one(key: str, value: Any) -> Any:
         return None if value is None else check_chunk_bytes(parse_bytes(value, key))
     if key == "nvme":
         return check_paths(key, value)
-    if key == "weights" and value is not None:
+    if key in ("weights", "profile") and value is not None:
         return check_paths(key, [value])[0]
     if key == "precision" and value not in PRECISIONS:
         raise ConfigError(

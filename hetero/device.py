@@ -19,12 +19,14 @@ import sys
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import NamedTuple, Protocol
 
 import torch
 
+from hetero.config import HostLimit, host_limit
 from hetero.errors import ConfigError, TransferError
 from hetero.types import Lane
 
@@ -33,6 +35,9 @@ ALONE = 2  # uses of a storage: the tensor asked about, and the handle asked thr
 HUGE = 4 * 2**20  # bytes of a slab from which huge pages are asked for
 PROBE_BYTES = 16 * 2**20  # a copy of so many bytes tells a link's rate
 COPY_LANES = (Lane.H2D, Lane.D2H)
+OPPOSITE = {Lane.H2D: Lane.D2H, Lane.D2H: Lane.H2D}
+BESIDE = 3  # times as many copies on one lane outlast those on the other
+SPIN_CYCLES = 50_000  # of a device's clock while the host queues one copy: 25 us at 2 GHz
 
 
 class Ticket:
@@ -80,17 +85,41 @@ class Timing(NamedTuple):
 Stall = tuple[float, float | Ticket]  # begin and end (or who knows both) of standing still
 
 
+class Move(NamedTuple):
+    """One copy."""
+
+    dst: torch.Tensor
+    src: torch.Tensor
+
+
+class Accelerator(NamedTuple):
+    """What a device says it is."""
+
+    name: str
+    arch: str
+    """Compute capability, as "sm_90"."""
+    multiprocessors: int
+    total_bytes: int
+
+
 class Device(Protocol):
     """What the mechanism may ask of a device. Bytes are 1-D uint8 tensors."""
 
     name: str
     torch_device: torch.device
     same_ram: bool
+    is_cuda: bool
+    """Whether it is a CUDA device, or stands for one."""
+    has_bytes: bool
+    """Whether there is memory behind its tensors; if not, they are on the meta device."""
     cheap_slabs: bool
     """Whether a slab may come and go with every step; page-locking one takes long."""
 
     def slab(self, n_bytes: int) -> Slab:
         """Return zeroed HOST memory, page-locked where that means something."""
+
+    def paged_slab(self, n_bytes: int) -> Slab:
+        """Return HOST memory whose pages come and go one by one, for what lies on disk."""
 
     def arena(self, n_bytes: int) -> Slab:
         """Return device memory for frames; its storages are carved by `Slab.carve`."""
@@ -121,6 +150,19 @@ class Device(Protocol):
     def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
         """Return how long a copy of ``n_bytes`` takes on a lane that is free, as measured."""
 
+    def lane_seconds(self, lane: Lane, moves: Sequence[Move], beside: Sequence[Move] = ()) -> float:
+        """Return what copies take one after another, with nothing of the host's between them.
+
+        Those of ``beside`` are on the other lane all the while, over and over; where copies are
+        done by whoever asks for them, both take turns.
+        """
+
+    def facts(self) -> Accelerator | None:
+        """Return what the device is; None where it is the processor."""
+
+    def reserved_bytes(self) -> int:
+        """Return what torch's allocator keeps of HBM; 0 where it is RAM."""
+
     def poison(self, dst: torch.Tensor) -> None:
         """Fill bytes that nobody may read with NaN."""
 
@@ -147,6 +189,9 @@ class Device(Protocol):
 
     def free_bytes(self) -> int | None:
         """Return what other users of the device leave of HBM; None where it is RAM."""
+
+    def host_limit(self) -> HostLimit:
+        """Return how much RAM this process may still take, and who says so."""
 
     def reset_peak(self) -> None:
         """Start a new measurement of the allocator's peak."""
@@ -209,6 +254,8 @@ class CpuDevice:
 
     name = "cpu"
     same_ram = True
+    is_cuda = False
+    has_bytes = True
     cheap_slabs = True
 
     def __init__(self, torch_device: torch.device | None = None) -> None:
@@ -218,6 +265,9 @@ class CpuDevice:
 
     def slab(self, n_bytes: int) -> Slab:
         return map_slab(n_bytes)
+
+    def paged_slab(self, n_bytes: int) -> Slab:
+        return map_slab(n_bytes, huge=False)  # a huge page would span several extents
 
     def arena(self, n_bytes: int) -> Slab:
         return map_slab(n_bytes)
@@ -256,6 +306,20 @@ class CpuDevice:
             self._bytes_per_second = PROBE_BYTES / (time.monotonic() - start)
         return n_bytes / self._bytes_per_second
 
+    def lane_seconds(self, lane: Lane, moves: Sequence[Move], beside: Sequence[Move] = ()) -> float:
+        start = time.perf_counter()
+        for move, other in zip(moves, cycle(beside or [None])):
+            self.sync(self.copy(lane, move.dst, move.src))
+            if other is not None:
+                self.sync(self.copy(OPPOSITE[lane], other.dst, other.src))
+        return time.perf_counter() - start
+
+    def facts(self) -> Accelerator | None:
+        return None
+
+    def reserved_bytes(self) -> int:
+        return 0
+
     def poison(self, dst: torch.Tensor) -> None:
         dst.fill_(POISON)
 
@@ -279,6 +343,9 @@ class CpuDevice:
 
     def free_bytes(self) -> int | None:
         return None
+
+    def host_limit(self) -> HostLimit:
+        return host_limit()
 
     def reset_peak(self) -> None: ...
 
@@ -376,6 +443,10 @@ class SimDevice(CpuDevice):
 
     def query(self, ticket: Ticket) -> bool:
         self._tick()
+        if self.is_timed:  # then time decides, and not chance
+            if ticket.end > self.clock_seconds:
+                return False
+            self._run_to(ticket)
         return ticket.done
 
     def mark(self) -> Ticket:
@@ -390,6 +461,10 @@ class SimDevice(CpuDevice):
     def is_timed(self) -> bool:
         """Whether links have rates: time is what they and `compute` take then."""
         return any(self.rates.values())
+
+    def is_busy(self, lane: Lane) -> bool:
+        """Whether a lane copies now."""
+        return self._free_at[lane] > self.clock_seconds
 
     def clock(self) -> float:
         return self.clock_seconds if self.is_timed else time.monotonic()
@@ -479,6 +554,8 @@ class CudaDevice:
     """One CUDA device: a persistent stream per copy lane, events as tickets."""
 
     same_ram = False
+    is_cuda = True
+    has_bytes = True
     cheap_slabs = False
 
     def __init__(self, index: int | None = None) -> None:
@@ -503,6 +580,9 @@ class CudaDevice:
         if not slab.registered:  # pageable then, which is slower and still right
             torch.cuda.cudart().cudaGetLastError()  # or the next kernel launch reports it
         return slab
+
+    def paged_slab(self, n_bytes: int) -> Slab:
+        return map_slab(n_bytes, huge=False)
 
     def arena(self, n_bytes: int) -> Slab:
         block = torch.empty(max(n_bytes, 1), dtype=torch.uint8, device=self.torch_device)
@@ -609,6 +689,40 @@ class CudaDevice:
             self._bytes_per_second[lane] = PROBE_BYTES / seconds
         return n_bytes / self._bytes_per_second[lane]
 
+    def lane_seconds(self, lane: Lane, moves: Sequence[Move], beside: Sequence[Move] = ()) -> float:
+        # 1. let both lanes wait until everything is queued: the host is slower than small copies
+        self.close()
+        stream, other = self._streams[lane], self._streams[OPPOSITE[lane]]
+        beside = [*beside] * BESIDE
+        cycles = SPIN_CYCLES * (len(moves) + len(beside))
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+            queued = torch.cuda.Event()
+            queued.record()
+        other.wait_event(queued)
+        # 2. queue what runs beside, then what is timed
+        with torch.cuda.stream(other):
+            for move in beside:
+                move.dst.copy_(move.src, non_blocking=True)
+        with torch.cuda.stream(stream):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for move in moves:
+                move.dst.copy_(move.src, non_blocking=True)
+            end.record()
+        end.synchronize()
+        seconds = float(begin.elapsed_time(end)) / 1000
+        self.close()
+        return seconds
+
+    def facts(self) -> Accelerator | None:
+        found = torch.cuda.get_device_properties(self.torch_device)
+        arch = f"sm_{found.major}{found.minor}"
+        return Accelerator(found.name, arch, found.multi_processor_count, found.total_memory)
+
+    def reserved_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(self.torch_device))
+
     def poison(self, dst: torch.Tensor) -> None:
         dst.fill_(POISON)
 
@@ -622,6 +736,9 @@ class CudaDevice:
 
     def free_bytes(self) -> int | None:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def host_limit(self) -> HostLimit:
+        return host_limit()
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -670,6 +787,25 @@ def return_large_blocks() -> None:
 
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
+
+
+class Allocated(NamedTuple):
+    """What torch's allocator counts on a device, in bytes."""
+
+    now_bytes: int
+    peak_bytes: int
+    """Since the process, or whoever last reset it, began."""
+    reserved_bytes: int
+    """Taken from the driver: tensors, and blocks kept for the next ones."""
+
+
+def allocated(place: torch.device) -> Allocated | None:
+    """Return what torch's allocator counts; None where there is no such count, as on a CPU."""
+    if place.type != "cuda":
+        return None
+    stats = torch.cuda.memory_stats(place)
+    names = ("allocated_bytes.all.current", "allocated_bytes.all.peak")
+    return Allocated(*(int(stats.get(n, 0)) for n in (*names, "reserved_bytes.all.current")))
 
 
 def accelerator_rng(place: torch.device) -> torch.Tensor | None:

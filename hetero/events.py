@@ -97,6 +97,7 @@ class EventLog:
         "append",
         "clock",
         "enabled",
+        "first_seq",
         "phase",
         "step",
     )
@@ -115,6 +116,8 @@ class EventLog:
         self.phase = "init"
         self.access = -1
         """``seq`` of the access under way."""
+        self.first_seq = 0
+        """What the first event has that was appended since the log began, or was cleared."""
 
     def add(
         self,
@@ -200,6 +203,7 @@ class EventLog:
     def clear(self) -> None:
         """Forget everything recorded so far."""
         self._ring.clear()
+        self.first_seq = next(self._count) + 1
 
 
 def go_behind() -> None:

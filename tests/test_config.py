@@ -162,6 +162,17 @@ def test_a_known_device_is_kept_as_it_is(device: str | None) -> None:
     assert Config.load(device=device).device == device
 
 
+@pytest.mark.parametrize("given", ["rtx4090", "profiles/mine.toml", Path("mine.toml")])
+def test_a_profile_is_a_name_or_a_path(given: str | Path) -> None:
+    assert Config.load(profile=given).profile == str(given)
+
+
+@pytest.mark.parametrize("given", ["", 4090, True, ["a.toml"], b"a.toml", "a\0b"], ids=repr)
+def test_a_profile_that_is_neither_name_nor_path_is_refused(given: object) -> None:
+    with pytest.raises(hetero.ConfigError, match="profile="):
+        Config.load(profile=given)
+
+
 def test_units_are_kept_as_a_tuple_of_names() -> None:
     assert Config.load(units=["layers.*", "head"]).units == ("layers.*", "head")
 

@@ -9,10 +9,12 @@ import torch
 
 from hetero.device import (
     POISON,
+    Allocated,
     CpuDevice,
     SimDevice,
     Slab,
     Ticket,
+    allocated,
     map_slab,
     open_device,
     release_slab,
@@ -579,3 +581,16 @@ def test_a_right_program_raises_no_false_alarm(block: int) -> None:
 def test_the_same_program_with_one_wait_left_out_is_caught(seed: int, forget: str) -> None:
     with pytest.raises(TransferError):
         Pager(SimDevice(seed=seed, checked=True), seed, forget).run(30)
+
+
+# -- the allocator's count -----------------------------------------------------------------------
+
+
+def test_a_cpu_has_no_allocator_that_counts() -> None:
+    assert allocated(torch.device("cpu")) is None
+
+
+def test_what_the_allocator_counts_goes_by_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"allocated_bytes.all.peak": 3, "reserved_bytes.all.current": 4, "active": 5}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
+    assert allocated(torch.device("cuda", 0)) == Allocated(0, 3, 4)

@@ -14,12 +14,12 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "hetero"
 FLOORS = {
     **dict.fromkeys(("types", "config", "errors", "version", "events", "optim"), 0),
-    **dict.fromkeys(("device", "io", "weights"), 0),
+    **dict.fromkeys(("device", "dry", "io", "weights"), 0),
     **dict.fromkeys(("memory", "plan"), 1),
     "train": 2,
     "parallel": 3,
     **dict.fromkeys(("api", "checkpoint", "export", "cli"), 4),
-    **dict.fromkeys(("report", "integrations", "bench", "recipes"), 4),
+    **dict.fromkeys(("report", "rehearse", "integrations", "bench", "recipes"), 4),
 }
 PRODUCT = 4  # rooms of the top floor may stand on each other (cli on report/, bench/, recipes/)
 PRINTERS = ("cli", "report", "bench", "recipes")
@@ -451,7 +451,7 @@ def test_importing_the_command_line_does_not_load_torch() -> None:
 
 
 def test_importing_the_plan_does_not_load_torch() -> None:
-    loaded = modules_after("import hetero.plan.planner, hetero.plan.schedule, hetero.plan.trace")
+    loaded = modules_after("import hetero.plan.planner, hetero.plan.hardware, hetero.plan.trace")
 
     assert "hetero.plan.planner" in loaded
     assert "torch" not in loaded

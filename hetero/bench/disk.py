@@ -78,12 +78,12 @@ def scanned(pool: Pool, home: Homes, use: Use) -> float:
     return sum(pool.nvme.take_counts().values()) / seconds
 
 
-def raw(file: File, use: Use, n_threads: int) -> float:
+def raw(file: File, use: Use, n_threads: int, n_bytes: int = HOME_BYTES) -> float:
     """Move the same bytes with the same number of threads and nothing else; bytes a second.
 
     For `Use.WRITE` every block is read and then written, as an update does.
     """
-    n_blocks = HOME_BYTES // SIZE
+    n_blocks = n_bytes // SIZE
     buffers = [aligned_buffer(SIZE) for _ in range(n_threads)]
 
     def work(thread: int) -> None:
@@ -97,7 +97,7 @@ def raw(file: File, use: Use, n_threads: int) -> float:
         began = time.perf_counter()
         list(executor.map(work, range(n_threads)))
         seconds = time.perf_counter() - began
-    return (2 if use is Use.WRITE else 1) * HOME_BYTES / seconds
+    return (2 if use is Use.WRITE else 1) * n_blocks * SIZE / seconds
 
 
 def make_pool(folder: Folder, disk_bytes: int, pool_bytes: int = POOL_BYTES) -> Pool:

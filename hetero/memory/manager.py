@@ -131,7 +131,7 @@ class ChunkManager:
         self.claimed: Callable[[Bucket], None] = lambda bucket: None
         self.writing: Callable[[int], None] = lambda bucket: None  # what a user wrote comes home
         self.home_written: Callable[[Segment], None] = lambda segment: None  # through a state dict
-        self._paranoid = paranoid()
+        self._paranoid = paranoid() and device.has_bytes
         self._clock = 0
 
     # -- pins ------------------------------------------------------------------------------------

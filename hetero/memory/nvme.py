@@ -116,7 +116,7 @@ class Nvme:
                 wanted=slot.n_bytes,
                 got=slot.n_bytes,
             )
-        self._count(Lane.READ, slot, began)
+        self._count(Lane.READ, slot, began, self.log.clock())
 
     def write(self, slot: Slot, data: memoryview) -> None:
         """Make ``data`` a slot's content. After a failure it has none: the caller keeps its own."""
@@ -124,7 +124,7 @@ class Nvme:
         digest = _crc(data, slot.number, generation) if self._checked else 0
         slot.file.write(slot.offset, data)
         slot.generation, slot.digest = generation, digest
-        self._count(Lane.WRITE, slot, began)
+        self._count(Lane.WRITE, slot, began, self.log.clock())
 
     def take_counts(self) -> Counter[Lane]:
         """Return the bytes moved since this was last asked."""
@@ -132,14 +132,14 @@ class Nvme:
             moved, self._moved = self._moved, Counter()
         return moved
 
-    def _count(self, lane: Lane, slot: Slot, began: float) -> None:
+    def _count(self, lane: Lane, slot: Slot, began: float, ended: float) -> None:
         n_bytes = slot.n_bytes
         with self._lock:
             self._moved[lane] += n_bytes
             if lane is Lane.WRITE:
                 self.written_bytes += n_bytes
         if slot.number:  # and not a trial
-            span = began, self.log.clock()
+            span = began, ended
             self.log.add(What.MOVE, *span, lane=lane, n_bytes=n_bytes, category=slot.kind)
 
     def fastest(self, block_bytes: int) -> int:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from hetero.config import describe_limit, host_limit
-from hetero.device import Device, Slab, Ticket, map_slab, release_slab
+from hetero.config import describe_limit
+from hetero.device import Device, Slab, Ticket, release_slab
 from hetero.errors import BudgetError
 from hetero.io import align_up
 from hetero.memory.ledger import Ledger
@@ -268,7 +268,7 @@ class ParcelStore:
         if room or self._pool is None:
             self._charge()
             return Chunk(self._device.slab(self._chunk_bytes), self._chunk_bytes)
-        slab = map_slab(self._chunk_bytes, huge=False)
+        slab = self._device.paged_slab(self._chunk_bytes)
         extents = self._pool.adopt(
             Kind.ACTIVATION, slab, self._chunk_bytes, ELEMENT_BYTES, f"{WHAT} on disk"
         )
@@ -278,7 +278,7 @@ class ParcelStore:
         """Return the bytes of HOST that chunks may still take; without a budget, of the machine."""
         free = self._ledger.free(Tier.HOST)
         if free is None:
-            free = host_limit().n_bytes - SPARE_BYTES
+            free = self._device.host_limit().n_bytes - SPARE_BYTES
         return free - self._reserved()
 
     def _charge(self) -> None:
@@ -286,7 +286,11 @@ class ParcelStore:
         room, used = self._room(), self._ledger.used(Tier.HOST, Kind.ACTIVATION)
         if room < self._chunk_bytes:
             budget = self._ledger.budgets.get(Tier.HOST)
-            whose = describe_limit(host_limit()) if budget is None else f"host={budget} bytes"
+            whose = (
+                describe_limit(self._device.host_limit())
+                if budget is None
+                else f"host={budget} bytes"
+            )
             short = self._chunk_bytes - room
             raise BudgetError(
                 f"{format_bytes(used)} of activations are on HOST, and more of them come; {whose}"

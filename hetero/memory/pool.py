@@ -67,12 +67,14 @@ class Extent:
         *("used_at", "view"),
     )
 
-    def __init__(self, id: int, mapping: mmap.mmap, page: int, n_bytes: int, slot: Slot) -> None:
+    def __init__(
+        self, id: int, mapping: mmap.mmap | None, page: int, n_bytes: int, slot: Slot
+    ) -> None:
         self.id = id
         self.mapping = mapping
         self.page = page  # first byte in its mapping
         self.n_bytes = n_bytes
-        self.view = memoryview(mapping)[page : page + n_bytes]
+        self.view = memoryview(b"" if mapping is None else mapping)[page : page + n_bytes]
         self.slot = slot
         self.stored = False  # whether the slot has what an ABSENT extent reads; zeros otherwise
         self.blank = False  # whether what it is to hold is still being written by who pinned it
@@ -200,7 +202,7 @@ class Pool:
         self._bytes = dict.fromkeys(CopyState, 0)  # of the extents in each state
         self._window = Window(n_bytes // AHEAD_SHARE)
         self._executor = executor or Threads(n_threads)
-        self._changed = threading.Condition()
+        self._changed: threading.Condition = threading.Condition()
         self._resident: OrderedDict[Extent, None] = OrderedDict()  # least recently used first
         self._clock = 0  # moves with every pin, and with every byte that is brought in
         self._in_flight = 0
@@ -219,22 +221,26 @@ class Pool:
 
     def adopt(self, kind: Kind, slab: Slab, n_bytes: int, itemsize: int, what: str) -> Extents:
         """Cut a home's memory into extents, each with a slot on disk."""
-        mapping = slab.mapping
-        if mapping is None:
-            raise BudgetError(f"{what} lies on the device, which has no way to disk")
-        size = self.extent_numel * itemsize
-        first = slab.block.data_ptr() - ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        whole = slab.block.data_ptr() % HUGE_PAGE == 0 and size % HUGE_PAGE == 0
-        _ask_for_pages(mapping, first, n_bytes, n_bytes // HUGE_PAGE * HUGE_PAGE if whole else 0)
-        extents = []
+        size, extents = self.extent_numel * itemsize, []
+        first = self._first_page(slab, size, n_bytes, what)
         with self._changed:
             for start in range(0, n_bytes, size):
                 length = align_up(min(size, n_bytes - start))
                 slot = self.nvme.slot(kind, length, what)
                 id = self.table.extend(1)
-                extents.append(Extent(id, mapping, first + start, length, slot))
+                extents.append(Extent(id, slab.mapping, first + start, length, slot))
                 self._bytes[ABSENT] += length
         return Extents(extents, self.extent_numel, n_bytes // itemsize)
+
+    def _first_page(self, slab: Slab, size_bytes: int, n_bytes: int, what: str) -> int:
+        """Return where a home begins in its mapping, and ask for pages that suit its extents."""
+        mapping = slab.mapping
+        if mapping is None:
+            raise BudgetError(f"{what} lies on the device, which has no way to disk")
+        first = slab.block.data_ptr() - ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        whole = slab.block.data_ptr() % HUGE_PAGE == 0 and size_bytes % HUGE_PAGE == 0
+        _ask_for_pages(mapping, first, n_bytes, n_bytes // HUGE_PAGE * HUGE_PAGE if whole else 0)
+        return first
 
     # -- pins ------------------------------------------------------------------------------------
 
@@ -457,7 +463,7 @@ class Pool:
         for extent in _enough(self._loose(DIRTY, keep), n_bytes):
             self._move(extent, FLUSHING, "flush")
             self._in_flight += 1
-            self._executor.submit(partial(self._write, extent), lambda: self._n_waiting > 0)
+            self._begin_write(extent)
 
     def _leave(self, extent: Extent, why: str) -> None:
         """Give an extent's memory back."""
@@ -467,7 +473,7 @@ class Pool:
         extent.blank = False
         if self._paranoid:  # who reads it without a pin reads NaN
             extent.view[:] = bytes([POISON]) * extent.n_bytes
-        else:
+        elif extent.mapping is not None:
             extent.mapping.madvise(mmap.MADV_DONTNEED, extent.page, extent.n_bytes)
 
     def _bring(self, extent: Extent, use: Use) -> None:
@@ -480,7 +486,7 @@ class Pool:
         extent.blank = use is Use.FRESH
         if extent.stored and not extent.blank:
             self._in_flight += 1
-            self._executor.submit(partial(self._read, extent), lambda: extent.pins > 0)
+            self._begin_read(extent)
             return
         if self._paranoid and not extent.blank:
             extent.view[:] = bytes(extent.n_bytes)
@@ -521,6 +527,12 @@ class Pool:
         return extent.stored or self._state(extent) is not ABSENT
 
     # -- transfers, on their own threads ---------------------------------------------------------
+
+    def _begin_read(self, extent: Extent) -> None:
+        self._executor.submit(partial(self._read, extent), lambda: extent.pins > 0)
+
+    def _begin_write(self, extent: Extent) -> None:
+        self._executor.submit(partial(self._write, extent), lambda: self._n_waiting > 0)
 
     def _read(self, extent: Extent) -> None:
         error = _attempt(self.nvme.read, extent)

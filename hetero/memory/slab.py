@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from hetero.device import Device, Slab, map_slab, release_slab, use_count
+from hetero.device import Device, Slab, release_slab, use_count
 from hetero.io import align_up
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
@@ -144,7 +144,7 @@ class HomeStore:
         if parked is not None or self.pool is None:
             return parked or self._in_memory(kind, name, bucket, dtype)
         n_bytes = bucket.numel * dtype.itemsize
-        slab = map_slab(align_up(n_bytes), huge=False)  # a huge page would span several extents
+        slab = self._device.paged_slab(align_up(n_bytes))
         what = f"{name} of bucket {bucket.id}"
         extents = self.pool.adopt(kind, slab, n_bytes, dtype.itemsize, what)
         return Home(slab, bucket, dtype, extents)

@@ -23,6 +23,12 @@ class Policy(NamedTuple):
     offload: bool
     """What is left goes down behind the forward, and comes up before backward needs it."""
 
+    def __str__(self) -> str:
+        names = [
+            name for name, on in (("recompute", self.recompute), ("offload", self.offload)) if on
+        ]
+        return "+".join(names) or "keep"
+
 
 KEEP, RECOMPUTE, OFFLOAD = Policy(False, False), Policy(True, False), Policy(False, True)
 LEAST = Policy(True, True)

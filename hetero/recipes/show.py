@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # these load torch, and rendering does not need it
     from hetero.api import Status
     from hetero.bench.runner import Result
     from hetero.checkpoint.verify import Report as VerifyReport
+    from hetero.recipes.calibrate import Calibration
     from hetero.recipes.doctor import Check, Report
     from hetero.recipes.train import StepReport, TrainResult
 
@@ -195,6 +196,55 @@ def paste_block(report: Report) -> str:
     """Return the examination as Markdown."""
     rows = [f"{check.name}: {check.found} [{check.level.value}]" for check in report.checks]
     return "\n".join(["```", *rows, "```"])
+
+
+# -- calibration ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def calibrating(console: Console) -> Iterator[Callable[[str, str, int, int], None]]:
+    """Show what is being measured: a bar on a terminal, a line for each group elsewhere."""
+    if not console.is_terminal:
+        yield lambda group, probe, done, groups: plain_group(console, group, probe)
+        return
+    with bar(console) as progress:
+        task = progress.add_task("calibrate", total=None, line="opening the device")
+
+        def watch(group: str, probe: str, done: int, groups: int) -> None:
+            line = f"{group}  {probe}"
+            progress.update(task, completed=done, total=groups, line=escape(line))
+
+        yield watch
+
+
+def plain_group(console: Console, group: str, probe: str) -> None:
+    if group and not probe:
+        console.print(f"measuring: {group}", highlight=False)
+
+
+def calibration(console: Console, result: Calibration) -> None:
+    """Show every figure with its spread, what was not measured, and where all of it is."""
+    table = Table(title=escape(f"profile {result.profile.name}"), title_justify="left")
+    for name in ("key", "value", "spread", ""):
+        table.add_column(name, justify="right" if name in ("value", "spread") else "left")
+    for row in result.rows():
+        mark = "[yellow]varies[/yellow]" if row.noisy else ""
+        table.add_row(escape(row.key), row.value, row.spread, mark)
+    console.print(table)
+    quality = result.profile.quality
+    if quality.noisy:
+        line = f"{len(quality.noisy)} figures vary by more than 5 %: measure on a quiet machine"
+        console.print(f"[yellow]{line}[/yellow]", highlight=False)
+    rows = [("not measured", note) for note in quality.notes]
+    rows += [("problem", problem) for problem in result.problems]
+    console.print(facts([*rows, ("written", f"{result.path}, in {quality.seconds:.0f} s")]))
+
+
+def problems(console: Console, found: Mapping[str, Sequence[str]]) -> None:
+    """Show what is wrong with each profile, one line a problem."""
+    for name, lines in found.items():
+        for line in lines or ["good"]:
+            console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 # -- checkpoints ---------------------------------------------------------------------------------

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import platform
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from hetero.api import update_place
+from hetero.config import Config
+from hetero.errors import ConfigError, StateError
+from hetero.events import EventLog
+from hetero.report.plain import watch
 from hetero.report.run import BucketMeta, Meta, Recorder, Run
 from hetero.train.check import MARK
 from hetero.train.engine import Engine
 from hetero.version import __version__
+
+_one = threading.Lock()  # held while a block is open: two would count each other's bytes
 
 
 class Profile:
@@ -32,23 +39,89 @@ class Profile:
 
 
 @contextmanager
-def profile(model: nn.Module, directory: str | Path | None = None) -> Iterator[Profile]:
-    """Record the steps that run inside a ``with`` block.
+def profile(
+    model: nn.Module,
+    directory: str | Path | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Iterator[Profile]:
+    """Record the steps that run inside a ``with`` block; no number that they compute changes.
+
+    A model that was prepared with `hetero.prepare` is recorded by its engine. Any other is
+    watched: every operation of the block's thread, and of its backward passes, is looked at, at
+    tens of microseconds each; when the block ends, nothing of it is left. A step ends with the
+    step of a torch optimizer over any of the model's parameters (where several follow each other,
+    with the first).
+
+    What counts, in bytes that were asked for, of the model's device alone:
+
+    - ``param``, ``buffer``: storages of the model's; tied ones once.
+    - ``grad``: storages of ``p.grad``, from the moment autograd has accumulated it.
+    - ``state``: tensors in the optimizer's state, from the end of the step that made them; before
+      the first step of an optimizer that was not given, its states are ``other``.
+    - ``activation``: what operations make in the model's forward and in backward passes, and
+      what is made of that outside while gradients are recorded (the loss).
+    - ``other``: all else that an operation in the block touches: batches, what an optimizer makes
+      on its way. A dataset that is one tensor counts whole.
+
+    These sum to all storages that are known to be alive. Left out: what no operation in the block
+    touches, other threads' operations, memory that libraries and compiled functions use inside,
+    and what allocators round up. On CUDA the allocator's own count is recorded at the end of every
+    access and phase, and ``unattributed`` is the rest of it; there, times are of the thread that
+    launches.
 
     Args:
-        model: prepared with `hetero.prepare`.
+        model: any module on one device, not compiled, not wrapped for several devices.
         directory: for the run's files; None: a new one for temporary files.
+        optimizer: the model's, so that states it has already are counted from the beginning.
+
+    Raises:
+        ConfigError: for a model or an optimizer that cannot be watched.
+        StateError: inside another such block.
     """
-    engine: Engine = model.__dict__[MARK]
-    folder = Path(directory or tempfile.mkdtemp(prefix="hetero-run-"))
-    engine.device.watch(True)
-    engine.restate()
-    recorder = Recorder(engine.log, folder, meta_of(engine))
+    with _alone(), _watching(model, optimizer) as (log, meta):
+        folder = Path(directory or tempfile.mkdtemp(prefix="hetero-run-"))
+        recorder = Recorder(log, folder, meta())
+        try:
+            yield Profile(folder)
+        finally:
+            recorder.close()
+            recorder.write_meta(meta())  # what a step made resident is so now
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    if not _one.acquire(blocking=False):
+        raise StateError(
+            "a block of hetero.profile is open already", advice="end it before the next one"
+        )
     try:
-        yield Profile(folder)
+        yield
     finally:
-        recorder.close()
-        recorder.write_meta(meta_of(engine))  # what a step made resident is so now
+        _one.release()
+
+
+@contextmanager
+def _watching(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[EventLog, Callable[[], Meta]]]:
+    """Have a model's events logged; yields the log, and what tells about the run."""
+    engine: Engine | None = getattr(model, "__dict__", {}).get(MARK)
+    if engine is None:
+        watcher = watch(model, optimizer)
+        with watcher.watching():
+            yield watcher.log, lambda: replace(watcher.meta(), versions=versions())
+        return
+    if optimizer is not None and optimizer is not engine.optimizer:
+        raise ConfigError(
+            "the optimizer is not the one that was prepared with the model",
+            advice="pass what hetero.prepare returned, or none",
+        )
+    engine.device.watch(True)
+    try:
+        engine.restate()
+        yield engine.log, lambda: meta_of(engine)
+    finally:
         engine.device.watch(False)
 
 
@@ -67,8 +140,14 @@ def meta_of(engine: Engine) -> Meta:
         units=list(layout.unit_names),
         buckets=[BucketMeta(b.unit, b.n_bytes, b.numel, b.trainable) for b in layout.buckets],
         versions=versions(),
-        settings={k: v for k, v in asdict(engine.config).items() if k != "device" and v},
+        settings=given(engine.config),
     )
+
+
+def given(config: Config) -> dict[str, object]:
+    """Return the settings that say something, without the device, which may be an object."""
+    values = ((f.name, getattr(config, f.name)) for f in fields(config) if f.name != "device")
+    return {name: value for name, value in values if value}
 
 
 def versions() -> dict[str, str]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import gzip
 import json
 import threading
+import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ SCHEMA = 1
 META, EVENTS = "meta.json", "events.jsonl.gz"
 PERIOD_SECONDS = 0.05  # between two looks at the ring
 COLUMNS = Event._fields
+encode = json.JSONEncoder(separators=(",", ":")).encode  # made once, not for every row
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class Meta:
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = COLUMNS
+    first_seq: int | None = None
+    """Of the first event there was, so that it is missed where it was dropped; None: unknown."""
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> Meta:
@@ -91,8 +95,10 @@ class Run:
     def of(cls, meta: Meta, events: Iterable[Event]) -> Run:
         """Return a run of these events, in any order."""
         rows = list(events)
-        seqs = sorted(row.seq for row in rows)
-        missing = seqs[-1] - seqs[0] + 1 - len(seqs) if seqs else 0
+        seqs = {row.seq for row in rows}
+        first = min(seqs, default=0) if meta.first_seq is None else meta.first_seq
+        seqs = {seq for seq in seqs if seq >= first}  # an access under way when the log began
+        missing = max(seqs) + 1 - first - len(seqs) if seqs else 0
         rows.sort(key=lambda row: (row.t_ns, row.seq))
         return cls(meta, rows, missing)
 
@@ -102,6 +108,8 @@ class Run:
         folder = Path(directory)
         try:
             data = json.loads((folder / META).read_text())
+            if not isinstance(data, dict):
+                raise ValueError(f"{META} is no object")
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{folder} is no run: {error}",
@@ -118,13 +126,16 @@ class Run:
 
 def read_events(path: Path, columns: tuple[str, ...]) -> Iterator[Event]:
     """Yield the events of a file; one that was cut off, by a kill, ends where it is cut."""
-    places = [columns.index(name) for name in COLUMNS]
+    try:
+        places = [columns.index(name) for name in COLUMNS]
+    except ValueError as error:
+        raise ConfigError(f"{path}: a column is missing: {error}", advice="record again") from error
     try:
         with gzip.open(path, "rt") as file:
             for line in file:
                 row = json.loads(line)
                 yield Event(*(row[place] for place in places))
-    except (EOFError, ValueError):
+    except (EOFError, ValueError, zlib.error):
         return
     except OSError as error:
         raise ConfigError(f"{path}: {error}", advice="check the run's directory") from error
@@ -146,7 +157,8 @@ class Recorder:
 
     def write_meta(self, meta: Meta) -> None:
         """Write, or replace, what the run is."""
-        (self.directory / META).write_text(json.dumps(meta.as_json(), indent=1))
+        known = replace(meta, first_seq=self._log.first_seq)
+        (self.directory / META).write_text(json.dumps(known.as_json(), indent=1))
 
     def _go(self) -> None:
         while not self._closed.wait(PERIOD_SECONDS):
@@ -155,9 +167,10 @@ class Recorder:
     def flush(self) -> None:
         """Write what the ring holds."""
         with self._lock:
-            lines = [json.dumps(row, separators=(",", ":")) for row in self._log.drain()]
+            lines = [encode(row) for row in self._log.drain()]
             if lines:
                 self._file.write(("\n".join(lines) + "\n").encode())
+                self._file.flush()  # or a kill would take what the compressor holds
 
     def close(self) -> None:
         """Write the rest; nothing is recorded from here on."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hetero.config import Config, describe_limit, host_limit
+from hetero.config import Config, HostLimit, describe_limit
 from hetero.device import Device
 from hetero.errors import BudgetError, ConfigError
 from hetero.train.blueprint import Blueprint
@@ -97,8 +97,8 @@ def decide(
         hbm = int(CUDA_SHARE * free)
     tables = (p for p in model.parameters() if not pageable(p))
     budget = Budget(plan, hbm, sum(t.nbytes for t in (*model.buffers(), *tables)))
-    on_cuda = device.torch_device.type == "cuda"
-    host = host_bytes(model, config)
+    on_cuda = device.is_cuda
+    host = host_bytes(model, config, device.host_limit())
     if hbm is None and config.nvme and plan.home_bytes > host:  # one memory, less than it all
         budget.hbm = hbm = max(host // CPU_FRAMES, 2 * plan.least_bytes + budget.buffer_bytes)
         host = max(0, host - hbm)
@@ -120,9 +120,8 @@ def decide(
     return budget, "resident" if resident else "paged"
 
 
-def host_bytes(model: nn.Module, config: Config) -> int:
+def host_bytes(model: nn.Module, config: Config, limit: HostLimit) -> int:
     """Return the RAM for homes: the budget, or what this process may take."""
-    limit = host_limit()
     params = [p for p in model.parameters() if pageable(p)]
     held = sum(p.nbytes for p in params if p.device.type == "cpu")  # moved, not copied
     if config.host is None:

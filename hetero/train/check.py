@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetero.errors import ConfigError, StateError
 from hetero.train.optimizer import Optimizer
@@ -35,16 +36,7 @@ def check_model(model: object, *, weights: bool = False) -> nn.Module:
                 f"{where} is prepared already, or part of a model that is",
                 advice="call hetero.release(model, optimizer) first",
             )
-        for kind in type(module).__mro__:
-            if kind.__name__ in _WRAPPERS:
-                raise ConfigError(
-                    f"{where} is wrapped by {kind.__name__}", advice="prepare the inner module"
-                )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ConfigError(
-                f"{where} is a ScriptModule, which bypasses parameter access",
-                advice="prepare the Python module",
-            )
+        check_unwrapped(where, module, "prepare")
     named = list(model.named_parameters())
     if not any(pageable(param) for _, param in named):
         raise ConfigError(
@@ -56,6 +48,68 @@ def check_model(model: object, *, weights: bool = False) -> nn.Module:
     check_one_device(named)
     check_overlaps(named)
     return model
+
+
+def check_watchable(model: object) -> tuple[nn.Module, torch.device]:
+    """Return a plain model and its device, or raise naming what cannot be watched."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
+    for name, module in model.named_modules():
+        where = name or "the model"
+        if PART in module.__dict__:
+            raise StateError(
+                f"{where} is part of a prepared model", advice="profile the model that was prepared"
+            )
+        check_unwrapped(where, module, "profile")
+        if is_compiled(module):
+            raise ConfigError(
+                f"{where} is compiled: bytes inside compiled code are seen by nobody",
+                advice="profile the model before torch.compile",
+            )
+    named = list(model.named_parameters())
+    if not named:
+        raise ConfigError("the model has no parameters", advice="there is nothing to profile")
+    for name, param in named:
+        check_plain(name, param)
+    check_one_device(named)
+    return model, named[0][1].device
+
+
+def check_unwrapped(where: str, module: nn.Module, verb: str) -> None:
+    """Refuse wrappers that split or copy what they wrap, and scripts; ``verb`` is for advice."""
+    for kind in type(module).__mro__:
+        if kind.__name__ in _WRAPPERS:
+            raise ConfigError(
+                f"{where} is wrapped by {kind.__name__}", advice=f"{verb} the inner module"
+            )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(
+            f"{where} is a ScriptModule, which bypasses parameter access",
+            advice=f"{verb} the Python module",
+        )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `torch.compile` was asked for a module, in place or around it."""
+    return (
+        hasattr(module, "_orig_mod")
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
+
+
+def check_plain(name: str, param: nn.Parameter) -> None:
+    """Refuse a parameter that has no bytes of its own yet, or has them in other tensors."""
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ConfigError(
+            f"parameter {name!r} is uninitialized (a lazy module)", advice="run one batch first"
+        )
+    if param.is_meta or param.layout is not torch.strided or is_traceable_wrapper_subclass(param):
+        raise ConfigError(
+            f"parameter {name!r} is no plain dense tensor ({type(param.data).__name__},"
+            f" {param.layout}, {param.device})",
+            advice="profile a model whose parameters are plain tensors, before it is sharded",
+        )
 
 
 def pageable(param: nn.Parameter) -> bool:
@@ -127,17 +181,29 @@ def check_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 def check_pair(model: nn.Module, optimizer: object) -> torch.optim.Optimizer | None:
     """Return the optimizer, or raise naming why it cannot step this model."""
-    if optimizer is None:
-        return None
     if isinstance(optimizer, Optimizer):
         raise StateError(
             "the optimizer is prepared already", advice="pass the plain torch optimizer"
         )
+    plain = check_whose(model, optimizer)
+    if plain is None:
+        return None
+    check_optimizer(plain)
+    if not any(p.requires_grad for g in plain.param_groups for p in g["params"]):
+        raise ConfigError(
+            "the optimizer has no trainable parameter", advice="prepare without an optimizer"
+        )
+    return plain
+
+
+def check_whose(model: nn.Module, optimizer: object) -> torch.optim.Optimizer | None:
+    """Return the optimizer, or raise naming a parameter of it that is not of the model."""
+    if optimizer is None:
+        return None
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer is a {type(optimizer).__name__}", advice="pass a torch.optim optimizer"
         )
-    check_optimizer(optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
@@ -147,8 +213,4 @@ def check_pair(model: nn.Module, optimizer: object) -> torch.optim.Optimizer | N
                     " the model",
                     advice="build the optimizer from model.parameters() of this very model",
                 )
-    if not any(p.requires_grad for g in optimizer.param_groups for p in g["params"]):
-        raise ConfigError(
-            "the optimizer has no trainable parameter", advice="prepare without an optimizer"
-        )
     return optimizer

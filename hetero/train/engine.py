@@ -21,14 +21,13 @@ from hetero.config import Config
 from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
 from hetero.errors import ConfigError, StateError, StorageError
 from hetero.events import EventLog, What
-from hetero.io import spill_folder
+from hetero.io import Folder, spill_folder
 from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
 from hetero.memory.parcel import ParcelStore
-from hetero.memory.pool import open_pool
 from hetero.memory.slab import HomeStore
 from hetero.plan.activations import Policy
 from hetero.plan.planner import Planner
@@ -98,8 +97,8 @@ class Engine:
         self._step_began = 0.0  # or the step before it ended, in seconds of the log's clock
         self.stats = StepStats()
         self.steps = 0
-        for path in config.nvme:  # a wrong name is told even where nothing has to go there
-            spill_folder(path, self.tuning.io).close()
+        for folder in self._folders():  # a wrong name is told even where nothing has to go there
+            folder.close()
         self.budget, self.mode = decide(model, config, device, blueprint, self.tuning.extent_numel)
         self.optimizer: Optimizer | None = None
         self.saver = Saver()
@@ -126,6 +125,7 @@ class Engine:
         layout = self.blueprint.layout
         self.masters = Masters(self.config.precision, layout, self.store)
         self.worker = self.tuning.worker or Worker(thread_budget())
+        self.worker.clock = self.device.clock
         device = self.device.torch_device
         try:
             self.ledger.charge(Tier.HBM, Kind.BUFFER, self.budget.buffer_bytes, "buffers")
@@ -158,9 +158,8 @@ class Engine:
             return HomeStore(self.device, self.ledger, resident=resident)
         return_large_blocks()
         self.ledger.charge(Tier.HOST, Kind.POOL, spill.pool_bytes, "memory for homes on disk")
-        folders = [spill_folder(path, self.tuning.io) for path in self.config.nvme]
-        pool = open_pool(
-            folders,
+        pool = self.tuning.open_pool(
+            self._folders(),
             spill.disk_bytes,
             pool_bytes=spill.pool_bytes,
             extent_numel=spill.extent_numel,
@@ -172,6 +171,11 @@ class Engine:
         return HomeStore(
             self.device, self.ledger, resident=resident, pool=pool, on_disk=spill.holds
         )
+
+    def _folders(self) -> list[Folder]:
+        """Return the directories for what goes to disk; none where there are no bytes."""
+        paths = self.config.nvme if self.device.has_bytes else ()
+        return [spill_folder(path, self.tuning.io) for path in paths]
 
     def _make_offload(self) -> Offload:
         """Return what sends activations down, in chunks as parameters have them."""
@@ -204,7 +208,7 @@ class Engine:
         room = self.budget.room
         least = plan.granules(plan.widest)
         # A CUDA arena cannot grow in place, so it leaves room for activations not yet measured.
-        ceiling = room if self.device.torch_device.type == "cpu" else min(room, 2 * least)
+        ceiling = room if not self.device.is_cuda else min(room, 2 * least)
         self.manager = ChunkManager(
             layout,
             device=self.device,
@@ -303,7 +307,7 @@ class Engine:
     @property
     def _may_stay(self) -> bool:
         """Whether a model that fits the device is to stay there."""
-        on_cpu = self.device.torch_device.type == "cpu"
+        on_cpu = not self.device.is_cuda
         return on_cpu and self.inner is not None and not self.budget.spills
 
     @property
@@ -370,7 +374,7 @@ class Engine:
     def _attach_resident(self) -> None:
         """Masters behind parameters that stay where they are: everything is in one memory."""
         place = CpuDevice(self.device.torch_device)
-        if self.device.torch_device.type == "cuda":  # the stream orders updates, not a thread
+        if self.device.is_cuda:  # the stream orders updates, not a thread
             self.worker = self.tuning.worker or Worker(0)
         self.link = Link(place, self.log)
         self._attach_grads(place)
@@ -557,7 +561,7 @@ class Engine:
 
     def _count(self) -> None:
         self.steps += 1
-        if self.steps <= WARM_STEPS and self.device.torch_device.type == "cpu":
+        if self.steps <= WARM_STEPS and not self.device.is_cuda:
             trim_heap()
 
     def _fit(self) -> bool:

@@ -443,7 +443,8 @@ class GradStore:
 
             slot.flying -= 1
             before = slot.job
-            slot.job = Job([work], after=() if before is None or before.done else (before,))
+            after = () if before is None or before.done else (before,)
+            slot.job = self._worker.job([work], piece.numel(), after=after)
             return self._worker.submit(slot.job)
 
         slot.flying += self.flight.n_pieces(grad)

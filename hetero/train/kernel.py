@@ -192,6 +192,8 @@ def _check(
 def _blocks(
     param: torch.Tensor, low: torch.Tensor, grad: torch.Tensor, states: States
 ) -> Iterator[_Block]:
+    if param.is_meta:  # without bytes there is nothing to do
+        return
     size = CPU_BLOCK_NUMEL if param.device.type == "cpu" else CUDA_BLOCK_NUMEL
     size = min(size, max(1, param.numel()))
     p, g, t, u = torch.empty(4, size, device=param.device).unbind()

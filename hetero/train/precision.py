@@ -220,7 +220,7 @@ class Masters:
         """Make the weights from element ``start`` that differ from ``before`` their own masters."""
         home, end = self._home(bucket).flat, start + before.numel()
         changed = home[start:end].view(torch.int16) != before.view(torch.int16)
-        if bool(changed.any()):
+        if not changed.is_meta and bool(changed.any()):  # without bytes, nothing is written
             low = self.low(bucket)
             for run in self._store.runs(start, end, (low, Use.WRITE)):
                 where = changed[run.start - start : run.stop - start]

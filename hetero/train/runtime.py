@@ -132,10 +132,13 @@ class Runtime:
         """Begin a unit's forward: pin, bind, look ahead. Returns whether hooks were pushed."""
         if _functorch() is not None:
             raise self._functorch_refusal()
-        self._settle_backward()
+        buckets = self.needs[unit]
+        if _task() == NO_TASK or self._open is None or self._open.buckets != buckets:
+            self._settle_backward()
+        # else the unit is computed again for a node that has unpacked one of its weights already,
+        # and would show it: a pin that is let go is not what the node waits for
         self.grads.flush_pending()
         phase = self._phase()
-        buckets = self.needs[unit]
         accessed = self._begin_access(unit)
         self._pin(buckets, phase.value)
         self._bind(buckets)

@@ -20,6 +20,7 @@ import torch
 
 from hetero.errors import StorageError
 from hetero.events import EventLog, What
+from hetero.memory.layout import Bucket
 from hetero.train.grads import GradStore
 from hetero.train.precision import LossScaler
 from hetero.train.rules import Group, State
@@ -96,29 +97,27 @@ class Stepper:
 
     def begin(self, update: Update, *, at_once: bool, after: Sequence[Job] = ()) -> Job:
         """Give a bucket's update to the worker, or make a job that its first waiter does."""
-        times: list[float] = []  # at which slices began
-        slices = [partial(self._run, work, times) for work in update.slices]
-        job = Job(slices, finish=partial(self._end, update, times), after=after)
+        slices = [partial(self._run, work) for work in update.slices]
+        finish = partial(_all, update.finishes)
+        job = self._worker.job(slices, update.bucket.numel, finish=finish, after=after)
+        job.then = partial(self._note, update.bucket)
         self._grads.lend(update.bucket, job, update.scaled)
         self._jobs.append(job)
         if not (at_once or update.fresh):
             self._worker.submit(job)
         return job
 
-    def _end(self, update: Update, times: Sequence[float]) -> None:
-        for part in update.finishes:
-            part()
-        if times:
+    def _note(self, bucket: Bucket, job: Job) -> None:
+        if job.began is not None and job.ended is not None:
             self._log.add(
-                *(What.UPDATE, min(times), self._log.clock()),
+                *(What.UPDATE, job.began, job.ended),
                 lane=Lane.UPDATE,
-                bucket=update.bucket.id,
-                n_bytes=update.bucket.n_bytes,
+                bucket=bucket.id,
+                n_bytes=bucket.n_bytes,
                 why="step",
             )
 
-    def _run(self, work: Slice, times: list[float]) -> None:
-        times.append(self._log.clock())
+    def _run(self, work: Slice) -> None:
         if self._failed is not None:
             raise self._failed
         if self._pause is not None:
@@ -151,3 +150,8 @@ class Stepper:
         except BaseException:
             self.surfaced = True
             raise
+
+
+def _all(work: Sequence[Slice]) -> None:
+    for part in work:
+        part()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hetero.io import IO
+from hetero.memory.pool import Pool, open_pool
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
 from hetero.train.worker import Slice, Worker
@@ -33,6 +34,8 @@ class Tuning:
     """Elements of an extent, a multiple of 4096; None: chosen from the model's size."""
     io: IO | None = None
     """Through which the files of the NVME tier are used; tests let it go wrong."""
+    open_pool: Callable[..., Pool] = open_pool
+    """Opens what keeps homes on disk."""
     io_threads: int | None = None
     """Threads that read and write the NVME tier; None: chosen by measuring the drive."""
     checked: bool = True

@@ -12,6 +12,7 @@ none; rules without a formula run on a whole tensor's master.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -251,8 +252,13 @@ class Updater:
         """Cut a piece into slices; where anything lies on disk, at the borders of extents."""
         pool = self._store.pool
         if pool is None:
+            numel = self._at_once(bucket, numel)
             return piece.cuts(bucket.chunk_numel * max(1, numel // bucket.chunk_numel))
         return piece.cuts(pool.extent_numel)
+
+    def _at_once(self, bucket: Bucket, numel: int) -> int:
+        """Return how many elements a call takes: what has no bytes costs the calls alone."""
+        return numel if not self._store.homes[PARAM, bucket.id].flat.is_meta else sys.maxsize
 
     def _request(
         self, update: Update, start: int, end: int, *others: Home | Span
@@ -345,7 +351,7 @@ class Updater:
                 # an extent may be long: what lies between a rule's operations stays in the cache
                 work = [
                     partial(self._run_flat, group, bucket, run, piece.first, homes, after)
-                    for run in cut(start, end, RULE_NUMEL)
+                    for run in cut(start, end, self._at_once(bucket, RULE_NUMEL))
                 ]
                 update.slices.append(partial(self._hold, request, work))
             update.finishes.append(partial(self._share, bucket, piece, after))

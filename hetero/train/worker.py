@@ -12,6 +12,7 @@ import atexit
 import os
 import signal
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +34,10 @@ class Job:
     and stays to be done: whoever waits next tries it again. Any other error ends the job.
     """
 
-    __slots__ = ("_after", "_changed", "_closed", "_error", "_finish", "_left", "_slices", "_stuck")
+    __slots__ = (
+        *("_after", "_changed", "_clock", "_closed", "_error", "_finish", "_left", "_slices"),
+        *("_stuck", "began", "ended", "then"),
+    )
 
     def __init__(
         self,
@@ -41,7 +45,15 @@ class Job:
         *,
         finish: Slice | None = None,
         after: Sequence[Job] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
+        self.began: float | None = None
+        """When its first slice was begun, in seconds of ``clock``."""
+        self.ended: float | None = None
+        """When it was done, or had failed."""
+        self.then: Callable[[Job], None] | None = None
+        """Called once it is done, and not where it failed."""
         self._slices = deque(slices)
         self._left = len(self._slices)
         self._finish = finish
@@ -66,6 +78,8 @@ class Job:
                 return False
             work = self._slices.popleft()
             self._stuck = None
+            if self.began is None:
+                self.began = self._clock()
         try:
             for job in self._after:
                 job.wait()
@@ -105,8 +119,13 @@ class Job:
     def _close(self) -> None:
         with self._changed:
             self._finish, self._after = None, ()
+            if self.ended is None:
+                self.ended = self._clock()
             self._closed = True
             self._changed.notify_all()
+        then, self.then = self.then, None
+        if then is not None and self._error is None:
+            then(self)
 
     def settle(self) -> None:
         """Return when the job is done or has failed, helping with it; raises StorageError."""
@@ -182,11 +201,24 @@ class Worker:
 
     def __init__(self, n_threads: int, *, pick: Callable[[int], int] = lambda n: 0) -> None:
         self.n_threads = n_threads
+        self.clock: Callable[[], float] = time.monotonic
+        """By which jobs note their begin and end."""
         self._queue = _Queue(pick)
         self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
         self._watches_forks = False
         self._at_exit = _if_alive(weakref.ref(self), Worker.close)
+
+    def job(
+        self,
+        slices: Iterable[Slice],
+        numel: int,
+        *,
+        finish: Slice | None = None,
+        after: Sequence[Job] = (),
+    ) -> Job:
+        """Return a job over ``numel`` elements, to be submitted or done by its first waiter."""
+        return Job(slices, finish=finish, after=after, clock=self.clock)
 
     def submit(self, job: Job) -> Job:
         """Queue a job; it is done before `Job.wait` returns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import CudaDevice
+from hetero.recipes.calibrate import CalibrateOptions, calibrate
+from hetero.recipes.probes import Ends
 from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
 from hetero.types import Lane
 from tests.equivalence.harness import compare_with, sgd, values
 from tests.equivalence.zoo import BY_NAME, CASES, Case, Loop
+from tests.recipes.test_calibrate import TINY
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 NOT_HERE = {"unscaled", "autocast", "autocast_reused", "kept_views"}  # name the CPU, or step
@@ -149,3 +153,31 @@ def test_updates_overlap_on_cuda_without_changing_a_bit() -> None:
             optimizer.zero_grad()
         hashes.add(b"".join(v.cpu().numpy().tobytes() for v in values(model)))
     assert len(hashes) == 1
+
+
+@needs_cuda
+def test_a_lane_is_timed_with_the_copies_that_it_does_beside_the_other_lane() -> None:
+    device = CudaDevice()
+    up = Ends(device.arena(1 << 22).block, device.slab(1 << 22).block)
+    down = Ends(device.arena(1 << 22).block, device.slab(1 << 22).block)
+    up.below.fill_(7)
+    down.here.fill_(9)
+    torch.cuda.synchronize()
+    beside = down.moves(Lane.D2H, 1 << 16)
+
+    assert device.lane_seconds(Lane.H2D, up.moves(Lane.H2D, 1 << 16), beside) > 0
+    assert up.here.eq(7).all() and down.below.eq(9).all()
+
+
+@needs_cuda
+def test_calibrating_cuda_writes_a_profile_without_a_problem(disk: Path) -> None:
+    options = CalibrateOptions(pace=TINY, device="cuda", output=disk / "box.toml")
+    result = calibrate(options)
+    gpu, link = result.profile.gpu, result.profile.link
+
+    assert result.problems == ()
+    assert gpu is not None and link is not None
+    assert gpu.name == torch.cuda.get_device_name()
+    assert result.profile.matmul_seconds(64, 64, 64, "fp32") > 0
+    assert result.profile.overlap.gemm_under_h2d is not None
+    assert result.profile.overlap.update_under_dma is not None

@@ -1,0 +1,135 @@
+"""A device made of numbers: everything is counted and timed, and no byte is there (floor 0).
+
+The library itself runs on it, with models on ``torch.device("meta")``: what it would place, move
+and wait for on a machine is found out without that machine, by the code that does it there. Time is
+virtual: who models compute advances it, copies and waits take what the rates say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hetero.config import HostLimit
+from hetero.device import COPY_LANES, CpuDevice, Slab, Stall, Ticket
+from hetero.types import Lane
+
+META = torch.device("meta")
+
+
+@dataclass(slots=True)
+class DrySlab(Slab):
+    """Memory that is only as large as it says."""
+
+    def carve(self, offset: int, n_bytes: int) -> torch.Tensor:
+        with _disable_current_modes():  # it is there already: nobody is to count it
+            return torch.empty(n_bytes, dtype=torch.uint8, device=META)
+
+
+CopySeconds = Callable[[Lane, int, bool], float]
+
+
+class DryDevice(CpuDevice):
+    """Stands for a device with its links.
+
+    Args:
+        is_cuda: whether it stands for a CUDA device; if not, for a CPU.
+        same_ram: whether its memory is RAM, as of a CPU that is not "cpu:sim".
+        hbm_bytes: its size; None where it is RAM.
+        ram_bytes: what this process may take beside it.
+        copy_seconds: (lane, bytes, whether the other lane is busy) -> seconds.
+    """
+
+    name = "dry"
+    has_bytes = False
+
+    def __init__(
+        self,
+        *,
+        is_cuda: bool = False,
+        same_ram: bool = False,
+        hbm_bytes: int | None = None,
+        ram_bytes: int,
+        copy_seconds: CopySeconds,
+    ) -> None:
+        super().__init__(META)
+        self.is_cuda = is_cuda
+        self.same_ram = same_ram
+        self.clock_seconds = 0.0
+        self.time_passed: Callable[[], None] = lambda: None
+        """Called whenever the clock has moved."""
+        self._hbm_bytes = hbm_bytes
+        self._ram_bytes = ram_bytes
+        self._copy_seconds = copy_seconds
+        self._free_at = dict.fromkeys(COPY_LANES, 0.0)
+
+    def slab(self, n_bytes: int) -> Slab:
+        return DrySlab(n_bytes, torch.empty(0, dtype=torch.uint8, device=META))
+
+    arena = paged_slab = slab
+
+    def compute(self, seconds: float) -> None:
+        """Let compute work for ``seconds``."""
+        self.pass_until(self.clock_seconds + seconds)
+
+    def pass_until(self, seconds: float) -> None:
+        """Let time pass until then, if it is not later already."""
+        if seconds > self.clock_seconds:
+            self.clock_seconds = seconds
+            self.time_passed()
+
+    def is_busy(self, lane: Lane) -> bool:
+        """Whether a lane copies now."""
+        return self._free_at[lane] > self.clock_seconds
+
+    def copy(
+        self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
+    ) -> Ticket:
+        n_bytes, other = src.numel(), _other(lane)
+        start = max(self._free_at[lane], self.clock_seconds, *(t.end for t in after), 0.0)
+        busy = self._free_at[other] > start
+        end = start + self._copy_seconds(lane, n_bytes, busy)
+        self._free_at[lane] = end
+        return Ticket(lane, end).was(start, end)
+
+    def wait(self, ticket: Ticket) -> Stall | None:
+        begin = self.clock_seconds
+        self.pass_until(ticket.end)
+        return (begin, ticket.end) if ticket.end > begin else None
+
+    sync = wait
+
+    def query(self, ticket: Ticket) -> bool:
+        return ticket.end <= self.clock_seconds
+
+    def mark(self) -> Ticket:
+        return Ticket(Lane.COMPUTE, self.clock_seconds)
+
+    def stamp(self) -> Ticket:
+        return self.mark()
+
+    def now(self) -> float:
+        return self.clock_seconds
+
+    clock = now
+
+    def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
+        return self._copy_seconds(lane, n_bytes, False)
+
+    def poison(self, dst: torch.Tensor) -> None: ...
+
+    def total_bytes(self) -> int | None:
+        return self._hbm_bytes
+
+    def free_bytes(self) -> int | None:
+        return self._hbm_bytes
+
+    def host_limit(self) -> HostLimit:
+        return HostLimit(self._ram_bytes, "the machine that is planned for")
+
+
+def _other(lane: Lane) -> Lane:
+    return Lane.D2H if lane is Lane.H2D else Lane.H2D

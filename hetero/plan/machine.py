@@ -1,0 +1,534 @@
+"""What a machine can do, every number with its source, and how long work takes on it (no torch).
+
+The sections are those of a profile file (`hetero.plan.hardware` reads and writes it). Numbers are
+kept in bytes, seconds and operations per second; a field's metadata holds the key and the power of
+ten that the file uses (``hbm_GBps`` is ``hbm_bytes_per_second`` divided by 10**9).
+Counts (cores, drives) are facts and carry no source.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Literal, NamedTuple
+
+from hetero.errors import ConfigError
+from hetero.types import Lane
+
+Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
+DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16", "fp8")
+TILE = 128  # rows and columns of a matmul that one multiprocessor computes at once, as libraries do
+GIGA, TERA, MICRO = 9, 12, -6  # powers of ten
+Rows = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number, the key of its source, and how far its samples lay apart."""
+
+    value: float
+    source: str
+    spread: float = 0.0
+    """Interquartile range of the samples over their median; 0 where nothing was sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of numbers of one source; the last column is what the others lead to."""
+
+    rows: Rows
+    source: str
+    spread: float = 0.0
+    """The widest spread of a row."""
+
+
+class Form(NamedTuple):
+    """How a file writes a field: its key, and a power of ten for each number of a row."""
+
+    key: str
+    exponents: tuple[int, ...]
+    zero: bool
+    """Whether nothing at all is a sensible value, as it is of bytes and never of a rate."""
+
+
+def form(key: str, *exponents: int, zero: bool = False) -> dict[str, Form]:
+    """Return the metadata of a field."""
+    return {"form": Form(key, exponents or (0,), zero)}
+
+
+# -- sections ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """``[gpu.tflops]``: dense operations per second, accumulated in fp32."""
+
+    bf16: Figure | None = field(default=None, metadata=form("bf16", TERA))
+    fp16: Figure | None = field(default=None, metadata=form("fp16", TERA))
+    fp8: Figure | None = field(default=None, metadata=form("fp8", TERA))
+    fp32: Figure | None = field(default=None, metadata=form("fp32", TERA))
+
+    def of(self, dtype: Dtype) -> Figure | None:
+        """Return the peak of a dtype."""
+        found: Figure | None = getattr(self, dtype)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matmul:
+    """``[gpu.matmul]``, ``[host.matmul]``: what matmuls reach, by shape or at least as a share."""
+
+    launch_seconds: Figure = field(metadata=form("launch_us", MICRO, zero=True))
+    """What one operation costs the host before anything is computed."""
+    bf16_efficiency: Figure | None = field(default=None, metadata=form("bf16_eff"))
+    fp16_efficiency: Figure | None = field(default=None, metadata=form("fp16_eff"))
+    fp8_efficiency: Figure | None = field(default=None, metadata=form("fp8_eff"))
+    fp32_efficiency: Figure | None = field(default=None, metadata=form("fp32_eff"))
+    bf16_grid: Table | None = field(default=None, metadata=form("bf16_grid", 0, 0, 0, TERA))
+    """Rows (m, n, k, operations per second), every combination of the axes' values."""
+    fp16_grid: Table | None = field(default=None, metadata=form("fp16_grid", 0, 0, 0, TERA))
+    fp8_grid: Table | None = field(default=None, metadata=form("fp8_grid", 0, 0, 0, TERA))
+    fp32_grid: Table | None = field(default=None, metadata=form("fp32_grid", 0, 0, 0, TERA))
+
+    def efficiency(self, dtype: Dtype) -> Figure | None:
+        """Return the share of the peak that matmuls of a dtype reach."""
+        found: Figure | None = getattr(self, f"{dtype}_efficiency")
+        return found
+
+    def grid(self, dtype: Dtype) -> Table | None:
+        """Return what matmuls of a dtype reached, by shape."""
+        found: Table | None = getattr(self, f"{dtype}_grid")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """``[gpu]``: one of ``count`` equal devices."""
+
+    name: str
+    arch: str
+    count: int = 1
+    sm: int
+    """Multiprocessors."""
+    hbm_bytes: Figure = field(metadata=form("hbm_bytes"))
+    hbm_bytes_per_second: Figure = field(metadata=form("hbm_GBps", GIGA))
+    hbm_efficiency: Figure = field(metadata=form("hbm_eff"))
+    """Share of it that element-wise work reaches."""
+    context_bytes: Figure | None = field(default=None, metadata=form("context_bytes", zero=True))
+    """HBM that the driver's context and the kernels take."""
+    nccl_bytes_per_communicator: Figure | None = field(
+        default=None, metadata=form("nccl_bytes_per_comm", zero=True)
+    )
+    tflops: Peaks
+    matmul: Matmul
+
+    def matmul_seconds(self, m: int, n: int, k: int, dtype: Dtype) -> float:
+        """Return 2mnk over what the grid says of that shape (T2); see `wave_operations` without."""
+        grid = self.matmul.grid(dtype)
+        if grid is not None:
+            return 2 * m * n * k / grid_rate(grid.rows, m, n, k)
+        peak, share = self.tflops.of(dtype), self.matmul.efficiency(dtype)
+        if peak is None or share is None:
+            raise unsupported(dtype, self.name)
+        return wave_operations(m, n, k, self.sm) / (peak.value * share.value)
+
+    def memory_seconds(self, n_bytes: float) -> float:
+        """Return the time of element-wise work that reads and writes ``n_bytes`` in all (T2)."""
+        return n_bytes / (self.hbm_bytes_per_second.value * self.hbm_efficiency.value)
+
+    def launch_seconds(self) -> float:
+        """Return what one operation costs before anything is computed."""
+        return self.matmul.launch_seconds.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Direction:
+    """``[link.h2d]``, ``[link.d2h]``: copies between HOST and HBM, one way."""
+
+    type: str = ""
+    """"pcie4x16" and the like, "c2c", "ram" where HBM is RAM, or "unknown"; of d2h "" is as h2d."""
+    peak_bytes_per_second: Figure | None = field(default=None, metadata=form("peak_GBps", GIGA))
+    bytes_per_second: Figure = field(metadata=form("GBps", GIGA))
+    """Of large copies from page-locked memory, with nothing else on the link."""
+    latency_seconds: Figure = field(metadata=form("alpha_us", MICRO, zero=True))
+    pageable_factor: Figure | None = field(default=None, metadata=form("pageable_factor"))
+    size_curve: Table | None = field(default=None, metadata=form("size_curve", 0, 0))
+    """Rows (bytes, share of ``bytes_per_second`` that a copy of so many reaches)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duplex:
+    """``[link.duplex]``: the rate of each direction while the other one is saturated."""
+
+    h2d_bytes_per_second: Figure = field(metadata=form("h2d_GBps", GIGA))
+    d2h_bytes_per_second: Figure = field(metadata=form("d2h_GBps", GIGA))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """``[link]``: what joins HOST and HBM."""
+
+    contention: Table | None = field(default=None, metadata=form("contention", 0, GIGA))
+    """Rows (devices that copy at once, bytes per second of each)."""
+    h2d: Direction
+    d2h: Direction
+    duplex: Duplex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threads:
+    """``[host.threads]``: rows (threads, rate), where they were measured."""
+
+    dram: Table | None = field(default=None, metadata=form("dram_GBps", 0, GIGA))
+    update: Table | None = field(default=None, metadata=form("adam_Gparam_s", 0, GIGA))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """``[host]``: processors and RAM; the computing device too where there is no other."""
+
+    cores: int
+    numa_nodes: int = 1
+    isa: tuple[str, ...] = ()
+    ram_bytes: Figure = field(metadata=form("ram_bytes"))
+    limit_bytes: Figure | None = field(default=None, metadata=form("limit_bytes"))
+    """What a process could take of it when it was measured; None: all of it."""
+    memlock_bytes: Figure | None = field(default=None, metadata=form("memlock_bytes", zero=True))
+    """What a process may lock; None: no limit."""
+    dram_peak_bytes_per_second: Figure | None = field(
+        default=None, metadata=form("dram_peak_GBps", GIGA)
+    )
+    dram_bytes_per_second: Figure = field(metadata=form("dram_GBps", GIGA))
+    """Read and written together by all threads; what is read only to be overwritten not counted."""
+    update_per_second: Figure = field(metadata=form("adam_Gparam_s", GIGA))
+    """Parameters that the update kernel brings up to date."""
+    fp32_peak_per_second: Figure | None = field(
+        default=None, metadata=form("fp32_peak_GFLOPS", GIGA)
+    )
+    gemm_fp32_per_second: Figure | None = field(
+        default=None, metadata=form("gemm_fp32_GFLOPS", GIGA)
+    )
+    gemm_bf16_per_second: Figure | None = field(
+        default=None, metadata=form("gemm_bf16_GFLOPS", GIGA)
+    )
+    gemm_fp16_per_second: Figure | None = field(
+        default=None, metadata=form("gemm_fp16_GFLOPS", GIGA)
+    )
+    threads: Threads = field(default_factory=Threads)
+    matmul: Matmul | None = None
+
+    def gemm(self, dtype: Dtype) -> Figure | None:
+        """Return operations per second of large matmuls of a dtype."""
+        found: Figure | None = getattr(self, f"gemm_{dtype}_per_second", None)
+        return found
+
+    def matmul_seconds(self, m: int, n: int, k: int, dtype: Dtype) -> float:
+        """Return 2mnk over what the grid says of that shape, or over what large matmuls reach."""
+        grid = self.matmul.grid(dtype) if self.matmul is not None else None
+        if grid is not None:
+            return 2 * m * n * k / grid_rate(grid.rows, m, n, k)
+        rate = self.gemm(dtype)
+        if rate is None:
+            raise unsupported(dtype, "the processor")
+        return 2 * m * n * k / rate.value
+
+    def memory_seconds(self, n_bytes: float) -> float:
+        """Return the time of element-wise work that reads and writes ``n_bytes`` in all."""
+        return n_bytes / self.dram_bytes_per_second.value
+
+    def launch_seconds(self) -> float:
+        """Return what one operation costs before anything is computed; 0 where nobody measured."""
+        return self.matmul.launch_seconds.value if self.matmul is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Io:
+    """``nvme.io``: how the rates were, or should be, reached."""
+
+    engine: str = "threads"
+    queue_depth: int = 1
+    block_bytes: int = 2**22
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nvme:
+    """``[nvme]``: ``devices`` equal drives, striped; rates are of all together."""
+
+    devices: int = 1
+    odirect: bool = True
+    read_bytes_per_second: Figure = field(metadata=form("read_GBps", GIGA))
+    write_bytes_per_second: Figure = field(metadata=form("write_GBps", GIGA))
+    """Into the drive's fast cache (pSLC), while it lasts."""
+    write_sustained_bytes_per_second: Figure | None = field(
+        default=None, metadata=form("write_sustained_GBps", GIGA)
+    )
+    """Past that cache."""
+    slc_bytes: Figure | None = field(default=None, metadata=form("slc_bytes"))
+    """What the cache takes; None: nobody has found its end."""
+    mixed_factor: Figure | None = field(default=None, metadata=form("mixed_factor"))
+    """Share of its rate that each direction keeps while the other one is busy too."""
+    tbw_bytes: Figure | None = field(default=None, metadata=form("tbw_bytes"))
+    """What may be written in the drive's life."""
+    io: Io = field(default_factory=Io)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Net:
+    """``[net]``: what joins devices of one machine."""
+
+    intra: str = "none"
+    bytes_per_second: Figure | None = field(default=None, metadata=form("GBps", GIGA))
+    """One way, of one device."""
+    latency_seconds: Figure | None = field(
+        default=None, metadata=form("alpha_us", MICRO, zero=True)
+    )
+    busbw: Table | None = field(default=None, metadata=form("busbw", 0, GIGA))
+    """Rows (bytes, bus bandwidth of collectives)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """``[overlap]``: how much longer the first takes while the second runs, 1 or more (T7)."""
+
+    gemm_under_h2d: Figure | None = field(default=None, metadata=form("gemm_under_h2d"))
+    gemm_under_d2h: Figure | None = field(default=None, metadata=form("gemm_under_d2h"))
+    gemm_under_collective: Figure | None = field(default=None, metadata=form("gemm_under_coll"))
+    gemm_under_update: Figure | None = field(default=None, metadata=form("gemm_under_update"))
+    """On processors that compute and update at once."""
+    update_under_dma: Figure | None = field(default=None, metadata=form("adam_under_dma"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """``[quality]``: how a measured profile came about."""
+
+    measured_on: str = ""
+    """UTC date."""
+    device: str = ""
+    mode: str = ""
+    """"quick" or "full"."""
+    seconds: float = field(default=0.0, metadata=form("seconds", zero=True))
+    """What measuring took."""
+    spread_percent: float = field(default=0.0, metadata=form("spread_pct", zero=True))
+    """The widest spread of all figures."""
+    noisy: tuple[str, ...] = ()
+    """Keys whose spread is above 5 %: not to be relied on."""
+    notes: tuple[str, ...] = ()
+    """What was not measured, and why."""
+    torch: str = ""
+    driver: str = ""
+
+
+class Source(NamedTuple):
+    """Where numbers come from: ``key = "text"`` under ``[src]``."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A machine, and the times of work on it. Seconds, bytes; formulas T2 to T7 of the planner."""
+
+    name: str
+    kind: str
+    """"reference" (collected) or "measured" (on that machine)."""
+    sources: tuple[Source, ...]
+    gpu: Gpu | None = None
+    link: Link | None = None
+    host: Host
+    nvme: Nvme | None = None
+    net: Net | None = None
+    overlap: Overlap = field(default_factory=Overlap)
+    quality: Quality = field(default_factory=Quality)
+
+    @property
+    def compute(self) -> Gpu | Host:
+        """What models compute on."""
+        return self.gpu if self.gpu is not None else self.host
+
+    def matmul_seconds(self, m: int, n: int, k: int, dtype: Dtype = "bf16") -> float:
+        """Return the time of an (m, k) by (k, n) matmul; ConfigError for a dtype it has not (T2).
+
+        From the measured grid, interpolated in log space and level beyond its borders; without one
+        from the peak, its efficiency, and whole waves of tiles.
+        """
+        return self.compute.matmul_seconds(m, n, k, dtype)
+
+    def memory_seconds(self, n_bytes: float) -> float:
+        """Return the time of element-wise work that reads and writes ``n_bytes`` in all (T2)."""
+        return self.compute.memory_seconds(n_bytes)
+
+    def op_seconds(self, compute_seconds: float, memory_seconds: float) -> float:
+        """Return the time of one operation: the longer of both, and its launch (T2)."""
+        return max(compute_seconds, memory_seconds) + self.compute.launch_seconds()
+
+    def copy_seconds(
+        self, lane: Lane, n_bytes: float, both_ways: bool = False, *, devices: int = 1
+    ) -> float:
+        """Return the time of one copy on `Lane.H2D` or `Lane.D2H` (T3).
+
+        Args:
+            both_ways: the other direction is saturated meanwhile.
+            devices: how many devices copy at once, with this one.
+
+        Without a link section HBM is RAM, and a copy reads and writes it: 2n over its rate.
+        """
+        if self.link is None:
+            return 2 * n_bytes * (2 if both_ways else 1) / self.host.dram_bytes_per_second.value
+        way = self.link.h2d if lane is Lane.H2D else self.link.d2h
+        rate = way.bytes_per_second.value
+        if both_ways:
+            duplex = self.link.duplex
+            at_once = (
+                duplex.h2d_bytes_per_second if lane is Lane.H2D else duplex.d2h_bytes_per_second
+            )
+            rate = min(rate, at_once.value)
+        if self.link.contention is not None and devices > 1:
+            rate = min(rate, interpolated(self.link.contention.rows, devices))
+        curve = way.size_curve.rows if way.size_curve is not None else ()
+        return curve_seconds(curve, n_bytes, rate, way.latency_seconds.value)
+
+    def update_seconds(self, numel: int, bytes_touched: float) -> float:
+        """Return the time of an optimizer step over ``numel`` parameters on HOST (T4).
+
+        It is bound by the kernel or by the ``bytes_touched``, all that it reads and writes.
+        """
+        kernel = numel / self.host.update_per_second.value
+        return max(kernel, bytes_touched / self.host.dram_bytes_per_second.value)
+
+    def read_seconds(self, n_bytes: float, *, both_ways: bool = False) -> float:
+        """Return the time of reading from disk, while it also writes with ``both_ways`` (T5)."""
+        nvme = self.drive()
+        return n_bytes / (nvme.read_bytes_per_second.value * mixed(nvme, both_ways))
+
+    def write_seconds(
+        self, n_bytes: float, written_before_bytes: float = 0, *, both_ways: bool = False
+    ) -> float:
+        """Return the time of writing to disk: a bucket of fast bytes, then the slow rate (T5).
+
+        ``written_before_bytes`` were written since the drive's cache was last empty.
+        """
+        nvme = self.drive()
+        share = mixed(nvme, both_ways)
+        fast, slow = nvme.write_bytes_per_second, nvme.write_sustained_bytes_per_second
+        if slow is None or nvme.slc_bytes is None:
+            return n_bytes / (fast.value * share)
+        left = min(n_bytes, max(0.0, nvme.slc_bytes.value - written_before_bytes))
+        return (left / fast.value + (n_bytes - left) / slow.value) / share
+
+    def drive_life_steps(self, bytes_per_step: float) -> float | None:
+        """Return the steps that the drives outlive, writing so much in each; None: unknown."""
+        endurance = self.drive().tbw_bytes
+        if endurance is None:
+            return None
+        return endurance.value / bytes_per_step if bytes_per_step else math.inf
+
+    def drive(self) -> Nvme:
+        """Return the disk section, ConfigError where there is none."""
+        if self.nvme is None:
+            raise ConfigError(
+                f"profile {self.name!r} has no [nvme]",
+                advice="calibrate with --nvme DIR, or name a profile that has a drive",
+            )
+        return self.nvme
+
+
+# -- formulas ------------------------------------------------------------------------------------
+
+
+def unsupported(dtype: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} has no rate for {dtype} matmuls", advice="use another precision, or calibrate"
+    )
+
+
+def mixed(nvme: Nvme, both_ways: bool) -> float:
+    """Return the share of its rate that a direction keeps; half where nobody measured it."""
+    if not both_ways:
+        return 1.0
+    return nvme.mixed_factor.value if nvme.mixed_factor is not None else 0.5
+
+
+def wave_operations(m: int, n: int, k: int, sm: int) -> float:
+    """Return the operations of a matmul, counting idle multiprocessors of its last wave (T2).
+
+    Tiles are computed ``sm`` at a time. Below one wave libraries cut along k or take smaller tiles,
+    so that nothing is added there.
+    """
+    tiles = math.ceil(m / TILE) * math.ceil(n / TILE)
+    if tiles <= sm:
+        return 2.0 * m * n * k
+    return max(2.0 * m * n * k, math.ceil(tiles / sm) * sm * TILE * TILE * 2.0 * k)
+
+
+def curve_seconds(curve: Rows, n_bytes: float, rate: float, latency: float) -> float:
+    """Return the time of a copy: latency + n/rate, or what a curve of shares says (T3).
+
+    At the curve's sizes it is n / (rate x share), in between log-log interpolated; below it goes
+    down to the latency in a straight line, above it goes on at the full rate. It never falls with
+    n, and never beats the rate.
+    """
+    if n_bytes <= 0:
+        return 0.0
+    if not curve:
+        return latency + n_bytes / rate
+    knots, longest = [], 0.0
+    for size, share in curve:
+        longest = max(longest, size / (rate * share))
+        knots.append((size, longest))
+    (first, at_first), (last, at_last) = knots[0], knots[-1]
+    if n_bytes < first:
+        start = min(latency, at_first)
+        return start + (at_first - start) * n_bytes / first
+    if n_bytes > last:
+        return at_last + (n_bytes - last) / rate
+    return interpolated(tuple(knots), n_bytes)
+
+
+def interpolated(rows: Rows, x: float) -> float:
+    """Return y at x between rows (x, y) in ascending order, in log-log space, level beyond."""
+    xs = [row[0] for row in rows]
+    (low, high), part = between(xs, x)
+    y0, y1 = rows[low][-1], rows[high][-1]
+    return y0 if part == 0 else math.exp((1 - part) * math.log(y0) + part * math.log(y1))
+
+
+def between(axis: list[float], x: float) -> tuple[tuple[int, int], float]:
+    """Return the places on an ascending axis around x, and how far it is from the first, in logs.
+
+    Where x is on the axis or beyond it, the share is 0.
+    """
+    if x <= axis[0]:
+        return (0, 0), 0.0
+    if x >= axis[-1]:
+        return (len(axis) - 1, len(axis) - 1), 0.0
+    high = next(i for i, value in enumerate(axis) if value >= x)
+    if axis[high] == x:
+        return (high, high), 0.0
+    low = high - 1
+    return (low, high), math.log(x / axis[low]) / math.log(axis[high] / axis[low])
+
+
+def axes(rows: Rows) -> list[list[float]]:
+    """Return the ascending values of each column but the last."""
+    return [sorted(set(column)) for column in list(zip(*rows, strict=True))[:-1]]
+
+
+def grid_rate(rows: Rows, *point: float) -> float:
+    """Return the rate at a point of a full grid, multilinear in logs, level beyond its borders."""
+    known = {row[:-1]: row[-1] for row in rows}
+    values = axes(rows)
+    places = [between(axis, x) for axis, x in zip(values, point, strict=True)]
+    total = 0.0
+    for corner in product((0, 1), repeat=len(places)):
+        weight = math.prod(
+            part if side else 1 - part for side, (_, part) in zip(corner, places, strict=True)
+        )
+        if weight:
+            chosen = zip(corner, places, values, strict=True)
+            where = tuple(axis[ends[side]] for side, (ends, _), axis in chosen)
+            total += weight * math.log(known[where])
+    return math.exp(total)

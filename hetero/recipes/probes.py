@@ -1,0 +1,484 @@
+"""What `hetero calibrate` measures: probes, each a call that takes one sample (floor 4).
+
+A probe knows nothing of medians, warm-ups or files: `hetero.recipes.calibrate` repeats it and makes
+figures of what it returns. Groups of probes are generators, so that what one group needs (buffers,
+page-locked memory, files) is there while its probes run, and gone before the next group's.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from hetero.bench.disk import SIZE, raw
+from hetero.bench.update import Split
+from hetero.config import host_limit
+from hetero.device import COPY_LANES, OPPOSITE, Device, Move, release_slab
+from hetero.io import File, Folder
+from hetero.memory.pool import N_THREADS, Use
+from hetero.plan.hardware import Dtype
+from hetero.recipes.doctor import usable_cores
+from hetero.train import kernel
+from hetero.train.worker import Worker
+from hetero.types import Lane
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+SMALLEST_SIDE, LARGEST_SIDE = 32, 8192  # of a matmul
+GROWS = 2  # times: a side twice as long is eight times the work
+LAUNCHES = 1000  # operations without work, in a row
+LATENCY_BYTES = 4 * KIB  # of a copy that takes no time but its latency
+MOST_COPIES = 64  # in a row, of one sample
+COPIED_BYTES = 256 * MIB  # by one sample, where no single copy is larger
+MOST_REPEATS = 100_000
+TRIALS = 3  # calls, of which the fastest tells how often to repeat
+OVERLAP_BYTES = 16 * MIB  # of each copy that runs beside something
+OVERLAP_OUTLASTS = 3  # times the work that is timed beside it
+FALLEN = 0.7  # of what a drive writes first: its fast cache is full
+DISK_SECONDS = 0.5  # what a sample of a drive takes at most
+TRIAD_BYTES, COPY_BYTES = 12, 8  # an fp32 element: two read and one written, one and one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How thoroughly to measure."""
+
+    name: str
+    warm_ups: int
+    """Samples that are thrown away."""
+    rounds: int
+    """Samples that count, of each probe."""
+    sample_seconds: float
+    """What a sample takes at least, where it can be repeated within."""
+    matmul_seconds: float
+    """What the largest matmul of a grid takes about."""
+    matmul_divisors: tuple[int, ...]
+    """The sides of a grid are the largest over these."""
+    array_bytes: int
+    """Of each array that is streamed through."""
+    copy_bytes: tuple[int, ...]
+    """Sizes of copies on the link, ascending."""
+    update_numel: int
+    disk_bytes: int
+
+
+QUICK = Pace(
+    name="quick",
+    warm_ups=1,
+    rounds=5,
+    sample_seconds=0.03,
+    matmul_seconds=0.02,
+    matmul_divisors=(8, 1),
+    array_bytes=128 * MIB,
+    copy_bytes=(64 * KIB, MIB, 16 * MIB, 64 * MIB),
+    update_numel=8 * MIB,
+    disk_bytes=256 * MIB,
+)
+FULL = Pace(
+    name="full",
+    warm_ups=3,
+    rounds=7,
+    sample_seconds=0.05,
+    matmul_seconds=0.05,
+    matmul_divisors=(16, 4, 1),
+    array_bytes=GIB,
+    copy_bytes=(64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB),
+    update_numel=64 * MIB,
+    disk_bytes=2 * GIB,
+)
+
+
+class Probe(NamedTuple):
+    """One thing to measure: ``sample`` returns it in bytes, seconds or operations per second."""
+
+    key: str
+    at: tuple[int, ...]
+    """Where on the axes of a table: a matmul's shape, a copy's bytes, a number of threads."""
+    sample: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """What probes measure with."""
+
+    device: Device
+    pace: Pace
+    folder: Path | None = None
+    """Directory on the drive to measure; None: no drive is."""
+    clock: Callable[[], float] = time.perf_counter
+    cores: int = field(default_factory=usable_cores)
+    limit_bytes: int = field(default_factory=lambda: host_limit().n_bytes)
+
+    def seconds(self, call: Callable[[], object], times: int = 1) -> float:
+        """Return what so many calls in a row take, the device's work included."""
+        self.device.sync(self.device.mark())
+        began = self.clock()
+        for _ in range(times):
+            call()
+        self.device.sync(self.device.mark())
+        return max(self.clock() - began, 1e-9)
+
+    def repeats(self, call: Callable[[], object]) -> int:
+        """Return how many calls make a sample long enough."""
+        times = math.ceil(self.pace.sample_seconds / self.least_seconds(call))
+        return min(MOST_REPEATS, max(1, times))
+
+    def least_seconds(self, call: Callable[[], object]) -> float:
+        """Return what a call takes that nothing disturbs: the least of a few, after a first one.
+
+        On a busy machine one call may take a thousand times as long as the next.
+        """
+        call()
+        return min(self.seconds(call) for _ in range(TRIALS))
+
+    def per_second(self, call: Callable[[], object], amount: float) -> Callable[[], float]:
+        """Return a sample of how much a second a call gets done that does ``amount``."""
+        times = self.repeats(call)
+        return lambda: amount * times / self.seconds(call, times)
+
+    def array_bytes(self, free_bytes: int | None = None) -> int:
+        """Return the size of an array, of which several have to fit."""
+        room = self.limit_bytes if free_bytes is None else free_bytes
+        return max(MIB, min(self.pace.array_bytes, room // 16 // MIB * MIB))
+
+
+Group = Callable[[Rig], Iterator[Probe]]
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def device_memory(rig: Rig) -> Iterator[Probe]:
+    """Copy and triad over arrays in the memory of an accelerator."""
+    if rig.device.facts() is None:
+        return
+    a, b, c = arrays(rig.array_bytes(rig.device.free_bytes()), rig.device.torch_device)
+    numel = a.numel()
+    yield Probe("gpu.copy", (), rig.per_second(lambda: a.copy_(b), COPY_BYTES * numel))
+    triad = partial(torch.add, b, c, alpha=0.5, out=a)
+    yield Probe("gpu.triad", (), rig.per_second(triad, TRIAD_BYTES * numel))
+
+
+def host_memory(rig: Rig) -> Iterator[Probe]:
+    """Triad in RAM, by threads."""
+    a, b, c = arrays(rig.array_bytes(), torch.device("cpu"))
+    triad = partial(torch.add, b, c, alpha=0.5, out=a)
+    for n_threads in thread_counts(rig.cores):
+        with torch_threads(n_threads):
+            sample = rig.per_second(triad, TRIAD_BYTES * a.numel())
+            yield Probe("host.dram", (n_threads,), sample)
+
+
+def arrays(n_bytes: int, place: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return three fp32 arrays whose pages are there."""
+    a, b, c = (torch.ones(n_bytes // 4, device=place) for _ in range(3))
+    return a, b, c
+
+
+def thread_counts(cores: int) -> list[int]:
+    """Return powers of two below the number of cores, and that number."""
+    return [*(2**i for i in range(cores.bit_length()) if 2**i < cores), cores]
+
+
+@contextmanager
+def torch_threads(n_threads: int) -> Iterator[None]:
+    """Let torch's operations use so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- matmuls -------------------------------------------------------------------------------------
+
+
+def matmuls(rig: Rig) -> Iterator[Probe]:
+    """Operations per second of matmuls, over a grid of shapes for each dtype."""
+    for dtype, kind in TORCH_DTYPES.items():
+        largest = largest_side(rig, kind)
+        for shape in shapes(largest, rig.pace.matmul_divisors):
+            m, n, k = shape
+            sample = rig.per_second(matmul(rig.device, kind, *shape), 2 * m * n * k)
+            yield Probe(f"matmul.{dtype}", shape, sample)
+
+
+def matmul(device: Device, kind: torch.dtype, m: int, n: int, k: int) -> Callable[[], object]:
+    """Return a call that multiplies (m, k) by (k, n)."""
+    place = device.torch_device
+    a, b = torch.ones(m, k, device=place, dtype=kind), torch.ones(k, n, device=place, dtype=kind)
+    return partial(torch.mm, a, b, out=torch.empty(m, n, device=place, dtype=kind))
+
+
+def largest_side(rig: Rig, kind: torch.dtype) -> int:
+    """Return the side of the square matmul that takes about as long as the pace allows.
+
+    A dtype without instructions of its own is tens of times slower, and gets a smaller one. On a
+    busy machine a small matmul may wait for its threads longer than a large one computes, so that
+    only a time that grows with the size ends the search.
+    """
+    side, before, budget = SMALLEST_SIDE, math.inf, rig.pace.matmul_seconds
+    while side < LARGEST_SIDE:
+        seconds = rig.least_seconds(matmul(rig.device, kind, side, side, side))
+        if 4 * seconds > budget and seconds > GROWS * before:
+            return side if seconds < 2 * budget else side // 2
+        side, before = 2 * side, seconds
+    return side
+
+
+def shapes(largest: int, divisors: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return every (m, n, k) of the sides that a largest one is divided into."""
+    sides = sorted({max(1, largest // divisor) for divisor in divisors})
+    return [(m, n, k) for m in sides for n in sides for k in sides]
+
+
+def launches(rig: Rig) -> Iterator[Probe]:
+    """What an operation costs that has nothing to do."""
+    one = torch.zeros(1, device=rig.device.torch_device)
+    call = partial(one.add_, 1)
+    yield Probe("matmul.launch", (), lambda: rig.seconds(call, LAUNCHES) / LAUNCHES)
+
+
+# -- the link ------------------------------------------------------------------------------------
+
+
+class Ends(NamedTuple):
+    """Memory on both sides of a lane."""
+
+    here: torch.Tensor
+    below: torch.Tensor
+
+    def moves(self, lane: Lane, n_bytes: int) -> list[Move]:
+        """Return copies of ``n_bytes``, a few large ones or many small ones, side by side."""
+        dst, src = (self.here, self.below) if lane is Lane.H2D else (self.below, self.here)
+        count = min(MOST_COPIES, max(1, min(COPIED_BYTES, len(dst)) // n_bytes))
+        starts = [i * n_bytes for i in range(count)]
+        once = [Move(dst[at : at + n_bytes], src[at : at + n_bytes]) for at in starts]
+        return once if len(once) > 1 else 2 * once
+
+
+def link(rig: Rig) -> Iterator[Probe]:
+    """Both lanes: by size, against the other lane, and from memory that is not page-locked."""
+    sizes = copy_sizes(rig)
+    slabs = {lane: rig.device.slab(sizes[-1]) for lane in COPY_LANES}
+    ends = {lane: Ends(rig.device.arena(sizes[-1]).block, slabs[lane].block) for lane in COPY_LANES}
+    for each in ends.values():
+        each.here.fill_(1)
+        each.below.fill_(1)  # or untouched pages are copied, which are all the same one
+    try:
+        for lane in COPY_LANES:
+            yield from one_way(rig, lane, ends, sizes)
+            if slabs[lane].registered:
+                plain = Ends(ends[lane].here, torch.ones(sizes[-1], dtype=torch.uint8))
+                sample = partial(lane_rate, rig, lane, plain.moves(lane, sizes[-1]))
+                yield Probe(f"link.{lane.value}.pageable", (), sample)
+    finally:
+        for slab in slabs.values():
+            release_slab(slab)
+
+
+def one_way(rig: Rig, lane: Lane, ends: dict[Lane, Ends], sizes: Sequence[int]) -> Iterator[Probe]:
+    for size in (LATENCY_BYTES, *sizes):
+        sample = partial(lane_rate, rig, lane, ends[lane].moves(lane, size))
+        yield Probe(f"link.{lane.value}", (size,), sample)
+    against = OPPOSITE[lane]
+    moves, beside = (ends[each].moves(each, sizes[-1]) for each in (lane, against))
+    yield Probe(f"link.duplex.{lane.value}", (), partial(lane_rate, rig, lane, moves, beside))
+
+
+def copy_sizes(rig: Rig) -> tuple[int, ...]:
+    """Return the sizes of copies of which two fit on either side."""
+    free = rig.device.free_bytes()
+    room = rig.limit_bytes if free is None else min(free, rig.limit_bytes)
+    fitting = tuple(n for n in rig.pace.copy_bytes if 8 * n <= room)
+    return fitting or rig.pace.copy_bytes[:1]
+
+
+def lane_rate(rig: Rig, lane: Lane, moves: list[Move], beside: Sequence[Move] = ()) -> float:
+    """Return bytes per second of copies on a lane, one behind the other."""
+    n_bytes = sum(len(move.dst) for move in moves)
+    return n_bytes / max(rig.device.lane_seconds(lane, moves, beside), 1e-9)
+
+
+# -- the update ----------------------------------------------------------------------------------
+
+
+def updates(rig: Rig) -> Iterator[Probe]:
+    """Parameters per second of AdamW on split masters in RAM, by threads."""
+    native = kernel.load()
+    split = Split(update_numel(rig), "cpu")
+    for n_threads in thread_counts(rig.cores) if native is not None else [rig.cores]:
+        # without the kernel torch's operations bring threads of their own
+        worker = Worker(n_threads - 1 if native is not None else 0)
+        call = partial(split.step, native, worker)
+        try:
+            sample = rig.per_second(call, split.param.numel())
+            yield Probe("host.update", (n_threads,), sample)
+        finally:
+            worker.close()
+
+
+def update_numel(rig: Rig) -> int:
+    """Return a number of parameters whose states and scratch fit many times."""
+    return max(MIB, min(rig.pace.update_numel, rig.limit_bytes // 128))
+
+
+# -- what slows what -----------------------------------------------------------------------------
+
+
+def overlaps(rig: Rig) -> Iterator[Probe]:
+    """How much longer one thing takes beside another, of the pairs that a device does at once."""
+    kind = torch.float32 if rig.device.facts() is None else torch.float16
+    side = largest_side(rig, kind)
+    gemm = matmul(rig.device, kind, side, side, side)
+    worker = Worker(0)
+    split = Split(update_numel(rig) // 4, "cpu")
+    update = partial(split.step, kernel.load(), worker)
+    try:
+        if rig.device.facts() is None:  # processors compute and update; copies are their work too
+            beside = partial(looping, update)
+            yield Probe("overlap.gemm_under_update", (), partial(slowdown, rig, gemm, beside))
+            return
+        for lane in COPY_LANES:
+            beside = partial(copying, rig, [lane])
+            sample = partial(slowdown, rig, gemm, beside)
+            yield Probe(f"overlap.gemm_under_{lane.value}", (), sample)
+        beside = partial(copying, rig, COPY_LANES)
+        yield Probe("overlap.update_under_dma", (), partial(slowdown, rig, update, beside))
+    finally:
+        worker.close()
+
+
+Beside = Callable[[float], AbstractContextManager[None]]
+
+
+def slowdown(rig: Rig, call: Callable[[], object], beside: Beside) -> float:
+    """Return the time of some work while ``beside`` goes on, over its time alone."""
+    times = rig.repeats(call)
+    alone = rig.seconds(call, times)
+    with beside(alone):
+        return rig.seconds(call, times) / alone
+
+
+@contextmanager
+def looping(call: Callable[[], object], seconds: float) -> Iterator[None]:
+    """Do something over and over in another thread."""
+    enough = threading.Event()
+
+    def loop() -> None:
+        while not enough.is_set():
+            call()
+
+    thread = threading.Thread(target=loop, name="hetero-calibrate")
+    thread.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        thread.join()
+
+
+@contextmanager
+def copying(rig: Rig, lanes: Iterable[Lane], seconds: float) -> Iterator[None]:
+    """Keep lanes busy for longer than ``seconds``."""
+    device = rig.device
+    slabs, arenas, tickets = [], [], []
+    for lane in lanes:
+        slabs.append(device.slab(OVERLAP_BYTES))
+        arenas.append(device.arena(OVERLAP_BYTES))
+        (move, *_) = Ends(arenas[-1].block, slabs[-1].block).moves(lane, OVERLAP_BYTES)
+        needed = OVERLAP_OUTLASTS * seconds / device.copy_seconds(lane, OVERLAP_BYTES)
+        tickets += [device.copy(lane, move.dst, move.src) for _ in range(math.ceil(needed))]
+    try:
+        yield
+    finally:
+        for ticket in tickets:
+            device.sync(ticket)
+        for slab in slabs:
+            release_slab(slab)
+
+
+# -- the drive -----------------------------------------------------------------------------------
+
+
+def drive(rig: Rig) -> Iterator[Probe]:
+    """Bytes per second of direct reads, writes, and both at once (counted together)."""
+    if rig.folder is None:
+        return
+    with Folder.open(rig.folder) as folder, folder.private() as file:
+        n_bytes = disk_bytes(rig, folder)
+        file.reserve(n_bytes)
+        rate = raw(file, Use.FRESH, N_THREADS, n_bytes)  # unwritten blocks read as zeros, for free
+        n_bytes = max(SIZE, min(n_bytes, int(rate * DISK_SECONDS)) // SIZE * SIZE)
+        for name, use in (("write", Use.FRESH), ("read", Use.READ), ("mixed", Use.WRITE)):
+            yield Probe(f"nvme.{name}", (), partial(raw, file, use, N_THREADS, n_bytes))
+
+
+def disk_bytes(rig: Rig, folder: Folder) -> int:
+    """Return the size of the file that is read and written, whole blocks of it."""
+    return max(SIZE, min(rig.pace.disk_bytes, folder.space() // 4) // SIZE * SIZE)
+
+
+class Cliff(NamedTuple):
+    """Where a drive's fast cache ends, and what it writes from there on."""
+
+    slc_bytes: float
+    sustained_bytes_per_second: float
+
+
+def burn_in(path: Path, n_bytes: int, window_bytes: int = GIB) -> Cliff | None:
+    """Write ``n_bytes`` in a row and return where the rate fell for good; None: it did not.
+
+    Files lie side by side as far as half of the free room goes, and are then written again.
+    """
+    window_bytes = max(SIZE, min(window_bytes, n_bytes) // SIZE * SIZE)
+    with ExitStack() as stack:
+        folder = stack.enter_context(Folder.open(path))
+        n_files = max(1, min(n_bytes, folder.space() // 2) // window_bytes)
+        files = [stack.enter_context(folder.private()) for _ in range(n_files)]
+        n_windows = max(1, n_bytes // window_bytes)
+        rates = [written(files[i % n_files], window_bytes) for i in range(n_windows)]
+    return cliff(rates, window_bytes)
+
+
+def written(file: File, n_bytes: int) -> float:
+    """Return the rate of writing a file once."""
+    file.reserve(n_bytes)
+    return raw(file, Use.FRESH, N_THREADS, n_bytes)
+
+
+def cliff(rates: Sequence[float], window_bytes: int) -> Cliff | None:
+    """Return where rates fall below `FALLEN` of what they began with, and stay there."""
+    head = sorted(rates[: max(1, len(rates) // 8)])
+    bound = FALLEN * head[len(head) // 2] if head else 0.0
+    last_fast = max((i for i, rate in enumerate(rates) if rate >= bound), default=-1)
+    after = sorted(rates[last_fast + 1 :])
+    if not after:
+        return None
+    return Cliff((last_fast + 1) * window_bytes, after[len(after) // 2])
+
+
+GROUPS: dict[str, Group] = {
+    "device memory": device_memory,
+    "RAM": host_memory,
+    "matmuls": matmuls,
+    "launches": launches,
+    "link": link,
+    "updates": updates,
+    "overlap": overlaps,
+    "drive": drive,
+}

@@ -1,0 +1,153 @@
+"""How long operations take on a machine: the clock of a dry device (floor 4)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from hetero.plan.hardware import Dtype, Profile
+from hetero.rehearse.kernels import as_on_cpu
+from hetero.train.meter import tensors_in
+from hetero.types import Lane
+
+DTYPES: dict[torch.dtype, Dtype] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+_aten = torch.ops.aten
+NUMBER = _aten._local_scalar_dense.default
+FREE = {  # neither computes nor touches bytes
+    *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default),
+    *(_aten.new_empty.default, _aten.new_empty_strided.default, _aten._unsafe_view.default),
+    *(_aten.lift_fresh.default, _aten.set_.source_Storage_storage_offset),
+}
+ATTENTION = "_scaled_dot_product_"
+BACKWARD_PRODUCTS = 2.5  # of the two that attention's forward has: scores again, and four more
+
+
+class Clocked(Protocol):
+    """A device whose time is modelled."""
+
+    torch_device: torch.device
+    is_cuda: bool
+
+    def compute(self, seconds: float) -> None:
+        """Let compute work for ``seconds``."""
+
+    def is_busy(self, lane: Lane) -> bool:
+        """Whether a lane copies now."""
+
+
+class OpClock(TorchDispatchMode):
+    """Advances a device's clock by what each operation there takes.
+
+    An operation takes the longer of its products and its bytes, and its launch. A number that code
+    asks of a tensor without bytes is 1, or true.
+    """
+
+    def __init__(self, device: Clocked, profile: Profile) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_cuda = device.is_cuda
+        self._device = device
+        self._profile = profile
+        self._known: dict[Any, float] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as LiveBytes: the guard would cost more than the work
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is NUMBER and args[0].is_meta:
+            return True if args[0].dtype is torch.bool else 1
+        found = func(*args, **kwargs) if kwargs else func(*args)
+        if not self._is_cuda:
+            found = as_on_cpu(func, args, found)
+        if not func.is_view and func not in FREE:
+            given = (*args, *kwargs.values()) if kwargs else args
+            inputs, outputs = list(tensors_in(given)), list(tensors_in(found))
+            key = func, *map(_geometry, inputs), *map(_geometry, outputs)
+            seconds = self._known.get(key)
+            if seconds is None:
+                seconds = self._known[key] = self._seconds(func, args, found, inputs, outputs)
+            self._device.compute(seconds * self._slowdown())
+        return found
+
+    def _seconds(
+        self,
+        func: Any,
+        args: Any,
+        found: Any,
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+    ) -> float:
+        place = self._device.torch_device
+        here = [tensor for tensor in (*inputs, *outputs) if tensor.device == place]
+        if not here:
+            return 0.0
+        n_bytes = sum(map(touched_bytes, here))
+        products = self._product_seconds(func, args, found, inputs)
+        return self._profile.op_seconds(products, self._profile.memory_seconds(n_bytes))
+
+    def _product_seconds(
+        self, func: Any, args: Any, found: Any, inputs: list[torch.Tensor]
+    ) -> float:
+        """Return the time of matrix products; others count as square ones of as many operations."""
+        packet, name = func.overloadpacket, func.__name__
+        if packet in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm):
+            left, right = inputs[-2:] if packet in (_aten.mm, _aten.bmm) else inputs[1:3]
+            batch = left.shape[0] if left.dim() == 3 else 1
+            m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+            return batch * self._matmul_seconds(m, n, k, left.dtype)
+        if name.startswith(ATTENTION):
+            flops = attention_flops(name, args, inputs)
+        elif packet in flop_registry:
+            flops = float(flop_registry[packet](*args, out_val=found))
+        else:
+            return 0.0
+        side = max(1, round((flops / 2) ** (1 / 3)))
+        return self._matmul_seconds(side, side, side, inputs[0].dtype)
+
+    def _matmul_seconds(self, m: int, n: int, k: int, dtype: torch.dtype) -> float:
+        if not m * n * k or dtype not in DTYPES:
+            return 0.0
+        return self._profile.matmul_seconds(m, n, k, DTYPES[dtype])
+
+    def _slowdown(self) -> float:
+        """Return by how much compute is slower for what goes on beside it (T7)."""
+        overlap, slow = self._profile.overlap, 1.0
+        pairs = (Lane.H2D, overlap.gemm_under_h2d), (Lane.D2H, overlap.gemm_under_d2h)
+        for lane, figure in pairs:
+            if figure is not None and self._device.is_busy(lane):
+                slow = max(slow, figure.value)
+        return slow
+
+
+def touched_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor; what is expanded is read once."""
+    numel = math.prod(
+        size
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if stride or not size
+    )
+    return int(numel) * tensor.element_size()
+
+
+def attention_flops(name: str, args: Any, inputs: list[torch.Tensor]) -> float:
+    """Return the operations of a fused attention; a causal one computes half the scores."""
+    is_backward = "backward" in name
+    query, key, value = inputs[1:4] if is_backward else inputs[:3]
+    batch, heads, rows, width = query.shape
+    causal = any(arg is True for arg in args)
+    forward = 2.0 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1])
+    return forward * (BACKWARD_PRODUCTS if is_backward else 1.0) * (0.5 if causal else 1.0)
+
+
+def _geometry(tensor: torch.Tensor) -> Any:
+    return tensor.shape, tensor.stride(), tensor.dtype

@@ -1,0 +1,205 @@
+"""The disk of a dry device: transfers take time, and that is all (floor 4)."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from hetero.device import Slab
+from hetero.dry import DryDevice
+from hetero.memory.nvme import Executor, Nvme, Slot, Urgent, Work
+from hetero.memory.pool import Extent, Pool
+from hetero.types import Lane
+
+LANES = (Lane.READ, Lane.WRITE)
+DiskSeconds = Callable[[Lane, int, bool], float]
+
+
+class Transfer(NamedTuple):
+    """Something that is to be read or written; ``work`` is what follows when it is."""
+
+    asked: float
+    n_bytes: int
+    work: Work
+    urgent: Urgent
+
+
+class Running(NamedTuple):
+    """A transfer under way, in seconds of the device's clock."""
+
+    begin: float
+    end: float
+    work: Work
+
+
+class DryDisk(threading.Condition):
+    """Reads on one lane and writes on another, each one by one, what is urgent first.
+
+    It is the lock of its pool, too: who takes it finds done what is done by then, and who waits on
+    it waits, on the device's clock, for what is done next.
+
+    Args:
+        seconds: (lane, bytes, whether the other lane is busy) -> seconds.
+    """
+
+    def __init__(self, device: DryDevice, seconds: DiskSeconds) -> None:
+        super().__init__()
+        self.span = (0.0, 0.0)
+        """Of the transfer that was done last."""
+        self._device = device
+        self._seconds = seconds
+        self._waiting: dict[Lane, deque[Transfer]] = {lane: deque() for lane in LANES}
+        self._running: dict[Lane, Running] = {}
+        self._free_at = dict.fromkeys(LANES, 0.0)
+        self._elsewhere: float | None = None  # the time of who looks, when it is not the device's
+        self._is_polling = False
+
+    def now(self) -> float:
+        """Return seconds of who looks."""
+        return self._device.clock() if self._elsewhere is None else self._elsewhere
+
+    @contextmanager
+    def at(self, seconds: float) -> Iterator[None]:
+        """Let who looks, inside the block, be at another time than the device is."""
+        before, self._elsewhere = self._elsewhere, seconds
+        try:
+            yield
+        finally:
+            self._elsewhere = before
+
+    def begin(self, lane: Lane, n_bytes: int, work: Work, urgent: Urgent) -> None:
+        """Queue a transfer."""
+        self._waiting[lane].append(Transfer(self.now(), n_bytes, work, urgent))
+        self._next(lane)
+
+    def __enter__(self) -> bool:
+        self._poll()
+        return super().__enter__()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._running:
+            return False
+        first = min(self._running, key=lambda lane: self._running[lane].end)
+        end = self._running[first].end
+        if self._elsewhere is None:
+            self._device.pass_until(end)
+        else:
+            self._elsewhere = max(self._elsewhere, end)
+        if first in self._running and self._running[first].end == end:
+            self._finish(first)
+        return True
+
+    def _poll(self) -> None:
+        if self._is_polling:
+            return
+        self._is_polling = True
+        try:
+            now = self.now()
+            while done := [lane for lane, r in self._running.items() if r.end <= now]:
+                self._finish(min(done, key=lambda lane: self._running[lane].end))
+        finally:
+            self._is_polling = False
+
+    def _finish(self, lane: Lane) -> None:
+        done = self._running.pop(lane)
+        self._free_at[lane] = done.end
+        self.span = done.begin, done.end
+        done.work()
+        self._next(lane)
+
+    def _next(self, lane: Lane) -> None:
+        """Begin what is urgent, or what was asked first, where nothing is under way."""
+        waiting = self._waiting[lane]
+        if lane in self._running or not waiting:
+            return
+        at = next((i for i, transfer in enumerate(waiting) if transfer.urgent()), 0)
+        transfer = waiting[at]
+        del waiting[at]
+        begin = max(self._free_at[lane], transfer.asked)
+        busy = any(other.end > begin for other in self._running.values())
+        end = begin + self._seconds(lane, transfer.n_bytes, busy)
+        self._running[lane] = Running(begin, end, transfer.work)
+
+
+class DryFile:
+    """A file without content."""
+
+    direct = True
+    path = ""
+
+    def reserve(self, n_bytes: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class DryFolder:
+    """A directory without files."""
+
+    def private(self) -> Any:
+        return DryFile()
+
+
+class DryNvme(Nvme):
+    """Slots that are counted and charged."""
+
+    def __init__(self, disk: DryDisk, **options: Any) -> None:
+        folders: Any = [DryFolder()]
+        super().__init__(folders, 0, **options)
+        self._disk = disk
+
+    def read(self, slot: Slot, into: memoryview) -> None:
+        self._count(Lane.READ, slot, *self._disk.span)
+
+    def write(self, slot: Slot, data: memoryview) -> None:
+        self._count(Lane.WRITE, slot, *self._disk.span)
+
+
+class NoExecutor:
+    """Stands where a pool has threads."""
+
+    def submit(self, work: Work, urgent: Urgent) -> None:
+        raise NotImplementedError("a dry pool begins transfers itself")
+
+    def close(self) -> None: ...
+
+
+class DryPool(Pool):
+    """The pool of homes on disk, without memory behind them."""
+
+    def __init__(self, nvme: DryNvme, disk: DryDisk, n_bytes: int, *, extent_numel: int) -> None:
+        executor: Executor = NoExecutor()
+        super().__init__(nvme, n_bytes, extent_numel=extent_numel, executor=executor)
+        self._changed = disk
+        self._paranoid = False
+        self.disk = disk
+
+    def _first_page(self, slab: Slab, size_bytes: int, n_bytes: int, what: str) -> int:
+        return 0
+
+    def _begin_read(self, extent: Extent) -> None:
+        work = partial(self._read, extent)
+        self.disk.begin(Lane.READ, extent.n_bytes, work, lambda: extent.pins > 0)
+
+    def _begin_write(self, extent: Extent) -> None:
+        work = partial(self._write, extent)
+        self.disk.begin(Lane.WRITE, extent.n_bytes, work, lambda: self._n_waiting > 0)
+
+
+def open_dry_pool(
+    disk: DryDisk,
+    folders: object,
+    disk_bytes: int,
+    *,
+    pool_bytes: int,
+    extent_numel: int,
+    n_threads: int | None,
+    checked: bool,
+    **options: Any,
+) -> Pool:
+    """Return a pool like `hetero.memory.pool.open_pool` on a disk that is large enough."""
+    nvme = DryNvme(disk, checked=False, **options)
+    return DryPool(nvme, disk, pool_bytes, extent_numel=extent_numel)

@@ -1,0 +1,142 @@
+"""What meta tensors would compute otherwise than the device that they stand for (floor 4).
+
+``F.scaled_dot_product_attention`` chooses a kernel by the device of its inputs, and meta tensors
+get the one that nobody uses: it makes every score. The conditions here are those of
+``sdp_utils_cpp.cpp`` and ``sdp_utils.cpp`` of torch 2.9 to 2.13, as far as they depend on shapes
+and dtypes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+HALF = (torch.float16, torch.bfloat16)
+FLASH_HEAD_DIM = 256  # of CUDA's flash kernels
+PLAIN = F.scaled_dot_product_attention
+_ops = torch.ops.aten
+STATISTICS = (_ops.native_layer_norm.default, _ops.native_batch_norm.default)
+
+
+class AsOn(TorchFunctionMode):
+    """Computes attention as ``is_cuda``, or else a CPU, would.
+
+    Who calls it through ``torch.nn.functional`` finds ours there, as `nn.MultiheadAttention` does,
+    whose inner calls a mode does not see; who imported the function itself is seen by the mode.
+    """
+
+    def __init__(self, *, is_cuda: bool) -> None:
+        super().__init__()
+        self._attend = attend_cuda if is_cuda else attend_cpu
+
+    def __enter__(self) -> AsOn:
+        module: Any = F
+        module.scaled_dot_product_attention = partial(attend, self._attend, PLAIN)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        module: Any = F
+        module.scaled_dot_product_attention = PLAIN
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is PLAIN:
+            return attend(self._attend, func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def attend(
+    fused: Any,
+    plain: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Return the output of a fused kernel; of ``plain`` where there is none for these inputs."""
+    qkv = (query, key, value)
+    widths = {t.shape[-1] for t in qkv}
+    rows = all(t.dim() == 4 and t.numel() and t.stride(-1) == 1 for t in qkv)
+    trained = attn_mask is not None and attn_mask.requires_grad
+    found = None
+    if rows and len(widths) == 1 and not trained:
+        found = fused(qkv, attn_mask, dropout_p, is_causal, scale)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    more = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    result: torch.Tensor = plain(
+        query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **more
+    )
+    return result
+
+
+def attend_cpu(
+    qkv: Any, mask: torch.Tensor | None, dropout: float, is_causal: bool, scale: float | None
+) -> torch.Tensor | None:
+    if dropout:
+        return None
+    mask = added(mask, qkv[0])
+    found: torch.Tensor = _ops._scaled_dot_product_flash_attention_for_cpu(
+        *qkv, dropout, is_causal, attn_mask=mask, scale=scale
+    )[0]
+    return found
+
+
+def attend_cuda(
+    qkv: Any, mask: torch.Tensor | None, dropout: float, is_causal: bool, scale: float | None
+) -> torch.Tensor | None:
+    query = qkv[0]
+    found: torch.Tensor
+    if mask is None and query.dtype in HALF and query.shape[-1] <= FLASH_HEAD_DIM:
+        width = query.shape[-1]
+        scale = scale if scale is not None else width**-0.5
+        if width % 8:  # torch pads heads to what the kernel takes, and cuts the output
+            qkv = [F.pad(t, (0, 8 - width % 8)) for t in qkv]
+        found = _ops._scaled_dot_product_flash_attention(*qkv, dropout, is_causal, scale=scale)[0]
+        return found[..., :width] if width % 8 else found
+    if query.shape[1] != qkv[1].shape[1]:  # heads that share keys
+        return None
+    needs = any(t.requires_grad for t in qkv) and torch.is_grad_enabled()
+    found = _ops._scaled_dot_product_efficient_attention(
+        *qkv, added(mask, query), needs, dropout, is_causal, scale=scale
+    )[0]
+    return found
+
+
+def as_on_cpu(func: Any, args: Any, found: Any) -> Any:
+    """Return what a CPU's kernel returns in place of what meta says.
+
+    Its norms keep their statistics in the dtype of weights and inputs where these are one, and make
+    no gradient that nobody asked for.
+    """
+    if func in STATISTICS and (half := _one_half(args)) is not None:
+        return (found[0], *(torch.empty_like(t, dtype=half) for t in found[1:]))
+    if func is _ops.native_batch_norm_backward.default:
+        return tuple(t if asked else None for t, asked in zip(found, args[-1], strict=True))
+    return found
+
+
+def _one_half(args: Any) -> torch.dtype | None:
+    """Return the 2-byte dtype that all tensors among arguments have."""
+    dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(HALF) else None
+
+
+def added(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """Return a mask of truth values as one that is added, as torch converts it."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)

@@ -1,0 +1,214 @@
+"""A rehearsal: the library trains a model without bytes, and tells how that went (floor 4).
+
+The engine, its manager, its planner and its ledger are those of a real run. What differs is below
+them, a device made of numbers (`hetero.dry`), and above them, a model on the meta device, whose
+operations advance a virtual clock by what a hardware profile says they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.config import Config
+from hetero.dry import DryDevice
+from hetero.errors import BudgetError, ConfigError
+from hetero.plan.hardware import Profile
+from hetero.rehearse.clock import OpClock
+from hetero.rehearse.disk import DryDisk, open_dry_pool
+from hetero.rehearse.kernels import AsOn
+from hetero.rehearse.worker import DryWorker
+from hetero.report.profile import meta_of
+from hetero.report.run import Run
+from hetero.train.blueprint import Blueprint, draw
+from hetero.train.engine import Engine
+from hetero.train.tuning import Tuning
+from hetero.types import Kind, Lane, Tier
+
+MOST_STEPS = 8  # until every step is as the one before it
+LEAST_STEPS = 3  # of a run whose steps are alike: the first has no plan, the second begins with it
+
+UPDATE_BYTES = 28.0  # read and written for a parameter: gradient, weight and two moments (T4)
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What is rehearsed: a training step of a model without bytes, on a machine."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    loss: Loss
+    config: Config
+    profile: Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one step took; two that are equal are followed by a third."""
+
+    seconds: float
+    mode: str
+    frames: int
+    activation_bytes: int
+    lane_bytes: tuple[tuple[str, int], ...]
+    counts: tuple[tuple[str, int], ...]
+
+    def is_like(self, other: Step) -> bool:
+        """Whether they differ by rounding at most."""
+        near = abs(self.seconds - other.seconds) <= 1e-9 + 1e-6 * self.seconds
+        return near and replace(self, seconds=0.0) == replace(other, seconds=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """How it went."""
+
+    steps: tuple[Step, ...]
+    peaks: dict[Tier, int]
+    """The most bytes that were ever charged to a tier."""
+    kinds: dict[tuple[Tier, Kind], int]
+    """The same by kind; their peaks may be at different times."""
+    blueprint: Blueprint
+    policies: dict[str, str]
+    """By unit: what it leaves for backward."""
+    run: Run
+    error: BudgetError | None = None
+    """What ended it, where something did."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step that is like the one before it."""
+        return self.steps[-1].seconds if self.steps else 0.0
+
+
+def rehearse(scene: Scene) -> Rehearsal:
+    """Train until steps are alike, or until a budget is passed.
+
+    Raises BudgetError where that is known before the first step.
+    """
+    device = device_for(scene.config, scene.profile)
+    config = replace(scene.config, device=device, profile=None)
+    disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None
+    worker = DryWorker(device, partial(update_seconds, scene.profile), disk)
+    tuning = Tuning(worker=worker)
+    if disk is not None:
+        tuning.open_pool = partial(open_dry_pool, disk)
+    blueprint = draw(scene.model, scene.optimizer, config)
+    engine = Engine(scene.model, scene.optimizer, config, device, blueprint, tuning)
+    engine.build()
+    steps: list[Step] = []
+    error = None
+    with AsOn(is_cuda=device.is_cuda):
+        try:
+            while not is_settled(steps) and len(steps) < MOST_STEPS:
+                steps.append(one_step(scene, engine, device))
+        except BudgetError as found:
+            error = found
+    return outcome(engine, steps, error)
+
+
+def device_for(config: Config, profile: Profile) -> DryDevice:
+    """Return a device as the settings name it: CUDA where the profile has a GPU and none is named.
+
+    Raises ConfigError for a CUDA device on a machine without one.
+    """
+    kind = config.device or ("cuda" if profile.gpu is not None else "cpu:sim")
+    gpu = profile.gpu if kind == "cuda" else None
+    if kind == "cuda" and gpu is None:
+        raise ConfigError(
+            f"device='cuda', and profile {profile.name!r} has no [gpu]",
+            advice="name a profile with a GPU, as profile='rtx4090'",
+        )
+    hbm = None
+    if gpu is not None:
+        context = gpu.context_bytes
+        hbm = int(gpu.hbm_bytes.value - (context.value if context is not None else 0))
+    host = profile.host.limit_bytes or profile.host.ram_bytes
+    return DryDevice(
+        is_cuda=gpu is not None,
+        same_ram=kind == "cpu",
+        hbm_bytes=hbm,
+        ram_bytes=int(host.value),
+        copy_seconds=lambda lane, n, both: profile.copy_seconds(lane, n, both),
+    )
+
+
+def update_seconds(profile: Profile, numel: int) -> float:
+    """Return the time of a step over ``numel`` parameters on HOST (T4)."""
+    return profile.update_seconds(numel, numel * UPDATE_BYTES)
+
+
+def disk_seconds(profile: Profile, lane: Lane, n_bytes: int, both_ways: bool) -> float:
+    """Return the time of a transfer; the drive's cache is taken to be full (T5)."""
+    if lane is Lane.READ:
+        return profile.read_seconds(n_bytes, both_ways=both_ways)
+    cache = profile.drive().slc_bytes
+    before = 0.0 if cache is None else cache.value
+    return profile.write_seconds(n_bytes, before, both_ways=both_ways)
+
+
+def one_step(scene: Scene, engine: Engine, device: DryDevice) -> Step:
+    """Train one step and return what it took."""
+    began = device.clock()
+    with OpClock(device, scene.profile):
+        loss = scene.loss(scene.model(*scene.args, **scene.kwargs))
+        if scene.optimizer is not None:
+            backward(loss)
+    del loss
+    paged = engine.mode == "paged"
+    if engine.optimizer is not None:
+        with nullcontext() if paged else OpClock(device, scene.profile):
+            engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    stats, paged = engine.stats, engine.mode == "paged"
+    return Step(
+        seconds=device.clock() - began,
+        mode=engine.mode,
+        frames=engine.manager.limit if paged else 0,
+        activation_bytes=engine.budget.activation_bytes,
+        lane_bytes=tuple(sorted((lane.value, n) for lane, n in stats.n_bytes.items())),
+        counts=tuple(sorted(stats.counts.items())) if paged else (),
+    )
+
+
+def backward(loss: torch.Tensor) -> None:
+    """Run backward with the modes that are on: `Tensor.backward` is one of those that they see,
+    and would run without them."""
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward(
+        *((loss,), (torch.ones_like(loss),), False, False, ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def is_settled(steps: Sequence[Step]) -> bool:
+    """Whether the next step will be as the last one."""
+    return len(steps) >= LEAST_STEPS and steps[-1].is_like(steps[-2])
+
+
+def outcome(engine: Engine, steps: Sequence[Step], error: BudgetError | None) -> Rehearsal:
+    """Return how it went."""
+    ledger = engine.ledger
+    names = engine.blueprint.layout.unit_names
+    policies = {names[unit]: str(policy) for unit, policy in engine.activations.policies.items()}
+    meta = replace(meta_of(engine), kind="predicted")
+    return Rehearsal(
+        steps=tuple(steps),
+        peaks={tier: ledger.peak(tier) for tier in (Tier.HBM, Tier.HOST, Tier.NVME)},
+        kinds={(tier, kind): ledger.peak(tier, kind) for tier in Tier for kind in Kind},
+        blueprint=engine.blueprint,
+        policies=policies,
+        run=Run.of(meta, engine.log.drain()),
+        error=error,
+    )

@@ -1,0 +1,207 @@
+"""Every storage of a plain model's training, counted by what it is for, while it lives (floor 4).
+
+[Note: touched bytes]  A storage counts whole, with the bytes that were asked for it, from the
+moment an operation reads or makes it until nobody holds it. Nothing is sampled or estimated: the
+levels of all categories sum to the bytes of the storages that are known to be alive. What no
+operation of PyTorch's dispatcher touches (workspaces of libraries, memory inside compiled code,
+Python's own) is not known. While operations are watched, PyTorch may copy in a few backward
+formulas where it would otherwise write in place; what it then makes is what is counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from hetero.events import EventLog, What
+from hetero.train.meter import tensors_in
+from hetero.types import Kind, Tier
+
+OTHER = "other"
+Category = Kind | str
+CATEGORIES: tuple[Category, ...] = (
+    *(Kind.PARAM, Kind.GRAD, Kind.STATE, Kind.ACTIVATION, Kind.BUFFER),
+    OTHER,
+)
+OWNED = (Kind.PARAM, Kind.GRAD, Kind.STATE, Kind.BUFFER)
+
+
+class Change(NamedTuple):
+    """Bytes that a category gains, loses where they are negative, or is said to have where 0."""
+
+    category: Category
+    n_bytes: int
+
+
+class Row:
+    """A storage that is alive."""
+
+    __slots__ = ("category", "counts", "n_bytes", "ref")
+
+    def __init__(self, category: Category, n_bytes: int, *, counts: bool) -> None:
+        self.category = category
+        self.counts = counts  # or it is on another device
+        self.n_bytes = n_bytes if counts else 0
+        self.ref: weakref.ref[torch.UntypedStorage]
+
+
+class Storages(TorchDispatchMode):
+    """Logs a LEVEL whenever bytes of a category come, go, or turn out to be another's.
+
+    A change of category is two events of the same time: what one loses, the other gains.
+
+    Args:
+        place: storages on other devices count nothing.
+    """
+
+    supports_higher_order_operators = True  # what they compute inside is seen when it comes out
+
+    def __init__(self, log: EventLog, tier: Tier, place: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.levels: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        self._log = log
+        self._tier = tier
+        self._place = place
+        self._making: Category = OTHER
+        self._rows: dict[int, Row] = {}
+        self._owned: set[int] = set()
+        self._coming: deque[tuple[Change, ...]] = deque()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the guard against compiling would cost more than the counting
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled code stays compiled: its numbers would change
+
+    @contextmanager
+    def making(self, category: Category) -> Iterator[None]:
+        """Let what operations make inside a block be of a category."""
+        outer, self._making = self._making, category
+        try:
+            yield
+        finally:
+            self._making = outer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # it takes itself apart first: its parts are what is alive
+        grows_graph = self._making is OTHER and torch.is_grad_enabled()
+        derived = self._touch((*args, *kwargs.values()) if kwargs else args)
+        found = func(*args, **kwargs) if kwargs else func(*args)
+        made = Kind.ACTIVATION if grows_graph and derived else self._making
+        for tensor in tensors_in(found):
+            storage = tensor.untyped_storage()
+            row = self._rows.get(storage._cdata)
+            if row is None:
+                self._post(self._note(storage, made))
+            elif row.counts and row.n_bytes != storage.nbytes():
+                self._resize(row, storage.nbytes())
+        return found
+
+    def _touch(self, given: Iterable[Any]) -> bool:
+        """Count what was made where nobody looked; returns whether an activation is among it."""
+        derived = False
+        for value in given:
+            if isinstance(value, (tuple, list)):
+                derived |= self._touch(value)
+            elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                storage = value.untyped_storage()
+                row = self._rows.get(storage._cdata)
+                if row is None:
+                    self._post(self._note(storage, OTHER))
+                elif row.category is Kind.ACTIVATION:
+                    derived = True
+        return derived
+
+    def begin(self, owners: Iterable[tuple[Category, torch.Tensor]]) -> None:
+        """Log all levels, for a log that begins here; owners as for `settle`."""
+        gained = self._settle(owners)
+        self._post(*(Change(category, gained[category]) for category in CATEGORIES))
+
+    def settle(self, owners: Iterable[tuple[Category, torch.Tensor]]) -> None:
+        """Give storages the category of their first owner; who lost theirs is other."""
+        self._post(*(Change(*item) for item in self._settle(owners).items()))
+
+    def _settle(self, owners: Iterable[tuple[Category, torch.Tensor]]) -> Counter[Category]:
+        gained: Counter[Category] = Counter()
+        found: dict[int, tuple[torch.UntypedStorage, Category]] = {}
+        for category, tensor in owners:
+            if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor):
+                storage = tensor.untyped_storage()
+                found.setdefault(storage._cdata, (storage, category))
+        for key in self._owned - found.keys():
+            row = self._rows.get(key)
+            if row is not None and row.category in OWNED:
+                gained.update(dict(self._move(row, OTHER)))
+        for storage, category in found.values():
+            gained.update(dict(self._own(storage, category)))
+        self._owned = set(found)
+        return gained
+
+    def own(self, storage: torch.UntypedStorage, category: Category) -> None:
+        """Let a storage be of a category that has owners."""
+        self._owned.add(storage._cdata)
+        self._post(*self._own(storage, category))
+
+    def _own(self, storage: torch.UntypedStorage, category: Category) -> tuple[Change, ...]:
+        row = self._rows.get(storage._cdata)
+        if row is None:
+            return (self._note(storage, category),)
+        return () if row.category is category else self._move(row, category)
+
+    def forget(self) -> None:
+        """Watch nothing any more."""
+        while self._rows:
+            del self._rows.popitem()[1].ref  # and with it the callback
+
+    def _note(self, storage: torch.UntypedStorage, category: Category) -> Change:
+        key = storage._cdata
+        row = Row(category, storage.nbytes(), counts=storage.device == self._place)
+
+        def gone(_: object) -> None:
+            del self._rows[key]
+            self._post(Change(row.category, -row.n_bytes))
+
+        row.ref = weakref.ref(storage, gone)
+        self._rows[key] = row
+        return Change(category, row.n_bytes)
+
+    def _move(self, row: Row, category: Category) -> tuple[Change, Change]:
+        old, row.category = row.category, category
+        return Change(old, -row.n_bytes), Change(category, row.n_bytes)
+
+    def _resize(self, row: Row, n_bytes: int) -> None:
+        grown, row.n_bytes = n_bytes - row.n_bytes, n_bytes
+        self._post(Change(row.category, grown))
+
+    def _post(self, *changes: Change) -> None:
+        """Apply changes one after the other: a storage may go, on any thread, while another comes.
+
+        Whoever finds somebody at it, perhaps itself, leaves its change to them.
+        """
+        self._coming.append(changes)
+        while self._coming and self._lock.acquire(blocking=False):
+            try:
+                while self._coming:
+                    self._apply(self._coming.popleft())
+            finally:
+                self._lock.release()
+
+    def _apply(self, changes: tuple[Change, ...]) -> None:
+        log, levels, t = self._log, self.levels, self._log.clock()
+        for category, n_bytes in changes:
+            levels[category] += n_bytes
+            now_bytes = levels[category]
+            log.add(What.LEVEL, t, t, tier=self._tier, category=category, n_bytes=now_bytes)
