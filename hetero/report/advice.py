@@ -72,10 +72,10 @@ def verdict(measured: Measured) -> str:
     said = f"A steady step takes {format_seconds(measured.step_seconds)}:"
     said += f" units compute for {format_share(compute)} of it,"
     if waited < WORTH:
-        return f"{said} less than 1 % waits for memory (nothing to gain there), and {rest}"
+        return f"{said} less than 1 % is spent waiting (nothing to gain there), and {rest}"
     worst = max(waits, key=waits.__getitem__)
     most = f"{WAITED_FOR.get(worst, part_label(worst))} ({format_share(waits[worst] / step_ns)})"
-    return f"{said} {format_share(waited)} waits, mostly for {most}, and {rest}"
+    return f"{said} {format_share(waited)} is spent waiting, mostly for {most}, and {rest}"
 
 
 def mean_seconds(measured: Measured, ns: float) -> float:

@@ -31,13 +31,14 @@ def render(measured: Measured, summary: Summary, advice: tuple[Advice, ...], bes
     shown = views(measured, summary, advice, beside)
     meta = measured.meta
     title = f"hetero report: {meta.model or 'a run'}"
-    about = ", ".join(part for part in (meta.device, meta.mode, meta.precision) if part)
+    size = f"{meta.n_params:,} parameters" if meta.n_params else ""
+    about = (size, meta.device, meta.mode, meta.precision, meta.kind)
     return PAGE.format(
         title=escape(title),
         policy=policy(script, style),
         style=style,
         heading=escape(meta.model or "a run"),
-        about=escape(f"{meta.n_params:,} parameters, {about}, {meta.kind}"),
+        about=escape(", ".join(part for part in about if part)),
         links="".join(f'<a href="#{view.name}">{escape(short(view))}</a>' for view in shown),
         zoom=ZOOM if measured.timelines else "",
         verdict=shown[0].body,

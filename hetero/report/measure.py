@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hetero.errors import ConfigError
+from hetero.events import What
 from hetero.report.levels import Timeline, timelines
 from hetero.report.peaks import Peak, peak_of
 from hetero.report.residency import Counts, Residency, counts_of, residency_of
@@ -89,7 +90,9 @@ def measure(run: Run) -> Measured:
         )
     steps = steps_of(events)
     residency = residency_of(events, run.meta)
-    lines = timelines(events)
+    # a plain model's activations are counted, not reserved: LIVE says nothing that LEVEL does not
+    split = run.meta.mode != "plain"
+    lines = timelines(events if split else [e for e in events if e.what != What.LIVE.value])
     known = [tier for tier in TIERS if tier in lines]
     lines = {tier: lines[tier] for tier in (*known, *sorted(lines.keys() - set(known)))}
     begin_ns, end_ns = steps.begin_ns, steps.end_ns

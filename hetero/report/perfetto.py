@@ -17,7 +17,7 @@ from hetero.events import Event, What
 from hetero.report.measure import Measured
 from hetero.report.peaks import unit_name
 from hetero.report.timing import StepTime
-from hetero.report.words import LANE_LABELS, LANES, REASONS, TIER_LABELS
+from hetero.report.words import LANE_LABELS, LANES, REASONS, tier_label
 
 RUN, MEMORY, RESIDENCY = 1, 2, 3  # processes
 STEPS = 3  # of which a trace holds slices, from the steady ones on
@@ -146,7 +146,7 @@ def title(measured: Measured, event: Event) -> str:
 def counters(measured: Measured, begin_ns: int, end_ns: int) -> Iterator[Row]:
     """Yield what each tier held, by category."""
     for tier, line in measured.timelines.items():
-        label = TIER_LABELS.get(tier, tier)
+        label = tier_label(tier, measured.meta.mode)
         for row, t_ns in enumerate(line.times_ns):
             if begin_ns <= t_ns < end_ns:
                 values = line.at_row(row)

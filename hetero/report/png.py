@@ -10,12 +10,12 @@ from hetero.report.advice import verdict
 from hetero.report.levels import RESERVED, Timeline
 from hetero.report.measure import NS, Measured
 from hetero.report.words import (
-    TIER_LABELS,
     format_seconds,
     format_share,
     part_colour,
     part_label,
     shades,
+    tier_label,
 )
 from hetero.types import format_bytes
 
@@ -69,7 +69,7 @@ def draw_tier(panel: Axes, measured: Measured, line: Timeline) -> None:
     for area, i in zip(areas, shown, strict=True):
         area.set_hatch("///" if line.categories[i].endswith(RESERVED) else "")
     draw_budget(panel, measured, line)
-    panel.set_title(TIER_LABELS.get(line.tier, line.tier), loc="left", fontsize=10)
+    panel.set_title(tier_label(line.tier, measured.meta.mode), loc="left", fontsize=10)
     panel.set_xlim(0, end)
     panel.set_yticks(binary_ticks(panel.get_ylim()[1]))
     panel.yaxis.set_major_formatter(lambda value, _: format_bytes(value))

@@ -222,7 +222,7 @@ def tally(stays: Sequence[Stay], accesses: int) -> Counts:
         hits=accesses - sum(stay.why_in in ("F", "B", "E") for stay in missed),
         prefetches=len(planned),
         late=sum(stay.waited_ns > 0 for stay in planned),
-        unused=sum(stay.first_use_ns is None for stay in planned),
+        unused=sum(stay.first_use_ns is None and stay.why_out != "end" for stay in planned),
         miss_wait_ns=sum(stay.waited_ns for stay in missed),
         late_wait_ns=sum(stay.waited_ns for stay in planned),
     )

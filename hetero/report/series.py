@@ -16,7 +16,7 @@ from hetero.report.measure import Measured
 from hetero.report.peaks import unit_name
 from hetero.report.residency import Access, Stay
 from hetero.report.traffic import LaneChart, lane_charts
-from hetero.report.words import LANE_LABELS, REASONS, TIER_LABELS
+from hetero.report.words import LANE_LABELS, REASONS, tier_label
 
 MICRO = 1000
 PIXELS = 4000  # of the whole run: what lies closer together is drawn as one
@@ -91,7 +91,7 @@ def tier(measured: Measured, line: Timeline) -> dict[str, Any]:
     shown = [i for i, column in enumerate(line.columns) if any(column)]
     return {
         "tier": line.tier,
-        "label": TIER_LABELS.get(line.tier, line.tier),
+        "label": tier_label(line.tier, measured.meta.mode),
         "budget": peak.budget_bytes,
         "peak": peak.n_bytes,
         "peakRow": small.peak_row,

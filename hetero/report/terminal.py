@@ -18,12 +18,12 @@ from hetero.report.peaks import Peak
 from hetero.report.words import (
     LANE_LABELS,
     TERMINAL,
-    TIER_LABELS,
     format_rate,
     format_seconds,
     format_share,
     part_label,
     three,
+    tier_label,
 )
 from hetero.types import format_bytes
 
@@ -89,7 +89,7 @@ def tiers(measured: Measured, style: Style) -> Table:
         right = name in ("peak", "budget", "used")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     for tier, peak in measured.peaks.items():
-        label = Text(TIER_LABELS.get(tier, tier), style=TERMINAL.get(tier, ""))
+        label = Text(tier_label(tier, measured.meta.mode), style=TERMINAL.get(tier, ""))
         table.add_row(label, *tier_cells(peak))
     return table
 

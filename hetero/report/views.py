@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from hetero.report.advice import Advice, verdict
+from hetero.events import What
+from hetero.report.advice import RATED_TBW, Advice, verdict
 from hetero.report.levels import Timeline
 from hetero.report.measure import NS, Measured, Summary, figures
 from hetero.report.page import (
@@ -30,12 +31,12 @@ from hetero.report.page import (
 from hetero.report.peaks import Peak, Share, unit_name
 from hetero.report.svg import Leaf, Piece, bar, treemap
 from hetero.report.timing import StepTime
+from hetero.report.traffic import BINS
 from hetero.report.words import (
     CATEGORY_NOTES,
     LANE_LABELS,
     PART_NOTES,
     REASONS,
-    TIER_LABELS,
     UNATTRIBUTED,
     format_rate,
     format_seconds,
@@ -44,6 +45,7 @@ from hetero.report.words import (
     part_label,
     shades,
     three,
+    tier_label,
 )
 from hetero.types import format_bytes
 
@@ -96,7 +98,7 @@ def views(
 
 def header(measured: Measured, summary: Summary, advice: tuple[Advice, ...], beside: Beside) -> str:
     said = f'<p class="lead">{escape(verdict(measured))}</p>'
-    cards = "".join(tier_card(peak, beside) for peak in measured.peaks.values())
+    cards = "".join(tier_card(measured, peak, beside) for peak in measured.peaks.values())
     cards += step_card(measured, beside) if measured.parts else ""
     return f'{said}<div class="cards">{cards}</div>{tries(advice)}{doubts(measured)}{GLOSSARY}'
 
@@ -117,7 +119,7 @@ GLOSSARY = numbers(
 )
 
 
-def tier_card(peak: Peak, beside: Beside) -> str:
+def tier_card(measured: Measured, peak: Peak, beside: Beside) -> str:
     budget = peak.budget_bytes
     of = f"of {size(budget)} ({format_share(peak.n_bytes / budget)})" if budget else "no limit"
     whole = max(budget or 0, peak.n_bytes) or 1
@@ -127,7 +129,7 @@ def tier_card(peak: Peak, beside: Beside) -> str:
     expected = figures(beside.predicted).get(f"{peak.tier.lower()}.peak_bytes")
     guess = f"<br>predicted {size(expected)}, {off(expected, peak.n_bytes)}" if expected else ""
     return (
-        f'<div class="card">{escape(TIER_LABELS.get(peak.tier, peak.tier))} at its peak'
+        f'<div class="card">{escape(tier_label(peak.tier, measured.meta.mode))} at its peak'
         f'<b class="big">{size(peak.n_bytes)}</b>{bar([filled], 12)}'
         f'<span class="soft">{of}<br>{escape(where + unit)}{guess}</span></div>'
     )
@@ -182,9 +184,7 @@ def doubts(measured: Measured) -> str:
     said = []
     if measured.steps.warmup:
         named = ", ".join(map(str, measured.steps.warmup))
-        said.append(
-            f"Steady figures leave out the warm-up: steps {named}, in which units are traced."
-        )
+        said.append(f"Steady figures leave out the first steps ({named}): they warm up.")
     if measured.run.dropped:
         said.append(f"{measured.run.dropped:,} events were lost: sums may be too low.")
     for line in measured.timelines.values():
@@ -206,17 +206,28 @@ def timelines(measured: Measured) -> str:
         return paragraph("The log has no LEVEL events: nobody said what the tiers held.")
     legend = keys([(f"phase-{name}", name) for name in ("forward", "backward", "step")])
     said = paragraph(
-        "Bytes that the ledger charged, by category; the strip above each chart shows the phase."
-        " Drag to zoom all charts, double-click to see the whole run."
+        "Bytes that were charged, or counted, by category; the strip above each chart shows the"
+        " phase. Drag to zoom all charts, double-click to see the whole run."
         " With the keyboard: arrows move, + and - zoom, 0 shows all."
     )
-    return (
-        said + legend + "".join(tier_figure(measured, line) for line in measured.timelines.values())
-    )
+    shown = "".join(tier_figure(measured, line) for line in measured.timelines.values())
+    return said + allocator(measured) + legend + shown
+
+
+def allocator(measured: Measured) -> str:
+    """Return what the device's allocator counted at most, where a log has it (LIVE of no tier)."""
+    most: dict[str, int] = {}
+    for event in measured.run.events:
+        if event.what == What.LIVE.value and not event.tier:
+            most[event.category] = max(event.n_bytes, most.get(event.category, 0))
+    if not most:
+        return ""
+    said = ", ".join(f"{escape(name)} {size(n_bytes)}" for name, n_bytes in most.items())
+    return paragraph(f"The device's allocator counted at most: {said}.")
 
 
 def tier_figure(measured: Measured, line: Timeline) -> str:
-    label = TIER_LABELS.get(line.tier, line.tier)
+    label = tier_label(line.tier, measured.meta.mode)
     rows = [
         [text(name), sized(line.at_row(line.peak_row)[name]), sized(max(column)), note(name)]
         for name, column in zip(line.categories, line.columns, strict=True)
@@ -345,8 +356,9 @@ def lanes(measured: Measured) -> str:
     if not used:
         return paragraph("Nothing moved between tiers in this run.")
     said = paragraph(
-        "Bytes per second over the run; at the dashed line is what a calibration measured of a lane"
-        " alone, where there is one. Busy time is the union of a lane's moves."
+        f"Bytes per second, averaged over each {BINS}th of the run (of the typical step, where that"
+        " alone is shown); at the dashed line is what a calibration measured of a lane alone, where"
+        " there is one. Busy time is the union of a lane's moves."
     )
     charts = "".join(lane_figure(lane) for lane in LANE_LABELS if lane in used and lane != "update")
     return said + charts + numbers("Lanes as a table", lane_table(measured))
@@ -456,7 +468,7 @@ def peak_figure(measured: Measured, peak: Peak) -> str:
         n_bytes = sum(share.n_bytes for share in rest)
         named = f"{len(rest)} smaller ones"
         leaves.append(Leaf(n_bytes, f"cat-{peak.tier}-0", named, format_bytes(n_bytes), False))
-    label = TIER_LABELS.get(peak.tier, peak.tier)
+    label = tier_label(peak.tier, measured.meta.mode)
     seconds = (peak.t_ns - measured.begin_ns) / NS
     free = peak.free_bytes
     left = "" if free is None else f"; {size(free)} of the budget were free"
@@ -516,7 +528,8 @@ def traffic(measured: Measured) -> str:
     last = [text("all lanes"), *(text("") for _ in range(3)), number(moves)]
     heads = ("lane", "category", "code", "reason", "moves a step", "bytes a step")
     ledger = table(heads, rows, total=[*last, sized(measured.per_step(total))])
-    return ledger + bound(measured) + wear(measured)
+    said = paragraph("What lanes moved in a mean steady step, for whom and why.")
+    return said + ledger + bound(measured) + wear(measured)
 
 
 def bound(measured: Measured) -> str:
@@ -564,10 +577,11 @@ def wear(measured: Measured) -> str:
     if lane is None or not lane.n_bytes:
         return ""
     written = measured.per_step(lane.n_bytes)
-    steps = 600e12 / written
+    steps = RATED_TBW * 1e12 / written
     return paragraph(
-        f"The disk takes {size(written)} of writes a step. A drive rated for 600 TB of writes lasts"
-        f" {steps:,.0f} such steps (600 TB / bytes a step; look up your drive's own rating)."
+        f"The disk takes {size(written)} of writes a step. A drive rated for {RATED_TBW} TB of"
+        f" writes lasts {steps:,.0f} such steps ({RATED_TBW} TB / bytes a step; look up your"
+        " drive's own rating)."
     )
 
 

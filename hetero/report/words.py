@@ -34,6 +34,7 @@ CATEGORY_NOTES = {
     "activation": "what graphs were counted to hold",
     "activation reserved": "reserved for activations and for computing, beyond what is held",
     "buffer": "buffers of the model",
+    "other": "counted, and of none of these",
     "pool": "memory through which disk traffic goes",
     UNATTRIBUTED: "charged, and nobody said for what",
 }
@@ -113,6 +114,11 @@ PART_COLOURS = {
     "step": "#cc79a7",
     "between": "#bdbdbd",
 }
+
+
+def tier_label(tier: str, mode: str) -> str:
+    """Return the name of a tier for people; RAM is page-locked only where hetero manages it."""
+    return "RAM" if (tier, mode) == ("HOST", "plain") else TIER_LABELS.get(tier, tier)
 
 
 def part_label(part: str) -> str:

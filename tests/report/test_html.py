@@ -224,3 +224,19 @@ def test_a_treemaps_areas_are_in_proportion_and_fill_the_plane(sizes: list[float
 def test_the_licence_of_uplot_is_in_the_page(page: str) -> None:
     assert "Copyright (c) 2022 Leon Sorokin" in asset("uplot/LICENSE")
     assert page.count("Leon Sorokin") == 2
+
+
+def test_ram_is_page_locked_only_where_hetero_manages_it(page: str) -> None:
+    made = plain()
+    ram = [e._replace(tier="HOST") if e.tier else e for e in made.events]
+
+    assert "HOST (page-locked) at its peak" in page
+    assert "RAM at its peak" in page_of(measure(Run.of(made.meta, ram)))
+
+
+def test_what_the_allocator_counted_is_said_beside_what_is_attributed(page: str) -> None:
+    made = plain()
+    counted = made.events[-1]._replace(what="live", tier="", category="reserved", n_bytes=12_345)
+
+    assert "allocator counted" not in page
+    assert "12,345 bytes" in page_of(measure(Run.of(made.meta, [*made.events, counted])))

@@ -283,3 +283,13 @@ def test_steps_do_not_overlap_after_rounding() -> None:
 def test_the_access_that_misses_is_a_use_of_what_it_fetched() -> None:
     for stay in measure(paged(4)).residency.stays:
         assert stay.accesses == 1
+
+
+def test_a_plain_models_activations_are_counted_and_not_reserved() -> None:
+    made = plain()
+    live = [e._replace(what="live", n_bytes=1) for e in made.events if e.category == "activation"]
+    seen = [e._replace(seq=1000 + i) for i, e in enumerate(live)]
+    found = measure(Run.of(made.meta, [*made.events, *seen]))
+
+    assert found.peaks == measure(made).peaks
+    assert "activation reserved" not in found.timelines["HBM"].categories

@@ -88,7 +88,7 @@
 
   // -- timelines and lanes ------------------------------------------------------------------------
 
-  const charts = [], LEFT = 124, RIGHT = 10; // margins that all charts share
+  const charts = [], LEFT = innerWidth < 700 ? 84 : 124, RIGHT = 10; // margins that all charts share
   const INCREMENTS = Array.from({ length: 50 }, (_, i) => 2 ** i);
   const axisStyle = () => ({ stroke: colour('soft'), grid: { stroke: colour('grid'), width: 1 },
     ticks: { stroke: colour('grid'), width: 1 }, font: '12px system-ui, sans-serif' });
@@ -127,8 +127,12 @@
     ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); ctx.stroke();
     ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.textAlign = side; ctx.textBaseline = 'bottom';
-    const edge = side === 'right' ? bbox.width - 6 * devicePixelRatio : 6 * devicePixelRatio;
-    ctx.fillText(text, bbox.left + edge, y - 2 * devicePixelRatio);
+    const pad = 6 * devicePixelRatio, wide = ctx.measureText(text).width, high = 13 * devicePixelRatio;
+    const x = side === 'right' ? bbox.left + bbox.width - pad : bbox.left + pad;
+    ctx.globalAlpha = 0.75; ctx.fillStyle = colour('paper');
+    ctx.fillRect(side === 'right' ? x - wide - 2 : x - 2, y - high - 1, wide + 4, high);
+    ctx.globalAlpha = 1; ctx.fillStyle = colour(name);
+    ctx.fillText(text, x, y - 2 * devicePixelRatio);
     ctx.restore();
   }
 
@@ -192,37 +196,36 @@
     chart.rest = tier.peakRow;
   }
 
-  function binned([whole, fine]) { // coarse bins, and finer ones over the typical step
-    const rows = [];
-    const add = ({ begin, width, bytes: moved, busy }, from, to) => {
-      const sizes = undelta(moved), times = undelta(busy);
-      sizes.forEach((size, i) => {
-        const left = Math.max(from, begin + i * width), right = Math.min(to, begin + (i + 1) * width);
-        if (left < right) rows.push([left / MICRO, (size / width) * MICRO, times[i] / width]);
-      });
-    };
-    const [begin, end] = fine ? data.typical : [Infinity, Infinity];
-    add(whole, 0, begin);
-    if (fine) { add(fine, begin, end); add(whole, end, Infinity); }
-    rows.push([END, 0, 0]);
-    return [0, 1, 2].map((column) => rows.map((row) => row[column]));
+  function binned({ begin, width, bytes: moved, busy }) { // times, rates, busy shares
+    const sizes = undelta(moved), times = undelta(busy);
+    const at = sizes.map((_, i) => (begin + i * width) / MICRO);
+    const rates = sizes.map((size) => (size / width) * MICRO);
+    const end = (begin + sizes.length * width) / MICRO;
+    return [[...at, end], [...rates, 0], [...times.map((time) => time / width), 0]];
   }
 
   function drawLane(lane, place) {
-    const [times, rates, busy] = binned(lane.bins);
+    const sets = lane.bins.map(binned); // of the run, and finer ones of the typical step
     const paint = lane.lane === 'read' || lane.lane === 'write' ? 'NVME' : 'HBM';
-    const most = Math.max(...rates, 0);
-    const chart = plot(place, [times, rates], [{ label: 'rate', stroke: () => colour(paint), width: 1,
+    const most = () => Math.max(...chart.data[1], 0);
+    const chart = plot(place, sets[0].slice(0, 2), [{ label: 'rate', stroke: () => colour(paint), width: 1,
       fill: () => `${colour(paint)}88`, paths: uPlot.paths.stepped({ align: 1 }),
       points: { show: false },
       value: (u, r, s, at) => (at == null ? ''
-        : `${rate(r)}, busy ${Math.round(busy[at] * 100)} % of the time`) }], 130, {
-      y: { range: [0, Math.max(most, lane.ceiling || 0) * 1.15 || 1] },
-      axis: { values: (u, ticks) => ticks.map(rate), space: 30 },
+        : `${rate(r)}, busy ${Math.round(u.busy[at] * 100)} % of the time`) }], 130, {
+      y: { range: (u) => [0, Math.max(...u.data[1], lane.ceiling || 0) * 1.15 || 1] },
+      axis: { values: (u, ticks) => ticks.map(rate), space: 24 },
       draw: [(u) => level(u, lane.ceiling, `measured ceiling ${rate(lane.ceiling || 0)}`, 'bad',
         [6, 4])],
     });
-    chart.rest = rates.indexOf(most);
+    chart.choose = () => {
+      const set = sets[1] && range.min >= sets[1][0][0] - 1e-6 && range.max <= sets[1][0].at(-1) + 1e-6
+        ? sets[1] : sets[0];
+      if (chart.busy === set[2]) return;
+      chart.busy = set[2];
+      chart.setData(set.slice(0, 2), false);
+      chart.rest = set[1].indexOf(most());
+    };
   }
 
   function drawCharts() {
@@ -232,6 +235,7 @@
   }
   followers.push(() => {
     for (const { chart } of charts) {
+      chart.choose?.();
       chart.setScale('x', { min: range.min, max: range.max });
       rest(chart);
     }
@@ -309,13 +313,16 @@
     pen.font = '12px system-ui, sans-serif'; pen.textBaseline = 'middle';
     for (let i = first; i < last; i += 1) {
       const y = HEAD + i * ROW - box.scrollTop;
+      pen.save();
+      pen.beginPath(); pen.rect(LEFT, 0, wide - LEFT - RIGHT, high); pen.clip();
       drawRow(pen, rows[i], y, x, wide, paints, flight);
+      pen.restore();
       pen.fillStyle = colour('paper'); pen.fillRect(0, y, LEFT - 4, ROW);
       pen.fillStyle = i === gantt.row ? paints.focus : paints.ink;
       pen.fillText(fitted(pen, buckets[i].name, LEFT - 16), 8, y + ROW / 2);
     }
     const chosen = rows[gantt.row]?.stays[gantt.stay];
-    if (chosen) {
+    if (chosen && chosen.end >= range.min * MICRO && chosen.begin <= range.max * MICRO) {
       pen.strokeStyle = paints.focus; pen.lineWidth = 2.5;
       const from = Math.max(LEFT, x(chosen.begin)), to = Math.min(wide, x(chosen.end));
       pen.strokeRect(from, HEAD + gantt.row * ROW - box.scrollTop + 2, Math.max(4, to - from), ROW - 4);
