@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,15 +15,15 @@ from hetero.config import Config, parse_bytes
 from hetero.errors import BudgetError, ConfigError
 from hetero.plan.hardware import Profile, find
 from hetero.recipes.models import Described, describe
-from hetero.rehearse.rehearsal import Rehearsal, Scene, rehearse, update_seconds
+from hetero.rehearse.rehearsal import Rehearsal, Scene, device_for, rehearse, update_seconds
 from hetero.rehearse.twin import batch_twin, twin_of
 from hetero.rehearse.whatif import ENDLESS, Estimate, Facts, what_if
 from hetero.report.measure import Summary, measure, summarize
+from hetero.train.budget import CUDA_RESIDENT
 from hetero.types import Kind, Tier, format_bytes
 
 MOST_RAISES = 24  # of budgets, until everything fits
 BUDGETS = {"HBM": "hbm", "HOST": "host", "NVME": "nvme_bytes"}
-RESIDENT_BYTES = 1.4  # of a model's homes: less than what lets it stay on a device
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class Plan:
     @property
     def paste(self) -> str:
         """The line for a training script."""
-        given = ", ".join(f"{key}={value!r}" for key, value in self.settings.items())
-        return f"model, optimizer = hetero.prepare(model, optimizer, {given})"
+        given = "".join(f", {key}={value!r}" for key, value in self.settings.items())
+        return f"model, optimizer = hetero.prepare(model, optimizer{given})"
 
     def as_json(self) -> dict[str, Any]:
         """Return all but the rehearsal as JSON-ready data."""
@@ -132,8 +132,7 @@ def plan(
     profile = machine(known)
     described = describe(model_or_config, batch)
     scene = scene_of(described, optimizer, loss, known, profile)
-    found, shortfalls = until_it_fits(scene)
-    return drawn(scene, described, found, shortfalls, estimates)
+    return drawn(scene, described, until_it_fits(scene), estimates)
 
 
 def machine(config: Config) -> Profile:
@@ -181,8 +180,19 @@ def scalar_of(output: Any) -> torch.Tensor:
     return next((t for t in found if t.numel() == 1), None) or found[0].float().sum()
 
 
-def until_it_fits(scene: Scene) -> tuple[Rehearsal, tuple[Shortfall, ...]]:
-    """Rehearse with budgets raised until everything fits; returns what had to be raised."""
+class Fitting(NamedTuple):
+    """A rehearsal that fits: with what settings, and what of them had to be raised."""
+
+    found: Rehearsal
+    config: Config
+    shortfalls: tuple[Shortfall, ...]
+
+
+def until_it_fits(scene: Scene) -> Fitting:
+    """Rehearse with budgets raised until everything fits.
+
+    A model that would stay on a CUDA device without room for its activations is paged.
+    """
     short: dict[str, Shortfall] = {}
     for _ in range(MOST_RAISES):
         error, found = None, None
@@ -192,7 +202,11 @@ def until_it_fits(scene: Scene) -> tuple[Rehearsal, tuple[Shortfall, ...]]:
         except BudgetError as raised:
             error = raised
         if error is None and found is not None:
-            return found, tuple(short.values())
+            if not overflows(scene, found):
+                return Fitting(found, scene.config, tuple(short.values()))
+            config = Config.load(scene.config, hbm=paging_bytes(found))
+            scene = replace(scene, config=config)
+            continue
         if error is None or error.tier not in BUDGETS or not error.needed_bytes:
             break
         field = BUDGETS[error.tier]
@@ -204,6 +218,17 @@ def until_it_fits(scene: Scene) -> tuple[Rehearsal, tuple[Shortfall, ...]]:
         f"no budgets were found that hold this model: {error}",
         advice="lower the batch, or split the largest unit with units=",
     )
+
+
+def overflows(scene: Scene, found: Rehearsal) -> bool:
+    """Whether a model that stays on the device leaves its activations no room there."""
+    limit = device_for(scene.config, scene.profile).total_bytes()
+    return not found.uses and limit is not None and found.peaks[Tier.HBM] > limit
+
+
+def paging_bytes(found: Rehearsal) -> int:
+    """Return the largest budget of HBM under which a model on CUDA is paged."""
+    return int(CUDA_RESIDENT * found.blueprint.home_bytes) - 1
 
 
 def budget(scene: Scene, field: str) -> int | None:
@@ -223,11 +248,11 @@ def budget(scene: Scene, field: str) -> int | None:
 def drawn(
     scene: Scene,
     described: Described,
-    found: Rehearsal,
-    shortfalls: tuple[Shortfall, ...],
+    fitting: Fitting,
     estimates: bool,
 ) -> Plan:
     """Return the plan of a rehearsal that fits."""
+    found, config, shortfalls = fitting
     summary = summarize(measure(found.run))
     tokens = tokens_of(scene)
     written = dict(found.steps[-1].lane_bytes).get("write", 0)
@@ -249,7 +274,7 @@ def drawn(
         disk_write_bytes=written,
         drive_life_steps=life,
         policies=counted(found.policies.values()),
-        settings=settings_of(scene, needed),
+        settings=settings_of(config),
         what_if=tuple(estimates_of(scene, described, found, needed)) if estimates else (),
         rehearsal=found,
     )
@@ -286,13 +311,12 @@ def counted(values: Any) -> dict[str, int]:
     return found
 
 
-def settings_of(scene: Scene, needed: Mapping[str, int]) -> dict[str, Any]:
-    """Return the settings that the plan is of, with what had to be raised."""
-    raised = {BUDGETS[tier]: n_bytes for tier, n_bytes in needed.items()}
-    values = {f.name: getattr(scene.config, f.name) for f in fields(Config)}
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return the settings that say something."""
+    values = {f.name: getattr(config, f.name) for f in fields(Config)}
     plain = {f.name: f.default for f in fields(Config)}
     given = {k: v for k, v in values.items() if v != plain[k] and k not in ("profile", "device")}
-    sizes = {k: shown(n) for k, n in {**given, **raised}.items() if k in BUDGETS.values()}
+    sizes = {key: shown(n) for key, n in given.items() if key in BUDGETS.values()}
     return {**given, **sizes}
 
 
@@ -315,11 +339,11 @@ def estimates_of(
 
 def as_paged(scene: Scene, found: Rehearsal) -> Rehearsal:
     """Rehearse a model that would stay with too little memory for that, to see what units leave."""
-    less = int(RESIDENT_BYTES * found.blueprint.home_bytes)
+    less = paging_bytes(found)
     config = replace(scene.config, hbm=less, device=scene.config.device or "cuda")
     if scene.profile.gpu is None:
         config = replace(config, device="cpu:sim")
-    return until_it_fits(replace(scene, config=config))[0]
+    return until_it_fits(replace(scene, config=config)).found
 
 
 def facts_of(scene: Scene, found: Rehearsal, needed: Mapping[str, int]) -> Facts:

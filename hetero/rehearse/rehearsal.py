@@ -7,8 +7,8 @@ operations advance a virtual clock by what a hardware profile says they take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from hetero.config import Config
 from hetero.dry import DryDevice
 from hetero.errors import BudgetError, ConfigError
+from hetero.events import What
 from hetero.plan.activations import Use
 from hetero.plan.hardware import Profile
 from hetero.rehearse.clock import OpClock
@@ -30,10 +31,12 @@ from hetero.report.profile import meta_of
 from hetero.report.run import Run
 from hetero.train.blueprint import Blueprint, draw
 from hetero.train.engine import Engine
+from hetero.train.meter import LiveBytes
 from hetero.train.tuning import Tuning
 from hetero.types import Kind, Lane, Tier
 
 MOST_STEPS = 8  # until every step is as the one before it
+TIERS = (Tier.HBM, Tier.HOST, Tier.NVME)
 LEAST_STEPS = 3  # of a run whose steps are alike: the first has no plan, the second begins with it
 
 UPDATE_BYTES = 28.0  # read and written for a parameter: gradient, weight and two moments (T4)
@@ -117,15 +120,18 @@ def rehearse(scene: Scene) -> Rehearsal:
     blueprint = draw(scene.model, scene.optimizer, config)
     engine = Engine(scene.model, scene.optimizer, config, device, blueprint, tuning)
     engine.build()
+    # what stays on a device has nobody who counts beside it
+    beside = None if engine.was_paged else LiveBytes()
     steps: list[Step] = []
     error = None
     with AsOn(is_cuda=device.is_cuda):
         try:
             while not is_settled(steps) and len(steps) < MOST_STEPS:
-                steps.append(one_step(scene, engine, device))
+                with beside or nullcontext():
+                    steps.append(one_step(scene, engine, device))
         except BudgetError as found:
             error = found
-    return outcome(engine, steps, error)
+    return outcome(engine, steps, error, 0 if beside is None else beside.peak)
 
 
 def device_for(config: Config, profile: Profile) -> DryDevice:
@@ -174,12 +180,14 @@ def disk_seconds(profile: Profile, lane: Lane, n_bytes: int, both_ways: bool) ->
 def one_step(scene: Scene, engine: Engine, device: DryDevice) -> Step:
     """Train one step and return what it took."""
     began = device.clock()
-    with OpClock(device, scene.profile):
-        loss = scene.loss(scene.model(*scene.args, **scene.kwargs))
-        if scene.optimizer is not None:
-            backward(loss)
-    del loss
     paged = engine.mode == "paged"
+    with OpClock(device, scene.profile):
+        with nullcontext() if paged else phase(engine, "forward"):
+            loss = scene.loss(scene.model(*scene.args, **scene.kwargs))
+        if scene.optimizer is not None:
+            with nullcontext() if paged else phase(engine, "backward"):
+                backward(loss)
+    del loss
     if engine.optimizer is not None:
         with nullcontext() if paged else OpClock(device, scene.profile):
             engine.optimizer.step()
@@ -193,6 +201,15 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> Step:
         lane_bytes=tuple(sorted((lane.value, n) for lane, n in stats.n_bytes.items())),
         counts=tuple(sorted(stats.counts.items())) if paged else (),
     )
+
+
+@contextmanager
+def phase(engine: Engine, name: str) -> Iterator[None]:
+    """Log a phase of a model that stays, which nobody else looks at."""
+    engine.log.phase = name
+    with engine.log.during(What.PHASE, why=name):
+        yield
+    engine.log.phase = "between"
 
 
 def backward(loss: torch.Tensor) -> None:
@@ -211,8 +228,19 @@ def is_settled(steps: Sequence[Step]) -> bool:
     return len(steps) >= LEAST_STEPS and steps[-1].is_like(steps[-2])
 
 
-def outcome(engine: Engine, steps: Sequence[Step], error: BudgetError | None) -> Rehearsal:
-    """Return how it went."""
+def staying(blueprint: Blueprint, n_bytes: int) -> dict[tuple[Tier, Kind], int]:
+    """Return the kinds of bytes that are on a device beside the parameters that stay there."""
+    trained = [(b.numel, b.n_bytes, blueprint.costs[b.id]) for b in blueprint.layout.buckets]
+    grads = sum(size for _, size, costs in trained if costs.grad)
+    states = sum(numel * costs.state for numel, _, costs in trained)
+    kinds = {Kind.GRAD: grads, Kind.STATE: states, Kind.ACTIVATION: n_bytes - grads - states}
+    return {(Tier.HBM, kind): max(0, size) for kind, size in kinds.items()}
+
+
+def outcome(
+    engine: Engine, steps: Sequence[Step], error: BudgetError | None, beside_bytes: int
+) -> Rehearsal:
+    """Return how it went; ``beside_bytes`` were on the device beside what the ledger knows."""
     ledger = engine.ledger
     names = engine.blueprint.layout.unit_names
     policies = {names[unit]: str(policy) for unit, policy in engine.activations.policies.items()}
@@ -225,8 +253,11 @@ def outcome(engine: Engine, steps: Sequence[Step], error: BudgetError | None) ->
     meta = replace(meta_of(engine), kind="predicted")
     return Rehearsal(
         steps=tuple(steps),
-        peaks={tier: ledger.peak(tier) for tier in (Tier.HBM, Tier.HOST, Tier.NVME)},
-        kinds={(tier, kind): ledger.peak(tier, kind) for tier in Tier for kind in Kind},
+        peaks={t: ledger.peak(t) + beside_bytes * (t is Tier.HBM) for t in TIERS},
+        kinds={
+            **{(tier, kind): ledger.peak(tier, kind) for tier in TIERS for kind in Kind},
+            **(staying(engine.blueprint, beside_bytes) if beside_bytes else {}),
+        },
         blueprint=engine.blueprint,
         policies=policies,
         uses=uses,

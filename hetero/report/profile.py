@@ -118,11 +118,13 @@ def _watching(
             advice="pass what hetero.prepare returned, or none",
         )
     engine.device.watch(True)
+    engine.log.annotates = engine.device.is_cuda  # ranges for the vendor's profiler
     try:
         engine.restate()
         yield engine.log, lambda: meta_of(engine)
     finally:
         engine.device.watch(False)
+        engine.log.annotates = False
 
 
 def meta_of(engine: Engine) -> Meta:

@@ -30,6 +30,7 @@ from hetero.memory.manager import PARAM, ChunkManager
 from hetero.memory.parcel import ParcelStore
 from hetero.memory.slab import HomeStore
 from hetero.plan.activations import Policy
+from hetero.plan.hardware import find
 from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
@@ -39,7 +40,7 @@ from hetero.train.blueprint import Blueprint
 from hetero.train.budget import decide
 from hetero.train.check import MARK, pageable
 from hetero.train.cores import Cores
-from hetero.train.fitting import Fitting
+from hetero.train.fitting import CopySeconds, Fitting
 from hetero.train.flight import Flight
 from hetero.train.forecast import Forecast, UnitKind
 from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
@@ -289,7 +290,6 @@ class Engine:
         return Fitting(
             self.budget,
             self.ledger,
-            self.device,
             meter=meter,
             forecast=Forecast(
                 self.device,
@@ -302,7 +302,15 @@ class Engine:
             frames=self,
             choice=self.activations,
             may_stay=self._may_stay,
+            copy_seconds=self._copy_seconds(),
+            log=self.log,
         )
+
+    def _copy_seconds(self) -> CopySeconds:
+        """Return how long copies take: by the profile where one is named, else as measured."""
+        if self.config.profile is None:
+            return self.device.copy_seconds
+        return find(self.config.profile).copy_seconds
 
     @property
     def _may_stay(self) -> bool:
@@ -611,6 +619,7 @@ class Engine:
         self._shape_resident(self.activations.policies)
         self._rewrite()
         self.hooks.guard(self.model, self._state_dict_access)
+        self.log.now(What.DECISION, tier=Tier.HBM, why="everything fits: the model stays")
         return True
 
     def _after_evaluation(self) -> None:

@@ -9,14 +9,14 @@ What even that does not hold is a BudgetError with the unit that leaves most.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from hetero.device import Device
 from hetero.errors import BudgetError
+from hetero.events import EventLog, What
 from hetero.memory.ledger import Ledger
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Policy, Use, choose, peak_bytes
 from hetero.train.budget import Budget
@@ -28,6 +28,15 @@ from hetero.types import Kind, Lane, Tier, format_bytes
 WINDOW = 16  # steps whose largest peak is what the next one is expected to need
 MARGIN = 1 / 16  # of a room, for what a choice that nobody has tried yet may take besides
 SHRUNK = 0.75  # inputs of so small a part of those chosen for: units may keep again
+
+
+CopySeconds = Callable[[Lane, int], float]
+
+
+def shown(policies: Mapping[int, Policy]) -> str:
+    """Return how many units have which policy: ``"3 keep, 2 recompute"``."""
+    counts = Counter(str(policy) for policy in policies.values())
+    return ", ".join(f"{n} {policy}" for policy, n in sorted(counts.items()))
 
 
 class Frames(Protocol):
@@ -76,13 +85,13 @@ class Fitting:
     Args:
         forecast: of what units leave.
         may_stay: whether a model that fits the device stays there.
+        copy_seconds: (lane, bytes) -> how long a copy takes.
     """
 
     def __init__(
         self,
         budget: Budget,
         ledger: Ledger,
-        device: Device,
         *,
         meter: Meter,
         forecast: Forecast,
@@ -91,12 +100,15 @@ class Fitting:
         frames: Frames,
         choice: Choice,
         may_stay: bool,
+        copy_seconds: CopySeconds,
+        log: EventLog,
     ) -> None:
         self.budget = budget
+        self._copy_seconds = copy_seconds
+        self._log = log
         self.meter = meter
         self.forecast = forecast
         self._ledger = ledger
-        self._device = device
         self._footprint = footprint
         self._ring = ring
         self._frames = frames
@@ -169,7 +181,10 @@ class Fitting:
             self._choose(ahead, room - held)
             need = held + self.forecast.peak_bytes(ahead, self._choice.policies)
         limit = (self.budget.most_bytes - need - ring.limit_bytes) // plan.granule_bytes
-        self._frames.resize(max(least, min(limit, self._frames.limit)))
+        before = self._frames.limit
+        self._frames.resize(max(least, min(limit, before)))
+        if self._frames.limit != before:
+            self._note(f"{self._frames.limit} frames, not {before}: units leave {need} bytes")
         ring.limit_bytes = max(0, min(ring.limit_bytes, self._beside_frames - need))
 
     @property
@@ -184,8 +199,8 @@ class Fitting:
         found = choose(
             uses,
             int((1 - MARGIN) * room_bytes),
-            down=partial(self._device.copy_seconds, Lane.D2H),
-            up=partial(self._device.copy_seconds, Lane.H2D),
+            down=partial(self._copy_seconds, Lane.D2H),
+            up=partial(self._copy_seconds, Lane.H2D),
             working_bytes=self.forecast.working_bytes,
         )
         options = [found] if found is not None else self._smallest(uses)
@@ -193,8 +208,12 @@ class Fitting:
             policies = {**self._choice.policies, **dict(zip(units, option, strict=True))}
             if policies not in self._failed:
                 self._choice.policies.update(policies)
+                self._note(f"{shown(policies)} for {room_bytes} bytes")
                 return found is not None
         return False
+
+    def _note(self, why: str) -> None:
+        self._log.now(What.DECISION, tier=Tier.HBM, category=Kind.ACTIVATION, why=why)
 
     def _smallest(self, uses: Sequence[Use]) -> list[list[Policy]]:
         """Return one policy for all units, each there is, those that should take least first."""
