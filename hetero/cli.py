@@ -295,9 +295,7 @@ def plan(model: str, as_json: bool, no_estimates: bool, output: str | None, **gi
     with failures(as_json):
         found = planned(model, not no_estimates, given)
         if output is not None:
-            from hetero.report.make import report as write
-
-            write(found.rehearsal.run, output)
+            found.write(output)
         if as_json:
             print_json(found.as_json())
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +19,9 @@ from hetero.recipes.models import Described, describe
 from hetero.rehearse.rehearsal import Rehearsal, Scene, device_for, rehearse, update_seconds
 from hetero.rehearse.twin import batch_twin, twin_of
 from hetero.rehearse.whatif import ENDLESS, Estimate, Facts, what_if
+from hetero.report.make import PREDICTED, WHATIF, examine
 from hetero.report.measure import Summary, measure, summarize
+from hetero.report.views import Beside, WhatIf
 from hetero.train.budget import CUDA_RESIDENT
 from hetero.types import Kind, Tier, format_bytes
 
@@ -87,6 +90,20 @@ class Plan:
         """The line for a training script."""
         given = "".join(f", {key}={value!r}" for key, value in self.settings.items())
         return f"model, optimizer = hetero.prepare(model, optimizer{given})"
+
+    def write(self, path: str | Path) -> None:
+        """Write the report of the rehearsal as HTML, with what else would fit."""
+        made = examine(self.rehearsal.run)
+        rows = tuple(WhatIf(**asdict(row)) for row in self.what_if)
+        replace(made, beside=Beside(whatif=rows)).write(path)
+
+    def write_beside(self, directory: str | Path) -> None:
+        """Write into the directory of a run what was planned, for its report to compare."""
+        folder = Path(directory)
+        predicted = summarize(measure(self.rehearsal.run)).as_json()
+        (folder / PREDICTED).write_text(json.dumps(predicted, indent=1))
+        rows = [asdict(row) for row in self.what_if]
+        (folder / WHATIF).write_text(json.dumps(rows, indent=1))
 
     def as_json(self) -> dict[str, Any]:
         """Return all but the rehearsal as JSON-ready data."""

@@ -21,13 +21,13 @@ from hetero.dry import DryDevice
 from hetero.errors import BudgetError, ConfigError
 from hetero.events import What
 from hetero.plan.activations import Use
-from hetero.plan.hardware import Profile
+from hetero.plan.hardware import Profile, sha256
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
 from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.twin import twin_of
 from hetero.rehearse.worker import DryWorker
-from hetero.report.profile import meta_of
+from hetero.report.profile import ceilings, meta_of
 from hetero.report.run import Run
 from hetero.train.blueprint import Blueprint, draw
 from hetero.train.engine import Engine
@@ -131,7 +131,8 @@ def rehearse(scene: Scene) -> Rehearsal:
                     steps.append(one_step(scene, engine, device))
         except BudgetError as found:
             error = found
-    return outcome(engine, steps, error, 0 if beside is None else beside.peak)
+    extra = 0 if beside is None else beside.peak
+    return outcome(engine, scene.profile, steps, error, extra)
 
 
 def device_for(config: Config, profile: Profile) -> DryDevice:
@@ -238,7 +239,11 @@ def staying(blueprint: Blueprint, n_bytes: int) -> dict[tuple[Tier, Kind], int]:
 
 
 def outcome(
-    engine: Engine, steps: Sequence[Step], error: BudgetError | None, beside_bytes: int
+    engine: Engine,
+    profile: Profile,
+    steps: Sequence[Step],
+    error: BudgetError | None,
+    beside_bytes: int,
 ) -> Rehearsal:
     """Return how it went; ``beside_bytes`` were on the device beside what the ledger knows."""
     ledger = engine.ledger
@@ -250,7 +255,13 @@ def outcome(
         forecast = engine.fitting.forecast
         uses = tuple(forecast.use(unit) for unit in forecast.rows)
         working = forecast.working_bytes
-    meta = replace(meta_of(engine), kind="predicted")
+    meta = replace(
+        meta_of(engine),
+        kind="predicted",
+        profile=profile.name,
+        profile_sha256=sha256(profile),
+        ceilings=ceilings(profile),
+    )
     return Rehearsal(
         steps=tuple(steps),
         peaks={t: ledger.peak(t) + beside_bytes * (t is Tier.HBM) for t in TIERS},

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from hetero.api import update_place
 from hetero.config import Config
 from hetero.errors import ConfigError, StateError
 from hetero.events import EventLog
+from hetero.plan.hardware import Profile as Hardware
+from hetero.plan.hardware import find, sha256
 from hetero.report.plain import watch
 from hetero.report.run import BucketMeta, Meta, Recorder, Run
 from hetero.train.check import MARK
@@ -38,12 +41,20 @@ class Profile:
         return Run.load(self.directory)
 
 
+class Planned(Protocol):
+    """What knows how a run was expected to go."""
+
+    def write_beside(self, directory: Path) -> None:
+        """Write that into the run's directory."""
+
+
 @contextmanager
 def profile(
     model: nn.Module,
     directory: str | Path | None = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    plan: Planned | None = None,
 ) -> Iterator[Profile]:
     """Record the steps that run inside a ``with`` block; no number that they compute changes.
 
@@ -74,6 +85,7 @@ def profile(
         model: any module on one device, not compiled, not wrapped for several devices.
         directory: for the run's files; None: a new one for temporary files.
         optimizer: the model's, so that states it has already are counted from the beginning.
+        plan: what `hetero.plan` returned for it, which the report compares with what was measured.
 
     Raises:
         ConfigError: for a model or an optimizer that cannot be watched.
@@ -82,6 +94,8 @@ def profile(
     with _alone(), _watching(model, optimizer) as (log, meta):
         folder = Path(directory or tempfile.mkdtemp(prefix="hetero-run-"))
         recorder = Recorder(log, folder, meta())
+        if plan is not None:
+            plan.write_beside(folder)
         try:
             yield Profile(folder)
         finally:
@@ -143,7 +157,32 @@ def meta_of(engine: Engine) -> Meta:
         buckets=[BucketMeta(b.unit, b.n_bytes, b.numel, b.trainable) for b in layout.buckets],
         versions=versions(),
         settings=given(engine.config),
+        **hardware(engine.config.profile),
     )
+
+
+def hardware(name: str | None) -> dict[str, Any]:
+    """Return what a run's meta has of the hardware profile that its settings name."""
+    if name is None:
+        return {}
+    profile = find(name)
+    return {
+        "profile": profile.name,
+        "profile_sha256": sha256(profile),
+        "ceilings": ceilings(profile),
+    }
+
+
+def ceilings(profile: Hardware) -> dict[str, float]:
+    """Return the rates that lanes can reach, in bytes per second."""
+    found: dict[str, float] = {}
+    if profile.link is not None:
+        found["h2d"] = profile.link.h2d.bytes_per_second.value
+        found["d2h"] = profile.link.d2h.bytes_per_second.value
+    if profile.nvme is not None:
+        found["read"] = profile.nvme.read_bytes_per_second.value
+        found["write"] = profile.nvme.write_bytes_per_second.value
+    return found
 
 
 def given(config: Config) -> dict[str, object]:
