@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
-from hetero.plan.shape import PRESETS
+from hetero.plan import shape
+from hetero.plan.shape import PRESETS, Decoder
 
 POSITIONS = 1024  # of the one sample that is planned with, where no batch is given
 META = torch.device("meta")
@@ -29,6 +30,8 @@ class Described:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     samples: int = 1
     positions: int = 1
+    decoder: Decoder | None = None
+    """Its sizes, where it is of a kind that closed forms know."""
 
 
 def describe(what: nn.Module | Mapping[str, Any] | str | Path, batch: Any) -> Described:
@@ -43,7 +46,16 @@ def describe(what: nn.Module | Mapping[str, Any] | str | Path, batch: Any) -> De
     samples, positions = batch or (1, POSITIONS)
     tokens = torch.empty(samples, positions, dtype=torch.long, device=META)
     kwargs = {"input_ids": tokens, "labels": tokens}
-    return Described(from_config(mapping), name, (), kwargs, samples, positions)
+    model = from_config(mapping)
+    return Described(model, name, (), kwargs, samples, positions, decoder_of(mapping))
+
+
+def decoder_of(mapping: Mapping[str, Any]) -> Decoder | None:
+    """Return the sizes in a configuration, None where it is of a kind that nobody knows."""
+    try:
+        return shape.from_config(mapping)
+    except ConfigError:
+        return None
 
 
 def is_size(batch: Any) -> bool:

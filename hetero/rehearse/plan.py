@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,9 @@ from torch.utils._pytree import tree_iter
 
 from hetero.config import Config, parse_bytes
 from hetero.errors import BudgetError, ConfigError
-from hetero.plan.hardware import Profile, find
+from hetero.plan.cost import step_flops
+from hetero.plan.footprint import NormCode, Workload, layer_bytes
+from hetero.plan.hardware import Dtype, Profile, find
 from hetero.recipes.models import Described, describe
 from hetero.rehearse.rehearsal import Rehearsal, Scene, device_for, rehearse, update_seconds
 from hetero.rehearse.twin import batch_twin, twin_of
@@ -26,6 +29,7 @@ from hetero.train.budget import CUDA_RESIDENT
 from hetero.types import Kind, Tier, format_bytes
 
 MOST_RAISES = 24  # of budgets, until everything fits
+DTYPE: dict[str, Dtype] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 BUDGETS = {"HBM": "hbm", "HOST": "host", "NVME": "nvme_bytes"}
 
 
@@ -42,6 +46,20 @@ class Shortfall:
     @property
     def short_bytes(self) -> int:
         return self.needed_bytes - (self.have_bytes or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossCheck:
+    """A figure of the rehearsal, and what a closed form says of it."""
+
+    what: str
+    rehearsed: float
+    closed_form: float
+
+    @property
+    def error(self) -> float:
+        """By what part the closed form is larger."""
+        return self.closed_form / self.rehearsed - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +100,11 @@ class Plan:
     settings: dict[str, Any]
     """For `hetero.prepare`."""
     what_if: tuple[Estimate, ...]
+    checks: tuple[CrossCheck, ...]
+    """Of a model whose configuration closed forms know."""
+    mfu: float | None
+    """Part of the peak rate that the step's operations make, attention taken as causal; None
+    without closed forms."""
     rehearsal: Rehearsal
     """Its ``run`` may be given to `hetero.report`."""
 
@@ -108,7 +131,7 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """Return all but the rehearsal as JSON-ready data."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rehearsal"}
-        for name in ("shortfalls", "tiers", "what_if"):
+        for name in ("shortfalls", "tiers", "what_if", "checks"):
             data[name] = [asdict(row) for row in data[name]]
         return {**data, "paste": self.paste}
 
@@ -271,6 +294,7 @@ def drawn(
     """Return the plan of a rehearsal that fits."""
     found, config, shortfalls = fitting
     summary = summarize(measure(found.run))
+    paged = as_paged(scene, found) if estimates and not found.uses else found
     tokens = tokens_of(scene)
     written = dict(found.steps[-1].lane_bytes).get("write", 0)
     life = scene.profile.drive_life_steps(written) if written else None
@@ -290,9 +314,11 @@ def drawn(
         shares=summary.time,
         disk_write_bytes=written,
         drive_life_steps=life,
-        policies=counted(found.policies.values()),
+        policies=dict(Counter(found.policies.values())),
         settings=settings_of(config),
-        what_if=tuple(estimates_of(scene, described, found, needed)) if estimates else (),
+        what_if=tuple(estimates_of(scene, described, paged, needed)) if estimates else (),
+        checks=tuple(cross_checks(scene, described, paged)),
+        mfu=mfu_of(scene, described, found.step_seconds),
         rehearsal=found,
     )
 
@@ -321,13 +347,6 @@ def bottleneck(summary: Summary) -> str:
     return max(summary.time, key=lambda part: summary.time[part]).removesuffix("_seconds")
 
 
-def counted(values: Any) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for value in values:
-        found[value] = found.get(value, 0) + 1
-    return found
-
-
 def settings_of(config: Config) -> dict[str, Any]:
     """Return the settings that say something."""
     values = {f.name: getattr(config, f.name) for f in fields(Config)}
@@ -344,10 +363,9 @@ def shown(n_bytes: int) -> str | int:
 
 
 def estimates_of(
-    scene: Scene, described: Described, found: Rehearsal, needed: Mapping[str, int]
+    scene: Scene, described: Described, paged: Rehearsal, needed: Mapping[str, int]
 ) -> Sequence[Estimate]:
     """Return what else would fit; of a model that stays, as it would be paged."""
-    paged = found if found.uses else as_paged(scene, found)
     if not paged.uses:
         return ()
     facts = facts_of(scene, paged, needed)
@@ -361,6 +379,35 @@ def as_paged(scene: Scene, found: Rehearsal) -> Rehearsal:
     if scene.profile.gpu is None:
         config = replace(config, device="cpu:sim")
     return until_it_fits(replace(scene, config=config)).found
+
+
+def cross_checks(scene: Scene, described: Described, found: Rehearsal) -> Iterator[CrossCheck]:
+    """Yield what closed forms say of what was rehearsed."""
+    decoder = described.decoder
+    if decoder is None:
+        return
+    counted = sum(p.numel() for p in scene.model.parameters())
+    yield CrossCheck("parameters", counted, decoder.numel)
+    load = Workload(
+        micro_batch=described.samples,
+        sequence=described.positions,
+        activation_bytes=4 if scene.config.precision == "fp32" else 2,
+        norm=NormCode.WRITTEN,
+    )
+    if decoder.experts or not found.uses:
+        return  # no closed form, or nobody looked
+    (saved, _), *_ = Counter(use.saved_bytes for use in found.uses).most_common()
+    yield CrossCheck("bytes that a layer saves", saved, layer_bytes(decoder, load))
+
+
+def mfu_of(scene: Scene, described: Described, seconds: float) -> float | None:
+    """Return the part of the device's peak rate that a step makes (T1)."""
+    decoder, gpu = described.decoder, scene.profile.gpu
+    peak = None if gpu is None else gpu.tflops.of(DTYPE[scene.config.precision])
+    if decoder is None or peak is None or not seconds:
+        return None
+    tokens = described.samples * described.positions
+    return step_flops(decoder, tokens=tokens, sequence=described.positions) / seconds / peak.value
 
 
 def facts_of(scene: Scene, found: Rehearsal, needed: Mapping[str, int]) -> Facts:
