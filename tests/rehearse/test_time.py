@@ -1,0 +1,251 @@
+"""Time on a dry device: operations, copies, updates and drives take what a profile says."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hetero.dry import DryDevice
+from hetero.plan.hardware import find
+from hetero.rehearse.clock import OpClock, attention_flops, touched_bytes
+from hetero.rehearse.disk import DryDisk
+from hetero.rehearse.kernels import AsOn
+from hetero.rehearse.worker import DryWorker
+from hetero.types import Lane
+
+PROFILE = find("rtx4090")
+GPU = PROFILE.gpu
+assert GPU is not None
+
+
+def device(rate: float = 1e9) -> DryDevice:
+    return DryDevice(is_cuda=True, ram_bytes=2**30, copy_seconds=lambda lane, n, both: n / rate)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def took(clock: DryDevice, call: object, *args: torch.Tensor) -> float:
+    before = clock.clock()
+    with OpClock(clock, PROFILE):
+        call(*args)  # type: ignore[operator]
+    return clock.clock() - before
+
+
+# -- operations ----------------------------------------------------------------------------------
+
+
+def test_a_large_product_takes_what_its_multiplications_take() -> None:
+    seconds = took(device(), torch.mm, empty(4096, 2048), empty(2048, 1024))
+    products = PROFILE.matmul_seconds(4096, 1024, 2048, "fp32")
+
+    assert seconds == pytest.approx(products + GPU.launch_seconds())
+
+
+def test_a_product_of_a_batch_is_as_many_products() -> None:
+    one = took(device(), torch.mm, empty(512, 512), empty(512, 512))
+    many = took(device(), torch.bmm, empty(8, 512, 512), empty(8, 512, 512))
+
+    assert many - GPU.launch_seconds() == pytest.approx(8 * (one - GPU.launch_seconds()))
+
+
+def test_an_elementwise_operation_takes_what_its_bytes_take() -> None:
+    seconds = took(device(), torch.add, empty(2**24), empty(2**24))
+
+    assert seconds == pytest.approx(PROFILE.memory_seconds(3 * 2**26) + GPU.launch_seconds())
+
+
+def test_views_take_no_time() -> None:
+    for view in (lambda x: x.t(), lambda x: x.view(-1), lambda x: x[0], lambda x: x.detach()):
+        assert took(device(), view, empty(64, 64)) == 0
+
+
+def test_what_is_expanded_is_read_once() -> None:
+    assert touched_bytes(empty(1, 64).expand(1000, 64)) == 256
+    assert touched_bytes(empty(1000, 64)) == 256_000
+
+
+def test_operations_on_the_host_take_no_time_of_the_device() -> None:
+    assert took(device(), torch.add, torch.ones(8), torch.ones(8)) == 0
+
+
+def test_a_causal_attention_computes_half_the_scores() -> None:
+    query = [empty(2, 4, 64, 32)] * 3
+    whole = attention_flops("_scaled_dot_product_flash_attention", (*query, 0.0, False), query)
+    causal = attention_flops("_scaled_dot_product_flash_attention", (*query, 0.0, True), query)
+
+    assert whole == 4 * 2 * 4 * 64 * 64 * 32
+    assert causal == whole / 2
+
+
+def test_attention_and_convolution_are_counted() -> None:
+    heads = empty(2, 16, 1024, 64, dtype=torch.bfloat16)
+    with AsOn(is_cuda=True):
+        attention = took(device(), partial(F.scaled_dot_product_attention, heads, heads, heads))
+    convolution = took(device(), F.conv2d, empty(8, 64, 56, 56), empty(64, 64, 3, 3))
+
+    assert attention > 2 * GPU.launch_seconds()
+    assert convolution > 2 * GPU.launch_seconds()
+
+
+def test_a_number_that_code_asks_for_is_one_or_true() -> None:
+    with OpClock(device(), PROFILE):
+        assert empty(1).sum().item() == 1
+        assert bool((empty(4) == 0).all())
+
+
+def test_compute_is_slower_beside_a_copy() -> None:
+    clock = device(rate=1.0)
+    alone = took(clock, torch.add, empty(2**20), empty(2**20))
+    clock.copy(Lane.H2D, empty(100, dtype=torch.uint8), empty(100, dtype=torch.uint8))
+    slower = took(clock, torch.add, empty(2**20), empty(2**20))
+    figure = PROFILE.overlap.gemm_under_h2d
+    assert figure is not None
+
+    assert slower == pytest.approx(alone * figure.value)
+
+
+# -- copies --------------------------------------------------------------------------------------
+
+
+def piece(n_bytes: int) -> torch.Tensor:
+    return empty(n_bytes, dtype=torch.uint8)
+
+
+def test_copies_of_a_lane_follow_each_other_and_those_of_two_do_not() -> None:
+    clock = device(rate=100.0)
+    first = clock.copy(Lane.H2D, piece(100), piece(100))
+    second = clock.copy(Lane.H2D, piece(100), piece(100))
+    down = clock.copy(Lane.D2H, piece(100), piece(100))
+
+    assert (first.end, second.end, down.end) == (1.0, 2.0, 1.0)
+    assert not clock.query(first)
+
+
+def test_a_copy_waits_for_what_it_comes_behind() -> None:
+    clock = device(rate=100.0)
+    up = clock.copy(Lane.H2D, piece(300), piece(300))
+    down = clock.copy(Lane.D2H, piece(100), piece(100), after=(up,))
+
+    assert down.end == 4.0
+
+
+def test_waiting_takes_until_the_copy_has_landed_and_is_a_stall() -> None:
+    clock = device(rate=100.0)
+    ticket = clock.copy(Lane.H2D, piece(100), piece(100))
+    clock.compute(0.25)
+
+    assert clock.wait(ticket) == (0.25, 1.0)
+    assert clock.clock() == 1.0
+    assert clock.wait(ticket) is None
+
+
+# -- updates -------------------------------------------------------------------------------------
+
+
+def test_updates_follow_each_other_while_compute_goes_on() -> None:
+    clock, done = device(), []
+    worker = DryWorker(clock, lambda numel: float(numel))
+    first = worker.submit(worker.job([lambda: done.append(1)], 2))
+    second = worker.submit(worker.job([lambda: done.append(2)], 3))
+    clock.compute(1.0)
+    assert not first.done
+    clock.compute(1.0)
+    assert first.done and not second.done
+
+    second.wait()
+
+    assert done == [1, 2]
+    assert clock.clock() == 5.0
+    assert (first.began, first.ended, second.began, second.ended) == (0.0, 2.0, 2.0, 5.0)
+
+
+def test_waiting_for_a_later_update_carries_out_those_before_it() -> None:
+    clock, done = device(), []
+    worker = DryWorker(clock, lambda numel: float(numel))
+    worker.submit(worker.job([lambda: done.append(1)], 2))
+    last = worker.submit(worker.job([lambda: done.append(2)], 3))
+
+    last.wait()
+
+    assert done == [1, 2]
+    assert clock.clock() == 5.0
+
+
+def test_an_update_that_nobody_submitted_is_done_by_who_waits() -> None:
+    clock, done = device(), []
+    worker = DryWorker(clock, lambda numel: float(numel))
+    job = worker.job([lambda: done.append(1)], 2)
+    clock.compute(10.0)
+
+    job.wait()
+
+    assert done == [1]
+    assert clock.clock() == 12.0
+
+
+# -- drives --------------------------------------------------------------------------------------
+
+
+def disk(clock: DryDevice) -> DryDisk:
+    return DryDisk(clock, lambda lane, n_bytes, both: n_bytes * (2.0 if both else 1.0))
+
+
+def test_transfers_of_a_lane_follow_each_other_and_slow_the_other_lane_down() -> None:
+    clock, done = device(), []
+    drive = disk(clock)
+    for lane, name in ((Lane.READ, "a"), (Lane.READ, "b"), (Lane.WRITE, "c")):
+        drive.begin(lane, 1, partial(done.append, (name, lane)), lambda: False)
+
+    while drive.wait():
+        pass
+
+    assert [name for name, _ in done] == ["a", "b", "c"] or [n for n, _ in done] == ["a", "c", "b"]
+    assert clock.clock() >= 2.0
+
+
+def test_what_is_urgent_is_read_first() -> None:
+    clock, done = device(), []
+    drive = disk(clock)
+    drive.begin(Lane.READ, 1, partial(done.append, "running"), lambda: False)
+    drive.begin(Lane.READ, 1, partial(done.append, "ahead"), lambda: False)
+    drive.begin(Lane.READ, 1, partial(done.append, "urgent"), lambda: True)
+
+    while drive.wait():
+        pass
+
+    assert done == ["running", "urgent", "ahead"]
+    assert clock.clock() == 3.0
+
+
+def test_who_takes_the_lock_finds_done_what_is_done_by_then() -> None:
+    clock, done = device(), []
+    drive = disk(clock)
+    drive.begin(Lane.READ, 1, partial(done.append, "a"), lambda: False)
+    clock.compute(0.5)
+    with drive:
+        assert not done
+    clock.compute(0.5)
+    with drive:
+        assert done == ["a"]
+
+
+def test_a_job_that_waits_for_a_drive_takes_longer_and_the_device_goes_on() -> None:
+    clock, done = device(), []
+    drive = disk(clock)
+    worker = DryWorker(clock, lambda numel: float(numel), drive)
+
+    def work() -> None:
+        drive.begin(Lane.READ, 7, partial(done.append, "read"), lambda: True)
+        drive.wait()
+
+    job = worker.submit(worker.job([work], 2))
+
+    assert clock.clock() == 0.0
+    assert done == ["read"]
+    assert job.ended == 7.0
+    assert not job.done
