@@ -429,7 +429,7 @@ def facts_of(scene: Scene, found: Rehearsal, needed: Mapping[str, int]) -> Facts
         host_bytes=budget(scene, "host") or 0,
         disk_bytes=(budget(scene, "nvme_bytes") or ENDLESS) if scene.config.nvme else 0,
         compute_seconds=3 * forward,
-        update_seconds=update_seconds(scene.profile, sum(b.numel for b in trainable)),
+        update_seconds=update_seconds(scene.profile, blueprint, sum(b.numel for b in trainable)),
         profile=scene.profile,
         needed=dict(needed),
     )

@@ -8,12 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hetero.config import Config
 from hetero.dry import DryDevice
 from hetero.plan.hardware import find
 from hetero.rehearse.clock import OpClock, attention_flops, touched_bytes
 from hetero.rehearse.disk import DryDisk
 from hetero.rehearse.kernels import AsOn
+from hetero.rehearse.rehearsal import touched_by_update
 from hetero.rehearse.worker import DryWorker
+from hetero.train.blueprint import draw
 from hetero.types import Lane
 
 PROFILE = find("rtx4090")
@@ -249,3 +252,12 @@ def test_a_job_that_waits_for_a_drive_takes_longer_and_the_device_goes_on() -> N
     assert done == ["read"]
     assert job.ended == 7.0
     assert not job.done
+
+
+@pytest.mark.parametrize(("precision", "n_bytes"), [("fp32", 28.0), ("bf16", 26.0)])
+def test_an_update_of_adamw_touches_what_the_equations_say(precision: str, n_bytes: float) -> None:
+    model = torch.nn.Linear(64, 64)
+    config = Config.load(precision=precision)
+    blueprint = draw(model, torch.optim.AdamW(model.parameters()), config)
+
+    assert touched_by_update(blueprint) == n_bytes
