@@ -87,6 +87,8 @@ def what_if(facts: Facts, micro_batch: int, sequence: int) -> Iterator[Estimate]
     yield deepest(facts)
     yield estimate("recompute every unit", facts, [RECOMPUTE] * len(facts.uses))
     yield estimate("offload every unit", facts, [Policy(False, True)] * len(facts.uses))
+    if micro_batch > 1:
+        yield estimate("micro_batch=1", sliced(facts, micro_batch), [RECOMPUTE] * len(facts.uses))
     yield estimate("8-bit states", eight_bit(facts))
     if facts.disk_bytes:
         yield estimate("without a disk", replace(facts, disk_bytes=0))
@@ -164,6 +166,15 @@ def scaled(facts: Facts, times: float) -> Facts:
         working_bytes=int(facts.working_bytes * times),
         compute_seconds=facts.compute_seconds * times,
     )
+
+
+def sliced(facts: Facts, n: int) -> Facts:
+    """Return the facts of units that take a batch in ``n`` slices: only inputs are there whole."""
+    uses = tuple(
+        replace(use, saved_bytes=use.input_bytes + max(0, use.saved_bytes - use.input_bytes) // n)
+        for use in facts.uses
+    )
+    return replace(facts, uses=uses, working_bytes=facts.working_bytes // n)
 
 
 def largest(what: str, facts: Facts, now: int, lacks: str) -> Estimate:
