@@ -313,7 +313,7 @@ def planned(console: Console, plan: Plan) -> None:
         console.print(f"  {row.tier} is {row.short_bytes:,} bytes short: {escape(row.why)}")
     console.print(plan_tiers(plan))
     console.print(facts(plan_facts(plan)))
-    if plan.what_if:
+    if len(plan.what_if) > 1:
         console.print(plan_estimates(plan))
     console.print(f"[bold]{escape(plan.paste)}[/bold]", soft_wrap=True)
 

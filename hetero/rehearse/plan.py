@@ -316,7 +316,10 @@ def drawn(
         drive_life_steps=life,
         policies=dict(Counter(found.policies.values())),
         settings=settings_of(config),
-        what_if=tuple(estimates_of(scene, described, paged, needed)) if estimates else (),
+        what_if=(
+            as_rehearsed(found, shortfalls),
+            *(estimates_of(scene, described, paged, needed) if estimates else ()),
+        ),
         checks=tuple(cross_checks(scene, described, paged)),
         mfu=mfu_of(scene, described, found.step_seconds),
         rehearsal=found,
@@ -370,6 +373,13 @@ def estimates_of(
         return ()
     facts = facts_of(scene, paged, needed)
     return list(what_if(facts, described.samples, described.positions))
+
+
+def as_rehearsed(found: Rehearsal, shortfalls: Sequence[Shortfall]) -> Estimate:
+    """Return the row of what was planned, which is no estimate."""
+    said = "; ".join(f"{row.tier} is {format_bytes(row.short_bytes)} short" for row in shortfalls)
+    peak = found.peaks[Tier.HBM]
+    return Estimate("as planned", not shortfalls, peak, found.step_seconds, said)
 
 
 def as_paged(scene: Scene, found: Rehearsal) -> Rehearsal:

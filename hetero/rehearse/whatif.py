@@ -17,6 +17,7 @@ from hetero.types import Lane, format_bytes
 
 ENDLESS = 2**62  # bytes of a disk without a budget
 LARGEST = 4096  # times what was rehearsed, which is as far as anybody looks
+SHALLOWEST = 0.02  # of a model's depth: with less it is another one
 RANKS = (2, 8)
 EIGHT_BIT_STATE_BYTES = 2.0  # of two moments
 BACKWARD = 3.0  # forward and backward, in forwards
@@ -80,7 +81,6 @@ class Estimate:
 
 def what_if(facts: Facts, micro_batch: int, sequence: int) -> Iterator[Estimate]:
     """Yield the settings that people ask about."""
-    yield estimate("as planned", facts)
     lacks = " with what is missing" if facts.needed else ""
     yield largest("micro-batch", facts.enough, micro_batch, lacks)
     yield largest("sequence", facts.enough, sequence, lacks)
@@ -197,11 +197,12 @@ def deepest(facts: Facts) -> Estimate:
     """Return the deepest model of the same layers that fits: as many as homes have room for."""
     room = facts.host_bytes + facts.disk_bytes
     times = max(0.0, room / facts.home_bytes)
-    while times > 0 and not estimate("", deeper(facts, times)).fits:
-        times -= max(0.02, times * 0.02)
-    found = deeper(facts, max(times, 0.01))
+    while times > SHALLOWEST and not estimate("", deeper(facts, times)).fits:
+        times *= 0.98
+    found = deeper(facts, times)
     label = f"largest model: {found.numel / 1e9:.3g} B parameters"
-    return replace(estimate(label, found), fits=times > 0, change=f"{times:.3g} times as deep")
+    said = estimate(label, found)
+    return replace(said, change=f"{times:.3g} times as deep") if said.fits else said
 
 
 def deeper(facts: Facts, times: float) -> Facts:

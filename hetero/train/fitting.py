@@ -207,8 +207,9 @@ class Fitting:
         for option in options:
             policies = {**self._choice.policies, **dict(zip(units, option, strict=True))}
             if policies not in self._failed:
+                if policies != self._choice.policies:
+                    self._note(f"{shown(policies)} for {room_bytes} bytes")
                 self._choice.policies.update(policies)
-                self._note(f"{shown(policies)} for {room_bytes} bytes")
                 return found is not None
         return False
 
