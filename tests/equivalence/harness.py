@@ -204,17 +204,19 @@ def measured(case: Case, make: MakeOptimizer, chunk_bytes: int, device: str) -> 
 def smallest(case: Case, budget: Budget, run: Callable[[int], Seen]) -> Seen:
     """Run at the smallest budget that works; a case that needs more frames at once says so.
 
-    What an error names is needed at least: what comes later may need more.
+    What an error names is needed at least: what comes later may need more, found in growing steps.
     """
-    hbm = budget.of(0.0)
+    hbm, more = budget.of(0.0), max(budget.smallest // 4, 256)
+    most = budget.of(1.0) + 2 * budget.smallest + budget.activations
     while True:
         try:
             return run(hbm)
         except BudgetError as error:
             assert error.needed_bytes > 0, "a BudgetError names what would have worked"
-            hbm = max(hbm + max(budget.smallest // 4, 256), error.needed_bytes)
-            if hbm > budget.of(1.0) + 2 * budget.smallest + budget.activations:
+            if hbm == most or error.needed_bytes > most:
                 raise
+            hbm = min(max(hbm + more, error.needed_bytes), most)
+            more = more * 3 // 2
 
 
 def compare_with(case: Case, device: str) -> None:

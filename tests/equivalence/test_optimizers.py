@@ -493,9 +493,9 @@ def train_beside(reference: Reference, ours: Any, *, steps: int, follow: bool) -
 def test_bf16_masters_stay_close_to_those_torch_steps(case: Case) -> None:
     """Both start from the same gradients; torch fuses here and there what the formulas round.
 
-    A rounding is 2^-24 of its operands: ten of them in each of eight steps or fewer are under 1e-5 of the
-    largest element, also where terms cancel in a small one. The largest measured is 2e-6, in a
-    centered RMSprop, whose variance is a difference.
+    A rounding is 2^-24 of its operands: ten of them in each of at most eight steps are under 1e-5
+    of the largest element, also where terms cancel in a small one. The largest measured is 2e-6,
+    in a centered RMSprop, whose variance is a difference.
     """
     reference, ours = Reference(case), prepared(case, hbm=SMALL_BYTES, precision="bf16")
     train_beside(reference, ours, steps=case.steps, follow=True)
@@ -559,9 +559,7 @@ RICH = [c for kind in ELEMENTWISE for c in sorted(RULES[kind], key=lambda c: len
 
 
 @pytest.mark.parametrize("number", range(len(RICH)), ids=[str(case) for case in RICH])
-def test_bf16_bits_do_not_depend_on_placement(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bf16_bits_do_not_depend_on_placement(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of the placements each: every placement meets a third of the optimizers."""
     check_placements(RICH[number], [*PLACEMENTS][number % 3 :: 3], monkeypatch)
 
