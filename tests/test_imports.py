@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -47,13 +48,24 @@ def house() -> dict[str, str]:
     return found
 
 
+@functools.cache
+def house_trees() -> Trees:
+    """Return the parsed house, which no rule changes."""
+    return parse(house())
+
+
 def room(module: str) -> str:
     return module.split(".")[0]
 
 
+@functools.cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
 def imported(tree: ast.AST, module: str = "") -> Iterator[tuple[int, str]]:
     """Yield (line, dotted name) of every import, wherever it stands."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -89,7 +101,7 @@ def dotted(node: ast.expr) -> str:
 def uses(tree: ast.AST, module: str, name: str) -> list[int]:
     """Return the lines that import or name ``name`` (a module) or anything under it."""
     lines = [n for n, given in imported(tree, module) if f"{given}.".startswith(f"{name}.")]
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and f"{dotted(node)}.".startswith(f"{name}."):
             lines.append(node.lineno)
     return sorted(set(lines))
@@ -203,7 +215,7 @@ def targets(node: ast.AST) -> list[ast.expr]:
 def setters(tree: ast.AST, attribute: str) -> set[str]:
     """Return the names that stand for ``<something>.<attribute>.__set__`` in a module."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if not isinstance(node, ast.Assign):
             continue
         pairs = [(target, node.value) for target in node.targets]
@@ -231,7 +243,7 @@ def assigns(trees: Trees, attribute: str, may: Callable[[str], bool]) -> list[st
         if may(module):
             continue
         names = setters(tree, attribute)
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             hit = any(isinstance(t, ast.Attribute) and t.attr == attribute for t in targets(node))
             if isinstance(node, ast.Call):
                 func = node.func
@@ -261,7 +273,7 @@ def pushes_saved_tensors_hooks(trees: Trees) -> list[str]:
     for module, tree in trees.items():
         if module == "train.activation":
             continue
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             name = getattr(node, "attr", getattr(node, "id", getattr(node, "name", "")))
             if isinstance(node, (ast.Attribute, ast.Name, ast.alias)) and SAVED.search(name):
                 bad.append(f"{module}:{node.lineno} names {name}")
@@ -274,7 +286,7 @@ def calls(trees: Trees, pattern: re.Pattern[str], may: Callable[[str], bool]) ->
     for module, tree in trees.items():
         if may(module):
             continue
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if not isinstance(node, ast.Call):
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -296,7 +308,7 @@ def prints(trees: Trees) -> list[str]:
         f"{module}:{node.lineno} writes to a standard stream"
         for module, tree in trees.items()
         if not only_in(*PRINTERS)(module)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Attribute) and dotted(node) in ("sys.stdout", "sys.stderr")
     ]
     return calls(trees, re.compile("print|pprint"), only_in(*PRINTERS)) + written
@@ -394,7 +406,7 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.replace(" ", "_"))
 def test_the_house_keeps(rule: str) -> None:
-    assert RULES[rule](parse(house())) == []
+    assert RULES[rule](house_trees()) == []
 
 
 @pytest.mark.parametrize(("rule", "sources"), PLANTED)

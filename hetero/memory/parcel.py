@@ -262,11 +262,11 @@ class ParcelStore:
         """Return a free chunk: one that was used before, a new one on HOST, or one on disk."""
         if self._free and self._free[-1].extents is None:
             return self._free.pop()
-        room = self._room() >= self._chunk_bytes
-        if self._free and not room:
+        room = self._room()
+        if self._free and room < self._chunk_bytes:
             return self._free.pop()
-        if room or self._pool is None:
-            self._charge()
+        if room >= self._chunk_bytes or self._pool is None:
+            self._charge(room)
             return Chunk(self._device.slab(self._chunk_bytes), self._chunk_bytes)
         slab = self._device.paged_slab(self._chunk_bytes)
         extents = self._pool.adopt(
@@ -281,9 +281,9 @@ class ParcelStore:
             free = self._device.host_limit().n_bytes - SPARE_BYTES
         return free - self._reserved()
 
-    def _charge(self) -> None:
+    def _charge(self, room: int) -> None:
         """Charge HOST with a chunk, or say how much it would take."""
-        room, used = self._room(), self._ledger.used(Tier.HOST, Kind.ACTIVATION)
+        used = self._ledger.used(Tier.HOST, Kind.ACTIVATION)
         if room < self._chunk_bytes:
             budget = self._ledger.budgets.get(Tier.HOST)
             whose = (

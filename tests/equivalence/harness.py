@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from hetero.types import Lane, Tier
 from tests.equivalence.zoo import Case, Loop
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-STEPS = 6
+STEPS = 5
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -168,11 +169,13 @@ class Budget:
         return self.activations + max(self.smallest, int(share * self.params))
 
 
+@functools.cache
 def measure(
     case: Case, make: MakeOptimizer, chunk_bytes: int, *, devices: tuple[str, ...] = ("cpu",)
 ) -> Budget:
     """Train with room for everything, and note what the activations took: on "cpu" a bound on
-    it, on "cpu:sim" every allocation."""
+    it, on "cpu:sim" every allocation. Once in a process for the same case and optimizer.
+    """
     found = [measured(case, make, chunk_bytes, device) for device in devices]
     return max(found, key=lambda budget: budget.activations)
 
@@ -201,17 +204,19 @@ def measured(case: Case, make: MakeOptimizer, chunk_bytes: int, device: str) -> 
 def smallest(case: Case, budget: Budget, run: Callable[[int], Seen]) -> Seen:
     """Run at the smallest budget that works; a case that needs more frames at once says so.
 
-    What an error names is needed at least: what comes later may need more.
+    What an error names is needed at least: what comes later may need more, found in growing steps.
     """
-    hbm = budget.of(0.0)
+    hbm, more = budget.of(0.0), max(budget.smallest // 4, 256)
+    most = budget.of(1.0) + 2 * budget.smallest + budget.activations
     while True:
         try:
             return run(hbm)
         except BudgetError as error:
             assert error.needed_bytes > 0, "a BudgetError names what would have worked"
-            hbm = max(hbm + max(budget.smallest // 4, 256), error.needed_bytes)
-            if hbm > budget.of(1.0) + 2 * budget.smallest + budget.activations:
+            if hbm == most or error.needed_bytes > most:
                 raise
+            hbm = min(max(hbm + more, error.needed_bytes), most)
+            more = more * 3 // 2
 
 
 def compare_with(case: Case, device: str) -> None:

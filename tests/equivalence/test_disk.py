@@ -352,7 +352,9 @@ def directories(disk: Path, count: int) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(  # by default as many as kinds of buffers, memories and devices meet in
+    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 20))]
+)
 def test_the_numbers_do_not_depend_on_where_anything_is(seed: int, disk: Path) -> None:
     setting, plan = drawn(seed), FaultPlan()
     budget = budget_of(RICH, adamw, setting.chunk_bytes)

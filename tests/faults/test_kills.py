@@ -35,10 +35,10 @@ def test_a_kill_in_place_of_each_operation_loses_nothing(tmp_path: Path) -> None
 
 
 def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
-    found = run(tmp_path, "random", "60")
+    found = run(tmp_path, "random", "25")
 
     assert found["wrong"] == []
-    assert found["kills"] == 60
+    assert found["kills"] == 25
 
 
 @pytest.mark.slow

@@ -353,8 +353,8 @@ def run(disk: Path, mode: str, number: int) -> dict[str, Any]:
 def test_trainers_that_are_killed_at_any_moment_lose_nothing_that_was_acknowledged(
     disk: Path,
 ) -> None:
-    found = run(disk, "random", 30)
-    assert found["kills"] >= 30 and found["saves"] >= 3  # more where the machine is not busy
+    found = run(disk, "random", 10)
+    assert found["kills"] >= 10 and found["saves"] >= 3  # more where the machine is not busy
 
 
 @pytest.mark.slow
@@ -363,7 +363,11 @@ def test_three_hundred_kills_lose_nothing_that_was_acknowledged(disk: Path) -> N
     assert found["kills"] >= 300 and found["runs"] >= 3
 
 
-def test_a_save_that_is_killed_at_any_operation_leaves_the_older_one_or_itself(disk: Path) -> None:
-    found = run(disk, "each", 1)
-    assert found["kills"] == found["operations"] >= 40
+@pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_save_that_is_killed_at_any_operation_leaves_the_older_one_or_itself(
+    disk: Path, share: int
+) -> None:
+    found = run(disk, "each", share)
+    assert found["operations"] >= 40 and found["kills"] >= LAST + (found["operations"] - LAST) // 2
+    assert share > 1 or found["kills"] == found["operations"]
     assert LAST / 3 < found["newer"] < found["kills"] - LAST

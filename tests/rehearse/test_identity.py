@@ -150,8 +150,14 @@ class WithTargets(nn.Module):
         return self.gpt(tokens, tokens)
 
 
-@pytest.mark.parametrize("activations", ["auto", "keep", "recompute", "offload"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+WAYS = [  # by default every way in fp32, and those that move most in bf16
+    *(("fp32", way) for way in ("auto", "keep", "recompute", "offload")),
+    *(("bf16", way) for way in ("auto", "offload")),
+    *(pytest.param("bf16", way, marks=pytest.mark.slow) for way in ("keep", "recompute")),
+]
+
+
+@pytest.mark.parametrize(("precision", "activations"), WAYS)
 def test_the_runtime_moves_what_a_rehearsal_moved(precision: str, activations: str) -> None:
     model = WithTargets(checkpoint_blocks=False)
     settings = {"precision": precision, "activations": activations, "chunk_bytes": 1024}
@@ -167,7 +173,9 @@ def test_at_any_budget(hbm: int) -> None:
     assert_the_same(play)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(  # by default every other one
+    "name", [*ZOO[::2], *(pytest.param(name, marks=pytest.mark.slow) for name in ZOO[1::2])]
+)
 def test_a_model_of_the_zoo_is_rehearsed_as_it_runs(name: str) -> None:
     case = BY_NAME[name]
     torch.manual_seed(0)

@@ -299,9 +299,14 @@ def test_auto_trains_wherever_computing_everything_again_would() -> None:
             return False
         return True
 
-    budgets = range(160 * 1024, 600 * 1024, 8 * 1024)
-    smallest = next(hbm for hbm in budgets if trains(hbm, "recompute"))
-    assert smallest > budgets[0]
+    too_small, smallest = 160 * 1024, 600 * 1024
+    assert trains(smallest, "recompute") and not trains(too_small, "recompute")
+    while smallest - too_small > 8 * 1024:
+        middle = (too_small + smallest) // 2
+        if trains(middle, "recompute"):
+            smallest = middle
+        else:
+            too_small = middle
     assert trains(smallest, "auto")
 
 

@@ -66,17 +66,21 @@ def trains_alike(model: nn.Module, optimizer: Any, plain: nn.Module, rows: list[
     same(values(plain), values(model), "weights")
 
 
-DEVICES: list[Any] = [
-    "cpu",
-    *(lambda seed=seed: SimDevice(seed=seed, checked=True) for seed in range(6)),
+BUDGETS = ["512KiB", "8MiB", None]
+SEEDS = [None, *range(6)]  # of a simulated device; None: "cpu"
+PLACES = [  # by default two of the seeds at each budget
+    pytest.param(hbm, seed, marks=pytest.mark.slow if seed is not None and seed % 3 != at else [])
+    for at, hbm in enumerate(BUDGETS)
+    for seed in SEEDS
 ]
 
 
-@pytest.mark.parametrize("make", DEVICES, ids=lambda d: d if isinstance(d, str) else "sim")
-@pytest.mark.parametrize("hbm", ["512KiB", "8MiB", None])
-def test_all_that_the_blocks_save_goes_down_once_and_comes_back_once(make: Any, hbm: Any) -> None:
+@pytest.mark.parametrize(("hbm", "seed"), PLACES)
+def test_all_that_the_blocks_save_goes_down_once_and_comes_back_once(
+    hbm: str | None, seed: int | None
+) -> None:
     plain = deep()
-    device = make if isinstance(make, str) else make()
+    device = "cpu" if seed is None else SimDevice(seed=seed, checked=True)
     model, optimizer = offloaded(copy.deepcopy(plain), device=device, hbm=hbm)
 
     trains_alike(model, optimizer, plain, [ROWS] * 4)
@@ -123,7 +127,9 @@ def test_without_a_disk_a_full_host_is_a_budget_error_that_says_how_much() -> No
     assert refused.value.needed_bytes > 1900 * 1024
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4, 5))]
+)
 def test_what_was_fetched_ahead_and_is_not_needed_is_let_go_behind_its_copy(seed: int) -> None:
     """Backward stops in the last blocks, where the load of one before them is under way."""
     plain = deep()
