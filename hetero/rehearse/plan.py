@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from hetero.report.measure import Summary, measure, summarize
 from hetero.types import Kind, Tier, format_bytes
 
 MOST_RAISES = 24  # of budgets, until everything fits
+EXACT_RAISES = 2  # of one budget to what an error names: it saw a peak only as far as it came
+FIRST_RAISE = 1 / 64  # of a budget, at least, from then on; each raise twice as much as the last
 BUDGETS = {"HBM": "hbm", "HOST": "host", "NVME": "nvme_bytes"}
 RESIDENT_BYTES = 1.4  # of a model's homes: less than what lets it stay on a device
 
@@ -184,6 +187,7 @@ def scalar_of(output: Any) -> torch.Tensor:
 def until_it_fits(scene: Scene) -> tuple[Rehearsal, tuple[Shortfall, ...]]:
     """Rehearse with budgets raised until everything fits; returns what had to be raised."""
     short: dict[str, Shortfall] = {}
+    raises: Counter[str] = Counter()
     for _ in range(MOST_RAISES):
         error, found = None, None
         try:
@@ -196,14 +200,24 @@ def until_it_fits(scene: Scene) -> tuple[Rehearsal, tuple[Shortfall, ...]]:
         if error is None or error.tier not in BUDGETS or not error.needed_bytes:
             break
         field = BUDGETS[error.tier]
-        have = short[error.tier].have_bytes if error.tier in short else budget(scene, field)
-        short[error.tier] = Shortfall(error.tier, have, error.needed_bytes, str(error.args[0]))
-        config = Config.load(scene.config, **{field: error.needed_bytes})
+        now = budget(scene, field)
+        have = short[error.tier].have_bytes if error.tier in short else now
+        needed = next_budget(now or 0, error.needed_bytes, raises[error.tier])
+        raises[error.tier] += 1
+        short[error.tier] = Shortfall(error.tier, have, needed, str(error.args[0]))
+        config = Config.load(scene.config, **{field: needed})
         scene = replace(scene, config=config)
     raise ConfigError(
         f"no budgets were found that hold this model: {error}",
         advice="lower the batch, or split the largest unit with units=",
     )
+
+
+def next_budget(now_bytes: int, needed_bytes: int, before: int) -> int:
+    """Return the budget to try next, after so many raises ``before``."""
+    if before < EXACT_RAISES:
+        return needed_bytes
+    return max(needed_bytes, int(now_bytes * (1 + FIRST_RAISE * 2 ** (before - EXACT_RAISES))))
 
 
 def budget(scene: Scene, field: str) -> int | None:
