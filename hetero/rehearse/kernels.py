@@ -13,49 +13,35 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIM = 256  # of CUDA's flash kernels
-PLAIN = F.scaled_dot_product_attention
 _ops = torch.ops.aten
 STATISTICS = (_ops.native_layer_norm.default, _ops.native_batch_norm.default)
 
 
-class AsOn(TorchFunctionMode):
-    """Computes attention as ``is_cuda``, or else a CPU, would.
+class AsOn:
+    """Computes attention of meta tensors as ``is_cuda``, or else a CPU, would, inside the block.
 
-    Who calls it through ``torch.nn.functional`` finds ours there, as `nn.MultiheadAttention` does,
-    whose inner calls a mode does not see; who imported the function itself is seen by the mode.
+    The operation itself gets another kernel there, so that whoever calls it, by whatever name, is
+    heard; a mode would see every call of torch.
     """
 
     def __init__(self, *, is_cuda: bool) -> None:
-        super().__init__()
         self._attend = attend_cuda if is_cuda else attend_cpu
 
     def __enter__(self) -> AsOn:
-        module: Any = F
-        module.scaled_dot_product_attention = partial(attend, self._attend, PLAIN)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._library = torch.library.Library("aten", "IMPL")
+        attention: Any = partial(attend, self._attend)
+        self._library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        module: Any = F
-        module.scaled_dot_product_attention = PLAIN
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is PLAIN:
-            return attend(self._attend, func, *args, **kwargs)
-        return func(*args, **kwargs)
+        self._library._destroy()
 
 
 def attend(
     fused: Any,
-    plain: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -66,7 +52,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Return the output of a fused kernel; of ``plain`` where there is none for these inputs."""
+    """Return the output of a fused kernel; where none is for these inputs, every score is made."""
     qkv = (query, key, value)
     widths = {t.shape[-1] for t in qkv}
     rows = all(t.dim() == 4 and t.numel() and t.stride(-1) == 1 for t in qkv)
@@ -76,10 +62,10 @@ def attend(
         found = fused(qkv, attn_mask, dropout_p, is_causal, scale)
     if found is not None:
         return found  # type: ignore[no-any-return]
-    more = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    result: torch.Tensor = plain(
-        query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **more
-    )
+    mask = added(attn_mask, query)
+    result: torch.Tensor = _ops._scaled_dot_product_attention_math(
+        *(query, key, value, mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
+    )[0]
     return result
 
 

@@ -30,6 +30,8 @@ from hetero.types import Kind, Tier, format_bytes
 
 MOST_RAISES = 24  # of budgets, until everything fits
 DTYPE: dict[str, Dtype] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+EXACT_RAISES = 2  # of one budget to what an error names: it saw a peak only as far as it came
+FIRST_RAISE = 1 / 64  # of a budget, at least, from then on; each raise twice as much as the last
 BUDGETS = {"HBM": "hbm", "HOST": "host", "NVME": "nvme_bytes"}
 
 
@@ -234,6 +236,7 @@ def until_it_fits(scene: Scene) -> Fitting:
     A model that would stay on a CUDA device without room for its activations is paged.
     """
     short: dict[str, Shortfall] = {}
+    raises: Counter[str] = Counter()
     for _ in range(MOST_RAISES):
         error, found = None, None
         try:
@@ -250,9 +253,12 @@ def until_it_fits(scene: Scene) -> Fitting:
         if error is None or error.tier not in BUDGETS or not error.needed_bytes:
             break
         field = BUDGETS[error.tier]
-        have = short[error.tier].have_bytes if error.tier in short else budget(scene, field)
-        short[error.tier] = Shortfall(error.tier, have, error.needed_bytes, str(error.args[0]))
-        config = Config.load(scene.config, **{field: error.needed_bytes})
+        now = budget(scene, field)
+        have = short[error.tier].have_bytes if error.tier in short else now
+        needed = next_budget(now or 0, error.needed_bytes, raises[error.tier])
+        raises[error.tier] += 1
+        short[error.tier] = Shortfall(error.tier, have, needed, str(error.args[0]))
+        config = Config.load(scene.config, **{field: needed})
         scene = replace(scene, config=config)
     raise ConfigError(
         f"no budgets were found that hold this model: {error}",
@@ -269,6 +275,13 @@ def overflows(scene: Scene, found: Rehearsal) -> bool:
 def paging_bytes(found: Rehearsal) -> int:
     """Return the largest budget of HBM under which a model on CUDA is paged."""
     return int(CUDA_RESIDENT * found.blueprint.home_bytes) - 1
+
+
+def next_budget(now_bytes: int, needed_bytes: int, before: int) -> int:
+    """Return the budget to try next, after so many raises ``before``."""
+    if before < EXACT_RAISES:
+        return needed_bytes
+    return max(needed_bytes, int(now_bytes * (1 + FIRST_RAISE * 2 ** (before - EXACT_RAISES))))
 
 
 def budget(scene: Scene, field: str) -> int | None:
