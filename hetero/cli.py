@@ -79,6 +79,12 @@ def option(*names: Any) -> Callable[..., Any]:
 @option("--save-every", POSITIVE, "Steps between checkpoints.", "20")
 @option("--keep-last", POSITIVE, "Checkpoints that stay.", "2")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of the last run.")
+@option(
+    "--record",
+    str,
+    "Directory for a recording of the first 32 steps and the report on it; 'none' for none.",
+    "run, beside the checkpoints",
+)
 @option("--device", DEVICES, "Where to compute.", "cuda when there is one, else cpu:sim")
 @option("--precision", PRECISIONS, "Of working weights; bf16 and fp16 keep fp32 masters.", "fp32")
 @option("--seed", int, "Seed of weights and batches.", "0")
@@ -107,6 +113,7 @@ def train(as_json: bool, **given: Any) -> None:
         with show.watching(console, options.steps) as watch:
             result = run(options, watch, stop)
         show.summary(console, result)
+        show.recorded(console, result)
         if as_json:
             print_json(result.as_json())
     if result.signal is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -90,6 +92,20 @@ def summary(console: Console, result: TrainResult) -> None:
     """Show what was where, and what came of it."""
     console.print(what_was_where(result.status))
     console.print(facts(run_facts(result)))
+
+
+def recorded(console: Console, result: TrainResult) -> None:
+    """Show where the report is and what shows it here, or why there is none."""
+    lines = []
+    if result.report_problem:
+        lines.append(f"[yellow]no report[/yellow]: {escape(result.report_problem)}")
+    if result.report is not None:
+        which = f"its first {result.recorded_steps} steps"
+        folder = shlex.quote(str(Path(result.report).parent))
+        lines.append(f"[bold]report[/bold]: {escape(result.report)}, of {which}")
+        lines.append(f"[bold]in this terminal[/bold]: hetero report {escape(folder)}")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def what_was_where(status: Status) -> Table:
