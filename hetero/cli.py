@@ -296,8 +296,9 @@ def show_report(made: MadeReport, verdicts: list[Verdict], written: list[str]) -
 def plan(model: str, as_json: bool, no_estimates: bool, output: str | None, **given: Any) -> None:
     """Say whether training MODEL fits, how fast it is, and what limits it, before it runs.
 
-    MODEL is a published one by name (llama-3-8b), a config.json or its directory, or a function
-    that returns a module, as mymodels:small. The exit status is 1 when it does not fit.
+    MODEL is a published one by name (llama-3-8b), a config.json or its directory, or a function of
+    a module here, as mymodels:small, which returns model and batch (then --batch and --sequence say
+    nothing). The exit status is 1 when it does not fit, 2 when that cannot be planned.
     """
     with failures(as_json):
         found = planned(model, not no_estimates, given)
@@ -318,6 +319,7 @@ def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
     """Return the plan that the command line asks for."""
     from hetero.rehearse.plan import plan as make
 
+    sys.path.insert(0, "")  # a console script does not look for modules here by itself
     given = {key: value for key, value in given.items() if value not in (None, False)}
     samples, positions = given.pop("batch", 1), given.pop("sequence", POSITIONS)
     if "gpu_memory" in given:

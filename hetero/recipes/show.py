@@ -322,7 +322,7 @@ def planned(console: Console, plan: Plan) -> None:
     """Show whether it fits, what it takes, and what else would."""
     verdict = "[green]fits[/green]" if plan.fits else "[red]does not fit[/red]"
     console.print(
-        f"[bold]{escape(plan.model)}[/bold], {plan.n_params / 1e9:.3g} B parameters, on"
+        f"[bold]{escape(plan.model)}[/bold], {numbered(plan.n_params)} parameters, on"
         f" {escape(plan.profile)}: {verdict}"
     )
     for row in plan.shortfalls:
@@ -332,6 +332,14 @@ def planned(console: Console, plan: Plan) -> None:
     if plan.what_if:
         console.print(plan_estimates(plan))
     console.print(f"[bold]{escape(plan.paste)}[/bold]", soft_wrap=True)
+
+
+def numbered(count: int) -> str:
+    """Return a number as people say it: 8.03 B, 32 M, 8,320."""
+    for size, letter in ((10**9, "B"), (10**6, "M")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return f"{count:,}"
 
 
 def plan_tiers(plan: Plan) -> Table:

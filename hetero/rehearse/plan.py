@@ -85,8 +85,8 @@ class Plan:
     @property
     def paste(self) -> str:
         """The line for a training script."""
-        given = ", ".join(f"{key}={value!r}" for key, value in self.settings.items())
-        return f"model, optimizer = hetero.prepare(model, optimizer, {given})"
+        given = "".join(f", {key}={value!r}" for key, value in self.settings.items())
+        return f"model, optimizer = hetero.prepare(model, optimizer{given})"
 
     def as_json(self) -> dict[str, Any]:
         """Return all but the rehearsal as JSON-ready data."""
@@ -114,7 +114,7 @@ def plan(
     Args:
         model_or_config: a module (real, or on the meta device); the name of a published model
             (``"llama-3-8b"``); a Hugging Face config, as a mapping, its file or directory; or
-            ``"package.module:function"``, which returns a module.
+            ``"package.module:function"``, which returns a module, or a module and its batch.
         batch: what the model is called with: a mapping of keyword arguments, a sequence of
             positional ones, or one tensor. For a Hugging Face model it may be
             ``(samples, positions)``; None: one sample of 1024.

@@ -23,6 +23,7 @@ from hetero.plan.activations import Use
 from hetero.plan.hardware import Profile
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
+from hetero.rehearse.failures import explaining
 from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.twin import twin_of
 from hetero.rehearse.worker import DryWorker
@@ -104,7 +105,8 @@ class Rehearsal:
 def rehearse(scene: Scene) -> Rehearsal:
     """Train until steps are alike, or until a budget is passed.
 
-    Raises BudgetError where that is known before the first step.
+    Raises BudgetError where that is known before the first step, and ConfigError for a model that
+    computes by its numbers or that its batch does not suit.
     """
     device = device_for(scene.config, scene.profile)
     scene = replace(scene, **twin_of(scene.model, scene.optimizer)._asdict())
@@ -122,7 +124,8 @@ def rehearse(scene: Scene) -> Rehearsal:
     with AsOn(is_cuda=device.is_cuda):
         try:
             while not is_settled(steps) and len(steps) < MOST_STEPS:
-                steps.append(one_step(scene, engine, device))
+                with explaining(type(scene.model).__name__):
+                    steps.append(one_step(scene, engine, device))
         except BudgetError as found:
             error = found
     return outcome(engine, steps, error)
