@@ -79,6 +79,12 @@ def option(*names: Any) -> Callable[..., Any]:
 @option("--save-every", POSITIVE, "Steps between checkpoints.", "20")
 @option("--keep-last", POSITIVE, "Checkpoints that stay.", "2")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of the last run.")
+@option(
+    "--record",
+    str,
+    "Directory for a recording of the first 32 steps and the report on it; 'none' for none.",
+    "run, beside the checkpoints",
+)
 @option("--device", DEVICES, "Where to compute.", "cuda when there is one, else cpu:sim")
 @option("--precision", PRECISIONS, "Of working weights; bf16 and fp16 keep fp32 masters.", "fp32")
 @option("--seed", int, "Seed of weights and batches.", "0")
@@ -107,6 +113,7 @@ def train(as_json: bool, **given: Any) -> None:
         with show.watching(console, options.steps) as watch:
             result = run(options, watch, stop)
         show.summary(console, result)
+        show.recorded(console, result)
         if as_json:
             print_json(result.as_json())
     if result.signal is not None:
@@ -289,8 +296,9 @@ def show_report(made: MadeReport, verdicts: list[Verdict], written: list[str]) -
 def plan(model: str, as_json: bool, no_estimates: bool, output: str | None, **given: Any) -> None:
     """Say whether training MODEL fits, how fast it is, and what limits it, before it runs.
 
-    MODEL is a published one by name (llama-3-8b), a config.json or its directory, or a function
-    that returns a module, as mymodels:small. The exit status is 1 when it does not fit.
+    MODEL is a published one by name (llama-3-8b), a config.json or its directory, or a function of
+    a module here, as mymodels:small, which returns model and batch (then --batch and --sequence say
+    nothing). The exit status is 1 when it does not fit, 2 when that cannot be planned.
     """
     with failures(as_json):
         found = planned(model, not no_estimates, given)
@@ -309,6 +317,7 @@ def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
     """Return the plan that the command line asks for."""
     from hetero.rehearse.plan import plan as make
 
+    sys.path.insert(0, "")  # a console script does not look for modules here by itself
     given = {key: value for key, value in given.items() if value not in (None, False)}
     samples, positions = given.pop("batch", 1), given.pop("sequence", POSITIONS)
     if "gpu_memory" in given:

@@ -21,6 +21,7 @@ from hetero.config import HostLimit
 from hetero.device import CpuDevice, Slab
 from hetero.recipes import doctor
 from hetero.recipes.doctor import Check, Level, Report
+from hetero.recipes.record import MOST_STEPS
 from hetero.recipes.train import TrainOptions
 
 SHAPE = "--width 32 --layers 2 --heads 2 --context 16 --batch 2 --lr 0.01"
@@ -75,6 +76,7 @@ def test_help_states_the_defaults_that_the_recipe_has() -> None:
     checked = [name for name in shown if name in defaults and name != "checkpoint_blocks"]
 
     assert set(checked) >= {"steps", "batch", "context", "width", "layers", "heads", "lr", "seed"}
+    assert str(MOST_STEPS) in shown["record"]
     for name in checked:
         assert shown[name].endswith(f"[default: {defaults[name]}]"), name
 
@@ -105,6 +107,33 @@ def test_train_says_what_was_where() -> None:
     for word in ("what was where", "HBM", "HOST", "activation", "resident", "sha256", "nats"):
         assert word in result.stdout
     assert "step 6/6" in result.stdout
+
+
+def test_train_writes_a_report_and_says_what_shows_it() -> None:
+    result = call(TINY)
+
+    *_, first, second = result.stdout.splitlines()
+    assert first == "report: runs/1/run/report.html, of its first 6 steps"
+    assert Path("runs/1/run/report.html").exists()
+    command = second.removeprefix("in this terminal: hetero ")
+    assert "6 steps" in call(command).stdout
+
+
+def test_train_records_where_it_is_told_to_or_not_at_all() -> None:
+    there, nowhere = (last_json(call(f"{TINY} --json --record {name}")) for name in ("a/b", "none"))
+
+    assert (there["report"], nowhere["report"]) == ("a/b/report.html", None)
+    assert there["weights_sha256"] == nowhere["weights_sha256"]
+    assert [path.name for path in Path("runs/2").iterdir()] == ["step-6"]
+
+
+def test_a_report_that_cannot_be_written_is_a_line_and_no_failure() -> None:
+    Path("file").write_text("in the way")
+
+    result = call(f"{TINY} --record file/run")
+
+    assert result.exit_code == 0
+    assert "no report: DiskWriteError" in result.stdout.splitlines()[-1]
 
 
 def test_train_reads_texts_and_a_settings_file(tmp_path: Path) -> None:
@@ -160,6 +189,8 @@ def test_a_signal_ends_a_run_behind_its_step_and_resume_goes_on_bit_for_bit(
     assert 0 < resumed["resumed_step"] < resumed["steps"] == 60
     assert resumed["losses"] == whole["losses"]
     assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert Path("runs/1/run/report.html").exists()
+    assert resumed["report"] == "runs/1/run-2/report.html"
     verdict = last_json(call("verify runs/1 --json"))
     assert verdict["newest_good"] == 60
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,8 @@ def describe(what: nn.Module | Mapping[str, Any] | str | Path, batch: Any) -> De
     if isinstance(what, nn.Module):
         return called(what, type(what).__name__, batch)
     if isinstance(what, str) and ":" in what and not Path(what).exists():
-        return called(from_factory(what), what.rpartition(":")[2], batch)
+        model, own = from_factory(what)
+        return called(model, what.rpartition(":")[2], batch if own is None else own)
     mapping, name = config_of(what)
     if batch is not None and not is_size(batch):
         return called(from_config(mapping), name, batch)
@@ -69,7 +71,7 @@ def called(model: nn.Module, name: str, batch: Any) -> Described:
         raise ConfigError(
             f"{name} takes arguments that nobody gave",
             advice="pass batch=: a mapping of keyword arguments, a sequence of positional ones, or"
-            " a tensor",
+            " a tensor; a function named as mymodels:small may return model, batch",
         )
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
@@ -85,20 +87,39 @@ def called(model: nn.Module, name: str, batch: Any) -> Described:
     return Described(model, name, args, kwargs, shape[0], positions)
 
 
-def from_factory(what: str) -> nn.Module:
-    """Return what a function of a module makes, without memory for it."""
+def from_factory(what: str) -> tuple[nn.Module, Any]:
+    """Return what a function of a module makes, without memory for it: a model, or it and a batch.
+
+    The batch of a model alone is None.
+    """
+    made = call_factory(what)
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{what} returned a {type(made).__name__}",
+            advice="return an nn.Module, or one and its batch: return model, batch",
+        )
+    return model, batch
+
+
+def call_factory(what: str) -> Any:
+    """Call a function by its name, on the meta device."""
     module, _, name = what.rpartition(":")
     try:
         make = getattr(importlib.import_module(module), name)
-        with META:
-            model = make()
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{what}: {error}", advice="name a function without arguments, as mymodels:small"
+            f"{what}: {error}", advice="name a function of a module here, as mymodels:small"
         ) from error
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{what} returned a {type(model).__name__}", advice="return an nn.Module")
-    return model
+    try:
+        with META:
+            return make()
+    except (TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"{what} failed: {error}",
+            advice="a function without arguments, which asks for no number of a tensor: it runs"
+            " without memory, on the meta device",
+        ) from error
 
 
 def config_of(what: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
@@ -112,8 +133,10 @@ def config_of(what: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], 
     try:
         mapping: Mapping[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError) as error:
+        near = difflib.get_close_matches(str(what), PRESETS, n=1, cutoff=0.4)
+        hint = f", did you mean {near[0]}?" if near else f": {error}"
         raise ConfigError(
-            f"{what} is no model that hetero knows, and no configuration: {error}",
+            f"{what} is no model that hetero knows, and no configuration{hint}",
             advice=f"known models: {', '.join(PRESETS)}; or name a directory with config.json",
         ) from error
     return mapping, path.resolve().name

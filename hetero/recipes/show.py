@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -90,6 +92,20 @@ def summary(console: Console, result: TrainResult) -> None:
     """Show what was where, and what came of it."""
     console.print(what_was_where(result.status))
     console.print(facts(run_facts(result)))
+
+
+def recorded(console: Console, result: TrainResult) -> None:
+    """Show where the report is and what shows it here, or why there is none."""
+    lines = []
+    if result.report_problem:
+        lines.append(f"[yellow]no report[/yellow]: {escape(result.report_problem)}")
+    if result.report is not None:
+        which = f"its first {result.recorded_steps} steps"
+        folder = shlex.quote(str(Path(result.report).parent))
+        lines.append(f"[bold]report[/bold]: {escape(result.report)}, of {which}")
+        lines.append(f"[bold]in this terminal[/bold]: hetero report {escape(folder)}")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def what_was_where(status: Status) -> Table:
@@ -306,7 +322,7 @@ def planned(console: Console, plan: Plan) -> None:
     """Show whether it fits, what it takes, and what else would."""
     verdict = "[green]fits[/green]" if plan.fits else "[red]does not fit[/red]"
     console.print(
-        f"[bold]{escape(plan.model)}[/bold], {plan.n_params / 1e9:.3g} B parameters, on"
+        f"[bold]{escape(plan.model)}[/bold], {numbered(plan.n_params)} parameters, on"
         f" {escape(plan.profile)}: {verdict}"
     )
     for row in plan.shortfalls:
@@ -316,6 +332,14 @@ def planned(console: Console, plan: Plan) -> None:
     if len(plan.what_if) > 1:
         console.print(plan_estimates(plan))
     console.print(f"[bold]{escape(plan.paste)}[/bold]", soft_wrap=True)
+
+
+def numbered(count: int) -> str:
+    """Return a number as people say it: 8.03 B, 32 M, 8,320."""
+    for size, letter in ((10**9, "B"), (10**6, "M")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return f"{count:,}"
 
 
 def plan_tiers(plan: Plan) -> Table:

@@ -23,6 +23,7 @@ from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import BudgetError, ConfigError
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.recipes.record import Recording, free_folder
 from hetero.recipes.text import Batches, as_tokens, read_files, topics_text, unigram_entropy
 from hetero.train.blueprint import draw
 from hetero.train.optimizer import Optimizer
@@ -35,6 +36,7 @@ MAX_GRAD_NORM = 1.0
 STATES_PER_BUDGET = 4  # the default hbm is this part of param, gradient and the two moments
 STATES_PER_HOST = 2  # and the default host is this part; the rest is on disk
 RUNS = "runs"  # folder in the working directory, of checkpoints and of what is on disk
+RECORDING = "run"  # folder beside a run's checkpoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,9 @@ class TrainOptions:
     """Checkpoints that stay."""
     resume: bool = False
     """Go on from the newest checkpoint."""
+    record: str | Path | None = None
+    """Directory for the recording of the first steps and its report, under a name with a number
+    where it holds one already; None: run beside the checkpoints; "none": nothing is recorded."""
 
 
 class StepReport(NamedTuple):
@@ -110,6 +115,12 @@ class TrainResult:
     """Where the run went on; 0 for one from the beginning."""
     signal: int | None
     """The number of the signal that ended it early; None where none did."""
+    report: str | None
+    """The page that says what the first steps did; beside it is what was recorded."""
+    recorded_steps: int
+    """How many of its steps the recording has."""
+    report_problem: str
+    """Why there is no report though there should be one."""
     status: Status
 
     def as_json(self) -> dict[str, Any]:
@@ -147,7 +158,8 @@ def train(
         run.resume()
     number = run.train(open_device(config.device).torch_device, watch, stop)
     # 4. what came of it
-    return conclude(run, tokens, number)
+    page = run.recording.write_report()
+    return conclude(run, tokens, number, page)
 
 
 def folder_of(options: TrainOptions) -> Path:
@@ -179,6 +191,13 @@ def folder_of(options: TrainOptions) -> Path:
 def found_in(folder: Path) -> bool:
     """Whether a folder holds a checkpoint."""
     return any(p.name.removeprefix("step-").isdigit() for p in folder.glob("step-*"))
+
+
+def record_folder(options: TrainOptions, folder: Path) -> Path | None:
+    """Return where a run is recorded whose checkpoints are in ``folder``; None: nowhere."""
+    if options.record == "none":
+        return None
+    return free_folder(Path(options.record) if options.record else folder / RECORDING)
 
 
 def shape(**fields: Any) -> GPTConfig:
@@ -271,6 +290,7 @@ class Run:
         self.seconds = 0.0
         self.resumed_step = 0
         self.saved: Save | None = None
+        self.recording = Recording(model, record_folder(options, folder))
 
     @property
     def tokens(self) -> int:
@@ -284,10 +304,27 @@ class Run:
         stop: Stop,
     ) -> int | None:
         """Train to the end, or to the signal that is returned."""
+        with self.recording:
+            number = self.loop(place, watch, stop)
+        last = self.saved
+        if len(self.losses) > (self.resumed_step if last is None else last.step):
+            last = self.save()
+        if last is not None:
+            last.wait()
+        return number
+
+    def loop(
+        self,
+        place: torch.device,
+        watch: Callable[[StepReport], None] | None,
+        stop: Stop,
+    ) -> int | None:
+        """Make the steps."""
         options, number = self.options, None
         began = time.perf_counter() - self.seconds
         while len(self.losses) < options.steps and number is None:
             self.step(place)
+            self.recording.count_step()
             self.seconds = time.perf_counter() - began
             step = len(self.losses)
             if watch is not None:
@@ -298,11 +335,6 @@ class Run:
                 break
             if number is None and step % options.save_every == 0 and step < options.steps:
                 self.save(asynchronous=True)  # training goes on while it is written
-        last = self.saved
-        if len(self.losses) > (self.resumed_step if last is None else last.step):
-            last = self.save()
-        if last is not None:
-            last.wait()
         return number
 
     def step(self, place: torch.device) -> None:
@@ -378,7 +410,7 @@ def warm_up_and_cosine(steps: int) -> Callable[[int], float]:
     return factor
 
 
-def conclude(run: Run, tokens: torch.Tensor, number: int | None) -> TrainResult:
+def conclude(run: Run, tokens: torch.Tensor, number: int | None, page: Path | None) -> TrainResult:
     """Return the result of a run that has ended."""
     losses = tuple(run.losses)
     tail = losses[-SMOOTHED:]
@@ -398,6 +430,9 @@ def conclude(run: Run, tokens: torch.Tensor, number: int | None) -> TrainResult:
         checkpoint=str(run.folder if run.saved is None else run.saved.path),
         resumed_step=run.resumed_step,
         signal=number,
+        report=None if page is None else str(page),
+        recorded_steps=run.recording.steps,
+        report_problem=run.recording.problem,
         status=status(run.model),
     )
 

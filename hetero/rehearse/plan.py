@@ -156,7 +156,7 @@ def plan(
     Args:
         model_or_config: a module (real, or on the meta device); the name of a published model
             (``"llama-3-8b"``); a Hugging Face config, as a mapping, its file or directory; or
-            ``"package.module:function"``, which returns a module.
+            ``"package.module:function"``, which returns a module, or a module and its batch.
         batch: what the model is called with: a mapping of keyword arguments, a sequence of
             positional ones, or one tensor. For a Hugging Face model it may be
             ``(samples, positions)``; None: one sample of 1024.

@@ -24,6 +24,7 @@ from hetero.plan.activations import Use
 from hetero.plan.hardware import Profile, sha256
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
+from hetero.rehearse.failures import explaining
 from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.twin import twin_of
 from hetero.rehearse.worker import DryWorker
@@ -105,7 +106,8 @@ class Rehearsal:
 def rehearse(scene: Scene) -> Rehearsal:
     """Train until steps are alike, or until a budget is passed.
 
-    Raises BudgetError where that is known before the first step.
+    Raises BudgetError where that is known before the first step, and ConfigError for a model that
+    computes by its numbers or that its batch does not suit.
     """
     device = device_for(scene.config, scene.profile)
     scene = replace(scene, **twin_of(scene.model, scene.optimizer)._asdict())
@@ -125,7 +127,7 @@ def rehearse(scene: Scene) -> Rehearsal:
     with AsOn(is_cuda=device.is_cuda):
         try:
             while not is_settled(steps) and len(steps) < MOST_STEPS:
-                with beside or nullcontext():
+                with beside or nullcontext(), explaining(type(scene.model).__name__):
                     steps.append(one_step(scene, engine, device))
         except BudgetError as found:
             error = found

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from hetero.dry import META
-from hetero.errors import StateError
+from hetero.errors import ConfigError, StateError
 from hetero.train.check import MARK
 
 
@@ -36,8 +36,14 @@ def twin_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     for tensor in tensors_of(model, optimizer):
         if id(tensor) not in memo:
             memo[id(tensor)] = without_bytes(tensor)
-    model = copy.deepcopy(model, memo)
-    return Twin(model, copy.deepcopy(optimizer, memo))
+    try:
+        return Twin(copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo))
+    except (TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be copied: {error}",
+            advice="plan with a module as it is made, before it has run, or with the name of a"
+            " function that makes it",
+        ) from error
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:

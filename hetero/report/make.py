@@ -12,7 +12,7 @@ from hetero.errors import ConfigError
 from hetero.report.advice import Advice, advise, verdict
 from hetero.report.html import render
 from hetero.report.measure import Measured, Summary, measure, summarize
-from hetero.report.run import EVENTS, Run
+from hetero.report.run import EVENTS, Run, storing
 from hetero.report.views import Beside, WhatIf
 
 PREDICTED, WHATIF, SUMMARY = "predicted.json", "whatif.json", "summary.json"
@@ -31,10 +31,12 @@ class Report:
     def write(self, path: str | Path) -> None:
         """Write the page, and ``summary.json`` beside it."""
         page = Path(path)
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(render(self.measured, self.summary, self.advice, self.beside), "utf-8")
+        text = render(self.measured, self.summary, self.advice, self.beside)
         data = json.dumps(self.summary.as_json(), indent=1)
-        page.with_name(SUMMARY).write_text(data + "\n", "utf-8")
+        with storing(page):
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(text, "utf-8")
+            page.with_name(SUMMARY).write_text(data + "\n", "utf-8")
 
 
 def report(run_or_model: Any, path: str | Path) -> Summary:
@@ -50,6 +52,7 @@ def report(run_or_model: Any, path: str | Path) -> Summary:
 
     Raises:
         ConfigError: this is no run, or nothing was recorded.
+        StorageError: the files cannot be written.
     """
     made = examine(run_or_model)
     page = Path(path)

@@ -16,6 +16,7 @@ from typing import Any
 from hetero.events import Event, What
 from hetero.report.measure import Measured
 from hetero.report.peaks import unit_name
+from hetero.report.run import storing
 from hetero.report.timing import StepTime
 from hetero.report.words import LANE_LABELS, LANES, REASONS, tier_label
 
@@ -27,7 +28,7 @@ Row = dict[str, Any]
 
 def write_perfetto(measured: Measured, path: str | Path) -> None:
     """Write a trace of the first steady steps, at most three; of all, where none was complete."""
-    with gzip.open(path, "wt", encoding="utf-8", compresslevel=6) as file:
+    with storing(path), gzip.open(path, "wt", encoding="utf-8", compresslevel=6) as file:
         json.dump({"displayTimeUnit": "ms", "traceEvents": trace(measured)}, file)
 
 

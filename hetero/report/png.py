@@ -9,6 +9,7 @@ from hetero.errors import ConfigError
 from hetero.report.advice import verdict
 from hetero.report.levels import RESERVED, Timeline
 from hetero.report.measure import NS, Measured
+from hetero.report.run import storing
 from hetero.report.words import (
     format_seconds,
     format_share,
@@ -30,7 +31,8 @@ DOTS_PER_INCH = 130
 def write_png(measured: Measured, path: str | Path) -> None:
     """Write tiers over time and the parts of a step; ConfigError without matplotlib."""
     figure = draw(measured)
-    figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
+    with storing(path):
+        figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
 
 
 def draw(measured: Measured) -> Figure:

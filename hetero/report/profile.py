@@ -90,6 +90,7 @@ def profile(
     Raises:
         ConfigError: for a model or an optimizer that cannot be watched.
         StateError: inside another such block.
+        StorageError: the files cannot be written; where that is so later, when the block ends.
     """
     with _alone(), _watching(model, optimizer) as (log, meta):
         folder = Path(directory or tempfile.mkdtemp(prefix="hetero-run-"))

@@ -12,12 +12,14 @@ import json
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import ConfigError
+from hetero.errors import ConfigError, StorageError
 from hetero.events import Event, EventLog
+from hetero.io import failed
 
 SCHEMA = 1
 META, EVENTS = "meta.json", "events.jsonl.gz"
@@ -141,28 +143,48 @@ def read_events(path: Path, columns: tuple[str, ...]) -> Iterator[Event]:
         raise ConfigError(f"{path}: {error}", advice="check the run's directory") from error
 
 
+@contextmanager
+def storing(path: str | Path) -> Iterator[None]:
+    """Raise a StorageError that names ``path`` where a block cannot write its files."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise failed("write", error, str(path)) from error
+
+
 class Recorder:
-    """Writes a log's events to a directory, from a thread, until it is closed."""
+    """Writes a log's events to a directory, from a thread, until it is closed.
+
+    What cannot be written is a StorageError of whoever opens it, or closes it.
+    """
 
     def __init__(self, log: EventLog, directory: str | Path, meta: Meta) -> None:
         self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
         self._log = log
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self.write_meta(meta)
-        self._file = gzip.GzipFile(self.directory / EVENTS, "wb", compresslevel=1)
+        self._failed: OSError | None = None
+        with storing(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.write_meta(meta)
+            self._file = gzip.GzipFile(self.directory / EVENTS, "wb", compresslevel=1)
         self._thread = threading.Thread(target=self._go, name="hetero-events", daemon=True)
         self._thread.start()
 
     def write_meta(self, meta: Meta) -> None:
         """Write, or replace, what the run is."""
         known = replace(meta, first_seq=self._log.first_seq)
-        (self.directory / META).write_text(json.dumps(known.as_json(), indent=1))
+        with storing(self.directory):
+            (self.directory / META).write_text(json.dumps(known.as_json(), indent=1))
 
     def _go(self) -> None:
-        while not self._closed.wait(PERIOD_SECONDS):
-            self.flush()
+        try:
+            while not self._closed.wait(PERIOD_SECONDS):
+                self.flush()
+        except OSError as error:
+            self._failed = error  # training goes on; `close` says it
 
     def flush(self) -> None:
         """Write what the ring holds."""
@@ -176,5 +198,10 @@ class Recorder:
         """Write the rest; nothing is recorded from here on."""
         self._closed.set()
         self._thread.join()
-        self.flush()
-        self._file.close()
+        with storing(self.directory):
+            try:
+                if self._failed is not None:
+                    raise self._failed
+                self.flush()
+            finally:
+                self._file.close()

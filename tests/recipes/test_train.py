@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import tempfile
@@ -16,6 +17,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from hetero.errors import BudgetError, ConfigError
+from hetero.events import What
+from hetero.recipes import record
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.recipes.text import (
     Batches,
@@ -36,6 +39,8 @@ from hetero.recipes.train import (
     train,
     warm_up_and_cosine,
 )
+from hetero.report import make
+from hetero.report.run import Recorder, Run
 
 RUNS = Path(__file__).parent.parent.parent / "runs"
 TINY = GPTConfig(width=32, layers=2, heads=2, context=16)
@@ -206,7 +211,8 @@ def test_only_the_last_checkpoints_stay() -> None:
     result = train(options(save_every=2, keep_last=2))
 
     assert Path(result.checkpoint).name == "step-8"
-    assert sorted(p.name for p in Path(result.checkpoint).parent.iterdir()) == ["step-6", "step-8"]
+    saved = Path(result.checkpoint).parent.glob("step-*")
+    assert sorted(path.name for path in saved) == ["step-6", "step-8"]
 
 
 def test_runs_are_numbered_and_the_last_one_is_gone_on_with() -> None:
@@ -234,6 +240,94 @@ def test_a_result_with_a_checkpoint_is_plain_data() -> None:
 
     assert data["checkpoint"].endswith("step-1")
     assert data["signal"] is None
+
+
+# -- its recording -------------------------------------------------------------------------------
+
+
+def recorded_steps(folder: str | Path) -> list[int]:
+    return [event.step for event in Run.load(folder).events if event.what == What.STEP.value]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
+def test_a_recorded_run_computes_what_an_unrecorded_one_does(device: str) -> None:
+    settings = {"device": device, "hbm": 300_000}
+    seen = train(options(settings=settings, checkpoints="seen"))
+    unseen = train(options(settings=settings, checkpoints="unseen", record="none"))
+
+    assert seen.status.evictions > 0
+    assert seen.losses == unseen.losses
+    assert seen.weights_sha256 == unseen.weights_sha256
+    assert unseen.report is None
+    assert [path.name for path in Path("unseen").iterdir()] == ["step-8"]
+
+
+def test_a_run_leaves_its_report_beside_its_checkpoints() -> None:
+    result = train(options())
+
+    folder = Path(result.checkpoint).parent / "run"
+    assert result.report == str(folder / "report.html")
+    assert Path(result.report).read_text().startswith("<!doctype html>")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["hbm"]["peak_bytes"] == result.status.tiers["HBM"]["peak"]
+    assert summary["step"]["count"] == 8
+    assert recorded_steps(folder) == list(range(8))
+    assert (result.recorded_steps, result.report_problem) == (8, "")
+
+
+def test_recording_ends_before_a_long_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    unseen = train(options(checkpoints="unseen", record="none"))
+    monkeypatch.setattr(record, "MOST_STEPS", 3)
+
+    result = train(options(record="there"))
+
+    assert recorded_steps("there") == [0, 1, 2]
+    assert (result.steps, result.recorded_steps) == (8, 3)
+    assert result.report == "there/report.html"
+    assert result.weights_sha256 == unseen.weights_sha256
+
+
+def test_a_resumed_run_records_anew_beside_what_was_recorded() -> None:
+    train(options(minutes=1e-6, checkpoints="there"))
+    before = Path("there/run/events.jsonl.gz").read_bytes()
+
+    second = train(options(checkpoints="there", resume=True))
+
+    assert second.report == "there/run-2/report.html"
+    assert len(recorded_steps("there/run-2")) == second.recorded_steps == 7
+    assert Path("there/run/events.jsonl.gz").read_bytes() == before
+    assert train(options(checkpoints="there", resume=True)).report is None  # nothing was left to do
+
+
+def no_space(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+def test_a_run_that_cannot_be_recorded_trains_and_says_why() -> None:
+    unseen = train(options(checkpoints="unseen", record="none"))
+    Path("file").write_text("in the way")
+
+    result = train(options(record="file/run"))
+
+    assert result.report is None
+    assert result.report_problem.startswith("DiskWriteError: write failed on file/run")
+    assert result.weights_sha256 == unseen.weights_sha256
+
+
+@pytest.mark.parametrize(
+    ("what", "name"), [(Recorder, "flush"), (make.Report, "write"), (record, "report")]
+)
+def test_a_disk_that_is_full_ends_no_training(
+    what: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(what, name, no_space)
+
+    result = train(options())
+
+    assert result.steps == 8
+    assert Path(result.checkpoint).is_dir()
+    assert result.report is None
+    assert "no space left" in result.report_problem
 
 
 # -- settings ------------------------------------------------------------------------------------

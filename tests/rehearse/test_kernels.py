@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hetero.rehearse.kernels import PLAIN, AsOn, as_on_cpu
+from hetero.rehearse.kernels import AsOn, as_on_cpu
 from hetero.rehearse.rehearsal import backward
 from hetero.rehearse.twin import batch_twin, twin_of
 
@@ -132,9 +132,14 @@ def test_meta_makes_what_a_cpu_makes(name: str, dtype: torch.dtype) -> None:
 
 
 def test_attention_is_torchs_own_again_behind_the_block() -> None:
-    with AsOn(is_cuda=True):
-        assert F.scaled_dot_product_attention is not PLAIN
-    assert F.scaled_dot_product_attention is PLAIN
+    query = torch.empty(2, 4, 64, 16, device="meta", requires_grad=True)
+    with AsOn(is_cuda=False), Operations() as inside:
+        F.scaled_dot_product_attention(query, query, query)
+    with Operations() as behind:
+        F.scaled_dot_product_attention(query, query, query)
+
+    assert any("flash_attention" in row for row in inside.rows)
+    assert any("aten.bmm" in row for row in behind.rows)
 
 
 @pytest.mark.parametrize(

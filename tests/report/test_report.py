@@ -206,6 +206,21 @@ def test_a_directory_that_is_no_run_is_unusable(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "Advice: name a directory" in done.output
 
 
+@pytest.mark.parametrize("option", ["--output", "--png", "--perfetto"])
+def test_a_file_that_cannot_be_written_is_unusable(
+    folder: Path, tmp_path: Path, option: str
+) -> None:
+    if option == "--png":
+        pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("in the way")
+
+    result = call(folder, option, tmp_path / "file" / "r")
+
+    assert result.exit_code == 2
+    assert "DiskWriteError" in result.stderr
+    assert "Traceback" not in result.output
+
+
 # -- the package ---------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero.errors import ConfigError
+from hetero.errors import ConfigError, DiskFull, StorageError
 from hetero.events import Event, EventLog, What
 from hetero.report.run import COLUMNS, EVENTS, META, SCHEMA, BucketMeta, Meta, Recorder, Run
 from hetero.types import Kind, Lane, Tier
@@ -219,3 +220,26 @@ def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
     recorder.close()
     recorder.close()
     assert len(Run.load(tmp_path).events) == 1
+
+
+def no_space(*args: object) -> None:
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+def test_a_disk_that_fills_up_is_told_when_the_recording_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventLog()
+    recorder = Recorder(log, tmp_path, FULL)
+    monkeypatch.setattr(recorder, "flush", no_space)
+    recorder._thread.join(timeout=10)  # it ends with its first failure, which it keeps
+    assert not recorder._thread.is_alive()
+    with pytest.raises(DiskFull, match="no space left") as caught:
+        recorder.close()
+    assert "free some space" in caught.value.advice
+
+
+def test_a_directory_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="write failed on"):
+        Recorder(EventLog(), tmp_path / "file" / "run", FULL)

@@ -1,0 +1,60 @@
+"""Why a model could not be rehearsed, in words (floor 4)."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from hetero.errors import ConfigError, HeteroError
+from hetero.rehearse.clock import OpClock
+
+LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+
+
+@contextmanager
+def explaining(model: str) -> Iterator[None]:
+    """Raise a ConfigError that names operation and line where a block of the user's code fails."""
+    try:
+        yield
+    except HeteroError:
+        raise
+    except Exception as error:
+        raise explained(model, error) from error
+
+
+def explained(model: str, error: Exception) -> ConfigError:
+    """Return what to tell about an error in a model without bytes."""
+    where = "".join(f" {part}" for part in (operation_of(error), line_of(error)) if part)
+    if isinstance(error, NotImplementedError) or "meta" in str(error).lower():
+        return ConfigError(
+            f"{model} computes by its numbers, and a plan has none:{where or f' {error}'}",
+            advice="plan the part that does not, or run it: hetero.prepare takes such a model, and"
+            " hetero.profile shows what it does",
+        )
+    said = str(error).partition("\n")[0]
+    return ConfigError(
+        f"{model} fails on this batch{where and ':'}{where}: {type(error).__name__}: {said}",
+        advice="check batch= and loss=: the model is called as a training loop calls it, on tensors"
+        " without bytes, of which any number is 1",
+    )
+
+
+def operation_of(error: Exception) -> str:
+    """Return the operation that failed; empty where it was none of torch's."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is OpClock.__torch_dispatch__.__code__:
+            return f"{frame.f_locals['func']}"
+    return ""
+
+
+def line_of(error: Exception) -> str:
+    """Return the innermost line of the user's own code; empty where there is none."""
+    calls = traceback.extract_tb(error.__traceback__)
+    own = [call for call in calls if not call.filename.startswith(LIBRARIES)]
+    if not own:
+        return ""
+    return f"in line {own[-1].lineno} of {Path(own[-1].filename).name}: {own[-1].line}"

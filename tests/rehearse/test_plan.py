@@ -1,0 +1,390 @@
+"""`hetero.plan` in Python: what it takes, says, refuses, and leaves alone."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from hetero.errors import ConfigError, StateError
+from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.rehearse.plan import Plan, plan
+
+CPU, GPU = "laptop-4c-avx2-ddr4", "rtx4090"
+TOKENS = torch.zeros(2, 16, dtype=torch.long)
+HBM = 560_000  # less than all parameters, more than what is needed at once
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(width=32, layers=6, heads=4, context=16, checkpoint_blocks=False))
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
+
+
+def planned(model: Any = None, batch: Any = TOKENS, **given: Any) -> Plan:
+    """Plan paged training on a CPU, without estimates, unless told otherwise."""
+    given = {"profile": CPU, "hbm": HBM, "estimates": False, **given}
+    return plan(gpt() if model is None else model, batch, **given)
+
+
+def tier(found: Plan, name: str) -> Any:
+    return next(row for row in found.tiers if row.tier == name)
+
+
+# -- what it takes -------------------------------------------------------------------------------
+
+
+def test_a_module_and_a_batch_are_planned_on_a_machine_without_running_them() -> None:
+    found = planned()
+
+    assert found.fits and not found.shortfalls
+    assert (found.model, found.profile) == ("GPT", CPU)
+    assert found.n_params == sum(p.numel() for p in gpt().parameters())
+    assert 0 < tier(found, "HBM").peak_bytes <= HBM
+    assert found.step_seconds > 0
+    assert found.bottleneck in {name.removesuffix("_seconds") for name in found.shares}
+    assert sum(found.shares.values()) == pytest.approx(found.step_seconds, rel=0.05)
+
+
+def test_a_machine_with_a_gpu_is_planned_without_one() -> None:
+    found = planned(profile=GPU, device="cuda")
+
+    assert found.fits
+    assert found.step_seconds < planned().step_seconds
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [TOKENS, (TOKENS,), [TOKENS], {"tokens": TOKENS}, {"tokens": TOKENS.to("meta")}],
+    ids=["tensor", "tuple", "list", "mapping", "meta"],
+)
+def test_a_batch_may_have_any_form_that_calls_have(batch: Any) -> None:
+    assert planned(batch=batch).as_json() == planned().as_json()
+
+
+def test_a_batch_that_nobody_gave_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="arguments that nobody gave") as caught:
+        planned(batch=None)
+    assert "batch=" in caught.value.advice
+
+
+def test_the_loss_is_what_the_caller_says() -> None:
+    seen: list[torch.Size] = []
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        seen.append(logits.shape)
+        return logits.logsumexp(-1).mean()
+
+    found = planned(loss=loss)
+
+    assert set(seen) == {torch.Size([2, 16, 256])}
+    assert found.step_seconds != planned().step_seconds
+
+
+@pytest.mark.parametrize("form", [dict, tuple], ids=["mapping", "tuple"])
+def test_a_loss_that_the_model_returns_is_found(form: type) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = gpt()
+
+        def forward(self, tokens: torch.Tensor) -> Any:
+            logits = self.inner(tokens)
+            pairs = {"logits": logits, "loss": logits.square().mean()}
+            return pairs if form is dict else tuple(pairs.values())
+
+    bare = planned(loss=lambda logits: logits.square().mean())
+    assert planned(Wrapped()).step_seconds == pytest.approx(bare.step_seconds, rel=0.01)
+
+
+def test_a_model_whose_output_leads_nowhere_is_refused_with_advice() -> None:
+    class Deaf(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).detach()
+
+    with pytest.raises(ConfigError, match="leads back") as caught:
+        planned(Deaf(64, 64), torch.zeros(8, 64))
+    assert "loss=" in caught.value.advice
+
+
+def test_frozen_parts_have_neither_gradients_nor_states() -> None:
+    model = gpt()
+    model.blocks[:3].requires_grad_(False)
+
+    less, all_of_it = tier(planned(model), "HOST"), tier(planned(), "HOST")
+
+    assert less.kinds["param"] == all_of_it.kinds["param"]
+    assert less.kinds["grad"] < all_of_it.kinds["grad"]
+    assert less.kinds["state"] < all_of_it.kinds["state"]
+
+
+@pytest.mark.parametrize(
+    ("make", "states"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
+        (lambda p: torch.optim.AdamW(p, lr=0.1), 2),
+    ],
+    ids=["sgd", "momentum", "adamw"],
+)
+def test_the_optimizer_that_is_given_decides_what_states_take(
+    make: Callable[[Any], torch.optim.Optimizer], states: int
+) -> None:
+    model = gpt()
+
+    kinds = tier(planned(model, optimizer=make(model.parameters())), "HOST").kinds
+
+    assert kinds.get("state", 0) == states * kinds["param"]
+
+
+# -- what it says --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "tokens"),
+    [(gpt, TOKENS, 32), (mlp, torch.zeros(8, 64), 8), (mlp, torch.zeros(4, 3, 64), 4)],
+    ids=["tokens", "samples", "sequences of features"],
+)
+def test_tokens_are_counted_where_there_are_tokens_and_samples_elsewhere(
+    model: Callable[[], nn.Module], batch: torch.Tensor, tokens: int
+) -> None:
+    found = planned(model(), batch, hbm=None)
+
+    assert found.tokens == tokens
+    assert found.tokens_per_second == pytest.approx(tokens / found.step_seconds)
+
+
+def pasted(found: Plan) -> dict[str, Any]:
+    """Return the settings in the line for a script."""
+    statement = ast.parse(found.paste).body[0]
+    assert isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
+    return {str(word.arg): ast.literal_eval(word.value) for word in statement.value.keywords}
+
+
+def test_the_line_to_paste_trains_as_it_was_planned() -> None:
+    found = planned(activations="recompute", chunk_bytes=1024)
+    model = gpt()
+
+    given = pasted(found)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = hetero.prepare(model, optimizer, device="cpu:sim", **given)
+    model(TOKENS).sum().backward()
+    optimizer.step()
+
+    assert given == {"hbm": HBM, "activations": "recompute", "chunk_bytes": 1024}
+    peak = hetero.status(model).tiers["HBM"]["peak"]
+    assert peak is not None and peak <= HBM
+    hetero.release(model, optimizer)
+
+
+def test_without_settings_the_line_to_paste_is_still_python() -> None:
+    assert pasted(planned(hbm=None)) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "little"), [("HBM", "hbm", 60_000), ("HOST", "host", 300_000)]
+)
+def test_a_tier_that_is_too_small_is_named_with_what_it_lacks(
+    name: str, setting: str, little: int
+) -> None:
+    found = planned(**{setting: little})
+
+    (short,) = found.shortfalls
+    assert not found.fits
+    assert (short.tier, short.have_bytes) == (name, little)
+    assert short.short_bytes == short.needed_bytes - little > 0
+    assert short.why
+    assert hetero.config.parse_bytes(pasted(found)[setting]) == short.needed_bytes
+
+
+@pytest.mark.parametrize(
+    ("setting", "little"), [("hbm", 60_000), ("host", 300_000)], ids=["hbm", "host"]
+)
+def test_what_was_missing_is_enough(setting: str, little: int) -> None:
+    (short,) = planned(**{setting: little}).shortfalls
+
+    assert planned(**{setting: short.needed_bytes}).fits
+
+
+def test_more_tokens_never_take_less_memory() -> None:
+    labels = ("as planned", "recompute every unit", "offload every unit")
+    tables = []
+    for samples in (1, 2, 4):
+        batch = torch.zeros(samples, 16, dtype=torch.long)
+        found = planned(batch=batch, hbm="64MiB", activations="keep", estimates=True)
+        tables.append({row.label: row for row in found.what_if})
+
+    for label in labels:
+        peaks = [rows[label].peak_bytes for rows in tables]
+        assert peaks == sorted(set(peaks)), label
+        seconds = [rows[label].step_seconds for rows in tables]
+        assert seconds == sorted(seconds), label
+
+
+def test_a_smaller_budget_never_lets_more_samples_fit() -> None:
+    def largest(hbm: int) -> int:
+        rows = planned(hbm=hbm, estimates=True).what_if
+        return next(
+            int(row.label.split(": ")[1]) for row in rows if row.label.startswith("largest micro")
+        )
+
+    assert 1 < largest(HBM) < largest(2 * HBM)
+
+
+# -- what it refuses -----------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Computes by its numbers: how much it returns depends on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y[y > 0].sum()
+
+
+class Listed(Masked):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y.sum() + len(set(y.tolist()))
+
+
+class Arrayed(Masked):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y.sum() + float(y.detach().numpy().max())
+
+
+class Late(Masked):
+    """Asks for its numbers in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        y.register_hook(lambda grad: grad + grad.unique().sum())
+        return y.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Masked, r"aten\.\w+\.Tensor in line \d+ of test_plan\.py: return y\[y > 0\]"),
+        (Listed, r"in line \d+ of test_plan\.py: .*y\.tolist\(\)"),
+        (Arrayed, r"in line \d+ of test_plan\.py: .*numpy\(\)"),
+        (Late, r"aten\._?unique\w*\.default in line \d+ of test_plan\.py: .*unique\(\)"),
+    ],
+)
+def test_a_model_that_computes_by_its_numbers_is_refused_with_the_operation(
+    model: type[nn.Module], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{model.__name__} computes by its numbers.*{said}") as e:
+        planned(model(), torch.zeros(8, 64), hbm=None)
+    assert "hetero.prepare takes such a model" in e.value.advice
+
+
+def test_a_batch_of_the_wrong_shape_is_refused_with_the_operation() -> None:
+    with pytest.raises(ConfigError, match=r"fails on this batch: aten\.addmm.*RuntimeError") as e:
+        planned(mlp(), torch.zeros(8, 63))
+    assert "batch=" in e.value.advice
+
+
+def test_a_model_that_raises_is_told_with_its_line() -> None:
+    class Strict(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("no such thing")
+
+    with pytest.raises(ConfigError, match=r"test_plan\.py: raise KeyError.*no such thing"):
+        planned(Strict(64, 64), torch.zeros(8, 64))
+
+
+def test_a_prepared_model_is_refused() -> None:
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = hetero.prepare(model, optimizer, device="cpu", hbm=HBM)
+    with pytest.raises(StateError, match="prepared already") as caught:
+        planned(model)
+    assert "before hetero.prepare" in caught.value.advice
+    hetero.release(model, optimizer)
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = mlp()
+    model.kept = model(torch.zeros(1, 64))  # of a graph
+
+    with pytest.raises(ConfigError, match="cannot be copied") as caught:
+        planned(model, torch.zeros(8, 64))
+    assert "before it has run" in caught.value.advice
+
+
+def test_a_machine_that_nobody_named_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="no profile") as caught:
+        planned(profile=None)
+    assert "hetero calibrate" in caught.value.advice
+
+
+def test_a_gpu_that_the_machine_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"has no \[gpu\]"):
+        planned(device="cuda")
+
+
+# -- what it leaves alone ------------------------------------------------------------------------
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    """Return every hook of a model and of its parameters."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    on_modules = [h for m in model.modules() for kind in kinds for h in getattr(m, kind).values()]
+    on_params = [p._post_accumulate_grad_hooks for p in model.parameters()]
+    return on_modules + [hooks for hooks in on_params if hooks]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_model_optimizer_and_generators_stay_as_they_are(trained: bool) -> None:
+    model = gpt()
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=1e-3)
+    if trained:
+        model(TOKENS).sum().backward()
+        optimizer.step()
+    values = copy.deepcopy(model.state_dict())
+    states = copy.deepcopy(optimizer.state_dict())
+    grads = [None if p.grad is None else p.grad.clone() for p in params]
+    drawn, kinds = torch.get_rng_state(), [type(m) for m in model.modules()]
+
+    planned(model, optimizer=optimizer, precision="bf16", estimates=True)
+
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    assert all(type(p) is nn.Parameter and p.dtype is torch.float32 for p in params)
+    assert all(torch.equal(values[name], value) for name, value in model.state_dict().items())
+    assert repr(optimizer.state_dict()) == repr(states)
+    assert bool(optimizer.state) == trained
+    for param, grad in zip(params, grads, strict=True):
+        assert param.grad is None if grad is None else torch.equal(param.grad, grad)
+    assert hooks_of(model) == []
+    assert [type(m) for m in model.modules()] == kinds
+    assert "forward" not in vars(model)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_plan_that_fails_leaves_torch_as_it_was() -> None:
+    before = nn.functional.scaled_dot_product_attention
+
+    with pytest.raises(ConfigError):
+        planned(Masked(), torch.zeros(8, 64), hbm=None)
+
+    assert nn.functional.scaled_dot_product_attention is before
+    model = gpt()
+    model(TOKENS).sum().backward()  # on a CPU, with numbers
+    assert all(p.grad is not None for p in model.parameters())
