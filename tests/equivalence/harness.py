@@ -204,9 +204,11 @@ def measured(case: Case, make: MakeOptimizer, chunk_bytes: int, device: str) -> 
 def smallest(case: Case, budget: Budget, run: Callable[[int], Seen]) -> Seen:
     """Run at the smallest budget that works; a case that needs more frames at once says so.
 
-    What an error names is needed at least: what comes later may need more, found in growing steps.
+    What an error names is needed at least: what comes later may need more, found in steps that grow
+    once eight of them were too small.
     """
     hbm, more = budget.of(0.0), max(budget.smallest // 4, 256)
+    tried = 0
     most = budget.of(1.0) + 2 * budget.smallest + budget.activations
     while True:
         try:
@@ -216,7 +218,8 @@ def smallest(case: Case, budget: Budget, run: Callable[[int], Seen]) -> Seen:
             if hbm == most or error.needed_bytes > most:
                 raise
             hbm = min(max(hbm + more, error.needed_bytes), most)
-            more = more * 3 // 2
+            tried += 1
+            more = more * 3 // 2 if tried >= 8 else more
 
 
 def compare_with(case: Case, device: str) -> None:

@@ -18,7 +18,9 @@ def test_a_model_trains_bitwise_at_its_smallest_budget(case: Case) -> None:
     budget = measure(case, sgd, 256)
     at_once = Tuning(worker=Worker(0))  # or what is fetched anew would depend on threads' timing
     seen = smallest(
-        case, budget, lambda hbm: compare(case, sgd, hbm=hbm, chunk_bytes=256, tuning=at_once)
+        case,
+        budget,
+        lambda hbm: compare(case, sgd, hbm=hbm, chunk_bytes=256, tuning=at_once, steps=6),
     )
     assert seen.mode == "paged"
     assert seen.chunks >= 5
