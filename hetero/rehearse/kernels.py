@@ -37,7 +37,7 @@ class AsOn:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._library._destroy()  # type: ignore[no-untyped-call]
+        self._library._destroy()
 
 
 def attend(
