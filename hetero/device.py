@@ -464,7 +464,7 @@ class SimDevice(CpuDevice):
 
     def is_busy(self, lane: Lane) -> bool:
         """Whether a lane copies now."""
-        return self._free_at[lane] > self.clock_seconds
+        return self._free_at.get(lane, 0.0) > self.clock_seconds
 
     def clock(self) -> float:
         return self.clock_seconds if self.is_timed else time.monotonic()

@@ -41,6 +41,7 @@ class DryDevice(CpuDevice):
         hbm_bytes: its size; None where it is RAM.
         ram_bytes: what this process may take beside it.
         copy_seconds: (lane, bytes, whether the other lane is busy) -> seconds.
+        copies_here: whether who asks for a copy carries it out, as on a processor.
     """
 
     name = "dry"
@@ -54,6 +55,7 @@ class DryDevice(CpuDevice):
         hbm_bytes: int | None = None,
         ram_bytes: int,
         copy_seconds: CopySeconds,
+        copies_here: bool = False,
     ) -> None:
         super().__init__(META)
         self.is_cuda = is_cuda
@@ -64,7 +66,8 @@ class DryDevice(CpuDevice):
         self._hbm_bytes = hbm_bytes
         self._ram_bytes = ram_bytes
         self._copy_seconds = copy_seconds
-        self._free_at = dict.fromkeys(COPY_LANES, 0.0)
+        self._copies_here = copies_here
+        self._free_at = dict.fromkeys((*COPY_LANES, Lane.UPDATE), 0.0)
 
     def slab(self, n_bytes: int) -> Slab:
         return DrySlab(n_bytes, torch.empty(0, dtype=torch.uint8, device=META))
@@ -82,13 +85,21 @@ class DryDevice(CpuDevice):
             self.time_passed()
 
     def is_busy(self, lane: Lane) -> bool:
-        """Whether a lane copies now."""
+        """Whether a lane copies now, or updates go on."""
         return self._free_at[lane] > self.clock_seconds
+
+    def busy_until(self, lane: Lane, seconds: float) -> None:
+        """Note how long something else keeps a lane busy."""
+        self._free_at[lane] = seconds
 
     def copy(
         self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
     ) -> Ticket:
         n_bytes, other = src.numel(), _other(lane)
+        if self._copies_here:
+            begin = self.clock_seconds
+            self.compute(self._copy_seconds(lane, n_bytes, False))
+            return Ticket(lane, self.clock_seconds).was(begin, self.clock_seconds)
         start = max(self._free_at[lane], self.clock_seconds, *(t.end for t in after), 0.0)
         busy = self._free_at[other] > start
         end = start + self._copy_seconds(lane, n_bytes, busy)

@@ -215,8 +215,15 @@ class Host:
     gemm_fp16_per_second: Figure | None = field(
         default=None, metadata=form("gemm_fp16_GFLOPS", GIGA)
     )
+    access: Figure | None = field(default=None, metadata=form("access_us", MICRO, zero=True))
+    """Seconds of hetero's own work at a unit's access, where the same processor computes."""
     threads: Threads = field(default_factory=Threads)
     matmul: Matmul | None = None
+
+    @property
+    def access_seconds(self) -> float:
+        """What a unit's access costs who launches; 0 where nobody measured."""
+        return self.access.value if self.access is not None else 0.0
 
     def gemm(self, dtype: Dtype) -> Figure | None:
         """Return operations per second of large matmuls of a dtype."""

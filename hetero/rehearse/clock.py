@@ -146,7 +146,9 @@ class OpClock(TorchDispatchMode):
     def _slowdown(self) -> float:
         """Return by how much compute is slower for what goes on beside it (T7)."""
         overlap, slow = self._profile.overlap, 1.0
-        pairs = (Lane.H2D, overlap.gemm_under_h2d), (Lane.D2H, overlap.gemm_under_d2h)
+        pairs = [(Lane.H2D, overlap.gemm_under_h2d), (Lane.D2H, overlap.gemm_under_d2h)]
+        if not self._is_cuda:
+            pairs.append((Lane.UPDATE, overlap.gemm_under_update))
         for lane, figure in pairs:
             if figure is not None and self._device.is_busy(lane):
                 slow = max(slow, figure.value)

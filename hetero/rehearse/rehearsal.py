@@ -22,6 +22,7 @@ from hetero.errors import BudgetError, ConfigError
 from hetero.events import What
 from hetero.plan.activations import Use
 from hetero.plan.hardware import Profile, sha256
+from hetero.plan.machine import interpolated
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
 from hetero.rehearse.failures import explaining
@@ -57,6 +58,8 @@ class Scene:
     loss: Loss
     config: Config
     profile: Profile
+    depth: int | None = None
+    """Accesses to look ahead; None: as many as frames allow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +118,7 @@ def rehearse(scene: Scene) -> Rehearsal:
     disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None
     blueprint = draw(scene.model, scene.optimizer, config)
     worker = DryWorker(device, partial(update_seconds, scene.profile, blueprint), disk)
-    tuning = Tuning(worker=worker)
+    tuning = Tuning(worker=worker, depth=scene.depth)
     if disk is not None:
         tuning.open_pool = partial(open_dry_pool, disk)
     engine = Engine(scene.model, scene.optimizer, config, device, blueprint, tuning)
@@ -161,12 +164,21 @@ def device_for(config: Config, profile: Profile) -> DryDevice:
         hbm_bytes=hbm,
         ram_bytes=ram,
         copy_seconds=lambda lane, n, both: profile.copy_seconds(lane, n, both),
+        copies_here=kind == "cpu:sim",
     )
 
 
 def update_seconds(profile: Profile, blueprint: Blueprint, numel: int) -> float:
-    """Return the time of a step over ``numel`` parameters on HOST (T4)."""
-    return profile.update_seconds(numel, numel * touched_by_update(blueprint))
+    """Return the time of a step over ``numel`` parameters on HOST (T4).
+
+    Where processors compute, too, one of them launches while the others update.
+    """
+    seconds = profile.update_seconds(numel, numel * touched_by_update(blueprint))
+    table = profile.host.threads.update
+    if profile.gpu is not None or table is None:
+        return seconds
+    threads = max(1, profile.host.cores - 1)
+    return max(seconds, numel / interpolated(table.rows, threads))
 
 
 def touched_by_update(blueprint: Blueprint) -> float:
@@ -209,6 +221,9 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> Step:
             engine.optimizer.step()
         engine.optimizer.zero_grad()
     stats, paged = engine.stats, engine.mode == "paged"
+    if paged and not device.is_cuda:
+        accesses = stats.counts["hit"] + stats.counts["miss"]
+        device.compute(accesses * scene.profile.host.access_seconds)
     return Step(
         seconds=device.clock() - began,
         mode=engine.mode,

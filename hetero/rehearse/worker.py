@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hetero.dry import DryDevice
 from hetero.rehearse.disk import DryDisk
 from hetero.train.worker import Job, Slice, Worker
+from hetero.types import Lane
 
 UpdateSeconds = Callable[[int], float]
 
@@ -112,5 +113,6 @@ class DryWorker(Worker):
         try:
             job.begin(max(self._free_at, job.asked))
             self._free_at = job.ended or 0.0
+            self.device.busy_until(Lane.UPDATE, self._free_at)
         finally:
             self._is_running = False
