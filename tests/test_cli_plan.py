@@ -63,7 +63,7 @@ def test_a_model_that_fits_ends_with_status_0_and_the_line_to_paste() -> None:
     result = call(f"{SMALL} --hbm 560KB")
 
     assert result.exit_code == 0, result.output
-    assert "small, 91,648 parameters" in result.stdout.splitlines()[0]
+    assert "small, 93,184 parameters" in result.stdout.splitlines()[0]
     assert result.stdout.splitlines()[0].endswith("fits")
     for word in ("HBM", "HOST", "step", "tokens/s", "spent on"):
         assert word in result.stdout
@@ -73,7 +73,7 @@ def test_a_model_that_fits_ends_with_status_0_and_the_line_to_paste() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "tier", "have"), [("--hbm 60KB", "HBM", 60_000), ("--host 300KB", "HOST", 300_000)]
+    ("given", "tier", "have"), [("--hbm 190KB", "HBM", 190_000), ("--host 300KB", "HOST", 300_000)]
 )
 def test_a_model_that_does_not_fit_ends_with_status_1_and_names_tier_and_bytes(
     given: str, tier: str, have: int
@@ -93,7 +93,7 @@ def test_a_model_that_does_not_fit_ends_with_status_1_and_names_tier_and_bytes(
 
 def test_json_has_the_same_keys_whether_it_fits_or_not() -> None:
     fits = last_json(call(f"{SMALL} --hbm 560KB --json"))
-    short = last_json(call(f"{SMALL} --hbm 60KB --json"))
+    short = last_json(call(f"{SMALL} --hbm 190KB --json"))
 
     assert set(fits) == set(short) == KEYS
     assert set(fits["tiers"][0]) == {"tier", "budget_bytes", "peak_bytes", "kinds"}
@@ -117,7 +117,7 @@ def test_a_plan_may_be_a_report(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "predicted" in (tmp_path / "planned.html").read_text()
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["kind"], summary["hbm"]["budget_bytes"]) == ("predicted", 560_000)
+    assert (summary["kind"], summary["hbm"]["budget_bytes"]) == ("predicted", 5190_000)
 
 
 @pytest.mark.parametrize(
