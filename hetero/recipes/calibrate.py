@@ -12,7 +12,7 @@ import re
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
@@ -142,7 +142,7 @@ class Readings:
         return sorted((each for each in self.found if each.key == key), key=lambda each: each.at)
 
 
-def take_readings(rig: Rig, groups: dict[str, Group], watch: Watch) -> Readings:
+def take_readings(rig: Rig, groups: Mapping[str, Group], watch: Watch) -> Readings:
     """Measure group by group; one that fails is noted, and the others go on."""
     found: list[Measured] = []
     notes: list[str] = []

@@ -17,7 +17,8 @@ from hetero.types import Lane, format_bytes
 
 ENDLESS = 2**62  # bytes of a disk without a budget
 LARGEST = 4096  # times what was rehearsed, which is as far as anybody looks
-SHALLOWEST = 0.02  # of a model's depth: with less it is another one
+DEEPEST = 16.0  # times as deep, likewise: a choice takes the square of the number of units
+DEPTH_APART = 0.02  # how exactly the depth is found
 RANKS = (2, 8)
 EIGHT_BIT_STATE_BYTES = 2.0  # of two moments
 BACKWARD = 3.0  # forward and backward, in forwards
@@ -195,14 +196,21 @@ def largest(what: str, facts: Facts, now: int, lacks: str) -> Estimate:
 
 def deepest(facts: Facts) -> Estimate:
     """Return the deepest model of the same layers that fits: as many as homes have room for."""
+
+    def fits(times: float) -> bool:
+        return estimate("", deeper(facts, times)).fits
+
     room = facts.host_bytes + facts.disk_bytes
-    times = max(0.0, room / facts.home_bytes)
-    while times > SHALLOWEST and not estimate("", deeper(facts, times)).fits:
-        times *= 0.98
-    found = deeper(facts, times)
-    label = f"largest model: {found.numel / 1e9:.3g} B parameters"
-    said = estimate(label, found)
-    return replace(said, change=f"{times:.3g} times as deep") if said.fits else said
+    low, high = 0.0, min(DEEPEST, room / facts.home_bytes)
+    if fits(high):
+        low = high
+    while high > DEPTH_APART and high - low > DEPTH_APART * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    found = deeper(facts, max(low, DEPTH_APART))
+    least = "at least " if low == DEEPEST else ""
+    label = f"largest model: {least}{found.numel / 1e9:.3g} B parameters"
+    return replace(estimate(label, found), fits=low > 0, change=f"{low:.3g} times as deep")
 
 
 def deeper(facts: Facts, times: float) -> Facts:

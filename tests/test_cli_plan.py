@@ -1,0 +1,172 @@
+"""``hetero plan``: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hetero.cli import main
+
+CPU = "laptop-4c-avx2-ddr4"
+MODELS = """
+import torch
+from torch import nn
+from hetero.recipes.gpt import GPT, GPTConfig
+
+TOKENS = torch.zeros(2, 16, dtype=torch.long, device="cpu")
+
+def small():
+    shape = GPTConfig(width=32, layers=6, heads=4, context=16, checkpoint_blocks=False)
+    return GPT(shape), TOKENS
+
+def alone():
+    return nn.Linear(8, 8)
+
+def broken():
+    return nn.Linear(8, int(torch.ones(()).item()))
+
+number = 7
+"""
+KEYS = {
+    *("model", "n_params", "profile", "fits", "shortfalls", "tiers", "step_seconds"),
+    *("first_step_seconds", "tokens", "tokens_per_second", "bottleneck", "shares"),
+    *("disk_write_bytes", "drive_life_steps", "policies", "settings", "what_if", "paste"),
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory with a module of models."""
+    (tmp_path / "thesemodels.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def call(line: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *line.split()])
+
+
+SMALL = f"thesemodels:small --profile {CPU} --no-estimates"
+
+
+def last_json(result: Result) -> Any:
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_a_model_that_fits_ends_with_status_0_and_the_line_to_paste() -> None:
+    result = call(f"{SMALL} --hbm 560KB")
+
+    assert result.exit_code == 0, result.output
+    assert "small, 93,184 parameters" in result.stdout.splitlines()[0]
+    assert result.stdout.splitlines()[0].endswith("fits")
+    for word in ("HBM", "HOST", "step", "tokens/s", "spent on"):
+        assert word in result.stdout
+    assert result.stdout.splitlines()[-1] == (
+        "model, optimizer = hetero.prepare(model, optimizer, hbm=560000)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "tier", "have"), [("--hbm 190KB", "HBM", 190_000), ("--host 300KB", "HOST", 300_000)]
+)
+def test_a_model_that_does_not_fit_ends_with_status_1_and_names_tier_and_bytes(
+    given: str, tier: str, have: int
+) -> None:
+    line = f"{SMALL} --hbm 560KB {given}"
+    result, data = call(line), last_json(call(f"{line} --json"))
+
+    (short,) = data["shortfalls"]
+    assert result.exit_code == 1
+    assert not data["fits"]
+    assert (short["tier"], short["have_bytes"]) == (tier, have)
+    lacks = short["needed_bytes"] - have
+    assert lacks > 0
+    assert f"{tier} is {lacks:,} bytes short" in result.stdout
+    assert "does not fit" in result.stdout
+
+
+def test_json_has_the_same_keys_whether_it_fits_or_not() -> None:
+    fits = last_json(call(f"{SMALL} --hbm 560KB --json"))
+    short = last_json(call(f"{SMALL} --hbm 190KB --json"))
+
+    assert set(fits) == set(short) == KEYS
+    assert set(fits["tiers"][0]) == {"tier", "budget_bytes", "peak_bytes", "kinds"}
+    assert set(short["shortfalls"][0]) == {"tier", "have_bytes", "needed_bytes", "why"}
+    assert (fits["shortfalls"], fits["what_if"]) == ([], [])
+
+
+def test_estimates_are_a_table_and_rows_in_json() -> None:
+    line = f"thesemodels:small --profile {CPU} --hbm 560KB"
+
+    rows = last_json(call(f"{line} --json"))["what_if"]
+
+    assert set(rows[0]) == {"label", "fits", "peak_bytes", "step_seconds", "change"}
+    assert [rows[0]["label"], rows[0]["fits"]] == ["as planned", True]
+    assert "what if" in call(line).stdout
+
+
+def test_a_plan_may_be_a_report(tmp_path: Path) -> None:
+    result = call(f"{SMALL} --hbm 560KB -o planned.html")
+
+    assert result.exit_code == 0
+    assert "predicted" in (tmp_path / "planned.html").read_text()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["kind"], summary["hbm"]["budget_bytes"]) == ("predicted", 5190_000)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("thesemodels:small --profile rtx409", "did you mean rtx4090?"),
+        (f"llama-3-8 --profile {CPU}", "did you mean llama-3-8b?"),
+        ("thesemodels:small", "hetero calibrate"),
+        (f"thesemodels:nothing --profile {CPU}", "has no attribute 'nothing'"),
+        (f"nosuchmodels:small --profile {CPU}", "No module named"),
+        (f"thesemodels:alone --profile {CPU}", "return model, batch"),
+        (f"thesemodels:broken --profile {CPU}", "without memory"),
+        (f"thesemodels:number --profile {CPU}", "function"),
+        (f"{SMALL} --hbm lots", "is not a size"),
+        (f"{SMALL} --device cuda", "has no [gpu]"),
+    ],
+)
+def test_what_cannot_be_planned_ends_with_status_2_and_advice(line: str, said: str) -> None:
+    result = call(line)
+
+    assert result.exit_code == 2
+    assert said in result.stderr.replace("\n", " ")
+    assert "Advice" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_failure_is_told_in_json_too() -> None:
+    data = last_json(call("thesemodels:small --json"))
+
+    assert data["error"] == "ConfigError"
+    assert "profile=" in data["advice"]
+
+
+def test_the_console_script_finds_modules_in_the_working_directory(tmp_path: Path) -> None:
+    script = tmp_path / "bin" / "run.py"
+    script.parent.mkdir()
+    script.write_text("from hetero.cli import main\nmain()\n")
+    command = [sys.executable, str(script), "plan", *SMALL.split()]
+
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "fits" in done.stdout
+
+
+def test_a_published_model_is_planned_by_its_name() -> None:
+    pytest.importorskip("transformers")
+
+    data = last_json(call("smollm2-135m --profile rtx4090 --sequence 64 --no-estimates --json"))
+
+    assert (data["fits"], data["tokens"]) == (True, 64)
+    assert 130e6 < data["n_params"] < 140e6
