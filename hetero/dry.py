@@ -7,6 +7,7 @@ virtual: who models compute advances it, copies and waits take what the rates sa
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -41,7 +42,8 @@ class DryDevice(CpuDevice):
         hbm_bytes: its size; None where it is RAM.
         ram_bytes: what this process may take beside it.
         copy_seconds: (lane, bytes, whether the other lane is busy) -> seconds.
-        copies_here: whether who asks for a copy carries it out, as on a processor.
+        copies_here: whether who launches copies, and only when somebody waits, as on "cpu:sim":
+            until then both ends are held.
     """
 
     name = "dry"
@@ -67,6 +69,7 @@ class DryDevice(CpuDevice):
         self._ram_bytes = ram_bytes
         self._copy_seconds = copy_seconds
         self._copies_here = copies_here
+        self._asked: dict[Lane, deque[Ticket]] = {lane: deque() for lane in COPY_LANES}
         self._free_at = dict.fromkeys((*COPY_LANES, Lane.UPDATE), 0.0)
 
     def slab(self, n_bytes: int) -> Slab:
@@ -99,7 +102,9 @@ class DryDevice(CpuDevice):
         if self._copies_here:
             begin = self.clock_seconds
             self.compute(self._copy_seconds(lane, n_bytes, False))
-            return Ticket(lane, self.clock_seconds).was(begin, self.clock_seconds)
+            ticket = Ticket(lane, self.clock_seconds).was(begin, self.clock_seconds)
+            self._asked[lane].append(ticket)
+            return ticket
         start = max(self._free_at[lane], self.clock_seconds, *(t.end for t in after), 0.0)
         busy = self._free_at[other] > start
         end = start + self._copy_seconds(lane, n_bytes, busy)
@@ -107,13 +112,17 @@ class DryDevice(CpuDevice):
         return Ticket(lane, end).was(start, end)
 
     def wait(self, ticket: Ticket) -> Stall | None:
-        begin = self.clock_seconds
+        begin, asked = self.clock_seconds, self._asked.get(ticket.lane)
+        while asked and not ticket.done:
+            asked.popleft().done = True
         self.pass_until(ticket.end)
         return (begin, ticket.end) if ticket.end > begin else None
 
     sync = wait
 
     def query(self, ticket: Ticket) -> bool:
+        if self._copies_here and ticket.lane in COPY_LANES:
+            return ticket.done
         return ticket.end <= self.clock_seconds
 
     def mark(self) -> Ticket:

@@ -32,6 +32,7 @@ from hetero.recipes.probes import (
     LAUNCHES,
     MIB,
     QUICK,
+    Group,
     Probe,
     Rig,
     host_memory,
@@ -281,7 +282,7 @@ def counted_launches(rig: Rig) -> Iterator[Probe]:
 
 def calibrated() -> Profile:
     """Return a profile of this machine as "cpu:sim" uses it, made with shapes of its own."""
-    groups = {
+    groups: dict[str, Group] = {
         "RAM": host_memory,
         "matmuls": fp32_matmuls,
         "launches": counted_launches,
@@ -406,7 +407,7 @@ def tempfile_of_a_run(model: nn.Module) -> Iterator[None]:
 # -- what is chosen when nobody chooses ----------------------------------------------------------
 
 
-BUDGET_SHARES = (0.2, 0.35, 0.5, 0.8, 1.2)  # of parameters, gradients and states
+BUDGET_SHARES = (0.3, 0.4, 0.5, 0.8, 1.2)  # of parameters, gradients and states
 DEPTHS = (1, 2, 4, None)
 CHUNKS = (None, 2**22)
 CHOICES = ("keep", "recompute", "offload")

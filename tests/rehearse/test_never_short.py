@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import hetero
+from hetero.bench.plan import Convolutions
 from hetero.rehearse.plan import BUDGETS, Plan
 from tests.equivalence.zoo import BY_NAME
 from tests.rehearse.test_identity import ZOO, WithTargets
 
 PROFILE = "laptop-4c-avx2-ddr4"
-STEPS = 3
+STEPS = 6
 DRAWS = 100
 SAMPLE = range(0, DRAWS, 7)
 STATES = 4  # parameters, gradients and two moments
@@ -87,7 +88,10 @@ def loss_of(output: Any) -> torch.Tensor:
 
 @cache
 def planned(number: int) -> Plan:
-    draw = drawn(number)
+    return plan_of(drawn(number))
+
+
+def plan_of(draw: Draw) -> Plan:
     torch.manual_seed(0)
     settings = {**draw.settings, "device": "cpu:sim", "profile": PROFILE}
     return hetero.plan(draw.build(), draw.batch, loss=loss_of, estimates=False, **settings)
@@ -133,3 +137,12 @@ def test_what_is_planned_to_fit_runs_in_the_whole_campaign(number: int, disk: Pa
 
 def test_draws_are_of_both_kinds() -> None:
     assert {planned(number).fits for number in SAMPLE[:6]} == {True, False}
+
+
+def test_a_peak_just_above_the_least_that_runs_is_no_surprise_later(tmp_path: Path) -> None:
+    settings = {"hbm": 226_252, "chunk_bytes": 2**14}
+    draw = Draw("convolutions", partial(Convolutions, 32, 5), torch.zeros(4, 3, 24, 24), settings)
+    plan = plan_of(draw)
+
+    assert not plan.fits
+    run(as_planned(draw, plan, tmp_path))  # no BudgetError
