@@ -36,6 +36,7 @@ number = 7
 KEYS = {
     *("model", "n_params", "profile", "fits", "shortfalls", "tiers", "step_seconds"),
     *("first_step_seconds", "tokens", "tokens_per_second", "bottleneck", "shares"),
+    *("checks", "mfu"),
     *("disk_write_bytes", "drive_life_steps", "policies", "settings", "what_if", "paste"),
 }
 
@@ -98,7 +99,8 @@ def test_json_has_the_same_keys_whether_it_fits_or_not() -> None:
     assert set(fits) == set(short) == KEYS
     assert set(fits["tiers"][0]) == {"tier", "budget_bytes", "peak_bytes", "kinds"}
     assert set(short["shortfalls"][0]) == {"tier", "have_bytes", "needed_bytes", "why"}
-    assert (fits["shortfalls"], fits["what_if"]) == ([], [])
+    assert (fits["shortfalls"], len(fits["what_if"])) == ([], 1)
+    assert (fits["what_if"][0]["fits"], short["what_if"][0]["fits"]) == (True, False)
 
 
 def test_estimates_are_a_table_and_rows_in_json() -> None:

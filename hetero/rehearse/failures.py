@@ -12,7 +12,8 @@ import torch
 from hetero.errors import ConfigError, HeteroError
 from hetero.rehearse.clock import OpClock
 
-LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+OURS = Path(__file__).parent.parent
+LIBRARIES = (str(Path(torch.__file__).parent), str(OURS / "train"), str(OURS / "rehearse"))
 
 
 @contextmanager

@@ -125,4 +125,8 @@ def added(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None
     """Return a mask of truth values as one that is added, as torch converts it."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    nothing, never = (
+        torch.scalar_tensor(value, dtype=query.dtype, device=query.device)
+        for value in (0.0, -torch.inf)
+    )
+    return torch.where(mask, nothing, never)
