@@ -203,7 +203,7 @@ class Fitting:
             up=partial(self._copy_seconds, Lane.H2D),
             working_bytes=self.forecast.working_bytes,
         )
-        options = [found] if found is not None else self._smaller(uses)
+        options = [found] if found is not None else self._smallest(uses)
         for option in options:
             policies = {**self._choice.policies, **dict(zip(units, option, strict=True))}
             if policies not in self._failed:
@@ -215,17 +215,6 @@ class Fitting:
 
     def _note(self, why: str) -> None:
         self._log.now(What.DECISION, tier=Tier.HBM, category=Kind.ACTIVATION, why=why)
-
-    def _smaller(self, uses: Sequence[Use]) -> list[list[Policy]]:
-        """Return the smallest choices; none that should take more than one that was measured.
-
-        Where that one was too much, the others would be, too, and end a step in its middle.
-        """
-        known, beside = max(self._peaks, default=0), self.forecast.working_bytes
-        options = self._smallest(uses)
-        if known <= self.budget.most_bytes - self.budget.plan.least_bytes:
-            return options
-        return [option for option in options if peak_bytes(uses, option, beside) <= known]
 
     def _smallest(self, uses: Sequence[Use]) -> list[list[Policy]]:
         """Return one policy for all units, each there is, those that should take least first."""
