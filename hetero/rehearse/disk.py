@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from hetero.device import Slab
 from hetero.dry import DryDevice
+from hetero.errors import StateError
 from hetero.memory.nvme import Executor, Nvme, Slot, Urgent, Work
 from hetero.memory.pool import Extent, Pool
 from hetero.types import Lane
@@ -162,7 +163,7 @@ class NoExecutor:
     """Stands where a pool has threads."""
 
     def submit(self, work: Work, urgent: Urgent) -> None:
-        raise NotImplementedError("a dry pool begins transfers itself")
+        raise StateError("a dry pool was given a transfer that it has not begun itself")
 
     def close(self) -> None: ...
 

@@ -57,11 +57,11 @@ def attend(
     widths = {t.shape[-1] for t in qkv}
     rows = all(t.dim() == 4 and t.numel() and t.stride(-1) == 1 for t in qkv)
     trained = attn_mask is not None and attn_mask.requires_grad
-    found = None
+    found: torch.Tensor | None = None
     if rows and len(widths) == 1 and not trained:
         found = fused(qkv, attn_mask, dropout_p, is_causal, scale)
     if found is not None:
-        return found  # type: ignore[no-any-return]
+        return found
     mask = added(attn_mask, query)
     result: torch.Tensor = _ops._scaled_dot_product_attention_math(
         *(query, key, value, mask, dropout_p, is_causal), scale=scale, enable_gqa=enable_gqa
