@@ -43,7 +43,7 @@ class DryDevice(CpuDevice):
         ram_bytes: what this process may take beside it.
         copy_seconds: (lane, bytes, whether the other lane is busy) -> seconds.
         copies_here: whether who launches copies, and only when somebody waits, as on "cpu:sim":
-            until then both ends are held.
+            until then both ends are held. Nor does a stamp tell anything there.
     """
 
     name = "dry"
@@ -129,7 +129,7 @@ class DryDevice(CpuDevice):
         return Ticket(Lane.COMPUTE, self.clock_seconds)
 
     def stamp(self) -> Ticket:
-        return self.mark()
+        return Ticket(Lane.COMPUTE, 0.0, done=True) if self._copies_here else self.mark()
 
     def now(self) -> float:
         return self.clock_seconds

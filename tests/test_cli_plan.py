@@ -69,7 +69,7 @@ def test_a_model_that_fits_ends_with_status_0_and_the_line_to_paste() -> None:
     for word in ("HBM", "HOST", "step", "tokens/s", "spent on"):
         assert word in result.stdout
     assert result.stdout.splitlines()[-1] == (
-        "model, optimizer = hetero.prepare(model, optimizer, hbm=560000)"
+        f"model, optimizer = hetero.prepare(model, optimizer, hbm=560000, profile={CPU!r})"
     )
 
 

@@ -43,7 +43,7 @@ from hetero.recipes.probes import (
     shapes,
     updates,
 )
-from hetero.rehearse.plan import BUDGETS, Plan, plan
+from hetero.rehearse.plan import Plan, plan
 from hetero.rehearse.rehearsal import Scene, rehearse
 from hetero.rehearse.twin import batch_twin, twin_of
 from hetero.report.profile import profile as recorded
@@ -175,14 +175,13 @@ def quantile(ascending: list[float], share: float) -> float:
 def against(play: Play, machine: Profile) -> dict[str, Any]:
     """Return what a plan says of a run, and what the run took."""
     with machine_file(machine) as name, tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        settings = settings_of(play, folder)
-        said = plan_of(play, settings, name)
-        needed = {BUDGETS[row.tier]: row.needed_bytes for row in said.shortfalls}
-        real = trained(play, {**settings, **needed}, len(said.rehearsal.steps))
+        settings = settings_of(play, name, folder)
+        said = plan_of(play, settings)
+        real = trained(play, said.settings, len(said.rehearsal.steps))
     peaks = {tier.name: said.rehearsal.peaks[tier] for tier in TIERS}
     return {
         "name": play.name,
-        "settings": {k: v for k, v in settings.items() if k != "nvme"},
+        "settings": {k: v for k, v in settings.items() if k not in ("nvme", "profile")},
         "planned": peaks,
         "real": real.peaks,
         "peak error": abs(peaks["HBM"] - real.peaks["HBM"]) / real.peaks["HBM"],
@@ -193,10 +192,11 @@ def against(play: Play, machine: Profile) -> dict[str, Any]:
     }
 
 
-def settings_of(play: Play, folder: str) -> dict[str, Any]:
+def settings_of(play: Play, profile: str, folder: str) -> dict[str, Any]:
     n_bytes = sum(p.nbytes for p in play.build().parameters())
     where = {"nvme": folder} if "nvme" in play.settings else {}
-    return {"hbm": int(4 * play.share * n_bytes), "device": "cpu:sim", **play.settings, **where}
+    hbm = int(4 * play.share * n_bytes)
+    return {"hbm": hbm, "device": "cpu:sim", "profile": profile, **play.settings, **where}
 
 
 @contextmanager
@@ -208,9 +208,9 @@ def machine_file(machine: Profile) -> Iterator[str]:
         yield str(path)
 
 
-def plan_of(play: Play, settings: dict[str, Any], machine: str) -> Plan:
+def plan_of(play: Play, settings: dict[str, Any]) -> Plan:
     torch.manual_seed(0)
-    return plan(play.build(), play.batch, loss=itself, estimates=False, profile=machine, **settings)
+    return plan(play.build(), play.batch, loss=itself, estimates=False, **settings)
 
 
 def itself(loss: Any) -> torch.Tensor:
@@ -311,10 +311,8 @@ def with_accesses(machine: Profile) -> Profile:
     """Return a profile with what an access costs: the rest of a step that hardly computes."""
     play = gpt(PLAINEST["width"], PLAINEST["layers"], PLAINEST["tokens"], 0.5, chunk_bytes=1024)
     with machine_file(machine) as name:
-        settings = settings_of(play, "")
-        said = plan_of(play, settings, name)
-        needed = {BUDGETS[row.tier]: row.needed_bytes for row in said.shortfalls}
-        real = trained(play, {**settings, **needed}, len(said.rehearsal.steps))
+        said = plan_of(play, settings_of(play, name, ""))
+        real = trained(play, said.settings, len(said.rehearsal.steps))
     rest = max(0.0, real.seconds - said.step_seconds) / max(1, real.accesses)
     return replace(machine, host=replace(machine.host, access=Measured(rest, "run")))
 

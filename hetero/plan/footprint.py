@@ -6,7 +6,7 @@ rows and h columns takes: e·T·h. E1 to E15 are the planner's equations; E1 is 
 
 The peak is a maximum over moments of a step, not a sum of maxima (E14): `footprint` returns what
 lives at the largest moment of each phase, term by term. Every moment of a phase grows by the same
-bytes with each layer, so two traced models give any third (`extrapolate`).
+bytes with each layer, so two traced models give any third.
 
 Agreement with traces of operations proves the equations and not a device: see `NOT_COUNTED`.
 """
@@ -23,12 +23,12 @@ from hetero.plan.shape import Decoder, Norm
 from hetero.types import format_bytes
 
 NOT_COUNTED = (
-    "weights and optimizer states (placed by tier: state_bytes)",
+    "weights and optimizer states (state_bytes)",
     "token ids and labels, 16 bytes a token",
     "temporaries of rotary embeddings",
-    "workspaces inside kernels (flash_workspace_bytes)",
+    "workspaces inside kernels",
     "CUDA context, loaded kernels, cuBLAS workspaces and NCCL: measure the change of free memory",
-    "rounding of the caching allocator (plan.allocator)",
+    "rounding of the caching allocator",
 )
 
 
@@ -117,40 +117,15 @@ class States:
         return self.resting + self.gradient
 
 
-HETERO = States(2, 2, 2, 4, 4)
-"""Split masters: the bf16 weight is the high half, an int16 the low half; 12 at rest, 14 in all."""
-HETERO_ACCUMULATING = States(2, 4, 2, 4, 4)
-"""The same while several gradients add up in fp32: 16."""
 FP32 = States(4, 4, 0, 4, 4)
 """Plain fp32: 16."""
 MIXED = States(2, 2, 4, 4, 4)
 """A whole fp32 master beside the weight: 2 + 2 + 12 (arXiv 1910.02054)."""
-MIXED_FP32_GRADIENTS = States(2, 4, 4, 4, 4)
-"""Megatron's 18 (theoretical_memory_usage.py)."""
-EIGHT_BIT_ADAM = States(2, 2, 4, 1, 1)
-"""Quantised moments, without their block scales."""
-PURE_BF16 = States(2, 2, 0, 2, 2)
-"""Kahan sums aside, or stochastic rounding: 8."""
 
 
 def state_bytes(decoder: Decoder, states: States) -> int:
     """Return what all parameters take at once, gradients included: N·(2 + ... + 4) (E2)."""
     return decoder.numel * states.total
-
-
-def streaming_bytes(decoder: Decoder, *, prefetch: int = 1, gradient_bytes: int = 2) -> int:
-    """Return the HBM that streaming of 2-byte weights takes at least, without activations (E3).
-
-    (k + 1)·max(2·N_l) for the unit in use and k fetched ahead, the largest unit's gradients, and
-    what is no chunk of a layer: the last norm. Embedding and head are units, as layers are.
-    """
-    unit_numel = max(decoder.layer_numel, decoder.embedding_numel, decoder.head_numel)
-    return unit_numel * (2 * (prefetch + 1) + gradient_bytes) + 2 * decoder.norm_numel
-
-
-def pinned_bytes(n_bytes: int) -> int:
-    """Return what torch's allocator of page-locked memory takes for a request: 2^⌈log2 n⌉ (E4)."""
-    return 1 << max(0, n_bytes - 1).bit_length()
 
 
 # --- activations of a layer -----------------------------------------------------------------------
@@ -238,67 +213,6 @@ def stored_bytes(decoder: Decoder, load: Workload) -> int:
     return unit_bytes if load.checkpoint else layer_bytes(decoder, load)
 
 
-def spaced_checkpoints_bytes(decoder: Decoder, load: Workload, every: int) -> int:
-    """Return the activations at the peak with a checkpoint every k layers: L/k + k·U (E6)."""
-    unit_bytes = load.row_bytes * decoder.hidden
-    return -(-decoder.layers // every) * unit_bytes + every * layer_bytes(decoder, load)
-
-
-def flash_workspace_bytes(decoder: Decoder, load: Workload) -> int:
-    """Return what a CUDA kernel of flash attention's backward takes inside (E9).
-
-    An fp32 accumulator of dq, 4·T·ad, one fp32 for each row and head, 4·T·a, and dk and dv with as
-    many heads as q where there are fewer of them.
-    """
-    expanded = 2 * load.row_bytes * decoder.query_dim if decoder.kv_heads < decoder.heads else 0
-    return 4 * load.tokens * (decoder.query_dim + decoder.heads) + expanded
-
-
-# --- Megatron's forms (arXiv 2205.05198) ----------------------------------------------------------
-
-
-class Recompute(Enum):
-    """What Megatron computes again in backward."""
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    """The core of attention: what grows with s²."""
-    FULL = "full"
-
-
-def megatron_layer_bytes(
-    decoder: Decoder,
-    load: Workload,
-    *,
-    recompute: Recompute = Recompute.NONE,
-    tensor_parallel: int = 1,
-    sequence_parallel: bool = False,
-) -> float:
-    """Return a GPT layer's activations with dropout and no flash attention (arXiv 2205.05198).
-
-    T·h·(10 + 24/t + 5·a·s/(h·t)) over t ranks, T·h·(34 + 5·a·s/h)/t with sequence parallelism;
-    SELECTIVE drops the last term, FULL leaves 2·T·h (E6, E7).
-    """
-    t = tensor_parallel
-    outside, inside = (0, 34) if sequence_parallel else (10, 24)
-    scores = 5 * decoder.heads * load.sequence / decoder.hidden
-    if recompute is Recompute.FULL:
-        outside, inside, scores = (0, 2, 0) if sequence_parallel else (2, 0, 0)
-    elif recompute is Recompute.SELECTIVE:
-        scores = 0
-    return load.tokens * decoder.hidden * (outside + (inside + scores) / t)
-
-
-def stage_layers(layers: int, *, stages: int, stage: int = 0, interleaved: int = 1) -> float:
-    """Return how many layers' activations a stage of a 1F1B pipeline holds at once (E7).
-
-    min(m, p - i) micro-batches of L/p layers, for m >= p: the first stage holds L layers' worth,
-    interleaved with v chunks a rank 1 + (p - 1)/(p·v) times that.
-    """
-    held = layers / stages * (stages - stage)
-    return held * (1 + (stages - 1) / (stages * interleaved)) if interleaved > 1 else held
-
-
 # --- moments of a step ----------------------------------------------------------------------------
 
 
@@ -343,27 +257,6 @@ class Footprint:
     def __str__(self) -> str:
         left_out = "\n".join(f"    not counted: {text}" for text in NOT_COUNTED)
         return "\n".join([*map(str, self.peaks), left_out])
-
-
-def extrapolate(two: Footprint, three: Footprint, n_layers: int) -> Footprint:
-    """Return the footprint of ``n_layers`` from those of two and of three layers (E14).
-
-    Each phase grows by the same bytes with every layer, term by term: x₂ + (n - 2)·(x₃ - x₂).
-    """
-    names = [[(p.phase, *(t.name for t in p.terms)) for p in found.peaks] for found in (two, three)]
-    if names[0] != names[1]:
-        raise ConfigError(
-            f"two and three layers have different phases: {names[0]} and {names[1]}",
-            advice="extrapolate models whose layers are alike",
-        )
-    peaks = []
-    for low, high in zip(two.peaks, three.peaks, strict=True):
-        pairs = zip(low.terms, high.terms, strict=True)
-        terms = [
-            Term(a.name, a.n_bytes + (n_layers - 2) * (b.n_bytes - a.n_bytes)) for a, b in pairs
-        ]
-        peaks.append(Peak(low.phase, tuple(terms), low.at))
-    return Footprint(tuple(peaks))
 
 
 def footprint(decoder: Decoder, load: Workload) -> Footprint:
@@ -653,48 +546,3 @@ def optimizer_temporary_bytes(code: OptimizerCode, tensor_bytes: Sequence[int]) 
         return sum(tensor_bytes)
     before = (0, *tensor_bytes[:-1])
     return max((2 * n + last for n, last in zip(tensor_bytes, before, strict=True)), default=0)
-
-
-def communication_bytes(
-    *, bucket_bytes: int, communicators: int, bytes_per_communicator: int
-) -> int:
-    """Return what collectives take: a reduce bucket twice, and NCCL's buffers (E11).
-
-    NCCL's are linear in communicators; measure what one takes (1.6 GB in nccl #864), and make none
-    for a single rank.
-    """
-    return 2 * bucket_bytes + communicators * bytes_per_communicator
-
-
-def device_peak(
-    *, slab_bytes: int, reserved_bytes: int, context_bytes: int, communication_bytes: int = 0
-) -> Peak:
-    """Return all that a process takes of a device: what its driver reports (E12, E14)."""
-    terms = (
-        Term("slab of frames", slab_bytes),
-        Term("reserved by the caching allocator", reserved_bytes),
-        Term("context and kernels", context_bytes),
-        Term("collectives", communication_bytes),
-    )
-    return Peak("device", terms)
-
-
-def host_peak(
-    *, slab_bytes: int, libraries_bytes: int, loader_bytes: int = 0, staging_bytes: int = 0
-) -> Peak:
-    """Return the resident bytes of a process: slabs, Python and libraries, loaders, staging (E15).
-
-    ``libraries_bytes`` is to be measured (1 to 4 GiB); page cache is not counted: it gives way.
-    """
-    terms = (
-        Term("slabs", slab_bytes),
-        Term("Python and libraries", libraries_bytes),
-        Term("loader workers and their batches", loader_bytes),
-        Term("staging of checkpoints", staging_bytes),
-    )
-    return Peak("host", terms)
-
-
-def usable_host_bytes(available_bytes: int) -> int:
-    """Return what a plan may take of the memory there is: all but max(2 GiB, 5 %) (E15)."""
-    return max(0, available_bytes - max(2 * 2**30, available_bytes // 20))

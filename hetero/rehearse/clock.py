@@ -24,10 +24,10 @@ DTYPES: dict[torch.dtype, Dtype] = {
 }
 _aten = torch.ops.aten
 NUMBER = _aten._local_scalar_dense.default
-FREE = {  # neither computes nor touches bytes
+FREE = {  # neither computes nor touches bytes; what is given a storage must not be remembered
     *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default),
     *(_aten.new_empty.default, _aten.new_empty_strided.default, _aten._unsafe_view.default),
-    *(_aten.lift_fresh.default, _aten.set_.source_Storage_storage_offset),
+    *(_aten.lift_fresh.default, *(getattr(_aten.set_, name) for name in _aten.set_.overloads())),
 }
 ATTENTION = "_scaled_dot_product_"
 BACKWARD_PRODUCTS = 2.5  # of the two that attention's forward has: scores again, and four more
@@ -80,7 +80,7 @@ class OpClock(TorchDispatchMode):
         if func.is_view or func in FREE:
             return func(*args, **kwargs) if kwargs else func(*args)
         try:
-            key = func, _shown(args), kwargs and _shown(tuple(kwargs.items()))
+            key = func, _shown(args), _shown(tuple(kwargs.items())) if kwargs else ()
             known = self._known.get(key)
         except TypeError:  # an argument that nothing is known of
             key, known = None, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +17,12 @@ from torch.utils._pytree import tree_iter
 from hetero.config import Config, parse_bytes
 from hetero.errors import BudgetError, ConfigError
 from hetero.plan.cost import step_flops
-from hetero.plan.footprint import NormCode, Workload, layer_bytes
+from hetero.plan.footprint import Attention, NormCode, Workload, layer_bytes
 from hetero.plan.hardware import Dtype, Profile, find
 from hetero.recipes.models import Described, describe
 from hetero.rehearse.rehearsal import Rehearsal, Scene, device_for, rehearse, update_seconds
 from hetero.rehearse.twin import batch_twin, twin_of
-from hetero.rehearse.whatif import ENDLESS, Estimate, Facts, what_if
+from hetero.rehearse.whatif import ENDLESS, Estimate, Facts, what_if, without_hetero
 from hetero.report.make import PREDICTED, WHATIF, examine
 from hetero.report.measure import Summary, measure, summarize
 from hetero.report.views import Beside, WhatIf
@@ -364,10 +365,13 @@ def bottleneck(summary: Summary) -> str:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the settings that say something."""
+    """Return the settings that say something.
+
+    The profile is among them: with it a run takes policies to cost what they cost here.
+    """
     values = {f.name: getattr(config, f.name) for f in fields(Config)}
     plain = {f.name: f.default for f in fields(Config)}
-    given = {k: v for k, v in values.items() if v != plain[k] and k not in ("profile", "device")}
+    given = {k: v for k, v in values.items() if v != plain[k]}
     sizes = {key: shown(n) for key, n in given.items() if key in BUDGETS.values()}
     return {**given, **sizes}
 
@@ -385,7 +389,12 @@ def estimates_of(
     if not paged.uses:
         return ()
     facts = facts_of(scene, paged, needed)
-    return list(what_if(facts, described.samples, described.positions))
+    rows = list(what_if(facts, described.samples, described.positions))
+    with suppress(ConfigError):  # no closed form knows this model
+        if described.decoder is not None:
+            load = workload(scene, described)
+            rows.insert(0, without_hetero(facts, described.decoder, load))
+    return rows
 
 
 def as_rehearsed(found: Rehearsal, shortfalls: Sequence[Shortfall]) -> Estimate:
@@ -411,16 +420,29 @@ def cross_checks(scene: Scene, described: Described, found: Rehearsal) -> Iterat
         return
     counted = sum(p.numel() for p in scene.model.parameters())
     yield CrossCheck("parameters", counted, decoder.numel)
-    load = Workload(
-        micro_batch=described.samples,
-        sequence=described.positions,
-        activation_bytes=4 if scene.config.precision == "fp32" else 2,
-        norm=NormCode.WRITTEN,
-    )
     if decoder.experts or not found.uses:
         return  # no closed form, or nobody looked
     (saved, _), *_ = Counter(use.saved_bytes for use in found.uses).most_common()
-    yield CrossCheck("bytes that a layer saves", saved, layer_bytes(decoder, load))
+    closed = layer_bytes(decoder, workload(scene, described))
+    yield CrossCheck("bytes that a layer saves", saved, closed)
+
+
+def workload(scene: Scene, described: Described) -> Workload:
+    """Return a step as closed forms take it, of a Hugging Face model.
+
+    No kernel of CUDA takes shared heads in fp32.
+    """
+    fp32, decoder = scene.config.precision == "fp32", described.decoder
+    shared = decoder is not None and decoder.kv_heads < decoder.heads
+    math = fp32 and shared and device_for(scene.config, scene.profile).is_cuda
+    return Workload(
+        micro_batch=described.samples,
+        sequence=described.positions,
+        activation_bytes=4 if fp32 else 2,
+        attention=Attention.MATH if math else Attention.FLASH,
+        norm=NormCode.WRITTEN,
+        returns_logits=True,
+    )
 
 
 def mfu_of(scene: Scene, described: Described, seconds: float) -> float | None:

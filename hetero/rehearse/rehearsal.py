@@ -7,6 +7,7 @@ operations advance a virtual clock by what a hardware profile says they take.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.twin import twin_of
 from hetero.rehearse.worker import DryWorker
 from hetero.report.profile import ceilings, meta_of
-from hetero.report.run import Run
+from hetero.report.run import Meta, Run
 from hetero.train.blueprint import Blueprint, draw
 from hetero.train.engine import Engine
 from hetero.train.meter import LiveBytes
@@ -281,17 +282,14 @@ def outcome(
     policies = {names[unit]: str(policy) for unit, policy in engine.activations.policies.items()}
     uses: tuple[Use, ...] = ()
     working = 0
+    run = Run.of(meta_as_predicted(engine, profile), engine.log.drain())
     if engine.was_paged:
-        forecast = engine.fitting.forecast
-        uses = tuple(forecast.use(unit) for unit in forecast.rows)
+        forecast, seconds = engine.fitting.forecast, forward_seconds(run, engine.device.is_cuda)
+        uses = tuple(
+            replace(forecast.use(unit), forward_seconds=seconds.get(unit, 0.0))
+            for unit in forecast.rows
+        )
         working = forecast.working_bytes
-    meta = replace(
-        meta_of(engine),
-        kind="predicted",
-        profile=profile.name,
-        profile_sha256=sha256(profile),
-        ceilings=ceilings(profile),
-    )
     return Rehearsal(
         steps=tuple(steps),
         peaks={t: ledger.peak(t) + beside_bytes * (t is Tier.HBM) for t in TIERS},
@@ -304,6 +302,33 @@ def outcome(
         uses=uses,
         working_bytes=working,
         buffer_bytes=engine.budget.buffer_bytes,
-        run=Run.of(meta, engine.log.drain()),
+        run=run,
         error=error,
     )
+
+
+def meta_as_predicted(engine: Engine, profile: Profile) -> Meta:
+    """Return what is said of a run beside its events."""
+    return replace(
+        meta_of(engine),
+        kind="predicted",
+        profile=profile.name,
+        profile_sha256=sha256(profile),
+        ceilings=ceilings(profile),
+    )
+
+
+def forward_seconds(run: Run, is_cuda: bool) -> dict[int, float]:
+    """Return what units' forwards computed in the last step, without what they waited for."""
+    access, wait, move = What.ACCESS.value, What.WAIT.value, What.MOVE.value
+    rows = [row for row in run.events if row.what == access and row.phase == "forward"]
+    last = max((row.step for row in rows), default=0)
+    unit_of = {row.seq: row.unit for row in rows if row.step == last}
+    idle = (wait,) if is_cuda else (wait, move)  # who launches copies on a CPU
+    spent: Counter[int] = Counter()
+    for row in run.events:
+        if row.seq in unit_of:
+            spent[row.unit] += row.dur_ns
+        elif row.what in idle and row.cause in unit_of:
+            spent[unit_of[row.cause]] -= row.dur_ns
+    return {unit: max(0, n) / 1e9 for unit, n in spent.items()}

@@ -259,3 +259,19 @@ def update(model: nn.Module, load: Workload, mode: LiveBytes) -> None:
     if load.optimizer is not OptimizerCode.FUSED:  # which has no meta kernel
         with mode:
             adam.step()
+
+
+def extrapolate(two: Footprint, three: Footprint, n_layers: int) -> Footprint:
+    """Return the footprint of ``n_layers`` from those of two and of three layers (E14).
+
+    Each phase grows by the same bytes with every layer, term by term: x2 + (n - 2)·(x3 - x2).
+    """
+    peaks = []
+    for low, high in zip(two.peaks, three.peaks, strict=True):
+        pairs = list(zip(low.terms, high.terms, strict=True))
+        assert low.phase == high.phase and all(a.name == b.name for a, b in pairs)
+        terms = [
+            Term(a.name, a.n_bytes + (n_layers - 2) * (b.n_bytes - a.n_bytes)) for a, b in pairs
+        ]
+        peaks.append(Peak(low.phase, tuple(terms), low.at))
+    return Footprint(tuple(peaks))

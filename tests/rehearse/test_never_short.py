@@ -44,6 +44,8 @@ def drawn(number: int) -> Draw:
     name, build, batch = a_model(dice)
     states = STATES * sum(p.nbytes for p in build().parameters())
     settings = {
+        "device": "cpu:sim",
+        "profile": PROFILE,
         "hbm": around(dice, states, -3.0, 1.0),
         "chunk_bytes": dice.choice((256, 512, 1024, 4096)),
         "activations": dice.choice(ACTIVATIONS),
@@ -93,8 +95,7 @@ def planned(number: int) -> Plan:
 
 def plan_of(draw: Draw) -> Plan:
     torch.manual_seed(0)
-    settings = {**draw.settings, "device": "cpu:sim", "profile": PROFILE}
-    return hetero.plan(draw.build(), draw.batch, loss=loss_of, estimates=False, **settings)
+    return hetero.plan(draw.build(), draw.batch, loss=loss_of, estimates=False, **draw.settings)
 
 
 def run(draw: Draw) -> None:
@@ -102,7 +103,7 @@ def run(draw: Draw) -> None:
     torch.manual_seed(0)
     model: Any = draw.build()
     optimizer: Any = torch.optim.AdamW(model.parameters())
-    model, optimizer = hetero.prepare(model, optimizer, device="cpu:sim", **draw.settings)
+    model, optimizer = hetero.prepare(model, optimizer, **draw.settings)
     for _ in range(STEPS):
         loss_of(model(draw.batch)).backward()
         optimizer.step()
@@ -140,7 +141,12 @@ def test_draws_are_of_both_kinds() -> None:
 
 
 def test_a_peak_just_above_the_least_that_runs_is_no_surprise_later(tmp_path: Path) -> None:
-    settings = {"hbm": 226_252, "chunk_bytes": 2**14}
+    settings = {
+        "device": "cpu:sim",
+        "profile": PROFILE,
+        "hbm": 226_252,
+        "chunk_bytes": 2**14,
+    }
     draw = Draw("convolutions", partial(Convolutions, 32, 5), torch.zeros(4, 3, 24, 24), settings)
     plan = plan_of(draw)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,23 +168,24 @@ def pasted(found: Plan) -> dict[str, Any]:
 
 
 def test_the_line_to_paste_trains_as_it_was_planned() -> None:
-    found = planned(activations="recompute", chunk_bytes=1024)
+    found = planned(device="cpu:sim", activations="recompute", chunk_bytes=1024)
     model = gpt()
 
     given = pasted(found)
     optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = hetero.prepare(model, optimizer, device="cpu:sim", **given)
+    model, optimizer = hetero.prepare(model, optimizer, **given)
     model(TOKENS).sum().backward()
     optimizer.step()
 
-    assert given == {"hbm": HBM, "activations": "recompute", "chunk_bytes": 1024}
+    chosen = {"activations": "recompute", "chunk_bytes": 1024}
+    assert given == {"device": "cpu:sim", "profile": CPU, "hbm": HBM, **chosen}
     peak = hetero.status(model).tiers["HBM"]["peak"]
     assert peak is not None and peak <= HBM
     hetero.release(model, optimizer)
 
 
 def test_without_settings_the_line_to_paste_is_still_python() -> None:
-    assert pasted(planned(hbm=None)) == {}
+    assert pasted(planned(hbm=None)) == {"profile": CPU}
 
 
 @pytest.mark.parametrize(
@@ -234,6 +236,37 @@ def test_a_smaller_budget_never_lets_more_samples_fit() -> None:
         )
 
     assert 1 < largest(HBM) < largest(2 * HBM)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 4096,
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_without_hetero_a_step_takes_what_one_on_a_large_device_takes(precision: str) -> None:
+    pytest.importorskip("transformers")
+    llama = partial(plan, LLAMA, (2, 512), profile=GPU, precision=precision)
+    stays = llama(hbm="16GiB", estimates=False)
+    (row,) = (row for row in llama(hbm="300MiB").what_if if row.label == "without hetero")
+
+    assert not row.fits and "short" in row.change
+    assert row.peak_bytes == pytest.approx(tier(stays, "HBM").peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize(("heads", "precision"), [(8, "fp32"), (2, "fp32"), (2, "bf16")])
+def test_closed_forms_agree_with_what_was_rehearsed(heads: int, precision: str) -> None:
+    pytest.importorskip("transformers")
+    model = {**LLAMA, "num_key_value_heads": heads}
+    found = plan(model, (2, 512), profile=GPU, precision=precision, hbm="300MiB")
+
+    assert len(found.checks) == 2
+    assert all(abs(check.error) < 1e-5 for check in found.checks)
 
 
 # -- what it refuses -----------------------------------------------------------------------------

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero.config import Config
 from hetero.dry import DryDevice
@@ -99,6 +103,35 @@ def test_a_number_that_code_asks_for_is_one_or_true() -> None:
     with OpClock(device(), PROFILE):
         assert empty(1).sum().item() == 1
         assert bool((empty(4) == 0).all())
+
+
+def test_what_an_operation_makes_is_asked_once_for_each_geometry() -> None:
+    asked: Counter[object] = Counter()
+
+    class Below(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            asked[func] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Below(), OpClock(device(), PROFILE):
+        made = [empty(4, 8) * empty(4, 8) for _ in range(3)] + [empty(2, 8) * empty(2, 8)]
+        made.append(empty(4, 8, dtype=torch.bfloat16) * empty(4, 8))
+
+    assert asked[torch.ops.aten.mul.Tensor] == 3
+    assert [tuple(tensor.shape) for tensor in made] == [(4, 8)] * 3 + [(2, 8), (4, 8)]
+    assert len({tensor.untyped_storage()._cdata for tensor in made}) == len(made)
+
+
+def test_what_an_operation_was_given_is_not_held() -> None:
+    with OpClock(device(), PROFILE):
+        given = empty(4, 8)
+        dead = weakref.ref(given.untyped_storage())
+        torch.empty(0, device="meta").set_(given.untyped_storage())
+        given = given + 1
+
+    assert dead() is None
 
 
 def test_compute_is_slower_beside_a_copy() -> None:
