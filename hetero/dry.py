@@ -68,9 +68,9 @@ class DryDevice(CpuDevice):
         self._hbm_bytes = hbm_bytes
         self._ram_bytes = ram_bytes
         self._copy_seconds = copy_seconds
-        self._copies_here = copies_here
+        self.copies_here = copies_here
         self._asked: dict[Lane, deque[Ticket]] = {lane: deque() for lane in COPY_LANES}
-        self._free_at = dict.fromkeys((*COPY_LANES, Lane.UPDATE), 0.0)
+        self._free_at = dict.fromkeys(Lane, 0.0)
 
     def slab(self, n_bytes: int) -> Slab:
         return DrySlab(n_bytes, torch.empty(0, dtype=torch.uint8, device=META))
@@ -88,7 +88,7 @@ class DryDevice(CpuDevice):
             self.time_passed()
 
     def is_busy(self, lane: Lane) -> bool:
-        """Whether a lane copies now, or updates go on."""
+        """Whether something goes on there now."""
         return self._free_at[lane] > self.clock_seconds
 
     def busy_until(self, lane: Lane, seconds: float) -> None:
@@ -99,7 +99,7 @@ class DryDevice(CpuDevice):
         self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
     ) -> Ticket:
         n_bytes, other = src.numel(), _other(lane)
-        if self._copies_here:
+        if self.copies_here:
             begin = self.clock_seconds
             self.compute(self._copy_seconds(lane, n_bytes, False))
             ticket = Ticket(lane, self.clock_seconds).was(begin, self.clock_seconds)
@@ -121,7 +121,7 @@ class DryDevice(CpuDevice):
     sync = wait
 
     def query(self, ticket: Ticket) -> bool:
-        if self._copies_here and ticket.lane in COPY_LANES:
+        if self.copies_here and ticket.lane in COPY_LANES:
             return ticket.done
         return ticket.end <= self.clock_seconds
 
@@ -129,7 +129,7 @@ class DryDevice(CpuDevice):
         return Ticket(Lane.COMPUTE, self.clock_seconds)
 
     def stamp(self) -> Ticket:
-        return Ticket(Lane.COMPUTE, 0.0, done=True) if self._copies_here else self.mark()
+        return Ticket(Lane.COMPUTE, 0.0, done=True) if self.copies_here else self.mark()
 
     def now(self) -> float:
         return self.clock_seconds

@@ -61,13 +61,15 @@ class Homes(NamedTuple):
     extents: Extents
 
 
-def scanned(pool: Pool, home: Homes, use: Use) -> float:
-    """Pin a home once from end to end; returns bytes moved a second."""
+def scanned(
+    pool: Pool, home: Homes, use: Use, home_bytes: int = HOME_BYTES, size_bytes: int = SIZE
+) -> float:
+    """Pin a home in extents of ``size_bytes`` from end to end; returns bytes moved a second."""
     pool.drain()
     pool.nvme.take_counts()
-    numel = HOME_BYTES // 4
-    starts = range(0, numel, EXTENT_NUMEL)
-    requests = [Request([Span(home, at, at + EXTENT_NUMEL, use)]) for at in starts]
+    step = size_bytes // 4
+    starts = range(0, home_bytes // 4, step)
+    requests = [Request([Span(home, at, at + step, use)]) for at in starts]
     began = time.perf_counter()
     pool.ahead(requests)
     for request in requests:
@@ -78,34 +80,38 @@ def scanned(pool: Pool, home: Homes, use: Use) -> float:
     return sum(pool.nvme.take_counts().values()) / seconds
 
 
-def raw(file: File, use: Use, n_threads: int, n_bytes: int = HOME_BYTES) -> float:
+def raw(
+    file: File, use: Use, n_threads: int, n_bytes: int = HOME_BYTES, size_bytes: int = SIZE
+) -> float:
     """Move the same bytes with the same number of threads and nothing else; bytes a second.
 
-    For `Use.WRITE` every block is read and then written, as an update does.
+    For `Use.WRITE` every block of ``size_bytes`` is read and then written, as an update does.
     """
-    n_blocks = n_bytes // SIZE
-    buffers = [aligned_buffer(SIZE) for _ in range(n_threads)]
+    n_blocks = n_bytes // size_bytes
+    buffers = [aligned_buffer(size_bytes) for _ in range(n_threads)]
 
     def work(thread: int) -> None:
         for at in range(thread, n_blocks, n_threads):
             if use is not Use.FRESH:
-                file.read(at * SIZE, buffers[thread])
+                file.read(at * size_bytes, buffers[thread])
             if use is not Use.READ:
-                file.write(at * SIZE, buffers[thread])
+                file.write(at * size_bytes, buffers[thread])
 
     with ThreadPoolExecutor(n_threads) as executor:
         began = time.perf_counter()
         list(executor.map(work, range(n_threads)))
         seconds = time.perf_counter() - began
-    return (2 if use is Use.WRITE else 1) * n_blocks * SIZE / seconds
+    return (2 if use is Use.WRITE else 1) * n_blocks * size_bytes / seconds
 
 
-def make_pool(folder: Folder, disk_bytes: int, pool_bytes: int = POOL_BYTES) -> Pool:
+def make_pool(
+    folder: Folder, disk_bytes: int, pool_bytes: int = POOL_BYTES, size_bytes: int = SIZE
+) -> Pool:
     return open_pool(
         [folder],
         disk_bytes,
         pool_bytes=pool_bytes,
-        extent_numel=EXTENT_NUMEL,
+        extent_numel=size_bytes // 4,
         ledger=Ledger({Tier.NVME: None}),
         log=EventLog(),
     )

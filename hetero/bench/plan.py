@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -16,38 +17,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from hetero.api import engine_of, prepare_tuned
+from hetero.bench.disk import home_of, make_pool, scanned, scratch
 from hetero.bench.engine import Figure, Figures, adamw, timed, train_step
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import BudgetError, ConfigError
+from hetero.io import Folder
+from hetero.memory.pool import Use
 from hetero.plan.hardware import Figure as Measured
 from hetero.plan.hardware import Profile, dump, find
 from hetero.recipes.calibrate import Run, look, profile_of, take_readings
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.recipes.probes import (
-    LAUNCHES,
     MIB,
     QUICK,
     Group,
     Probe,
     Rig,
+    attentions,
+    elementwise,
     host_memory,
     largest_side,
+    launches,
     link,
-    matmul,
+    matmul_of_each_layout,
     overlaps,
     shapes,
     updates,
 )
 from hetero.rehearse.plan import Plan, plan
-from hetero.rehearse.rehearsal import Scene, rehearse
+from hetero.rehearse.rehearsal import Scene, Step, rehearse
 from hetero.rehearse.twin import batch_twin, twin_of
 from hetero.report.profile import profile as recorded
-from hetero.train.meter import LiveBytes
 from hetero.types import Tier
 
 GIB = 2**30
@@ -72,7 +78,6 @@ class Outcome(NamedTuple):
 
     peaks: dict[str, int]
     seconds: float
-    accesses: int
 
 
 class WithTargets(nn.Module):
@@ -132,26 +137,38 @@ def tried() -> list[Play]:
     plays = [
         gpt(width, layers, tokens, share, chunk_bytes=chunk)
         for (width, layers, tokens), (share, chunk) in itertools.product(
-            ((96, 4, 64), (160, 6, 96), (192, 4, 128)),
-            ((0.15, 2**14), (0.3, 2**15), (0.6, 2**16), (1.2, 2**16), (2.5, 2**17)),
+            ((256, 4, 128), (320, 6, 128), (448, 3, 192)),
+            ((0.15, 2**16), (0.3, 2**17), (0.6, 2**18), (1.2, 2**18), (2.5, 2**20)),
         )
     ]
     for activations in ("keep", "recompute", "offload"):
-        plays.append(gpt(128, 5, 96, 0.4, activations=activations, chunk_bytes=2**15))
-        plays.append(gpt(128, 5, 96, 0.8, activations=activations, chunk_bytes=2**16))
-    plays += [gpt(128, 5, 96, share, checkpoint=True) for share in (0.25, 0.5, 1.0)]
-    plays += [convolutional(32, 5, share, chunk_bytes=2**14) for share in (0.3, 0.6, 3.0)]
+        plays.append(gpt(384, 4, 96, 0.4, activations=activations, chunk_bytes=2**18))
+        plays.append(gpt(384, 4, 96, 0.8, activations=activations, chunk_bytes=2**20))
+    plays += [gpt(320, 5, 128, share, checkpoint=True) for share in (0.25, 0.5, 1.0)]
+    plays += [convolutional(64, 6, share, chunk_bytes=2**16) for share in (0.3, 0.6, 3.0)]
     plays += [
-        gpt(160, 5, 64, share, host=host, nvme=True)
-        for share, host in ((0.3, 2**23), (0.5, 12 * 2**20), (0.8, 2**23))
+        gpt(448, 3, 192, share, host=host, nvme=True)
+        for share, host in ((0.3, 2**26), (0.5, 3 * 2**25), (0.8, 2**26))
     ]
     return plays
 
 
 def predict(device: str | None = None) -> Figures:
-    """Plans of 30 runs against the runs: bytes of every tier, and the time of a step."""
-    machine = calibrated()
-    rows = [against(play, machine) for play in tried()]
+    """Plans of 30 runs against the runs: bytes of every tier, and the time of a step.
+
+    The machine is calibrated anew for every ten of them: how fast shared processors are swings by
+    half within minutes. How much is told by runs that are made again in the end.
+    """
+    plays = tried()
+    rows: list[dict[str, Any]] = []
+    for at in range(0, len(plays), PER_CALIBRATION):
+        machine = calibrated()
+        own = {"access_us": machine.host.access, "counted_us": machine.host.counted}
+        costs = {name: 1e6 * figure.value for name, figure in own.items() if figure is not None}
+        rows += [{**against(play, machine), **costs} for play in plays[at : at + PER_CALIBRATION]]
+    again = [
+        again_over_before(play, row) for play, row in list(zip(plays, rows, strict=True))[::AGAIN]
+    ]
     hbm = sorted(row["peak error"] for row in rows)
     time_errors = sorted(row["time error"] for row in rows)
     exact = all(row["exact"] for row in rows)
@@ -162,9 +179,20 @@ def predict(device: str | None = None) -> Figures:
         Figure("step time, median error", statistics.median(time_errors), "", "<=", 0.08),
         Figure("step time, 90 % of errors", quantile(time_errors, 0.9), "", "<=", 0.15),
     ]
-    access = machine.host.access_seconds
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return Figures(figures, {"runs": rows, "access_us": 1e6 * access, "load": load})
+    return Figures(figures, {"runs": rows, "again / before": again, "load": load})
+
+
+PER_CALIBRATION, AGAIN = 10, 5
+
+
+def again_over_before(play: Play, row: dict[str, Any]) -> float:
+    """Return the time of a step of a run that is made again, over what it took before."""
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        given = {**row["settings"], "device": "cpu:sim"}
+        given |= {"nvme": folder} if "nvme" in play.settings else {}
+        seconds = trained(play, given, row["steps"]).seconds
+    return seconds / float(row["real_seconds"])
 
 
 def quantile(ascending: list[float], share: float) -> float:
@@ -181,14 +209,15 @@ def against(play: Play, machine: Profile) -> dict[str, Any]:
     peaks = {tier.name: said.rehearsal.peaks[tier] for tier in TIERS}
     return {
         "name": play.name,
-        "settings": {k: v for k, v in settings.items() if k not in ("nvme", "profile")},
+        "settings": {k: v for k, v in said.settings.items() if k not in ("nvme", "profile")},
+        "steps": len(said.rehearsal.steps),
         "planned": peaks,
         "real": real.peaks,
         "peak error": abs(peaks["HBM"] - real.peaks["HBM"]) / real.peaks["HBM"],
         "exact": all(peaks[tier] == real.peaks[tier] for tier in ("HOST", "NVME")),
         "planned_seconds": said.step_seconds,
         "real_seconds": real.seconds,
-        "time error": abs(said.step_seconds - real.seconds) / real.seconds,
+        "time error": abs(said.step_seconds / real.seconds - 1),
     }
 
 
@@ -230,13 +259,11 @@ def trained(play: Play, settings: dict[str, Any], steps: int) -> Outcome:
         step(optimizer)
     peaks = {tier.name: engine.ledger.peak(tier) for tier in TIERS}
     seconds = statistics.median(timed(partial(step, optimizer)) for _ in range(CLOCKED))
-    counts = engine.stats.counts if engine.mode == "paged" else {}
-    accesses = counts.get("hit", 0) + counts.get("miss", 0)
     engine.release()
-    return Outcome(peaks, seconds, accesses)
+    return Outcome(peaks, seconds)
 
 
-CLOCKED = 5  # steps, of which the median counts
+CLOCKED = 7  # steps, of which the median counts
 
 
 def stepped(model: nn.Module, batch: torch.Tensor, optimizer: Any) -> None:
@@ -258,26 +285,54 @@ PACE = replace(
     copy_bytes=(2**12, 2**16, MIB, 4 * MIB),
     update_numel=MIB,
 )
-PLAINEST = {"width": 16, "layers": 6, "tokens": 16}  # nearly all of its steps is hetero's own work
 
 
 def fp32_matmuls(rig: Rig) -> Iterator[Probe]:
     """Operations per second of fp32 matmuls, over a grid of shapes."""
     kind = torch.float32
     for m, n, k in shapes(largest_side(rig, kind), rig.pace.matmul_divisors):
-        sample = rig.per_second(matmul(rig.device, kind, m, n, k), 2 * m * n * k)
-        yield Probe("matmul.fp32", (m, n, k), sample)
+        call = matmul_of_each_layout(rig.device, kind, m, n, k)
+        yield Probe("matmul.fp32", (m, n, k), rig.per_second(call, 3 * 2 * m * n * k))
 
 
-def counted_launches(rig: Rig) -> Iterator[Probe]:
-    """What an operation without work costs where every allocation is counted."""
-    one = torch.zeros(1)
+def tier_beside_compute(rig: Rig) -> Iterator[Probe]:
+    """Bytes per second of the disk tier, while another thread computes, as it does in a step.
 
-    def sample() -> float:
-        with LiveBytes():
-            return rig.seconds(lambda: one + 1, LAUNCHES) / LAUNCHES
+    Digests, page tables and threads that take turns cost a machine of few cores more than its drive
+    does.
+    """
+    uses = {"write": Use.FRESH, "read": Use.READ, "mixed": Use.WRITE}
+    for size in TIER_BLOCKS:
+        with scratch() as path, Folder.open(path) as folder, computing():
+            pool = make_pool(folder, TIER_BYTES, TIER_BYTES // 4, size)
+            home = home_of(pool, TIER_BYTES)
+            scanned(pool, home, Use.FRESH, TIER_BYTES, size)
+            for name, use in uses.items():
+                sample = partial(scanned, pool, home, use, TIER_BYTES, size)
+                yield Probe(f"nvme.{name}", (size,), sample)
+            pool.close()
 
-    yield Probe("matmul.launch", (), sample)
+
+TIER_BLOCKS, TIER_BYTES = (2**17, 2**20), 2**25
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Let another thread multiply matrices meanwhile."""
+    over = threading.Event()
+
+    def multiply() -> None:
+        left, right = torch.ones(256, 256), torch.ones(256, 256)
+        while not over.is_set():
+            left @ right
+
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def calibrated() -> Profile:
@@ -285,36 +340,64 @@ def calibrated() -> Profile:
     groups: dict[str, Group] = {
         "RAM": host_memory,
         "matmuls": fp32_matmuls,
-        "launches": counted_launches,
+        "launches": launches,
+        "attention": attentions,
+        "element-wise work": elementwise,
+        "drive": tier_beside_compute,
         "link": link,
         "updates": updates,
         "overlap": overlaps,
     }
     began = time.perf_counter()
     with closing(open_device("cpu:sim")) as device:
-        rig = Rig(device, PACE)
+        rig = Rig(device, PACE, Path.cwd())
         readings = take_readings(rig, groups, lambda *_: None)
         facts = look(rig, 0)
     run = Run(pace=PACE, seconds=time.perf_counter() - began)
-    machine = replace(profile_of(facts, readings, run), nvme=find("laptop-4c-avx2-ddr4").nvme)
-    return with_accesses(with_source(machine))
+    return with_own_work(profile_of(facts, readings, run))
 
 
-def with_source(machine: Profile) -> Profile:
-    """Return a profile that knows the sources of the drive that it borrowed."""
-    known = {source.key for source in machine.sources}
-    more = [s for s in find("laptop-4c-avx2-ddr4").sources if s.key not in known]
-    return replace(machine, sources=(*machine.sources, *more))
+SMALL = (  # their steps are hetero's own work for the most part, in different shares
+    gpt(64, 6, 48, 0.5, activations="keep", chunk_bytes=2**15),
+    gpt(96, 3, 32, 0.4, activations="recompute", chunk_bytes=2**16),
+    gpt(48, 4, 64, 0.4, activations="offload", chunk_bytes=2**15),
+    gpt(64, 4, 32, 0.4, checkpoint=True),
+    convolutional(16, 5, 0.6, chunk_bytes=2**15),
+)
 
 
-def with_accesses(machine: Profile) -> Profile:
-    """Return a profile with what an access costs: the rest of a step that hardly computes."""
-    play = gpt(PLAINEST["width"], PLAINEST["layers"], PLAINEST["tokens"], 0.5, chunk_bytes=1024)
+def with_own_work(machine: Profile) -> Profile:
+    """Return a profile with what hetero's own work costs: the rest of steps that hardly compute.
+
+    Least squares over what operations and accesses there were, relative to each step.
+    """
+    rests, counts = [], []
     with machine_file(machine) as name:
-        said = plan_of(play, settings_of(play, name, ""))
-        real = trained(play, said.settings, len(said.rehearsal.steps))
-    rest = max(0.0, real.seconds - said.step_seconds) / max(1, real.accesses)
-    return replace(machine, host=replace(machine.host, access=Measured(rest, "run")))
+        for play in SMALL:
+            said = plan_of(play, settings_of(play, name, ""))
+            real = trained(play, said.settings, len(said.rehearsal.steps))
+            step = said.rehearsal.steps[-1]
+            rests.append(1 - step.seconds / real.seconds)
+            work = step.operations, accesses_of(step)
+            counts.append([n / real.seconds for n in work])
+    counted, access = least_squares(np.array(counts), np.array(rests))
+    host = replace(machine.host, access=Measured(access, "run"), counted=Measured(counted, "run"))
+    return replace(machine, host=host)
+
+
+def accesses_of(step: Step) -> int:
+    counts = dict(step.counts)
+    return counts.get("hit", 0) + counts.get("miss", 0)
+
+
+def least_squares(counts: np.ndarray, rests: np.ndarray) -> tuple[float, float]:
+    """Return the costs, none below 0, that explain the rests best."""
+    both, *_ = np.linalg.lstsq(counts, rests, rcond=None)
+    if (both >= 0).all():
+        return float(both[0]), float(both[1])
+    alone = [max(0.0, float(column @ rests / (column @ column))) for column in counts.T]
+    errors = [float(np.square(rests - cost * counts[:, i]).sum()) for i, cost in enumerate(alone)]
+    return (alone[0], 0.0) if errors[0] < errors[1] else (0.0, alone[1])
 
 
 # -- a large plan --------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from hetero.plan.shape import Decoder
 
 BACKWARD = 2
 """Forwards that a backward takes: one for the gradients of inputs, one for those of weights."""
+ATTENTION_BACKWARD = 2.5
+"""The same of fused attention: of the two products of its forward, scores again and four more."""
 
 
 def layer_flops(decoder: Decoder, *, tokens: int, sequence: int, causal: bool = True) -> int:
@@ -36,3 +38,20 @@ def step_flops(
     layers = decoder.layers * layer_flops(decoder, tokens=tokens, sequence=sequence, causal=causal)
     head = head_flops(decoder, tokens=tokens)
     return (1 + BACKWARD) * (layers + head) + checkpoint * layers
+
+
+def attention_flops(
+    batch: int, heads: int, queries: int, keys: int, widths: int, *, causal: bool, backward: bool
+) -> float:
+    """Return the operations of a fused attention: 2·b·a·s·s'·(d + d'), times 2.5 in backward.
+
+    ``widths`` is d + d', of a key and of a value. A causal one computes half the scores.
+    """
+    forward = 2.0 * batch * heads * queries * keys * widths
+    return forward * (ATTENTION_BACKWARD if backward else 1.0) * (0.5 if causal else 1.0)
+
+
+def side_of(flops: float) -> int:
+    """Return the side of the square matmul of as many operations."""
+    side: float = (flops / 2) ** (1 / 3)
+    return max(1, round(side))

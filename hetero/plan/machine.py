@@ -14,6 +14,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from hetero.errors import ConfigError
+from hetero.plan.cost import side_of
 from hetero.types import Lane
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -90,6 +91,9 @@ class Matmul:
     fp16_grid: Table | None = field(default=None, metadata=form("fp16_grid", 0, 0, 0, TERA))
     fp8_grid: Table | None = field(default=None, metadata=form("fp8_grid", 0, 0, 0, TERA))
     fp32_grid: Table | None = field(default=None, metadata=form("fp32_grid", 0, 0, 0, TERA))
+    attention: Figure | None = field(default=None, metadata=form("attention_eff"))
+    """Share that fused attention's forward reaches of a square matmul of as many operations."""
+    attention_backward: Figure | None = field(default=None, metadata=form("attention_backward_eff"))
 
     def efficiency(self, dtype: Dtype) -> Figure | None:
         """Return the share of the peak that matmuls of a dtype reach."""
@@ -136,6 +140,10 @@ class Gpu:
     def memory_seconds(self, n_bytes: float) -> float:
         """Return the time of element-wise work that reads and writes ``n_bytes`` in all (T2)."""
         return n_bytes / (self.hbm_bytes_per_second.value * self.hbm_efficiency.value)
+
+    def function_seconds(self, numel: int) -> float:
+        """Return 0: activation functions wait for memory."""
+        return 0.0
 
     def launch_seconds(self) -> float:
         """Return what one operation costs before anything is computed."""
@@ -217,6 +225,15 @@ class Host:
     )
     access: Figure | None = field(default=None, metadata=form("access_us", MICRO, zero=True))
     """Seconds of hetero's own work at a unit's access, where the same processor computes."""
+    counted: Figure | None = field(default=None, metadata=form("counted_us", MICRO, zero=True))
+    """Seconds of looking at an operation or a view, where no allocator counts: "cpu:sim"."""
+    elementwise: Table | None = field(default=None, metadata=form("elementwise_GBps", 0, GIGA))
+    """Rows (bytes that are read and written, rate) of an operation that makes its output: fresh
+    memory is slower than what ``dram_GBps`` says of memory that is there."""
+    functions_per_second: Figure | None = field(
+        default=None, metadata=form("functions_Gelem_s", GIGA)
+    )
+    """Elements for which an activation function, or its derivative, is computed."""
     threads: Threads = field(default_factory=Threads)
     matmul: Matmul | None = None
 
@@ -224,6 +241,11 @@ class Host:
     def access_seconds(self) -> float:
         """What a unit's access costs who launches; 0 where nobody measured."""
         return self.access.value if self.access is not None else 0.0
+
+    @property
+    def counted_seconds(self) -> float:
+        """What it costs to look at an operation; 0 where nobody measured."""
+        return self.counted.value if self.counted is not None else 0.0
 
     def gemm(self, dtype: Dtype) -> Figure | None:
         """Return operations per second of large matmuls of a dtype."""
@@ -242,7 +264,14 @@ class Host:
 
     def memory_seconds(self, n_bytes: float) -> float:
         """Return the time of element-wise work that reads and writes ``n_bytes`` in all."""
+        if self.elementwise is not None:
+            return n_bytes / interpolated(self.elementwise.rows, max(1.0, n_bytes))
         return n_bytes / self.dram_bytes_per_second.value
+
+    def function_seconds(self, numel: int) -> float:
+        """Return the time of an activation function's arithmetic; 0 where nobody measured."""
+        rate = self.functions_per_second
+        return numel / rate.value if rate is not None else 0.0
 
     def launch_seconds(self) -> float:
         """Return what one operation costs before anything is computed; 0 where nobody measured."""
@@ -276,6 +305,13 @@ class Nvme:
     """What the cache takes; None: nobody has found its end."""
     mixed_factor: Figure | None = field(default=None, metadata=form("mixed_factor"))
     """Share of its rate that each direction keeps while the other one is busy too."""
+    read_latency_seconds: Figure | None = field(
+        default=None, metadata=form("read_alpha_us", MICRO, zero=True)
+    )
+    """Of a transfer, beside its bytes, with as many under way as ``io`` says."""
+    write_latency_seconds: Figure | None = field(
+        default=None, metadata=form("write_alpha_us", MICRO, zero=True)
+    )
     tbw_bytes: Figure | None = field(default=None, metadata=form("tbw_bytes"))
     """What may be written in the drive's life."""
     io: Io = field(default_factory=Io)
@@ -368,6 +404,17 @@ class Profile:
         """Return the time of element-wise work that reads and writes ``n_bytes`` in all (T2)."""
         return self.compute.memory_seconds(n_bytes)
 
+    def attention_seconds(self, flops: float, dtype: Dtype, *, backward: bool) -> float:
+        """Return the time of a fused attention of so many operations (T2).
+
+        That of a square matmul of as many, over the share of its rate that attention reaches.
+        """
+        side = side_of(flops)
+        matmul = self.compute.matmul
+        share = matmul and (matmul.attention_backward if backward else matmul.attention)
+        seconds = self.matmul_seconds(side, side, side, dtype)
+        return seconds / share.value if share else seconds
+
     def op_seconds(self, compute_seconds: float, memory_seconds: float) -> float:
         """Return the time of one operation: the longer of both, and its launch (T2)."""
         return max(compute_seconds, memory_seconds) + self.compute.launch_seconds()
@@ -407,24 +454,26 @@ class Profile:
         return max(kernel, bytes_touched / self.host.dram_bytes_per_second.value)
 
     def read_seconds(self, n_bytes: float, *, both_ways: bool = False) -> float:
-        """Return the time of reading from disk, while it also writes with ``both_ways`` (T5)."""
+        """Return the time of a read from disk, while it also writes with ``both_ways`` (T5)."""
         nvme = self.drive()
-        return n_bytes / (nvme.read_bytes_per_second.value * mixed(nvme, both_ways))
+        late = nvme.read_latency_seconds.value if nvme.read_latency_seconds is not None else 0.0
+        return (late + n_bytes / nvme.read_bytes_per_second.value) / mixed(nvme, both_ways)
 
     def write_seconds(
         self, n_bytes: float, written_before_bytes: float = 0, *, both_ways: bool = False
     ) -> float:
-        """Return the time of writing to disk: a bucket of fast bytes, then the slow rate (T5).
+        """Return the time of a write to disk: a bucket of fast bytes, then the slow rate (T5).
 
         ``written_before_bytes`` were written since the drive's cache was last empty.
         """
         nvme = self.drive()
         share = mixed(nvme, both_ways)
+        late = nvme.write_latency_seconds.value if nvme.write_latency_seconds is not None else 0.0
         fast, slow = nvme.write_bytes_per_second, nvme.write_sustained_bytes_per_second
         if slow is None or nvme.slc_bytes is None:
-            return n_bytes / (fast.value * share)
+            return (late + n_bytes / fast.value) / share
         left = min(n_bytes, max(0.0, nvme.slc_bytes.value - written_before_bytes))
-        return (left / fast.value + (n_bytes - left) / slow.value) / share
+        return (late + left / fast.value + (n_bytes - left) / slow.value) / share
 
     def drive_life_steps(self, bytes_per_step: float) -> float | None:
         """Return the steps that the drives outlive, writing so much in each; None: unknown."""

@@ -27,6 +27,7 @@ from hetero.device import Accelerator, Device, open_device
 from hetero.errors import ConfigError, StorageError
 from hetero.io import Folder, mount_of
 from hetero.memory.pool import N_THREADS
+from hetero.plan.cost import side_of
 from hetero.plan.hardware import (
     DTYPES,
     Direction,
@@ -50,7 +51,7 @@ from hetero.plan.hardware import (
     load,
 )
 from hetero.plan.lint import card_of, entries, physical_gbps
-from hetero.plan.machine import axes
+from hetero.plan.machine import axes, grid_rate
 from hetero.recipes.doctor import ask_driver
 from hetero.recipes.probes import (
     GROUPS,
@@ -61,6 +62,7 @@ from hetero.recipes.probes import (
     Pace,
     Probe,
     Rig,
+    attention_work,
     burn_in,
 )
 from hetero.types import Lane, format_bytes
@@ -297,7 +299,7 @@ def sources(pace: Pace, facts: Facts) -> tuple[Source, ...]:
 def gpu_of(facts: Facts, readings: Readings) -> Gpu | None:
     """Return the device's section; its rate is the better of copy and triad."""
     triad, copy = readings.figure("gpu.triad"), readings.figure("gpu.copy")
-    matmul = matmul_of(readings)
+    matmul = matmul_of(readings, on_cpu=False)
     if facts.accelerator is None or triad is None or copy is None or matmul is None:
         return None
     best = max(triad, copy, key=lambda figure: figure.value)
@@ -325,16 +327,34 @@ def peaks_of(name: str, matmul: Matmul) -> Peaks:
     return Peaks(**found)
 
 
-def matmul_of(readings: Readings) -> Matmul | None:
+def matmul_of(readings: Readings, *, on_cpu: bool) -> Matmul | None:
     launch = readings.figure("matmul.launch")
     if launch is None:
         return None
-    return Matmul(
+    matmul = Matmul(
         launch_seconds=launch,
         fp32_grid=full(readings.table("matmul.fp32")),
         bf16_grid=full(readings.table("matmul.bf16")),
         fp16_grid=full(readings.table("matmul.fp16")),
     )
+    return replace(
+        matmul,
+        attention=attention_of(matmul, readings, on_cpu, backward=False),
+        attention_backward=attention_of(matmul, readings, on_cpu, backward=True),
+    )
+
+
+def attention_of(
+    matmul: Matmul, readings: Readings, on_cpu: bool, *, backward: bool
+) -> Figure | None:
+    """Return the share of a matmul's rate that attention reaches."""
+    found = readings.figure(f"attention.{'backward' if backward else 'forward'}")
+    grid = matmul.fp32_grid if on_cpu else matmul.bf16_grid
+    if found is None or grid is None:
+        return None
+    side = side_of(attention_work(on_cpu, backward=backward))
+    share = found.value / grid_rate(grid.rows, side, side, side)
+    return Figure(min(1.0, rounded(share)), RUN, found.spread)
 
 
 def full(grid: Table | None) -> Table | None:
@@ -416,7 +436,9 @@ def host_of(facts: Facts, readings: Readings) -> Host:
         dram_bytes_per_second=dram,
         update_per_second=update,
         threads=Threads(dram=readings.table("host.dram"), update=readings.table("host.update")),
-        matmul=matmul_of(readings) if computes else None,
+        elementwise=readings.table("host.elementwise"),
+        functions_per_second=readings.figure("host.functions"),
+        matmul=matmul_of(readings, on_cpu=True) if computes else None,
         **gemm,
     )
 
@@ -427,7 +449,7 @@ def nvme_of(facts: Facts, readings: Readings, cliff: Cliff | None) -> Nvme | Non
     ``mixed_factor`` is what full-duplex transfers would take, over what reading and writing equally
     much at once took: 1 where they do not disturb each other, half where they take turns.
     """
-    read, write, both = (readings.figure(f"nvme.{name}") for name in ("read", "write", "mixed"))
+    read, write, both = (readings.last(f"nvme.{name}") for name in ("read", "write", "mixed"))
     if read is None or write is None or both is None:
         return None
     factor = min(1.0, both.value / 2 / min(read.value, write.value))
@@ -440,8 +462,19 @@ def nvme_of(facts: Facts, readings: Readings, cliff: Cliff | None) -> Nvme | Non
         else Figure(min(write.value, rounded(cliff.sustained_bytes_per_second)), RUN),
         slc_bytes=None if cliff is None else Figure(cliff.slc_bytes, RUN),
         mixed_factor=Figure(rounded(factor), RUN, both.spread),
+        read_latency_seconds=latency_of(readings.of("nvme.read")),
+        write_latency_seconds=latency_of(readings.of("nvme.write")),
         io=Io(engine="threads", queue_depth=N_THREADS, block_bytes=SIZE, threads=N_THREADS),
     )
+
+
+def latency_of(sized: Sequence[Measured]) -> Figure | None:
+    """Return what a transfer takes beside its bytes: what small ones take beyond their share."""
+    if len(sized) < 2:
+        return None
+    small, large = sized[0], sized[-1]
+    seconds = small.at[0] / small.median - small.at[0] / large.median
+    return Figure(rounded(max(0.0, seconds)), RUN, small.spread)
 
 
 def overlap_of(readings: Readings) -> Overlap:

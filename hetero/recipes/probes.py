@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from hetero.bench.disk import SIZE, raw
 from hetero.bench.update import Split
@@ -25,6 +28,7 @@ from hetero.config import host_limit
 from hetero.device import COPY_LANES, OPPOSITE, Device, Move, release_slab
 from hetero.io import File, Folder
 from hetero.memory.pool import N_THREADS, Use
+from hetero.plan.cost import attention_flops
 from hetero.plan.hardware import Dtype
 from hetero.recipes.doctor import usable_cores
 from hetero.train import kernel
@@ -48,7 +52,12 @@ TRIALS = 3  # calls, of which the fastest tells how often to repeat
 OVERLAP_BYTES = 16 * MIB  # of each copy that runs beside something
 OVERLAP_OUTLASTS = 3  # times the work that is timed beside it
 FALLEN = 0.7  # of what a drive writes first: its fast cache is full
+SMALL_BLOCK, SMALL_BLOCKS = 128 * KIB, 1024  # of a drive: where a transfer's latency shows; most
 DISK_SECONDS = 0.5  # what a sample of a drive takes at most
+CPU_ATTENTION, GPU_ATTENTION = (2, 8, 256, 64), (4, 16, 2048, 128)  # batch, heads, tokens, width
+COLD_BYTES, MOST_IN_TURN = 64 * MIB, 64  # of data that no cache holds; parts of it
+ELEMENTWISE_BYTES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)
+FUNCTION_NUMEL = 2**18
 TRIAD_BYTES, COPY_BYTES = 12, 8  # an fp32 element: two read and one written, one and one
 
 
@@ -213,15 +222,42 @@ def matmuls(rig: Rig) -> Iterator[Probe]:
         largest = largest_side(rig, kind)
         for shape in shapes(largest, rig.pace.matmul_divisors):
             m, n, k = shape
-            sample = rig.per_second(matmul(rig.device, kind, *shape), 2 * m * n * k)
-            yield Probe(f"matmul.{dtype}", shape, sample)
+            call = matmul_of_each_layout(rig.device, kind, *shape)
+            yield Probe(f"matmul.{dtype}", shape, rig.per_second(call, 3 * 2 * m * n * k))
 
 
 def matmul(device: Device, kind: torch.dtype, m: int, n: int, k: int) -> Callable[[], object]:
     """Return a call that multiplies (m, k) by (k, n)."""
-    place = device.torch_device
-    a, b = torch.ones(m, k, device=place, dtype=kind), torch.ones(k, n, device=place, dtype=kind)
-    return partial(torch.mm, a, b, out=torch.empty(m, n, device=place, dtype=kind))
+    ones = partial(torch.ones, device=device.torch_device, dtype=kind)
+    return partial(torch.mm, ones(m, k), ones(k, n), out=ones(m, n))
+
+
+def matmul_of_each_layout(
+    device: Device, kind: torch.dtype, m: int, n: int, k: int
+) -> Callable[[], object]:
+    """Return a call that multiplies (m, k) by (k, n) three times, as training does.
+
+    A linear layer's weight is transposed in its forward, nothing is for the gradient of its input,
+    and what is on the left is for that of its weight. Nothing is in a cache, nor is room for what
+    comes out.
+    """
+    ones = partial(torch.ones, device=device.torch_device, dtype=kind)
+
+    def make() -> Callable[[], object]:
+        a, b, at, bt = ones(m, k), ones(k, n), ones(k, m).t(), ones(n, k).t()
+        return lambda: (a @ bt, a @ b, at @ b)
+
+    return in_turn(make, kind.itemsize * (2 * m * k + 2 * k * n + 3 * m * n))
+
+
+def in_turn(make: Callable[[], Callable[[], object]], n_bytes: int) -> Callable[[], object]:
+    """Return a call that makes one of several calls in turn, and holds what they returned last.
+
+    Each has ``n_bytes`` of its own, and there are as many as no cache holds.
+    """
+    calls = [make() for _ in range(min(MOST_IN_TURN, -(-COLD_BYTES // n_bytes)))]
+    turns, held = cycle(calls), deque[object](maxlen=len(calls))
+    return lambda: held.append(next(turns)())
 
 
 def largest_side(rig: Rig, kind: torch.dtype) -> int:
@@ -251,6 +287,52 @@ def launches(rig: Rig) -> Iterator[Probe]:
     one = torch.zeros(1, device=rig.device.torch_device)
     call = partial(one.add_, 1)
     yield Probe("matmul.launch", (), lambda: rig.seconds(call, LAUNCHES) / LAUNCHES)
+
+
+# -- what is between matmuls ---------------------------------------------------------------------
+
+
+def attentions(rig: Rig) -> Iterator[Probe]:
+    """Operations per second of causal attention, forward and backward, in the kernel there is."""
+    place, on_cpu = rig.device.torch_device, rig.device.facts() is None
+    shape = CPU_ATTENTION if on_cpu else GPU_ATTENTION
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+    q, k, v = (torch.ones(shape, device=place, dtype=dtype, requires_grad=True) for _ in range(3))
+    forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    forward_flops, backward_flops = (attention_work(on_cpu, backward=b) for b in (False, True))
+    yield Probe("attention.forward", (), rig.per_second(forward, forward_flops))
+    out = forward()
+    backward = partial(torch.autograd.grad, out, (q, k, v), out.detach(), retain_graph=True)
+    yield Probe("attention.backward", (), rig.per_second(backward, backward_flops))
+
+
+def attention_work(on_cpu: bool, *, backward: bool) -> float:
+    """Return the operations of the attention that is timed."""
+    batch, heads, tokens, width = CPU_ATTENTION if on_cpu else GPU_ATTENTION
+    sizes = batch, heads, tokens, tokens, 2 * width
+    return attention_flops(*sizes, causal=True, backward=backward)
+
+
+def elementwise(rig: Rig) -> Iterator[Probe]:
+    """Bytes per second of a sum into fresh memory, and elements of an activation function."""
+    if rig.device.facts() is not None:
+        return
+    for n_bytes in ELEMENTWISE_BYTES:
+        call = in_turn(partial(addition, n_bytes // TRIAD_BYTES), n_bytes)
+        yield Probe("host.elementwise", (n_bytes,), rig.per_second(call, n_bytes))
+    x = torch.ones(FUNCTION_NUMEL, requires_grad=True)
+    yield Probe("host.functions", (), rig.per_second(functions(x), 2 * x.numel()))
+
+
+def addition(numel: int) -> Callable[[], object]:
+    """Return a call that makes a sum."""
+    return partial(torch.add, torch.ones(numel), torch.ones(numel))
+
+
+def functions(x: torch.Tensor) -> Callable[[], object]:
+    """Return a call of an activation function and of its derivative."""
+    grad = x.detach()
+    return lambda: torch.autograd.grad(F.gelu(x), x, grad)
 
 
 # -- the link ------------------------------------------------------------------------------------
@@ -416,7 +498,7 @@ def copying(rig: Rig, lanes: Iterable[Lane], seconds: float) -> Iterator[None]:
 
 
 def drive(rig: Rig) -> Iterator[Probe]:
-    """Bytes per second of direct reads, writes, and both at once (counted together)."""
+    """Bytes per second of direct reads, writes, and both at once (counted together), by block."""
     if rig.folder is None:
         return
     with Folder.open(rig.folder) as folder, folder.private() as file:
@@ -425,7 +507,10 @@ def drive(rig: Rig) -> Iterator[Probe]:
         rate = raw(file, Use.FRESH, N_THREADS, n_bytes)  # unwritten blocks read as zeros, for free
         n_bytes = max(SIZE, min(n_bytes, int(rate * DISK_SECONDS)) // SIZE * SIZE)
         for name, use in (("write", Use.FRESH), ("read", Use.READ), ("mixed", Use.WRITE)):
-            yield Probe(f"nvme.{name}", (), partial(raw, file, use, N_THREADS, n_bytes))
+            for size in (SMALL_BLOCK, SIZE) if use is not Use.WRITE else (SIZE,):
+                part = min(n_bytes, SMALL_BLOCKS * size)
+                sample = partial(raw, file, use, N_THREADS, part, size)
+                yield Probe(f"nvme.{name}", (size,), sample)
 
 
 def disk_bytes(rig: Rig, folder: Folder) -> int:
@@ -477,6 +562,8 @@ GROUPS: dict[str, Group] = {
     "RAM": host_memory,
     "matmuls": matmuls,
     "launches": launches,
+    "attention": attentions,
+    "element-wise work": elementwise,
     "link": link,
     "updates": updates,
     "overlap": overlaps,

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from hetero.dry import META
+from hetero.plan.cost import attention_flops, side_of
 from hetero.plan.hardware import Dtype, Profile
 from hetero.rehearse.kernels import as_on_cpu
 from hetero.train.meter import tensors_in
@@ -29,8 +30,13 @@ FREE = {  # neither computes nor touches bytes; what is given a storage must not
     *(_aten.new_empty.default, _aten.new_empty_strided.default, _aten._unsafe_view.default),
     *(_aten.lift_fresh.default, *(getattr(_aten.set_, name) for name in _aten.set_.overloads())),
 }
+FUNCTIONS = {  # of each element, with more arithmetic than a processor does while it waits
+    *(_aten.gelu, _aten.gelu_backward, _aten.silu, _aten.silu_backward, _aten.exp, _aten.log),
+    *(_aten.sigmoid, _aten.sigmoid_backward, _aten.tanh, _aten.tanh_backward, _aten.erf),
+    *(_aten._softmax, _aten._softmax_backward_data, _aten._log_softmax),
+    *(_aten._log_softmax_backward_data, _aten.mish, _aten.elu, _aten.softplus),
+}
 ATTENTION = "_scaled_dot_product_"
-BACKWARD_PRODUCTS = 2.5  # of the two that attention's forward has: scores again, and four more
 
 
 class Clocked(Protocol):
@@ -59,13 +65,19 @@ class OpClock(TorchDispatchMode):
 
     An operation takes the longer of its products and its bytes, and its launch. A number that code
     asks of a tensor without bytes is 1, or true.
+
+    Args:
+        counted: whether each operation is looked at by who counts its bytes, which takes time.
     """
 
-    def __init__(self, device: Clocked, profile: Profile) -> None:
+    def __init__(self, device: Clocked, profile: Profile, *, counted: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_cuda = device.is_cuda
         self._device = device
         self._profile = profile
+        self.operations = 0
+        """How many there were, views among them."""
+        self._counted_seconds = profile.host.counted_seconds if counted else 0.0
         self._known: dict[Any, Known] = {}
 
     @classmethod
@@ -77,6 +89,9 @@ class OpClock(TorchDispatchMode):
     ) -> Any:
         if func is NUMBER and args[0].is_meta:
             return True if args[0].dtype is torch.bool else 1
+        self.operations += 1
+        if self._counted_seconds:
+            self._device.compute(self._counted_seconds)
         if func.is_view or func in FREE:
             return func(*args, **kwargs) if kwargs else func(*args)
         try:
@@ -116,8 +131,10 @@ class OpClock(TorchDispatchMode):
         if not here:
             return 0.0
         n_bytes = sum(map(touched_bytes, here))
-        products = self._product_seconds(func, args, found, inputs)
-        return self._profile.op_seconds(products, self._profile.memory_seconds(n_bytes))
+        work = self._product_seconds(func, args, found, inputs)
+        if func.overloadpacket in FUNCTIONS:
+            work = self._profile.compute.function_seconds(sum(t.numel() for t in outputs))
+        return self._profile.op_seconds(work, self._profile.memory_seconds(n_bytes))
 
     def _product_seconds(
         self, func: Any, args: Any, found: Any, inputs: list[torch.Tensor]
@@ -130,13 +147,24 @@ class OpClock(TorchDispatchMode):
             m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
             return batch * self._matmul_seconds(m, n, k, left.dtype)
         if name.startswith(ATTENTION):
-            flops = attention_flops(name, args, inputs)
-        elif packet in flop_registry:
+            return self._attention_seconds(name, args, inputs)
+        if packet in flop_registry:
             flops = float(flop_registry[packet](*args, out_val=found))
         else:
             return 0.0
-        side = max(1, round((flops / 2) ** (1 / 3)))
+        side = side_of(flops)
         return self._matmul_seconds(side, side, side, inputs[0].dtype)
+
+    def _attention_seconds(self, name: str, args: Any, inputs: list[torch.Tensor]) -> float:
+        backward = "backward" in name
+        query, key, value = inputs[1:4] if backward else inputs[:3]
+        batch, heads, rows, width = query.shape
+        widths, causal = width + value.shape[-1], any(arg is True for arg in args)
+        sizes, dtype = (batch, heads, rows, key.shape[-2], widths), query.dtype
+        flops = attention_flops(*sizes, causal=causal, backward=backward)
+        if not flops or dtype not in DTYPES:
+            return 0.0
+        return self._profile.attention_seconds(flops, DTYPES[dtype], backward=backward)
 
     def _matmul_seconds(self, m: int, n: int, k: int, dtype: torch.dtype) -> float:
         if not m * n * k or dtype not in DTYPES:
@@ -147,8 +175,9 @@ class OpClock(TorchDispatchMode):
         """Return by how much compute is slower for what goes on beside it (T7)."""
         overlap, slow = self._profile.overlap, 1.0
         pairs = [(Lane.H2D, overlap.gemm_under_h2d), (Lane.D2H, overlap.gemm_under_d2h)]
-        if not self._is_cuda:
-            pairs.append((Lane.UPDATE, overlap.gemm_under_update))
+        if not self._is_cuda:  # processors share their time with what works behind
+            behind = Lane.UPDATE, Lane.READ, Lane.WRITE
+            pairs += [(lane, overlap.gemm_under_update) for lane in behind]
         for lane, figure in pairs:
             if figure is not None and self._device.is_busy(lane):
                 slow = max(slow, figure.value)
@@ -163,16 +192,6 @@ def touched_bytes(tensor: torch.Tensor) -> int:
         if stride or not size
     )
     return int(numel) * tensor.element_size()
-
-
-def attention_flops(name: str, args: Any, inputs: list[torch.Tensor]) -> float:
-    """Return the operations of a fused attention; a causal one computes half the scores."""
-    is_backward = "backward" in name
-    query, key, value = inputs[1:4] if is_backward else inputs[:3]
-    batch, heads, rows, width = query.shape
-    causal = any(arg is True for arg in args)
-    forward = 2.0 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1])
-    return forward * (BACKWARD_PRODUCTS if is_backward else 1.0) * (0.5 if causal else 1.0)
 
 
 def _shown(value: Any) -> Any:

@@ -124,6 +124,7 @@ class DryDisk(threading.Condition):
         busy = any(other.end > begin for other in self._running.values())
         end = begin + self._seconds(lane, transfer.n_bytes, busy)
         self._running[lane] = Running(begin, end, transfer.work)
+        self._device.busy_until(lane, end)
 
 
 class DryFile:

@@ -73,6 +73,8 @@ class Step:
     activation_bytes: int
     lane_bytes: tuple[tuple[str, int], ...]
     counts: tuple[tuple[str, int], ...]
+    operations: int
+    """Of the model, views among them."""
 
     def is_like(self, other: Step) -> bool:
         """Whether they differ by rounding at most."""
@@ -210,7 +212,7 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> Step:
     """Train one step and return what it took."""
     began = device.clock()
     paged = engine.mode == "paged"
-    with OpClock(device, scene.profile):
+    with OpClock(device, scene.profile, counted=paged and device.copies_here) as clock:
         with nullcontext() if paged else phase(engine, "forward"):
             loss = scene.loss(scene.model(*scene.args, **scene.kwargs))
         if scene.optimizer is not None:
@@ -232,6 +234,7 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> Step:
         activation_bytes=engine.budget.activation_bytes,
         lane_bytes=tuple(sorted((lane.value, n) for lane, n in stats.n_bytes.items())),
         counts=tuple(sorted(stats.counts.items())) if paged else (),
+        operations=clock.operations,
     )
 
 

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero.config import Config
 from hetero.dry import DryDevice
+from hetero.plan.cost import attention_flops
 from hetero.plan.hardware import find
-from hetero.rehearse.clock import OpClock, attention_flops, touched_bytes
+from hetero.rehearse.clock import OpClock, touched_bytes
 from hetero.rehearse.disk import DryDisk
 from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.rehearsal import touched_by_update
@@ -81,12 +82,12 @@ def test_operations_on_the_host_take_no_time_of_the_device() -> None:
 
 
 def test_a_causal_attention_computes_half_the_scores() -> None:
-    query = [empty(2, 4, 64, 32)] * 3
-    whole = attention_flops("_scaled_dot_product_flash_attention", (*query, 0.0, False), query)
-    causal = attention_flops("_scaled_dot_product_flash_attention", (*query, 0.0, True), query)
+    sizes = 2, 4, 64, 64, 2 * 32
+    whole = attention_flops(*sizes, causal=False, backward=False)
 
     assert whole == 4 * 2 * 4 * 64 * 64 * 32
-    assert causal == whole / 2
+    assert attention_flops(*sizes, causal=True, backward=False) == whole / 2
+    assert attention_flops(*sizes, causal=False, backward=True) == 2.5 * whole
 
 
 def test_attention_and_convolution_are_counted() -> None:
