@@ -498,6 +498,19 @@ def test_reading_and_writing_at_once_slow_each_other_down() -> None:
     assert profile.write_seconds(6e9, both_ways=True) == pytest.approx(1 / 0.6)
 
 
+def test_a_transfer_takes_its_latency_besides() -> None:
+    profile = find("rtx4090")
+    late = Figure(1e-3, "run")
+    nvme = dataclasses.replace(
+        profile.drive(), read_latency_seconds=late, write_latency_seconds=late
+    )
+    slower = dataclasses.replace(profile, nvme=nvme)
+
+    assert slower.read_seconds(7e9) == pytest.approx(1.001)
+    assert slower.write_seconds(6e9) == pytest.approx(1.001)
+    assert slower.read_seconds(7e9, both_ways=True) == pytest.approx(1.001 / 0.6)
+
+
 def test_a_drive_lives_as_many_steps_as_its_endurance_pays() -> None:
     profile = find("rtx4090")
 

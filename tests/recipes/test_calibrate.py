@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero.cli import main
 from hetero.device import Accelerator, CpuDevice, open_device
@@ -251,6 +253,38 @@ def test_reading_and_writing_in_turns_is_half_of_each_rate() -> None:
     assert both == profile.write_seconds(n_bytes, both_ways=True) == 2 * n_bytes / rate
 
 
+def test_a_drives_latency_is_what_small_blocks_take_beyond_their_bytes() -> None:
+    blocks = {
+        ("nvme.read", (131072,)): 1e9,
+        ("nvme.read", (4194304,)): 2e9,
+        ("nvme.write", (131072,)): 3e9,
+        ("nvme.write", (4194304,)): 2e9,
+    }
+    others = {key: value for key, value in HOST.items() if not key[0].startswith("nvme.")}
+    nvme = made(FACTS, {**others, **blocks, ("nvme.mixed", (4194304,)): 3e9}).nvme
+
+    assert nvme is not None
+    assert nvme.read_latency_seconds is not None and nvme.write_latency_seconds is not None
+    assert nvme.read_bytes_per_second.value == 2e9
+    assert nvme.read_latency_seconds.value == pytest.approx(131072 / 1e9 - 131072 / 2e9, rel=1e-3)
+    assert nvme.write_latency_seconds.value == 0.0
+
+
+def test_attention_is_a_share_of_a_matmul_and_never_more() -> None:
+    rates = {("attention.forward", ()): 1e10, ("attention.backward", ()): 1e15}
+    work = {("host.elementwise", (2**16,)): 9e9, ("host.functions", ()): 7e8}
+    profile = made(FACTS, {**HOST, **rates, **work})
+
+    matmul = profile.host.matmul
+    assert matmul is not None and matmul.attention is not None
+    assert 0 < matmul.attention.value < 1
+    assert matmul.attention_backward is not None and matmul.attention_backward.value == 1.0
+    forward, backward = (profile.attention_seconds(1e9, "fp32", backward=b) for b in (False, True))
+    assert forward == pytest.approx(backward / matmul.attention.value)
+    assert profile.compute.function_seconds(7 * 10**8) == pytest.approx(1.0)
+    assert profile.memory_seconds(9e9) == pytest.approx(1.0)
+
+
 def test_a_cliff_is_the_drives_bucket() -> None:
     run = Run(pace=QUICK, seconds=1.0, cliff=Cliff(4e11, 0.7e9))
     profile = profile_of(FACTS, readings(HOST), run)
@@ -466,6 +500,40 @@ def test_a_device_of_its_own_is_measured_with_its_memory_and_what_copies_slow() 
     assert all(sample > 0 for measured in found.found for sample in measured.samples)
 
 
+def test_calls_in_turn_have_memory_of_their_own_and_hold_what_they_made() -> None:
+    made: list[torch.Tensor] = []
+
+    def make() -> Callable[[], object]:
+        mine = torch.zeros(2**16)
+        made.append(mine)
+        return lambda: mine
+
+    call = probes.in_turn(make, 2**24)
+    for _ in range(9):
+        call()
+
+    assert len(made) == probes.COLD_BYTES // 2**24
+    assert len({tensor.data_ptr() for tensor in made}) == len(made)
+
+
+@pytest.mark.parametrize("sides", [(3, 5, 7)])
+def test_a_matmul_is_timed_in_each_layout_that_training_has(sides: tuple[int, int, int]) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Layouts(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.mm.default:
+                seen.append((args[0].is_contiguous(), args[1].is_contiguous()))
+            return func(*args, **(kwargs or {}))
+
+    with Layouts():
+        probes.matmul_of_each_layout(open_device("cpu"), torch.float32, *sides)()
+
+    assert seen == [(True, False), (True, True), (False, True)]
+
+
 @pytest.mark.parametrize(
     ("rates", "found"),
     [
@@ -532,6 +600,10 @@ def test_a_tiny_real_run_writes_a_profile_without_a_problem(
     assert profile.link is not None and profile.nvme is not None
     assert profile.host.matmul is not None
     assert all(profile.host.matmul.grid(dtype) for dtype in ("fp32", "bf16", "fp16"))
+    assert profile.host.matmul.attention is not None
+    assert profile.host.matmul.attention_backward is not None
+    assert profile.host.elementwise is not None and profile.host.functions_per_second is not None
+    assert profile.nvme.read_latency_seconds is not None
     assert profile.overlap.gemm_under_update is not None
     assert profile.update_seconds(10**9, 26 * 10**9) > 0
     assert torch.get_num_threads() == threads

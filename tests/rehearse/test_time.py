@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hetero.config import Config
 from hetero.dry import DryDevice
 from hetero.plan.cost import attention_flops
-from hetero.plan.hardware import find
+from hetero.plan.hardware import Figure, find
 from hetero.rehearse.clock import OpClock, touched_bytes
 from hetero.rehearse.disk import DryDisk
 from hetero.rehearse.kernels import AsOn
@@ -123,6 +124,28 @@ def test_what_an_operation_makes_is_asked_once_for_each_geometry() -> None:
     assert asked[torch.ops.aten.mul.Tensor] == 3
     assert [tuple(tensor.shape) for tensor in made] == [(4, 8)] * 3 + [(2, 8), (4, 8)]
     assert len({tensor.untyped_storage()._cdata for tensor in made}) == len(made)
+
+
+def test_who_counts_operations_takes_time_for_views_too() -> None:
+    costs = replace(PROFILE.host, counted=Figure(1e-3, "run"))
+    clock, profile = device(), replace(PROFILE, host=costs)
+    x = empty(4, 8)
+    with OpClock(clock, profile, counted=True) as counting:
+        x.t()
+        x.t()
+
+    assert clock.clock() == pytest.approx(2e-3)
+    assert counting.operations == 2
+
+
+def test_an_activation_function_takes_its_arithmetic_where_that_is_longer() -> None:
+    host = replace(find("laptop-8c-avx2-ddr5").host, functions_per_second=Figure(1e6, "run"))
+    profile = replace(find("laptop-8c-avx2-ddr5"), host=host)
+    clock = DryDevice(ram_bytes=2**30, copy_seconds=lambda *_: 0.0)
+    with OpClock(clock, profile):
+        F.gelu(empty(10**6))
+
+    assert clock.clock() == pytest.approx(1.0, rel=1e-3)
 
 
 def test_what_an_operation_was_given_is_not_held() -> None:
