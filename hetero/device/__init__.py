@@ -1,0 +1,82 @@
+"""The only door to CUDA, and its fake twins (floor 0).
+
+Three backends behind one face: ``CudaDevice``; ``CpuDevice``, where HBM and HOST are the same RAM;
+and ``SimDevice``, whose copies are late on purpose.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hetero.device.cpu import CpuDevice
+from hetero.device.cuda import CudaDevice
+from hetero.device.face import (
+    ALONE,
+    COPY_LANES,
+    OPPOSITE,
+    POISON,
+    Accelerator,
+    Device,
+    Move,
+    Slab,
+    Stall,
+    Ticket,
+    map_slab,
+    release_slab,
+    use_count,
+)
+from hetero.device.process import (
+    Allocated,
+    accelerator_name,
+    accelerator_rng,
+    allocated,
+    finish_compute,
+    return_large_blocks,
+    set_accelerator_rng,
+    trim_heap,
+)
+from hetero.device.sim import SimDevice
+from hetero.errors import ConfigError
+
+__all__ = [
+    "ALONE",
+    "Accelerator",
+    "Allocated",
+    "COPY_LANES",
+    "CpuDevice",
+    "CudaDevice",
+    "Device",
+    "Move",
+    "OPPOSITE",
+    "POISON",
+    "SimDevice",
+    "Slab",
+    "Stall",
+    "Ticket",
+    "accelerator_name",
+    "accelerator_rng",
+    "allocated",
+    "finish_compute",
+    "map_slab",
+    "open_device",
+    "release_slab",
+    "return_large_blocks",
+    "set_accelerator_rng",
+    "trim_heap",
+    "use_count",
+]
+
+
+def open_device(spec: object = None) -> Device:
+    """Return the device that a `Config.device` names; an object is taken as it is."""
+    if spec is None:
+        spec = "cuda" if torch.cuda.is_available() else "cpu"
+    if spec == "cpu":
+        return CpuDevice()
+    if spec == "cpu:sim":
+        return SimDevice()
+    if spec == "cuda":
+        return CudaDevice()
+    if isinstance(spec, (CpuDevice, CudaDevice)):
+        return spec
+    raise ConfigError(f"device={spec!r} is unknown", advice="use 'cuda', 'cpu' or 'cpu:sim'")

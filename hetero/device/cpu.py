@@ -1,0 +1,130 @@
+"""A processor as its own device: HBM and HOST are the same RAM, and copies are immediate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from itertools import cycle
+
+import torch
+
+from hetero.config import HostLimit, host_limit
+from hetero.device.face import (
+    OPPOSITE,
+    POISON,
+    PROBE_BYTES,
+    Accelerator,
+    Move,
+    Slab,
+    Stall,
+    Ticket,
+    map_slab,
+)
+from hetero.types import Lane
+
+
+class CpuDevice:
+    """One memory, and copies that are done when they are asked for: RAM, or a CUDA device's own,
+    where the current stream orders them."""
+
+    name = "cpu"
+    same_ram = True
+    is_cuda = False
+    has_bytes = True
+    cheap_slabs = True
+
+    def __init__(self, torch_device: torch.device | None = None) -> None:
+        self.torch_device = torch_device or torch.device("cpu")
+        self._done = Ticket(Lane.COMPUTE, 0.0, done=True)
+        self._bytes_per_second: float | None = None
+
+    def slab(self, n_bytes: int) -> Slab:
+        return map_slab(n_bytes)
+
+    def paged_slab(self, n_bytes: int) -> Slab:
+        return map_slab(n_bytes, huge=False)  # a huge page would span several extents
+
+    def arena(self, n_bytes: int) -> Slab:
+        return map_slab(n_bytes)
+
+    def copy(
+        self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
+    ) -> Ticket:
+        begin = time.monotonic()
+        dst.copy_(src)
+        return Ticket(lane, 0.0, done=True).was(begin, time.monotonic())
+
+    def wait(self, ticket: Ticket) -> Stall | None:
+        return None
+
+    def sync(self, ticket: Ticket) -> Stall | None:
+        return None
+
+    def query(self, ticket: Ticket) -> bool:
+        return True
+
+    def mark(self) -> Ticket:
+        return self._done
+
+    def stamp(self) -> Ticket:
+        return Ticket(Lane.COMPUTE, self.now(), done=True)
+
+    def seconds_between(self, first: Ticket, second: Ticket) -> float:
+        return second.end - first.end
+
+    def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
+        if self._bytes_per_second is None:
+            source = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+            target = torch.zeros_like(source)
+            start = time.monotonic()
+            target.copy_(source)
+            self._bytes_per_second = PROBE_BYTES / (time.monotonic() - start)
+        return n_bytes / self._bytes_per_second
+
+    def lane_seconds(self, lane: Lane, moves: Sequence[Move], beside: Sequence[Move] = ()) -> float:
+        start = time.perf_counter()
+        for move, other in zip(moves, cycle(beside or [None])):
+            self.sync(self.copy(lane, move.dst, move.src))
+            if other is not None:
+                self.sync(self.copy(OPPOSITE[lane], other.dst, other.src))
+        return time.perf_counter() - start
+
+    def facts(self) -> Accelerator | None:
+        return None
+
+    def reserved_bytes(self) -> int:
+        return 0
+
+    def poison(self, dst: torch.Tensor) -> None:
+        dst.fill_(POISON)
+
+    def check_read(self, src: torch.Tensor) -> None: ...
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def watch(self, on: bool) -> None: ...
+
+    def annotate(self, name: str) -> object:
+        return None
+
+    def end_annotation(self, handle: object) -> None: ...
+
+    def total_bytes(self) -> int | None:
+        return None
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def host_limit(self) -> HostLimit:
+        return host_limit()
+
+    def reset_peak(self) -> None: ...
+
+    def allocated_peak(self) -> int | None:
+        return None
+
+    def close(self) -> None: ...

@@ -1,0 +1,216 @@
+""" "cpu:sim": a device that is late on purpose, the race detector of tests and a tool for users.
+
+It defers copies on seeded fake streams, poisons what is not there yet, bounds its HBM arena
+physically and can model link rates on a virtual clock.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from hetero.device.cpu import CpuDevice
+from hetero.device.face import ALONE, COPY_LANES, POISON, Stall, Ticket, use_count
+from hetero.errors import TransferError
+from hetero.types import Lane
+
+
+@dataclass(slots=True)
+class _Deferred:
+    ticket: Ticket
+    dst: torch.Tensor
+    src: torch.Tensor
+    after: tuple[Ticket, ...]
+    digest: int | None
+
+
+class SimDevice(CpuDevice):
+    """ "cpu:sim": deferred copies on seeded fake streams, poisoned destinations, modelled links.
+
+    Args:
+        seed: order in which idle streams make progress by themselves.
+        h2d_bytes_per_second, d2h_bytes_per_second: link rates on the virtual clock; None: instant.
+        shared_link: both directions share one link, as on a half-duplex bus.
+        checked: also digest every source, so that a source changed in flight (write after read)
+            is a TransferError and not only a wrong number; so are bytes that nobody holds any more.
+        lazy: how often a stream makes progress unasked, in [0, 1].
+
+    Time is virtual: `compute` advances it, waiting for a ticket advances it to the ticket's end,
+    and no core is used by a copy's duration.
+    """
+
+    name = "cpu:sim"
+    same_ram = False
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        h2d_bytes_per_second: float | None = None,
+        d2h_bytes_per_second: float | None = None,
+        shared_link: bool = False,
+        checked: bool = False,
+        lazy: float = 0.25,
+    ) -> None:
+        super().__init__()
+        self.rates = {Lane.H2D: h2d_bytes_per_second, Lane.D2H: d2h_bytes_per_second}
+        self.shared_link = shared_link
+        self.checked = checked
+        self.clock_seconds = 0.0
+        self._random = random.Random(seed)
+        self._lazy = lazy
+        self._queues: dict[Lane, deque[_Deferred]] = {lane: deque() for lane in COPY_LANES}
+        self._free_at = dict.fromkeys(COPY_LANES, 0.0)
+
+    def compute(self, seconds: float) -> None:
+        """Let the modelled compute stream work for ``seconds``."""
+        self.clock_seconds += seconds
+
+    def copy(
+        self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
+    ) -> Ticket:
+        self._tick()
+        after = tuple(after)
+        rate = self.rates[lane]
+        free_at = max(self._free_at.values()) if self.shared_link else self._free_at[lane]
+        start = max(free_at, self.clock_seconds, *(t.end for t in after), 0.0)
+        end = start + (src.numel() / rate if rate else 0.0)
+        self._free_at[lane] = end
+        ready = all(t.done for t in after)
+        digest = _crc(src) if self.checked and ready and not self._written(src) else None
+        if self.checked:
+            self._refuse_reuse(dst, after)
+            dst, src = dst.detach(), src.detach()  # ours: it shows who else refers to the bytes
+        if ready:
+            dst.fill_(POISON)
+        ticket = Ticket(lane, end)
+        if self.is_timed:
+            ticket.was(start, end)
+        else:
+            ticket.was(time.monotonic(), 0.0)
+        self._queues[lane].append(_Deferred(ticket, dst, src, after, digest))
+        return ticket
+
+    def wait(self, ticket: Ticket) -> Stall | None:
+        begin = self.clock()
+        was_done = ticket.done
+        self._run_to(ticket)
+        stands = not was_done if not self.is_timed else ticket.end > self.clock_seconds
+        self.clock_seconds = max(self.clock_seconds, ticket.end)
+        return (begin, self.clock()) if stands else None
+
+    sync = wait
+
+    def query(self, ticket: Ticket) -> bool:
+        self._tick()
+        if self.is_timed:  # then time decides, and not chance
+            if ticket.end > self.clock_seconds:
+                return False
+            self._run_to(ticket)
+        return ticket.done
+
+    def mark(self) -> Ticket:
+        # Compute runs at once in this process, so everything queued so far has happened.
+        self._tick()
+        return Ticket(Lane.COMPUTE, self.clock_seconds, done=True)
+
+    def now(self) -> float:
+        return self.clock_seconds
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether links have rates: time is what they and `compute` take then."""
+        return any(self.rates.values())
+
+    def is_busy(self, lane: Lane) -> bool:
+        """Whether a lane copies now."""
+        return self._free_at.get(lane, 0.0) > self.clock_seconds
+
+    def clock(self) -> float:
+        return self.clock_seconds if self.is_timed else time.monotonic()
+
+    def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
+        rate = self.rates[lane]
+        return n_bytes / rate if rate else 0.0
+
+    def close(self) -> None:
+        for queue in self._queues.values():
+            while queue:
+                self._step(queue)
+
+    def _tick(self) -> None:
+        if self._random.random() < self._lazy:
+            queue = self._queues[self._random.choice(COPY_LANES)]
+            if queue:
+                self._step(queue)
+
+    def _run_to(self, ticket: Ticket) -> None:
+        while not ticket.done:
+            queue = self._queues.get(ticket.lane)
+            if not queue:
+                raise TransferError(f"deadlock: a ticket of lane {ticket.lane.value} cannot fire")
+            self._step(queue)
+
+    def _step(self, queue: deque[_Deferred]) -> None:
+        if self.checked:
+            self._refuse_freed(queue[0])
+        item = queue.popleft()
+        for ticket in item.after:
+            self._run_to(ticket)
+        if item.digest is not None and _crc(item.src) != item.digest:
+            raise TransferError(
+                "write after read: the source of a copy changed while the copy was in flight",
+                advice="the writer must pass the copy's ticket as after=",
+            )
+        item.dst.copy_(item.src)
+        item.ticket.done = True
+        if not self.is_timed:
+            item.ticket.was(item.ticket.span()[0], time.monotonic())
+
+    def _written(self, src: torch.Tensor) -> bool:
+        return any(_overlap(item.dst, src) for q in self._queues.values() for item in q)
+
+    def _refuse_reuse(self, dst: torch.Tensor, after: tuple[Ticket, ...]) -> None:
+        """Refuse to overwrite bytes that a queued copy still reads or writes."""
+        for lane, queue in self._queues.items():
+            for item in queue:
+                if item.ticket in after or not (_overlap(item.src, dst) or _overlap(item.dst, dst)):
+                    continue
+                raise TransferError(
+                    f"early reuse: bytes are overwritten while a copy on {lane.value} uses them",
+                    advice="pass the ticket of that copy as after=",
+                )
+
+    def _refuse_freed(self, item: _Deferred) -> None:
+        """Refuse a copy of bytes that only queued copies refer to: an allocator gives them away."""
+        queued = [piece for q in self._queues.values() for i in q for piece in (i.dst, i.src)]
+        sharing = Counter(piece.untyped_storage()._cdata for piece in queued)
+        for piece in (item.dst, item.src):
+            if use_count(piece) == ALONE - 1 + sharing[piece.untyped_storage()._cdata]:
+                raise TransferError(
+                    f"early free: a copy on {item.ticket.lane.value} uses bytes that were let go",
+                    advice="hold both sides of a copy until somebody has waited for its ticket",
+                )
+
+    def check_read(self, src: torch.Tensor) -> None:
+        """Raise TransferError when a queued copy has yet to write what is about to be read."""
+        if self._written(src):
+            raise TransferError(
+                "read before ready: a copy into these bytes is still queued",
+                advice="wait for the ticket of the copy first",
+            )
+
+
+def _crc(piece: torch.Tensor) -> int:
+    return zlib.crc32(memoryview(piece.detach().contiguous().view(torch.uint8).numpy()))
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a0, b0 = a.data_ptr(), b.data_ptr()
+    return a0 < b0 + b.numel() * b.element_size() and b0 < a0 + a.numel() * a.element_size()
