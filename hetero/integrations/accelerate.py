@@ -1,0 +1,276 @@
+"""hetero under `accelerate`: an Accelerator whose models are prepared in place (floor 4).
+
+No method here moves a byte or makes a number: they say to hetero what a script says to accelerate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+
+from hetero.api import backward, engine_of, prepare, release
+from hetero.checkpoint.load import load_checkpoint
+from hetero.checkpoint.save import save_checkpoint
+from hetero.config import Config
+from hetero.errors import ConfigError, StateError
+from hetero.train.check import MARK
+from hetero.train.optimizer import Optimizer
+
+FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
+OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+
+
+class HeteroPlugin:
+    """What hetero is to do: settings as of `hetero.prepare`, or a file of them.
+
+    Args:
+        config: a `Config`, a mapping, or the path of a TOML file; ``settings`` go on top.
+        settings: fields of `Config`, as ``hbm="20GiB"``.
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = Config.load(config, **settings)
+
+
+class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
+    """An `Accelerator` whose models train under byte budgets.
+
+    Models and optimizers may come to `prepare` in any order and in several calls. A model that
+    trains waits for its optimizer; if it computes before one has come, it is for inference.
+
+    Args:
+        hetero_plugin: settings; a `HeteroPlugin`, or what it takes.
+        args, kwargs: as for `Accelerator`.
+
+    Raises ConfigError beside a plug-in of DeepSpeed, FSDP or Megatron.
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
+    def __init__(
+        self,
+        *args: Any,
+        hetero_plugin: HeteroPlugin | Mapping[str, Any] | str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # before anything is built: what these leave in the environment outlives a failure
+        found = [name for name in FOREIGN if kwargs.get(name) is not None]
+        if found:
+            raise ConfigError(
+                f"{found[0]} beside hetero_plugin: both would place the model's parameters",
+                advice=f"drop {found[0]}",
+            )
+        super().__init__(*args, **kwargs)
+        self._take(hetero_plugin)
+
+    @classmethod
+    def adopt(
+        cls,
+        accelerator: Accelerator,
+        hetero_plugin: HeteroPlugin | Mapping[str, Any] | str | Path | None = None,
+    ) -> HeteroAccelerator:
+        """Make a live Accelerator, which has prepared nothing yet, one of hetero's; returns it."""
+        if accelerator._models:
+            raise StateError(
+                "the accelerator has prepared models already",
+                advice="adopt it before accelerator.prepare",
+            )
+        accelerator.__class__ = cls
+        adopted: HeteroAccelerator = accelerator
+        adopted._take(hetero_plugin)
+        return adopted
+
+    def _take(self, plugin: HeteroPlugin | Mapping[str, Any] | str | Path | None) -> None:
+        if self.distributed_type.value in OTHERS:
+            raise ConfigError(
+                f"hetero does not work under distributed_type={self.distributed_type.value}",
+                advice="launch the script without it",
+            )
+        if self.distributed_type != DistributedType.NO:
+            raise ConfigError(
+                "several processes are not in this version", advice="launch one process"
+            )
+        taken = plugin if isinstance(plugin, HeteroPlugin) else HeteroPlugin(plugin)
+        self.hetero_config = taken.config
+        self._waiting: dict[int, Waiting] = {}
+
+    # -- prepare ---------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, in any order."""
+        for model in (arg for arg in args if isinstance(arg, nn.Module)):
+            self._meet(model)
+        ours = tuple(self._paired(arg) if is_plain(arg) else arg for arg in args)
+        return super().prepare(*ours, device_placement=device_placement)
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Prepare a model; it stays where hetero has it."""
+        self._meet(model)
+        # with evaluation_mode autocast and compilation come, and no other wrapper does
+        prepared: nn.Module = super().prepare_model(
+            model, device_placement=False, evaluation_mode=True
+        )
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare an optimizer and the model that waits for it."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        wrapped = HeteroOptimizer(
+            optimizer if isinstance(optimizer, Optimizer) else self._paired(optimizer)
+        )
+        wrapped._is_accelerate_prepared = True
+        self._optimizers.append(wrapped)
+        return wrapped
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a scheduler, of the plain optimizer or of ours."""
+        prepared = super().prepare_scheduler(scheduler)
+        plain = getattr(scheduler, "optimizer", None)
+        for wrapped in self._optimizers:
+            inner = getattr(getattr(wrapped, "optimizer", None), "inner", None)
+            if inner is not None and inner is plain:
+                prepared.optimizers = [wrapped]
+        return prepared
+
+    def _meet(self, model: nn.Module) -> None:
+        """Let a model wait for its optimizer, or prepare one that has none to come."""
+        if MARK in model.__dict__ or id(model) in self._waiting:
+            return
+        if any(p.requires_grad for p in model.parameters()):
+            self._waiting[id(model)] = Waiting(self, model)
+        else:
+            prepare(model, config=self.hetero_config)
+
+    def _paired(self, optimizer: torch.optim.Optimizer) -> Optimizer:
+        """Prepare the model that an optimizer is of, with it."""
+        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for waiting in list(self._waiting.values()):
+            if params & {id(p) for p in waiting.model.parameters()}:
+                waiting.over()
+                prepared: Optimizer
+                _, prepared = prepare(waiting.model, optimizer, config=self.hetero_config)
+                return prepared
+        raise ConfigError(
+            "the optimizer is of no model that was given to prepare",
+            advice="pass model and optimizer to accelerator.prepare, together or the model first",
+        )
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Divide by the accumulation steps and run backward, scaled under precision="fp16"."""
+        if self.hetero_config.precision == "fp16":
+            backward(loss / self.gradient_accumulation_steps)
+        else:
+            super().backward(loss, **kwargs)
+
+    # -- states ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _hidden(self) -> Iterator[tuple[list[nn.Module], list[Any]]]:
+        """Keep models from who would hold all their bytes at once."""
+        kept = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield kept
+        finally:
+            self._models, self._optimizers = kept
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
+        """Save everything; each model with its optimizer as a checkpoint of hetero."""
+        with self._hidden() as (models, _):
+            folder: str = super().save_state(output_dir, *args, **kwargs)
+        for number, model in enumerate(models):
+            save_checkpoint(Path(folder) / part(number), model, engine_of(model).optimizer)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Load what `save_state` saved; without a directory the newest."""
+        if input_dir is None:
+            input_dir = newest(Path(self.project_dir) / "checkpoints")
+        with self._hidden() as (models, _):
+            super().load_state(input_dir, *args, **kwargs)
+        for number, model in enumerate(models):
+            load_checkpoint(Path(input_dir) / part(number), model, engine_of(model).optimizer)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of everything; models are plain again."""
+        for model in self._models:
+            if MARK in model.__dict__:
+                release(model, engine_of(model).optimizer)
+            model.__dict__.pop("_is_accelerate_prepared", None)
+        for waiting in list(self._waiting.values()):
+            waiting.over()
+        return super().free_memory(*objects)
+
+
+class Waiting:
+    """A model whose optimizer has not come; if it computes before, none will."""
+
+    def __init__(self, accelerator: HeteroAccelerator, model: nn.Module) -> None:
+        self.model = model
+        self._accelerator = accelerator
+        self._hook = model.register_forward_pre_hook(self._computes)
+
+    def over(self) -> None:
+        """It waits no longer."""
+        self._hook.remove()
+        self._accelerator._waiting.pop(id(self.model), None)
+
+    def _computes(self, *_: Any) -> None:
+        self.over()
+        prepare(self.model, config=self._accelerator.hetero_config)
+
+
+class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types
+    """A `hetero.Optimizer` that steps where gradients are complete."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether loss scaling skipped the last step."""
+        return bool(self.optimizer.step_was_skipped)
+
+
+def is_plain(what: Any) -> bool:
+    """Whether something is an optimizer that nobody has prepared."""
+    known = (AcceleratedOptimizer, Optimizer)
+    return isinstance(what, torch.optim.Optimizer) and not isinstance(what, known)
+
+
+def part(number: int) -> str:
+    """Return the name of a model's checkpoint in a directory of accelerate's."""
+    return f"hetero_{number}"
+
+
+def newest(folder: Path) -> str:
+    """Return the newest ``checkpoint_<n>``; StateError where there is none."""
+    found: Iterable[Path] = folder.glob("checkpoint_*") if folder.is_dir() else ()
+    try:
+        return str(max(found, key=lambda path: int(path.name.rpartition("_")[2])))
+    except ValueError as error:
+        raise StateError(
+            f"{folder} has no checkpoint", advice="name a directory that save_state wrote"
+        ) from error
