@@ -21,6 +21,7 @@ from hetero.checkpoint.save import save_checkpoint
 from hetero.config import Config
 from hetero.errors import ConfigError, StateError
 from hetero.train.check import MARK
+from hetero.train.hooks import before_next_forward
 from hetero.train.optimizer import Optimizer
 
 FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
@@ -230,14 +231,14 @@ class Waiting:
     def __init__(self, accelerator: HeteroAccelerator, model: nn.Module) -> None:
         self.model = model
         self._accelerator = accelerator
-        self._hook = model.register_forward_pre_hook(self._computes)
+        self._cancel = before_next_forward(model, self._computes)
 
     def over(self) -> None:
         """It waits no longer."""
-        self._hook.remove()
+        self._cancel()
         self._accelerator._waiting.pop(id(self.model), None)
 
-    def _computes(self, *_: Any) -> None:
+    def _computes(self) -> None:
         self.over()
         prepare(self.model, config=self._accelerator.hetero_config)
 

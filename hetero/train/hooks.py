@@ -261,6 +261,17 @@ class Within:
         return self.call.__reduce_ex__(protocol)
 
 
+def before_next_forward(module: nn.Module, call: Callable[[], None]) -> Callable[[], None]:
+    """Call ``call`` before a module's next forward; returns what cancels that."""
+
+    def once(*_: Any) -> None:
+        handle.remove()
+        call()
+
+    handle = module.register_forward_pre_hook(once)
+    return handle.remove
+
+
 def around_unit(activations: Activations, unit: int, call: Call) -> Call:
     """Return a unit's forward inside an access, under the unit's policy."""
 
