@@ -89,9 +89,7 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):  # type: ignore[misc]  # it 
         else:
             prepare(self.model, config=self.config)
 
-    def tensor_init_context(
-        self, empty_init: bool | None = None
-    ) -> AbstractContextManager[None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
         """Build a model in RAM; without memory where ``empty_init`` asks for that."""
         return building(self.precision_plugin.tensor_init_context(), bool(empty_init))
 
