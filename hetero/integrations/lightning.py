@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning.fabric.strategies as fabric
 import lightning.pytorch.strategies as pytorch
 import torch
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDevice
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -33,7 +33,7 @@ STEPS = "step-*"  # what a directory holds that `save_checkpoint` wrote
 OURS = ("state_dict", "optimizer_states")  # entries of a checkpoint whose tensors hetero writes
 
 
-class HeteroStrategy(pytorch.SingleDeviceStrategy):  # type: ignore[misc]  # it has no types
+class HeteroStrategy(pytorch.SingleDeviceStrategy):
     """A Trainer's strategy under which the model trains in byte budgets.
 
     The LightningModule is prepared when ``fit`` (or ``validate``, ``test``, ``predict``) sets it
@@ -66,37 +66,42 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):  # type: ignore[misc]  # it 
         check_device(self.accelerator, self.root_device)
         super().setup_environment()
 
+    @property
+    def _module(self) -> Any:
+        """The LightningModule; nothing is wrapped around it."""
+        return self.lightning_module
+
     def setup(self, trainer: Any) -> None:
         """Prepare the model, with its optimizer where it is to be fitted."""
-        self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
+        accelerator_of(self).setup(trainer)
+        self.model = self.precision_plugin.convert_module(self._module)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting or self._step is None or self._step.module is not self.model:
-            plain_again(self.model)
+        if fitting or self._step is None or self._step.module is not self._module:
+            plain_again(self._module)
         if fitting:
             self.setup_optimizers(trainer)
         self._prepare(fitting)
         self.setup_precision_plugin()
 
     def _prepare(self, fitting: bool) -> None:
-        if MARK in self.model.__dict__:  # it was fitted before, and is now looked at
+        if MARK in self._module.__dict__:  # it was fitted before, and is now looked at
             return
-        move_metrics(self.model, self.root_device)
-        self._step = Step(self.model)
+        move_metrics(self._module, self.root_device)
+        self._step = Step(self._module)
         if fitting and self.optimizers:
-            _, optimizer = prepare(self.model, only(self.optimizers), config=self.config)
+            _, optimizer = prepare(self._module, only(self.optimizers), config=self.config)
             self.optimizers = [optimizer]
         else:
-            prepare(self.model, config=self.config)
+            prepare(self._module, config=self.config)
 
-    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
         """Build a model in RAM; without memory where ``empty_init`` asks for that."""
         return building(self.precision_plugin.tensor_init_context(), bool(empty_init))
 
     def teardown(self) -> None:
         """Let go of what is not the model's: it stays prepared."""
         self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        accelerator_of(self).teardown()
         self.checkpoint_io.teardown()
 
     # -- steps -----------------------------------------------------------------------------------
@@ -104,8 +109,8 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):  # type: ignore[misc]  # it 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module's training step."""
         with self.precision_plugin.train_step_context():
-            if not self.lightning_module.automatic_optimization:  # it has backward and step within
-                return self.lightning_module.training_step(*args, **kwargs)
+            if not self._module.automatic_optimization:  # it has backward and step within
+                return self._module.training_step(*args, **kwargs)
             return self._call("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,19 +155,21 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):  # type: ignore[misc]  # it 
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         """Write a directory; weights alone, and a model that is not prepared, into one file."""
-        if not trains(self.model) or "optimizer_states" not in checkpoint:
+        if not trains(self._module) or "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         rest = {key: value for key, value in checkpoint.items() if key not in OURS}
         save(filepath, self.model, rest)
 
-    def load_checkpoint(self, checkpoint_path: str | Path, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """Load what `save_checkpoint`, or a Trainer without hetero, saved."""
         self._directory = is_ours(checkpoint_path)
         if not self._directory:
-            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, **kwargs)
+            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
             return found
-        return load(checkpoint_path, self.model, **kwargs)
+        return load(checkpoint_path, self._module, **kwargs)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module's state from a file of Lightning's; from a directory it is loaded."""
@@ -175,7 +182,7 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):  # type: ignore[misc]  # it 
             optimizer.load_state_dict(state)
 
 
-class HeteroFabricStrategy(fabric.SingleDeviceStrategy):  # type: ignore[misc]  # it has no types
+class HeteroFabricStrategy(FabricSingleDevice):
     """A Fabric's strategy under which ``fabric.setup(model, optimizer)`` prepares the model.
 
     ``fabric.save`` and ``fabric.load`` write and read a directory where the state has a prepared
@@ -219,11 +226,13 @@ class HeteroFabricStrategy(fabric.SingleDeviceStrategy):  # type: ignore[misc]  
             advice="model, optimizer = fabric.setup(model, optimizer)",
         )
 
-    def save_checkpoint(self, path: str | Path, state: dict[str, Any], **kwargs: Any) -> None:
+    def save_checkpoint(
+        self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         """Write a directory where the state has a model that trains."""
         model = next((thing for thing in state.values() if trains(thing)), None)
         if model is None:
-            super().save_checkpoint(path, state, **kwargs)
+            super().save_checkpoint(path, state, *args, **kwargs)
             return
         hidden = (model, engine_of(model).optimizer)
         beside = {k: v for k, v in state.items() if not any(v is each for each in hidden)}
@@ -231,15 +240,15 @@ class HeteroFabricStrategy(fabric.SingleDeviceStrategy):  # type: ignore[misc]  
         save(path, model, rest)
 
     def load_checkpoint(
-        self, path: str | Path, state: Any = None, strict: bool = True, **kwargs: Any
+        self, path: str | Path, state: Any = None, strict: bool = True, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Load what `save_checkpoint` saved; returns what ``state`` had no place for."""
         things = state if isinstance(state, dict) else {}
         model = next((thing for thing in things.values() if trains(thing)), None)
         if model is None or not is_ours(path):
-            found: dict[str, Any] = super().load_checkpoint(path, state, strict, **kwargs)
+            found: dict[str, Any] = super().load_checkpoint(path, state, strict, *args, **kwargs)
             return found
-        rest = load(path, model, **kwargs)
+        rest = load(path, model, *args, **kwargs)
         for name in [name for name in things if name in rest]:
             if hasattr(things[name], "load_state_dict"):
                 things[name].load_state_dict(rest.pop(name))
@@ -258,7 +267,7 @@ class Step:
         self.module = module
         self.call: Callable[..., Any] | None = None
         found = module.forward
-        self.forward = found.forward if isinstance(found, Step) else found
+        self.forward: Callable[..., Any] = found.forward if isinstance(found, Step) else found
         functools.update_wrapper(self, self.forward)
         module.forward = self
 
@@ -286,6 +295,11 @@ def checked(config: Config) -> Config:
             advice="use precision='bf16', or the Trainer's own precision='16-mixed'",
         )
     return config
+
+
+def accelerator_of(strategy: pytorch.Strategy) -> Any:
+    """Return what Trainer gave a strategy before it is set up."""
+    return strategy.accelerator
 
 
 def check_device(accelerator: Any, place: torch.device) -> None:
@@ -352,10 +366,14 @@ def save(path: str | Path, model: nn.Module, rest: dict[str, Any]) -> None:
     )
 
 
-def load(path: str | Path, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
+def load(
+    path: str | Path, model: nn.Module, weights_only: bool | None = None, **kwargs: Any
+) -> dict[str, Any]:
     """Load a model and its optimizer; returns what is beside them."""
     beside = load_checkpoint(path, model, engine_of(model).optimizer)
-    rest: dict[str, Any] = torch.load(io.BytesIO(beside.numpy().tobytes()), **kwargs)
+    rest: dict[str, Any] = torch.load(
+        io.BytesIO(beside.numpy().tobytes()), weights_only=weights_only, **kwargs
+    )
     return rest
 
 
