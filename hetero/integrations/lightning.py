@@ -169,7 +169,7 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):
         if not self._directory:
             found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
             return found
-        return load(checkpoint_path, self._module, **kwargs)
+        return load(checkpoint_path, self._module, *args, **kwargs)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module's state from a file of Lightning's; from a directory it is loaded."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # these load torch, and rendering does not need it
     from hetero.checkpoint.verify import Report as VerifyReport
     from hetero.recipes.calibrate import Calibration
     from hetero.recipes.doctor import Check, Report
-    from hetero.recipes.train import StepReport, TrainResult
+    from hetero.recipes.train import Evaluation, StepReport, TrainResult
     from hetero.rehearse.plan import Plan
 
 PLAIN_LINES = 10  # how often a run is reported where there is no terminal
@@ -75,8 +75,14 @@ def step_line(report: StepReport) -> str:
         f"moved {format_bytes(moved)}/step",
         *([f"disk {format_bytes(disk)}/step"] if disk else []),
         f"{status.misses} misses",
+        *([] if report.evaluation is None else [f"evaluated {evaluated(report.evaluation)}"]),
     ]
     return "  ".join(parts)
+
+
+def evaluated(found: Evaluation) -> str:
+    """Return an evaluation in a few words."""
+    return f"loss {found.loss:.3f}, perplexity {found.perplexity:,.2f}"
 
 
 def fill(row: dict[str, int | None]) -> str:
@@ -145,7 +151,9 @@ def run_facts(result: TrainResult) -> list[tuple[str, str]]:
         *disk_facts(status),
         ("speed", f"{result.tokens_per_second:,.0f} tokens/s, {result.seconds:.1f} s of training"),
         ("loss", loss_line(result)),
+        *[("evaluated", evaluated(e)) for e in result.evaluations[-1:]],
         ("checkpoint", f"{result.checkpoint}{went_on(result)}"),
+        *([] if result.out is None else [("model", result.out)]),
         ("weights", f"sha256 {result.weights_sha256[:16]}; as many steps give it at any budget"),
     ]
 
@@ -174,7 +182,7 @@ def loss_line(result: TrainResult) -> str:
     why = "time was up" if result.signal is None else "stopped"
     steps = f"{result.steps} of {result.planned_steps}, {why}" if early else result.steps
     return (
-        f"{result.first_loss:.3f} -> {result.last_loss:.3f} nats a byte in steps: {steps}"
+        f"{result.first_loss:.3f} -> {result.last_loss:.3f} nats a {result.unit} in steps: {steps}"
         f" (without context: {result.unigram_entropy:.3f})"
     )
 
