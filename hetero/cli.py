@@ -40,7 +40,9 @@ PRECISIONS = click.Choice(["fp32", "bf16", "fp16"])
 POSITIVE = click.IntRange(min=1)
 DEVICES = click.Choice(["cuda", "cpu", "cpu:sim"])
 KINDS = {
-    "device": DEVICES, "precision": PRECISIONS, "activations": click.Choice(ACTIVATIONS),
+    "device": DEVICES,
+    "precision": PRECISIONS,
+    "activations": click.Choice(ACTIVATIONS),
     **dict.fromkeys(("hbm", "host", "nvme_bytes", "chunk_bytes"), str),  # as 20GiB
 }
 
@@ -86,8 +88,8 @@ def field_option(f: dataclasses.Field[Any], text: str) -> Callable[..., Any]:
     """Return the option of a field; its type and its default come from there."""
     kind = f.type.removesuffix(" | None") if isinstance(f.type, str) else "str"
     flag = f"--{f.name.replace('_', '-')}"
-    told = f.default if f.default not in (None, (), False) else None
-    said = text if told is None or told is True else f"{text}  [default: {told}]"
+    tells = isinstance(f.default, (int, float, str)) and kind != "bool"
+    said = f"{text}  [default: {f.default}]" if tells else text
     if kind == "bool":
         return click.option(f"{flag}/--no{flag[1:]}", default=None, help=said)
     if kind.startswith("tuple"):
@@ -134,7 +136,7 @@ def train_run(options: TrainOptions, stop: Callable[[], int | None], as_json: bo
     from hetero.recipes.train import train as run
 
     console = open_console(as_json)
-    with show.watching(console, options.steps) as watch:
+    with show.watching(console) as watch:
         result = run(options, telling(watch) if as_json else watch, stop)
     show.summary(console, result)
     show.recorded(console, result)

@@ -37,6 +37,10 @@ def language_task(options: TrainOptions, config: Config) -> Task:
 
     Raises ConfigError where the model, its tokenizer or the data cannot be used.
     """
+    if options.model.startswith((".", "/", "~")) and not Path(options.model).is_dir():
+        raise ConfigError(
+            f"--model {options.model} is no directory", advice="name one, a preset or a Hub name"
+        )
     try:
         tokenizer = tokenizer_of(options)
         model, weights = model_of(options, config, len(tokenizer))

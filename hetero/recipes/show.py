@@ -32,16 +32,17 @@ COLOURS = {"green": "green", "yellow": "yellow", "red": "red"}
 
 
 @contextmanager
-def watching(console: Console, steps: int) -> Iterator[Callable[[StepReport], None]]:
+def watching(console: Console) -> Iterator[Callable[[StepReport], None]]:
     """Show a bar on a terminal, and a line now and then elsewhere; yields the watcher."""
     if not console.is_terminal:
-        yield lambda report: plain_line(console, report, steps)
+        yield lambda report: plain_line(console, report)
         return
     with bar(console) as progress:
-        task = progress.add_task("train", total=steps, line="building the model")
+        task = progress.add_task("train", total=None, line="building the model")
 
         def watch(report: StepReport) -> None:
-            progress.update(task, completed=report.step, line=step_line(report))
+            line = step_line(report)
+            progress.update(task, completed=report.step, total=report.planned, line=line)
 
         yield watch
 
@@ -57,10 +58,10 @@ def bar(console: Console) -> Progress:
     )
 
 
-def plain_line(console: Console, report: StepReport, steps: int) -> None:
-    every = max(1, steps // PLAIN_LINES)
-    if report.step == 1 or report.step % every == 0:
-        line = f"step {report.step}/{steps}  {step_line(report)}"
+def plain_line(console: Console, report: StepReport) -> None:
+    every = max(1, report.planned // PLAIN_LINES)
+    if report.step == 1 or report.step % every == 0 or report.evaluation is not None:
+        line = f"step {report.step}/{report.planned}  {step_line(report)}"
         console.print(line, highlight=False, soft_wrap=True)
 
 

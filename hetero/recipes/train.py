@@ -72,6 +72,7 @@ class StepReport(NamedTuple):
 
     step: int
     """Steps done, from 1."""
+    planned: int
     loss: float
     seconds: float
     """Since training began."""
@@ -372,7 +373,10 @@ class Run:
             self.recording.count_step()
             done.seconds = time.perf_counter() - began
             evaluated = self.evaluate() if self.is_due() else None
-            self.tell(StepReport(*done.row(), lr, norm, evaluated, status(self.task.model)), watch)
+            self.tell(
+                StepReport(*done.row(self.steps), lr, norm, evaluated, status(self.task.model)),
+                watch,
+            )
             number = stop()
             if options.minutes is not None and done.seconds >= 60 * options.minutes:
                 break
@@ -467,9 +471,9 @@ class Progress:
     def steps(self) -> int:
         return len(self.losses)
 
-    def row(self) -> tuple[int, float, float, int]:
+    def row(self, planned: int) -> tuple[int, int, float, float, int]:
         """Return the first fields of a step's report."""
-        return self.steps, self.losses[-1], self.seconds, self.tokens
+        return self.steps, planned, self.losses[-1], self.seconds, self.tokens
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
@@ -486,12 +490,10 @@ class Progress:
 
 def fingerprint(options: TrainOptions, config: Config, task: Task) -> dict[str, Any]:
     """Return what decides the numbers; budgets do not."""
-    return {
-        "steps": steps_of(options, task),
-        **{name: getattr(options, name) for name in (*DECIDING, *SHAPES)},
-        **{name: getattr(config, name) for name in COMPUTING if hasattr(config, name)},
-        "data": task.digest(),
-    }
+    found = {name: getattr(options, name) for name in (*DECIDING, *SHAPES)}
+    found.update({name: getattr(config, name) for name in COMPUTING if hasattr(config, name)})
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
+    return {**plain, "steps": steps_of(options, task), "data": task.digest()}
 
 
 def steps_of(options: TrainOptions, task: Task) -> int:
