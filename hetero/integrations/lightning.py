@@ -159,7 +159,7 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         rest = {key: value for key, value in checkpoint.items() if key not in OURS}
-        save(filepath, self.model, rest)
+        save(filepath, self._module, rest)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, *args: Any, **kwargs: Any

@@ -78,18 +78,24 @@ def model_of(
     """Return the model, and where its weights are where it has no memory yet."""
     torch.manual_seed(options.seed)
     if options.model in PRESETS:
-        made: nn.Module = AutoModelForCausalLM.from_config(preset(options, vocabulary))
-        return made, None
+        return built(preset(options, vocabulary)), None
     exact = config.precision == "fp32"
     found = AutoConfig.from_pretrained(options.model)
     if options.lora_rank is None and Path(options.model).is_dir():
         with empty_init():
             dtype = torch.float32 if exact else getattr(found, "dtype", None)
-            model: nn.Module = AutoModelForCausalLM.from_config(found, dtype=dtype)
+            model = built(found, dtype=dtype)
         if covers(options.model, model):
             return with_generation(model, options.model), options.model
     dtype = torch.float32 if exact else "auto"
     return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype), None
+
+
+def built(config: Any, **given: Any) -> nn.Module:
+    """Return the model of a configuration."""
+    build: Any = AutoModelForCausalLM.from_config
+    model: nn.Module = build(config, **given)
+    return model
 
 
 def preset(options: TrainOptions, vocabulary: int) -> Any:
@@ -166,7 +172,7 @@ def adapted(model: nn.Module, options: TrainOptions) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        found: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]
+        found: nn.Module = get_peft_model(model, config)
     except ValueError as error:
         names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if is_linear(m)})
         raise ConfigError(

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hetero.config import Config
 from hetero.errors import ConfigError
 from hetero.export import export
 from hetero.recipes.gpt import GPT, GPTConfig
@@ -70,20 +69,6 @@ class Task:
     def digest(self) -> int:
         """Return a checksum of what is learned."""
         return zlib.crc32(self.targets.contiguous().numpy().data)
-
-
-def task_of(options: TrainOptions, config: Config) -> Task:
-    """Return what options ask for; ConfigError where it cannot be had."""
-    if options.is_demo:
-        return demo(options)
-    try:
-        from hetero.recipes.language import language_task
-    except ImportError as error:
-        raise ConfigError(
-            f"--model {options.model} needs transformers: {error}",
-            advice="pip install 'hetero[integrations]', or leave --model out",
-        ) from error
-    return language_task(options, config)
 
 
 def count(batch: Batch) -> int:

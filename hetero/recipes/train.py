@@ -26,7 +26,7 @@ from hetero.device import open_device
 from hetero.errors import BudgetError, ConfigError
 from hetero.recipes.options import TrainOptions
 from hetero.recipes.record import Recording, free_folder
-from hetero.recipes.task import Task, count, task_of
+from hetero.recipes.task import Task, count, demo
 from hetero.recipes.text import unigram_entropy
 from hetero.rehearse.plan import Plan, plan
 from hetero.train.blueprint import draw
@@ -185,6 +185,20 @@ def train(
     if done:
         task.write(Path(options.out or ""))
     return conclude(run, number, page, options.out if done else None)
+
+
+def task_of(options: TrainOptions, config: Config) -> Task:
+    """Return what options ask for; ConfigError where it cannot be had."""
+    if options.is_demo:
+        return demo(options)
+    try:
+        from hetero.recipes.language import language_task
+    except ImportError as error:
+        raise ConfigError(
+            f"--model {options.model} needs transformers: {error}",
+            advice="pip install 'hetero[integrations]', or leave --model out",
+        ) from error
+    return language_task(options, config)
 
 
 def dry_run(options: TrainOptions) -> Plan:
@@ -369,7 +383,7 @@ class Run:
         options, number, done = self.options, None, self.progress
         began = time.perf_counter() - done.seconds
         while done.steps < self.steps and number is None:
-            norm, lr = self.step(), self.scheduler.get_last_lr()[0]
+            norm, lr = self.step(), float(self.scheduler.get_last_lr()[0])
             self.recording.count_step()
             done.seconds = time.perf_counter() - began
             evaluated = self.evaluate() if self.is_due() else None
@@ -404,7 +418,7 @@ class Run:
         self.optimizer.zero_grad()
         self.progress.losses.append(sum(loss.item() for loss in losses))
         self.progress.tokens += sum(counts)
-        return norm.item()
+        return float(norm.item())
 
     def is_due(self) -> bool:
         """Whether an evaluation is, behind the step that was made."""
