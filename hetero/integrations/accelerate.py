@@ -122,8 +122,11 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Prepare a model; it stays where hetero has it."""
-        self._meet(model)
+        """Prepare a model; it stays where hetero has it. In ``evaluation_mode`` none will step it."""
+        if evaluation_mode and MARK not in model.__dict__:
+            prepare(model, config=self.hetero_config)
+        else:
+            self._meet(model)
         # with evaluation_mode autocast and compilation come, and no other wrapper does
         prepared: nn.Module = super().prepare_model(
             model, device_placement=False, evaluation_mode=True
@@ -155,11 +158,14 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
 
     def _meet(self, model: nn.Module) -> None:
         """Let a model wait for its optimizer, or prepare one that has none to come."""
-        if MARK in model.__dict__ or id(model) in self._waiting:
+        if id(model) in self._waiting or model in self._models:
             return
-        if any(p.requires_grad for p in model.parameters()):
+        trains = any(p.requires_grad for p in model.parameters())
+        if trains and MARK in model.__dict__ and engine_of(model).optimizer is None:
+            release(model)  # it was for inference until now
+        if trains and MARK not in model.__dict__:
             self._waiting[id(model)] = Waiting(self, model)
-        else:
+        elif MARK not in model.__dict__:
             prepare(model, config=self.hetero_config)
 
     def _paired(self, optimizer: torch.optim.Optimizer) -> Optimizer:
@@ -215,9 +221,9 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             load_checkpoint(Path(input_dir) / part(number), model, engine_of(model).optimizer)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of everything; models are plain again."""
+        """Let go of everything; models that trained are plain again, others are as they were."""
         for model in self._models:
-            if MARK in model.__dict__:
+            if MARK in model.__dict__ and engine_of(model).optimizer is not None:
                 release(model, engine_of(model).optimizer)
             model.__dict__.pop("_is_accelerate_prepared", None)
         for waiting in list(self._waiting.values()):
