@@ -122,7 +122,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Prepare a model; it stays where hetero has it. In ``evaluation_mode`` none will step it."""
+        """Prepare a model, which stays where hetero has it; in ``evaluation_mode`` at once."""
         if evaluation_mode and MARK not in model.__dict__:
             prepare(model, config=self.hetero_config)
         else:
