@@ -18,12 +18,13 @@ import math
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 from hetero.api import engine_of, status
@@ -31,11 +32,13 @@ from hetero.checkpoint.load import load_checkpoint, same_generators
 from hetero.checkpoint.save import save_checkpoint
 from hetero.config import Config
 from hetero.errors import CheckpointMismatch, ConfigError, HeteroError, StateError
+from hetero.export import export, is_plain, materialised
 from hetero.integrations.accelerate import HeteroAccelerator, HeteroOptimizer
 from hetero.train.check import MARK, check_model
 from hetero.types import Tier
 
 FOLDER = "hetero"  # of a checkpoint's directory
+STAGED = ".hetero-weights"  # while parameters come from disk
 STATES, SCHEDULE = "optimizer.pt", "scheduler.pt"
 NEEDED = (
     "create_accelerator_and_postprocess",
@@ -158,6 +161,12 @@ class HeteroTrainer:
 
     # -- checkpoints -----------------------------------------------------------------------------
 
+    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save as Trainer does, from files where the parameters are at home on disk."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        with plain_state(self.model, folder) if state_dict is None else nullcontext() as plain:
+            super()._save(output_dir, state_dict if plain is None else plain)  # type: ignore[misc]
+
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         """See [Note: checkpoints]."""
         folder = Path(output_dir)
@@ -248,6 +257,35 @@ def is_ours(checkpoint: str) -> bool:
     """Whether hetero wrote a checkpoint of Trainer's; see [Note: checkpoints]."""
     folder = Path(checkpoint)
     return (folder / FOLDER).is_dir() and not (folder / STATES).exists()
+
+
+@contextmanager
+def plain_state(model: nn.Module, folder: Path) -> Iterator[dict[str, torch.Tensor] | None]:
+    """Yield a state dict of plain tensors, or None where the model's own is one.
+
+    safetensors writes memory, and parameters at home on disk have none: they are exported beside
+    the files to come, and mapped from there, so that no more than a piece is in memory at once.
+    """
+    own = model.state_dict()
+    if all(is_plain(value) for value in own.values()):
+        yield None
+        return
+    if has_adapters(model):  # it writes these alone
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        yield {k: materialised(k, v) if k in trained else v for k, v in own.items()}
+        return
+    staged = folder / STAGED
+    try:
+        export(model, staged)
+        mapped: dict[str, torch.Tensor] = {}
+        for path in staged.glob("*.safetensors"):
+            mapped.update(load_file(path))
+        first: dict[int, str] = {}
+        names = model.named_parameters(remove_duplicate=False)
+        tied = {name: first.setdefault(id(param), name) for name, param in names}
+        yield {name: mapped[tied.get(name, name)] for name in own}
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
 
 
 @contextmanager

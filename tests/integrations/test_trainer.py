@@ -59,9 +59,7 @@ def test_a_run_gives_the_same_numbers(name: str, tmp_path: Path) -> None:
     expected = built(Trainer, tmp_path / "stock", llama(**of_model), **arguments)
     expected.train()
 
-    found = built(
-        HeteroTrainer, tmp_path / "ours", llama(**of_model), hetero=SETTINGS, **arguments
-    )
+    found = built(HeteroTrainer, tmp_path / "ours", llama(**of_model), hetero=SETTINGS, **arguments)
     found.train()
 
     same_run(found, expected)
@@ -244,9 +242,7 @@ def test_weights_on_disk_train_and_are_saved_alike(tmp_path: Path) -> None:
     expected.train()
     disk = {"nvme": str(tmp_path), "host": 600_000}
 
-    found = built(
-        HeteroTrainer, tmp_path / "ours", llama(), hetero={**SETTINGS, **disk}, **saving
-    )
+    found = built(HeteroTrainer, tmp_path / "ours", llama(), hetero={**SETTINGS, **disk}, **saving)
     found.train()
 
     same_run(found, expected)
