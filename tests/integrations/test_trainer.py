@@ -212,7 +212,9 @@ def test_what_is_done_before_and_after_training(tmp_path: Path) -> None:
 def test_a_model_is_built_anew_for_each_training(tmp_path: Path) -> None:
     runs = []
     for cls, given in ((Trainer, {}), (HeteroTrainer, {"hetero": SETTINGS})):
-        run = built(cls, tmp_path, None, model_init=lambda: llama(use_cache=False), max_steps=2, **given)
+        run = built(
+            cls, tmp_path, None, model_init=lambda: llama(use_cache=False), max_steps=2, **given
+        )
         run.train()
         run.train()
         runs.append(run)
