@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
@@ -88,7 +88,9 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
                 "the accelerator has prepared models already",
                 advice="adopt it before accelerator.prepare",
             )
-        accelerator.__class__ = cls
+        own = type(accelerator)
+        plain = own is Accelerator or issubclass(own, cls)
+        accelerator.__class__ = cls if plain else type(f"Hetero{own.__name__}", (cls, own), {})
         adopted: HeteroAccelerator = accelerator
         adopted._take(hetero_plugin)
         return adopted
@@ -99,7 +101,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
                 f"hetero does not work under distributed_type={self.distributed_type.value}",
                 advice="launch the script without it",
             )
-        if self.distributed_type != DistributedType.NO:
+        if self.num_processes > 1:
             raise ConfigError(
                 "several processes are not in this version", advice="launch one process"
             )

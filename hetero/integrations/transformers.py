@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,7 @@ from hetero.checkpoint.save import save_checkpoint
 from hetero.config import Config
 from hetero.errors import CheckpointMismatch, ConfigError, HeteroError, StateError
 from hetero.export import export, is_plain, materialised
-from hetero.integrations.accelerate import HeteroAccelerator, HeteroOptimizer
+from hetero.integrations.accelerate import HeteroAccelerator, HeteroOptimizer, HeteroPlugin
 from hetero.train.check import MARK, check_model
 from hetero.types import Tier
 
@@ -56,12 +57,13 @@ Settings = Config | Mapping[str, Any] | str | Path | None
 
 
 @functools.cache
-def trainer(cls: type) -> type:
+def trainer(cls: Any) -> type:
     """Return a subclass of a Trainer class whose models train under byte budgets.
 
     It takes ``hetero=`` beside what ``cls`` takes: a `Config`, a mapping of its fields, or the path
-    of a TOML file. Numbers, logs and files are those of ``cls``; logs have ``hetero/*`` besides.
-    A class that is one already is returned as it is.
+    of a TOML file; without it the environment variable HETERO_CONFIG may name such a file. Numbers,
+    logs and files are those of ``cls``; logs have ``hetero/*`` besides. A class that is one already
+    is returned as it is.
 
     Raises ConfigError for a class that is no Trainer, or of a release that is not supported.
     """
@@ -116,6 +118,9 @@ def made(cls: type) -> type:
 class HeteroTrainer:
     """What `trainer` puts before a Trainer class."""
 
+    hetero_given: Settings = None
+    """What ``hetero=`` was; None: the file that HETERO_CONFIG names, or no settings."""
+
     # -- set-up ----------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self: Any) -> None:
@@ -123,14 +128,15 @@ class HeteroTrainer:
         check_args(self.args)
         if self.model is not None:
             check_trainable(self.model)
-        taken = settings_of(self.args, Config.load(self.hetero_given))
+        given = self.hetero_given or os.environ.get("HETERO_CONFIG") or None
+        taken = settings_of(self.args, Config.load(given))
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.take(taken)
 
     def take(self: Any, config: Config) -> None:
         """Have models prepared with these settings."""
         self.args._n_gpu = min(1, self.args.n_gpu)  # more would wrap models in DataParallel
-        HeteroAccelerator.adopt(self.accelerator, config)
+        HeteroAccelerator.adopt(self.accelerator, HeteroPlugin(config))
         self.losses = Losses()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -239,7 +245,9 @@ class Losses:
 def metrics(model: nn.Module) -> dict[str, float]:
     """Return what a log has of `hetero.status`: bytes held now, bytes moved in the last step."""
     now = status(model)
-    found = {f"hetero/{tier.lower()}_bytes": row["used"] or 0 for tier, row in now.tiers.items()}
+    found: dict[str, float] = {}
+    for tier, row in now.tiers.items():
+        found[f"hetero/{tier.lower()}_bytes"] = row["used"] or 0
     traffic = ["h2d_bytes", "d2h_bytes"]
     if Tier.NVME.name in now.tiers:
         traffic += ["read_bytes", "write_bytes"]
