@@ -56,7 +56,6 @@ SUPPORTED = "4.55 to 5.x"
 Settings = Config | Mapping[str, Any] | str | Path | None
 
 
-@functools.cache
 def trainer(cls: Any) -> type:
     """Return a subclass of a Trainer class whose models train under byte budgets.
 
@@ -98,15 +97,16 @@ def enable(live: Any, config: Settings = None, **settings: Any) -> Any:
     return live
 
 
-def made(cls: type) -> type:
+@functools.cache
+def made(cls: Any) -> type:
     """Return the class that is HeteroTrainer before it is ``cls``."""
 
-    @functools.wraps(cls.__init__)  # type: ignore[misc]
+    @functools.wraps(cls.__init__)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         self.hetero_given = kwargs.pop("hetero", None)
-        cls.__init__(self, *args, **kwargs)  # type: ignore[misc]
+        cls.__init__(self, *args, **kwargs)
 
-    own = inspect.signature(cls.__init__)  # type: ignore[misc]
+    own = inspect.signature(cls.__init__)
     more = inspect.Parameter("hetero", inspect.Parameter.KEYWORD_ONLY, default=None)
     rest = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     last = [p for p in own.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
