@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class HeteroError(Exception):
@@ -61,6 +62,16 @@ class BudgetError(HeteroError, MemoryError):
         super().__init__(message, advice=advice, moves=moves)
         self.tier = tier
         self.needed_bytes = needed_bytes
+
+
+class OutOfMemory(BudgetError, RuntimeError):
+    """A tier ran out while the model computed; a smaller batch may fit.
+
+    Finders of batch sizes (accelerate's, Trainer's) know it by its words and its one argument.
+    """
+
+    def __init__(self, message: str, *, tier: str, **known: Any) -> None:
+        super().__init__(f"{tier} out of memory. {message}", tier=tier, **known)
 
 
 class StateError(HeteroError, RuntimeError):

@@ -34,7 +34,12 @@ from hetero.checkpoint.save import save_checkpoint
 from hetero.config import Config
 from hetero.errors import CheckpointMismatch, ConfigError, HeteroError, StateError
 from hetero.export import export, is_plain, materialised
-from hetero.integrations.accelerate import HeteroAccelerator, HeteroOptimizer, HeteroPlugin
+from hetero.integrations.accelerate import (
+    SETTINGS,
+    HeteroAccelerator,
+    HeteroOptimizer,
+    HeteroPlugin,
+)
 from hetero.train.check import MARK, check_model
 from hetero.types import Tier
 
@@ -128,7 +133,7 @@ class HeteroTrainer:
         check_args(self.args)
         if self.model is not None:
             check_trainable(self.model)
-        given = self.hetero_given or os.environ.get("HETERO_CONFIG") or None
+        given = self.hetero_given or os.environ.get(SETTINGS) or None
         taken = settings_of(self.args, Config.load(given))
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.take(taken)
@@ -170,11 +175,14 @@ class HeteroTrainer:
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save as Trainer does, from files where the parameters are at home on disk."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        with plain_state(self.model, folder) if state_dict is None else nullcontext() as plain:
+        reads = state_dict is None and self.args.should_save
+        with plain_state(self.model, folder) if reads else nullcontext() as plain:
             super()._save(output_dir, state_dict if plain is None else plain)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         """See [Note: checkpoints]."""
+        if not self.args.should_save:
+            return  # another rank has the same model and states
         folder = Path(output_dir)
         shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of a run that was here before
         if has_adapters(self.model):

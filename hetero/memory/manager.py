@@ -24,7 +24,7 @@ import torch
 
 from hetero.config import paranoid
 from hetero.device import Device, Slab, Ticket, use_count
-from hetero.errors import BudgetError, StorageError, TransferError
+from hetero.errors import BudgetError, OutOfMemory, StorageError, TransferError
 from hetero.events import What
 from hetero.memory.chunk import CopyTable
 from hetero.memory.frame import FrameMap, Place
@@ -628,7 +628,7 @@ class ChunkManager:
     def _frame_bytes(self, bucket: Bucket) -> int:
         return bucket.granules * self.layout.chunk_numel
 
-    def _no_room(self, bucket: Bucket) -> BudgetError:
+    def _no_room(self, bucket: Bucket) -> OutOfMemory:
         size = self.layout.chunk_numel
         name = self.layout.unit_names[bucket.unit]
         pinned = sum(self._frame_bytes(r.bucket) for r in self.replicas.values() if r.pins)
@@ -639,7 +639,7 @@ class ChunkManager:
         advice = f"raise hbm= by at least {format_bytes(max(need + pinned + leased - have, need))}"
         if leased:
             advice += "; or drop the views of parameters that are kept outside (p.detach(), p.data)"
-        return BudgetError(
+        return OutOfMemory(
             f"unit {name!r} needs {format_bytes(need)} of frames; of {format_bytes(have)},"
             f" {format_bytes(pinned)} are pinned and {format_bytes(leased)} are held as leases by"
             " views of parameters that are still alive",

@@ -82,6 +82,12 @@ def check_unwrapped(where: str, module: nn.Module, verb: str) -> None:
             raise ConfigError(
                 f"{where} is wrapped by {kind.__name__}", advice=f"{verb} the inner module"
             )
+    places = getattr(module, "hf_device_map", None) or {}
+    if len(set(places.values())) > 1 or hasattr(module, "_hf_hook"):
+        raise ConfigError(
+            f"{where} was loaded with device_map: accelerate's hooks move its parameters",
+            advice=f"load it without device_map, then {verb} it",
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(
             f"{where} is a ScriptModule, which bypasses parameter access",
