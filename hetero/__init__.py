@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hetero.checkpoint.load import load_checkpoint
     from hetero.checkpoint.save import Save, save_checkpoint
     from hetero.export import export
+    from hetero.integrations.transformers import enable, trainer
     from hetero.rehearse.plan import Plan, plan
     from hetero.report.make import report
     from hetero.report.profile import Profile, profile
@@ -47,6 +48,7 @@ _LAZY = {
     **dict.fromkeys(("save_checkpoint", "Save"), "hetero.checkpoint.save"),
     "load_checkpoint": "hetero.checkpoint.load",
     "export": "hetero.export",
+    **dict.fromkeys(("enable", "trainer"), "hetero.integrations.transformers"),
     **dict.fromkeys(("profile", "Profile"), "hetero.report.profile"),
     "report": "hetero.report.make",
     **dict.fromkeys(("plan", "Plan"), "hetero.rehearse.plan"),
@@ -94,6 +96,7 @@ __all__ = [
     "__version__",
     "backward",
     "empty_init",
+    "enable",
     "export",
     "gathered",
     "linear_cross_entropy",
@@ -106,4 +109,5 @@ __all__ = [
     "save_checkpoint",
     "status",
     "tile",
+    "trainer",
 ]
