@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hetero.checkpoint.load import load_checkpoint
     from hetero.checkpoint.save import Save, save_checkpoint
     from hetero.export import export
+    from hetero.integrations.pretrained import from_pretrained
     from hetero.rehearse.plan import Plan, plan
     from hetero.report.make import report
     from hetero.report.profile import Profile, profile
@@ -47,6 +48,7 @@ _LAZY = {
     **dict.fromkeys(("save_checkpoint", "Save"), "hetero.checkpoint.save"),
     "load_checkpoint": "hetero.checkpoint.load",
     "export": "hetero.export",
+    "from_pretrained": "hetero.integrations.pretrained",
     **dict.fromkeys(("profile", "Profile"), "hetero.report.profile"),
     "report": "hetero.report.make",
     **dict.fromkeys(("plan", "Plan"), "hetero.rehearse.plan"),
@@ -95,6 +97,7 @@ __all__ = [
     "backward",
     "empty_init",
     "export",
+    "from_pretrained",
     "gathered",
     "linear_cross_entropy",
     "load_checkpoint",
