@@ -190,11 +190,10 @@ class Streaming:
         # 1. which tensors become parameters as they are
         places, others = self._sorted(model, tensors_of(files), config.weight_mapping or [])
         # 2. all else is transformers': what it converts, buffers, and what the model does not have
-        opened = {path: safe_open(path, framework="pt") for path in files}
-        slices = {name: opened[place.path].get_slice(name) for name, place in others.items()}
+        opened: dict[str, Any] = {path: safe_open(path, framework="pt") for path in files}
+        slices = {key: opened[place.path].get_slice(key) for key, place in others.items()}
         info, index = self._stock(model, slices, None, config, *rest)
-        for file in opened.values():
-            file.__exit__(None, None, None)
+        opened.clear()
         # 3. the parameters that wait
         for name, place in places.items():
             wait(model, name, place, dtype_of(model.get_parameter(name), name, config))
@@ -237,11 +236,11 @@ def streaming() -> Iterator[Streaming]:
             ours = threading.get_ident() == thread
             return (what.load if ours else stock)(*args, **kwargs)
 
-        PreTrainedModel._load_pretrained_model = staticmethod(load)
+        PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[method-assign]
         try:
             yield what
         finally:
-            PreTrainedModel._load_pretrained_model = before
+            PreTrainedModel._load_pretrained_model = before  # type: ignore[method-assign]
 
 
 def tensors_of(files: Iterable[str]) -> dict[str, InFile]:
@@ -293,7 +292,7 @@ def dtype_of(param: nn.Parameter, name: str, config: Any) -> torch.dtype:
         pattern, by_group, _ = build_glob_alternation(list(plan))
         found = pattern.search(name)
         if found is not None:
-            return plan[by_group[found.lastgroup]]
+            return plan[by_group[found.lastgroup or ""]]
     return param.dtype
 
 
