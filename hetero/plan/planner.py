@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from hetero.plan.schedule import Op, Schedule, Shape
-from hetero.plan.standing import may_stand, standing
+from hetero.plan.standing import may_stand, standing, window
 from hetero.plan.trace import Trace
 
 SETTLE = 8  # steps within which residency at the border has to repeat
 
-SPARED = 4  # buckets that may have to give up standing, because frames lie too scattered
+NOBODY = -1  # owns frames that are left alone
 
 FARTHEST = 512  # accesses ahead of which a fetch is worth considering
 
@@ -69,7 +69,7 @@ class Planner:
     whole for the next. Buckets that no update rewrites survive the border; the border's ops name
     where each of them stands, so that the plan can be entered from any state. Where no update
     rewrites anything, look-ahead goes on beyond the border, and a part of the buckets may stand
-    for good (`hetero.plan.standing`), at the high end: frames that are given up are theirs.
+    for good (`hetero.plan.standing`), above the others: frames that are given up are theirs.
     """
 
     def __init__(
@@ -100,24 +100,34 @@ class Planner:
         """Return the cheapest of the steps in which some buckets stand."""
         laps: list[Lap] = []
         for stand in standing(self.trace, self.shapes, self.limit):
-            for n_spared in range(min(SPARED, len(stand)) + 1):
-                laps.append(self._settled(stand[: len(stand) - n_spared]))
-                if not laps[-1].misses:
+            # one less may be more: an even number of fetches ends where it began
+            for some in (stand, *(stand[:i] + stand[i + 1 :] for i in (0, len(stand) - 1)), ()):
+                laps.append(self._settled(some))
+                if not laps[-1].misses and not laps[-1].moved:
                     break
         return min(laps, key=lambda lap: (lap.misses, lap.granules))
 
     def _settled(self, stand: tuple[int, ...]) -> Lap:
-        """Return the step that repeats, with these buckets standing."""
+        """Return the step that repeats, with these buckets standing.
+
+        They stand above what the rest streams through, which has two ends to alternate between; so
+        the first of them are where they are for any number of frames.
+        """
         self._update(everything=True)
-        self._standing, end = stand, self.limit
+        self._standing = stand
+        at = window(self.trace, self.shapes, {*stand}) if stand else self.limit
         for bucket in stand:
-            end -= self.shapes[bucket].granules
-            self._take(bucket, end)
+            self._take(bucket, at)
+            at += self.shapes[bucket].granules
+        if at < self.limit:
+            self.space.take(NOBODY, at, self.limit - at)
         best = self._lap()
         for _ in range(SETTLE):
             if not best.moved:
                 break
             best = min(best, self._lap(), key=lambda lap: lap.cost)
+        if at < self.limit:
+            self.space.drop(NOBODY)
         return best
 
     def _lap(self) -> Lap:
@@ -133,7 +143,7 @@ class Planner:
             moved,
             sum(len(row) for row in ops) - len(survivors) + again,
             sum(op.demand for op in fetched),
-            sum(self.shapes[op.bucket].granules for op in fetched),
+            sum(self.shapes[b].granules for b in (*(op.bucket for op in fetched), *moved)),
         )
 
     def _step(self, survivors: Mapping[int, int]) -> tuple[tuple[Op, ...], ...]:
@@ -187,7 +197,7 @@ class Planner:
     def _fetch(self, bucket: int, point: int, pinned: Sequence[int], *, deadline: int) -> Op | None:
         def worth(owner: int) -> tuple[float, float] | None:
             use = self._next_use(owner, point)
-            stays = owner in pinned or owner in self._standing or use <= deadline
+            stays = owner in (*pinned, *self._standing, NOBODY) or use <= deadline
             return None if stays else (use, 0.0)
 
         granules = self.shapes[bucket].granules

@@ -316,7 +316,7 @@ def around_model(runtime: Runtime, meter: Meter, call: Call) -> Call:
         pushed = runtime.enter_model()
         output = None
         try:
-            with meter.watching() if pushed else nullcontext():
+            with meter.watching() if pushed or runtime.evaluates else nullcontext():
                 output = call(*args, **kwargs)
                 meter.made(output)
             return output

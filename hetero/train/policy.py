@@ -33,6 +33,9 @@ class Watch(Protocol):
         """A unit's forward with these arguments runs inside the block."""
 
 
+def _unwatched(args: Sequence[Any], kwargs: dict[str, Any]) -> None: ...
+
+
 class Activations:
     """The policy of every unit.
 
@@ -58,6 +61,7 @@ class Activations:
         self.may_change = choice == "auto"
         self.policies = dict.fromkeys(named, CHOICES[choice])
         self.watch: Watch | None = None
+        self.evaluates: Callable[[Sequence[Any], dict[str, Any]], None] = _unwatched
         self._units = units
         self._micro_batch = micro_batch
         self._place = place
@@ -101,6 +105,8 @@ class Activations:
             self._offload.active = self.offloads
             if self.watch is not None:
                 self.watch.begin()
+        elif not in_backward():
+            self.evaluates(args, kwargs)
 
     def run(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Carry out a unit's forward under its policy."""
