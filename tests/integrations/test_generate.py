@@ -206,3 +206,68 @@ def test_an_eval_loop_is_larger_than_the_device(device: str) -> None:
             assert torch.equal(model(ids, labels=ids).loss, plain(ids, labels=ids).loss)
             misses.append(hetero.status(model).misses)
     assert misses[0] and not sum(misses[1:])
+
+
+# -- a large batch, slice by slice -----------------------------------------------------------------
+
+
+def by_slices(model: nn.Module, ids: torch.Tensor, size: int) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(part).logits for part in ids.split(size)])
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_batch_that_does_not_fit_runs_unit_by_unit_in_slices(use_cache: bool) -> None:
+    plain = llama()
+    hbm = int(0.6 * size(plain))
+    ids = tokens(48, 12)
+    with pytest.raises(BudgetError), torch.no_grad():
+        prepared(plain, 0.6)(ids, use_cache=False)
+
+    model = prepared(plain, 0.6, micro_batch=2)
+    given = ids[:8] if use_cache else ids
+    for _ in range(3):
+        with torch.no_grad():
+            found = model(given, use_cache=use_cache)
+        assert torch.equal(found.logits, by_slices(plain, given, 2))
+    status = hetero.status(model)
+    assert status.tiers["HBM"]["peak"] <= hbm
+    assert 0 < status.h2d_bytes < size(plain)
+
+
+@pytest.mark.parametrize("way", ["greedy", "beams", "sampling", "static cache"])
+def test_a_cache_is_extended_slice_by_slice(way: str) -> None:
+    plain = llama(4)
+    model = prepared(plain, 3.0, micro_batch=2)
+
+    assert torch.equal(generated(model, rows=5, **WAYS[way]), generated(plain, rows=5, **WAYS[way]))
+
+
+def test_rows_of_a_cache_come_together_again() -> None:
+    plain = llama(3)
+    model = prepared(plain, 3.0, micro_batch=3)
+    cache, expected = transformers.DynamicCache(), transformers.DynamicCache()
+    with torch.no_grad():
+        for ids in (tokens(7, 5), tokens(7, 1)):
+            model(ids, past_key_values=cache)
+            plain(ids, past_key_values=expected)
+    assert len(cache.layers) == len(expected.layers)
+    for one, other in zip(cache.layers, expected.layers, strict=True):
+        assert one.keys.shape == other.keys.shape == (7, 2, 6, 16)
+        assert torch.allclose(one.keys, other.keys, atol=1e-6)
+        assert torch.allclose(one.values, other.values, atol=1e-6)
+
+
+def test_a_unit_in_which_samples_meet_is_refused() -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x - x.mean(0))
+
+    model = nn.Sequential(*(Mixing() for _ in range(4)))
+    hetero.prepare(model, device="cpu:sim", hbm=4096, chunk_bytes=64, micro_batch=1)
+    with pytest.raises(hetero.StateError, match="mixes samples"), torch.no_grad():
+        model(torch.randn(3, 8))
