@@ -28,8 +28,10 @@ def has_rows(cache: Any) -> bool:
     """Whether a cache can be taken apart along the batch, and put together again."""
     layers = getattr(cache, "layers", None)
     later = getattr(cache, "layer_class_to_replicate", None)  # of layers that are still to come
-    kinds = [type(layer) for layer in layers or ()] + [later] * (later is not None)
-    return bool(kinds) and all(kind.__name__ == LAYER for kind in kinds)
+    kinds = [type(layer).__name__ for layer in layers or ()]
+    if later is not None:
+        kinds.append(later.__name__)
+    return bool(kinds) and all(kind == LAYER for kind in kinds)
 
 
 def rows_of(cache: Any, rows: slice) -> Any:
@@ -65,4 +67,5 @@ def _is_as_it_was(before: Any, after: Any) -> bool:
     """Whether nobody extended a layer."""
     if before.keys is None or after.keys is None:
         return before.keys is after.keys
-    return before.keys.shape[1:] == after.keys.shape[1:]
+    same: bool = before.keys.shape[1:] == after.keys.shape[1:]
+    return same

@@ -144,6 +144,8 @@ class Engine:
             if self.inner is not None:
                 self._wrap_optimizer(self.inner)
             self.hooks.guard(self.model, self._state_dict_access)
+            if any(home.extents is not None for home in self.store.homes.values()):
+                self.hooks.refuse_saving(self.model)
             self.store.before_use = self.finish
             object.__setattr__(self.model, MARK, self)
             self._step_began = self.log.clock()

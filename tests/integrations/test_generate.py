@@ -226,13 +226,13 @@ def test_a_batch_that_does_not_fit_runs_unit_by_unit_in_slices(use_cache: bool) 
 
     model = prepared(plain, 0.6, micro_batch=2)
     given = ids[:8] if use_cache else ids
-    for _ in range(3):
+    for _ in range(5):  # the first checks every unit, so that its trace is its own
         with torch.no_grad():
             found = model(given, use_cache=use_cache)
         assert torch.equal(found.logits, by_slices(plain, given, 2))
     status = hetero.status(model)
     assert status.tiers["HBM"]["peak"] <= hbm
-    assert 0 < status.h2d_bytes < size(plain)
+    assert 0 < status.h2d_bytes <= size(plain)  # each weight once, however many slices there are
 
 
 @pytest.mark.parametrize("way", ["greedy", "beams", "sampling", "static cache"])
