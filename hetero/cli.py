@@ -1,4 +1,4 @@
-"""The command line: ``hetero train | plan | calibrate | report | doctor | verify | bench``.
+"""The command line: ``hetero train | run | plan | calibrate | report | doctor | verify | bench``.
 
 Commands import what they need when they run, so that ``hetero --help`` is fast and loads no torch.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 UNUSABLE = 2  # exit status: the request cannot be honoured as given
 DISAPPOINTED = 1  # exit status: a check is red, or a benchmark does not hold
 DEMO_MINUTES = 3.5  # a run of default length ends by then on a slow machine too
+NOT_USED = (
+    "hetero run: {} built no Accelerator and no Trainer, so hetero had nothing to do. In a loop of"
+    " your own, call model, optimizer = hetero.prepare(model, optimizer, hbm=...)"
+)
 POSITIONS = 1024  # of a sample that is planned with
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 PRECISIONS = click.Choice(["fp32", "bf16", "fp16"])
@@ -198,6 +204,73 @@ def train_options(file: str | None, given: dict[str, Any]) -> TrainOptions:
         said = "steps" in given or options.minutes is not None
         return options if said else dataclasses.replace(options, minutes=DEMO_MINUTES)
     return options
+
+
+@main.command(context_settings={"allow_interspersed_args": False})
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
+@option("--config", click.Path(), "TOML file of hetero settings.", "the one HETERO_CONFIG names")
+@option("--device", DEVICES, "Where to compute.", "as the script does")
+@option("--hbm", str, "Device budget, as 20GiB.", "all of it")
+@option("--host", str, "RAM budget, as 64GiB.", "what is free")
+@click.option("--nvme", multiple=True, help="Directory for what RAM does not hold; repeatable.")
+@option("--nvme-bytes", str, "Budget of those directories, as 1TiB.", "what is free there")
+@option("--precision", PRECISIONS, "Of working weights.", "as the model has them")
+@option("--activations", click.Choice(ACTIVATIONS), "What units leave for backward.", "auto")
+@option("--micro-batch", POSITIVE, "Samples that a unit takes at once.", "all")
+@option("--chunk-bytes", str, "Bytes of a chunk, as 4MiB.", "chosen")
+@json_option
+def run(script: str, args: tuple[str, ...], module: bool, as_json: bool, **given: Any) -> None:
+    """Run SCRIPT with its ARGS as python would; what it trains, trains under byte budgets.
+
+    Every Accelerator of accelerate and every Trainer (of Transformers, TRL ...) that it builds is
+    hetero's; it needs no edit. Options of hetero stand before SCRIPT; the exit status is the
+    script's. Launchers start it as a module: accelerate launch -m hetero run SCRIPT.
+    """
+    from hetero.integrations.run import Session
+
+    if not module and not os.path.isfile(script):
+        raise click.UsageError(f"there is no script {script}")
+    with failures(as_json):
+        session = Session(run_config(given))
+    status = exit_status(lambda: session.run(script, args, module=module))
+    if status == 0 and session.accelerators == 0:
+        click.echo(NOT_USED.format(script), err=True)
+    if as_json:
+        print_json(
+            {
+                "script": script,
+                "exit_status": status,
+                "accelerators": session.accelerators,
+                "trainers": session.trainers,
+            }
+        )
+    sys.exit(status)
+
+
+def run_config(given: dict[str, Any]) -> Config:
+    """Return the settings that the command line, and the file it or HETERO_CONFIG names, give."""
+    settings = {key: value for key, value in given.items() if value not in (None, ())}
+    file = settings.pop("config", None) or os.environ.get("HETERO_CONFIG") or None
+    return Config.load(file, **settings)
+
+
+def exit_status(call: Callable[[], None]) -> int:
+    """Run somebody's program; returns what the interpreter would exit with, as it says why."""
+    try:
+        call()
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        click.echo(error.code, err=True)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception:
+        traceback.print_exc()
+    else:
+        return 0
+    return 1
 
 
 @main.command()

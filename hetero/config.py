@@ -82,7 +82,9 @@ class Config:
     comes to it; "auto" keeps what fits."""
     micro_batch: int | None = None
     """Samples that a unit takes at once of a larger batch; weights cross the link twice a step all
-    the same. None: the whole batch."""
+    the same. Without gradients (evaluation, `generate`) a forward fetches them once; a unit that
+    writes to a cache other than a plain `DynamicCache` takes the whole batch there. None: the whole
+    batch."""
     tile: int | None = None
     """Positions of a sequence that the MLPs of recognised blocks take at once (see `hetero.tile`);
     sums over tiles round otherwise than one product, so that no plan makes this choice by itself.

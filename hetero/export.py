@@ -44,6 +44,10 @@ def export(model: nn.Module, directory: str | Path, *, max_shard_bytes: int | st
     objects. A directory that is missing is made; an export that is in it is replaced, and stays
     as it is until the new one is complete.
 
+    Names and layout are the model's own. Where transformers changes them as it loads (experts that
+    it merges), ``model.save_pretrained`` writes what was loaded: it works on a prepared model too,
+    and holds a shard, and all that it converts.
+
     Args:
         model: a prepared model, or any ``nn.Module``.
         directory: where ``model.safetensors`` goes, or ``model-00001-of-0000N.safetensors`` with
@@ -67,7 +71,7 @@ def write(model: nn.Module, directory: Path, limit_bytes: int, io: IO) -> Path:
     notes = configs_of(model, items)
     parts = cut(items, limit_bytes)
     if SINGLE not in parts:
-        notes[INDEX] = index_of(parts)
+        notes[INDEX] = index_of(parts, sum(p.numel() for p in model.parameters()))
     with ExitStack() as undo:
         folder = open_or_make(directory, io, undo)
         recover(folder)
@@ -173,11 +177,12 @@ def cut(items: Iterable[Item], limit_bytes: int) -> dict[str, list[Item]]:
     return {f"model-{i:05d}-of-{n:05d}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
-def index_of(parts: Mapping[str, Sequence[Item]]) -> bytes:
+def index_of(parts: Mapping[str, Sequence[Item]], n_parameters: int) -> bytes:
     """Return the index of several files, as Hugging Face writes it."""
     where = {item.name: file for file, part in parts.items() for item in part}
     total = sum(item.n_bytes for part in parts.values() for item in part)
-    found = {"metadata": {"total_size": total}, "weight_map": where}
+    totals = {"total_parameters": n_parameters, "total_size": total}
+    found = {"metadata": totals, "weight_map": where}
     return json.dumps(found, indent=2, sort_keys=True).encode() + b"\n"
 
 

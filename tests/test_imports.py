@@ -19,7 +19,7 @@ FLOORS = {
     **dict.fromkeys(("memory", "plan"), 1),
     "train": 2,
     "parallel": 3,
-    **dict.fromkeys(("api", "checkpoint", "export", "cli"), 4),
+    **dict.fromkeys(("api", "checkpoint", "export", "cli", "__main__"), 4),
     **dict.fromkeys(("report", "rehearse", "integrations", "bench", "recipes"), 4),
 }
 PRODUCT = 4  # rooms of the top floor may stand on each other (cli on report/, bench/, recipes/)

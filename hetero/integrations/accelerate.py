@@ -92,7 +92,9 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
                 "the accelerator has prepared models already",
                 advice="adopt it before accelerator.prepare",
             )
-        accelerator.__class__ = cls
+        own = type(accelerator)
+        plain = own is Accelerator or issubclass(own, cls)
+        accelerator.__class__ = cls if plain else type(f"Hetero{own.__name__}", (cls, own), {})
         adopted: HeteroAccelerator = accelerator
         adopted._take(hetero_plugin)
         return adopted
@@ -128,8 +130,10 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Prepare a model; it stays where hetero has it."""
+        """Prepare a model, which stays where hetero has it; in ``evaluation_mode`` at once."""
         self._meet(model)
+        if evaluation_mode and id(model) in self._waiting:
+            self._waiting[id(model)].computes()
         # with evaluation_mode autocast and compilation come, and no other wrapper does
         if not any(known is model for known in self._models):
             super().prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -159,12 +163,17 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
 
     def _meet(self, model: nn.Module) -> None:
         """Let a model wait for its optimizer, or prepare one that has none to come."""
-        if MARK in model.__dict__ or id(model) in self._waiting:
+        if id(model) in self._waiting or model in self._models:
+            return
+        trains = any(p.requires_grad for p in model.parameters())
+        if trains and MARK in model.__dict__ and engine_of(model).optimizer is None:
+            release(model)  # it was for inference until now
+        if MARK in model.__dict__:
             return
         if self.num_processes > 1:
             shares = self.ddp_handler is None or self.ddp_handler.broadcast_buffers
             self._replicas[id(model)] = Replicas(model, self._group, buffers=shares)
-        if any(p.requires_grad for p in model.parameters()):
+        if trains:
             self._waiting[id(model)] = Waiting(self, model)
         else:
             prepare(model, config=self.hetero_config)
@@ -271,9 +280,9 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         return engine_of(model).optimizer
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of everything; models are plain again."""
+        """Let go of everything; models that trained are plain again, others are as they were."""
         for model in self._models:
-            if MARK in model.__dict__:
+            if MARK in model.__dict__ and engine_of(model).optimizer is not None:
                 release(model, engine_of(model).optimizer)
             model.__dict__.pop("_is_accelerate_prepared", None)
         for waiting in list(self._waiting.values()):

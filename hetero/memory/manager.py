@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -368,6 +368,26 @@ class ChunkManager:
         self.frames = FrameMap(limit)
         self.ceiling = limit
         return True
+
+    def lower(self, limit: int) -> bool:
+        """Give up the frames from ``limit`` on; False, and nothing changed, where one is held.
+
+        Replicas below stay; the memory stays the arena's.
+        """
+        above = [r for r in self.replicas.values() if r.start + r.bucket.granules > limit]
+        if any(replica.pins or replica.leased for replica in above):
+            return False
+        for replica in above:
+            self.evict(replica.bucket.id)
+        self.frames.limit = self.ceiling = limit
+        return True
+
+    def clear_the_way(self, places: Mapping[int, int]) -> None:
+        """Evict what nobody holds and what is to stand at another place, {bucket: first frame}."""
+        for bucket_id, replica in list(self.replicas.items()):
+            elsewhere = places.get(bucket_id, replica.start) != replica.start
+            if elsewhere and self._worth(bucket_id) is not None:
+                self.evict(bucket_id)
 
     @property
     def limit(self) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetero.errors import ConfigError, StateError
+from hetero.train.empty import promised
 from hetero.train.optimizer import Optimizer
 from hetero.train.rules import check_optimizer
 
@@ -25,7 +26,8 @@ _FLOAT8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_")
 def check_model(model: object, *, weights: bool = False) -> nn.Module:
     """Return the model, or raise naming the module or the parameter that cannot be prepared.
 
-    With ``weights`` to come, parameters may be empty (on the meta device).
+    With ``weights`` to come, parameters may be empty (on the meta device), and so may be those that
+    know where their values are.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
@@ -43,9 +45,9 @@ def check_model(model: object, *, weights: bool = False) -> nn.Module:
             "the model has no parameters of floating point", advice="there is nothing to page"
         )
     for name, param in named:
-        if not (weights and param.is_meta):
+        if not (param.is_meta and (weights or promised(param))):
             check_param(name, param)
-    check_one_device(named)
+    check_one_device((name, param) for name, param in named if not promised(param))
     check_overlaps(named)
     return model
 
