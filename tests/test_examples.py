@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+
+import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -41,3 +46,44 @@ def test_a_plan_says_what_fits_before_anything_runs() -> None:
     assert out[1].startswith("  HBM holds ")
     assert int(out[1].split()[2].replace(",", "")) <= 512 * 2**20
     assert any(line.startswith("  model, optimizer = hetero.prepare(") for line in out)
+
+
+WITH_TRANSFORMERS = {
+    "accelerate_loop": ("accelerate",),
+    "bert_masked_lm": (),
+    "causal_lm": (),
+    "lightning_loop": ("lightning",),
+    "lora": ("peft",),
+    "sft": ("trl", "datasets"),
+    "trainer": ("accelerate",),
+}
+
+
+@pytest.mark.parametrize("name", WITH_TRANSFORMERS)
+def test_an_example_with_transformers_learns_inside_its_budget(
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """They run in this process, which has imported what they need once."""
+    for needed in ("transformers", *WITH_TRANSFORMERS[name]):
+        pytest.importorskip(needed)
+    state = pytest.importorskip("accelerate.state")
+    monkeypatch.setattr(sys, "argv", [name, "6"])
+    monkeypatch.chdir(tmp_path)
+    for kind in (state.AcceleratorState, state.GradientState, state.PartialState):
+        kind._reset_state()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+    out = capsys.readouterr().out
+    losses = [float(found) for found in re.findall(r"\bloss'?:? +'?(\d+\.\d+)", out)]
+    assert losses[-1] < losses[0]
+    if name == "lora":
+        assert "they load to the same model" in out
+    else:
+        held, most = re.findall(r"HBM held ([\d,]+) of ([\d,]+) bytes", out)[-1]
+        assert 0 < int(held.replace(",", "")) <= int(most.replace(",", ""))

@@ -69,7 +69,7 @@ def language_task(options: TrainOptions, config: Config) -> Task:
 
 
 def model_of(options: TrainOptions, config: Config, vocabulary: int) -> nn.Module:
-    """Return the model; one from files that trains as a whole has no memory until it is prepared."""
+    """Return the model; one that trains as a whole has no memory until it is prepared."""
     torch.manual_seed(options.seed)
     if options.model in PRESETS:
         return built(preset(options, vocabulary))
