@@ -53,7 +53,7 @@ class Home:
                 slab, s.offset * dtype.itemsize, s.spec.shape, s.spec.stride, s.spec.numel, dtype
             )
             if codec.exact
-            else torch.full((), float("nan"), dtype=dtype).expand(s.spec.shape)
+            else self.bytes.new_full((), float("nan"), dtype=dtype).expand(s.spec.shape)
             for s in bucket.segments
         ]
         self._baseline = sum(use_count(segment) for segment in self.segments)

@@ -11,7 +11,7 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.errors import ConfigError
-from hetero.memory.codec import CODED, CODECS, EXACT, Blocked, Codec, Workspace, slice_numel
+from hetero.memory.codec import CODECS, CODED, EXACT, Blocked, Codec, Workspace, slice_numel
 from hetero.memory.layout import Bucket, Layout, ParamSpec, build_layout, dense_stride
 from hetero.train.check import pageable
 from hetero.train.formulas import formula_of
