@@ -1,4 +1,4 @@
-"""PEFT LoRA over a frozen base in code: bit for bit what plain torch trains over rounded weights."""
+"""PEFT LoRA over a frozen base in code: bit for bit what torch trains over rounded weights."""
 
 from __future__ import annotations
 
