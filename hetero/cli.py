@@ -114,7 +114,7 @@ def kind_of(kind: str) -> Any:
 @click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False),
-    help="TOML, YAML or JSON file of options.",
+    help="TOML or YAML file of options.",
 )
 @click.option("--dry-run", is_flag=True, help="Plan this run (see hetero plan), and train nothing.")
 @fields_as_options

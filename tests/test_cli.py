@@ -200,7 +200,7 @@ def test_a_signal_ends_a_run_behind_its_step_and_resume_goes_on_bit_for_bit(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--hbm 100KB", "BudgetError"),
+        ("--hbm 100KB", "OutOfMemory"),
         ("--hbm 1KB", "BudgetError"),
         ("--hbm lots", "ConfigError"),
         ("--heads 3", "ConfigError"),
@@ -224,7 +224,7 @@ def test_a_failure_is_told_in_json_too() -> None:
 
     data = last_json(result)
     assert result.exit_code == 2
-    assert data["error"] == "BudgetError"
+    assert data["error"] == "OutOfMemory"
     assert "raise hbm=" in data["advice"]
 
 

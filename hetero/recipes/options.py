@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import inspect
 import itertools
-import json
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from hetero.config import Config, read_toml
+from hetero.config import Config, read_settings
 from hetero.errors import ConfigError
 
 NOT_TAKEN = ("weights", "max_grad_norm")  # `model` and an option of the run's own say these
@@ -123,45 +122,17 @@ class TrainOptions:
 
 
 def gathered(file: str | Path | None, given: Mapping[str, Any]) -> TrainOptions:
-    """Return the options in a TOML, YAML or JSON file, with ``given`` on top; settings among them.
+    """Return the options in a TOML or YAML file, with ``given`` on top; settings among them.
 
     Raises ConfigError that names every problem, with the closest option for one nobody knows.
     """
-    found = {} if file is None else read(Path(file))
+    found = {} if file is None else read_settings(Path(file))
     found = {key.replace("-", "_"): value for key, value in found.items()}
     found.update(given)
     own = {f.name for f in dataclasses.fields(TrainOptions)} - {"settings"}
     settings = {key: value for key, value in found.items() if key not in own}
     options = {key: tidy(key, value) for key, value in found.items() if key in own}
     return TrainOptions(settings=settings, **options)
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return what a file says."""
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        return read_toml(path)
-    try:
-        found = json.loads(path.read_text()) if path.suffix == ".json" else read_yaml(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"config file {path}: {error}", advice="check the file") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"config file {path} is no mapping", advice="write lines as lr: 0.001")
-    return found
-
-
-def read_yaml(path: Path) -> Any:
-    """Return what a YAML file says."""
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} needs PyYAML: {error}",
-            advice="pip install 'hetero[integrations]', or use TOML",
-        ) from error
-    try:
-        return yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
 
 
 def tidy(name: str, value: Any) -> Any:
