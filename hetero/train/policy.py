@@ -161,6 +161,7 @@ class Activations:
         )
         if not any(job.is_sliced(t) for t in job.tensors):
             return self._access(index, call, args, kwargs)
+        job.refuse_caches()
         which = index, tuple(t.requires_grad for t in job.tensors)
         if which not in self._checked:
             self._checked[which] = check_unit(job)

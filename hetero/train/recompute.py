@@ -2,12 +2,14 @@
 
 Torch's own non-reentrant checkpoint at the unit's border restores its generators and autocast. What
 it does not restore are buffers: a batch norm would move its running averages twice. While a unit is
-computed again, copies stand in for its buffers. Nor does it know of other generators: Python's,
-numpy's and those that modules have of their own draw again what they drew.
+computed again, copies stand in for its buffers, and for a cache that it adds keys and values to.
+Nor does it know of other generators: Python's, numpy's and those that modules have of their own
+draw again what they drew.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -34,14 +36,17 @@ def in_backward() -> bool:
 
 def recomputed(module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return ``call(*args, **kwargs)``, of which only the inputs stay until backward."""
-    leaves, spec = tree_flatten((tuple(args), kwargs))
+    leaves, spec = tree_flatten((tuple(args), kwargs), is_leaf=is_cache)
     distinct, places = told_apart(leaves)
+    caches = {at: twin(value) for at, value in enumerate(distinct) if is_cache(value)}
 
     drawn: list[Drawn] = []
 
     def run(*distinct: Any) -> Any:
-        args, kwargs = tree_unflatten([distinct[place] for place in places], spec)
-        if not in_backward():
+        again = in_backward()
+        given = [twin(caches[at]) if again and at in caches else distinct[at] for at in places]
+        args, kwargs = tree_unflatten(given, spec)
+        if not again:
             with noting(module, drawn):
                 return call(*args, **kwargs)
         with buffers_apart(module), drawing_again(drawn):
@@ -86,6 +91,35 @@ def told_apart(leaves: Sequence[Any]) -> tuple[list[Any], list[int]]:
     index: dict[int, int] = {}
     places = [index.setdefault(id(leaf), len(index)) for leaf in leaves]
     return list({id(leaf): leaf for leaf in leaves}.values()), places
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache of keys and values, as transformers has: forwards add to it."""
+    return not isinstance(value, (torch.Tensor, nn.Module, type)) and all(
+        callable(getattr(value, name, None)) for name in ("update", "get_seq_length")
+    )
+
+
+def twin(cache: Any) -> Any:
+    """Return a copy of a cache that holds the same tensors, and is added to by itself."""
+    return copy.deepcopy(cache, {id(tensor): tensor for tensor in tensors_in(cache, set())})
+
+
+def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an object of plain attributes and containers holds."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    parts: list[Any] = list(value) if isinstance(value, (list, tuple)) else []
+    if isinstance(value, dict):
+        parts += value.values()
+    if not isinstance(value, type):
+        parts += getattr(value, "__dict__", {}).values()
+    for part in parts:
+        yield from tensors_in(part, seen)
 
 
 @contextmanager
