@@ -28,11 +28,10 @@ from hetero.errors import ConfigError, DiskFull, StateError, StorageError
 from hetero.io import IO, Folder
 from hetero.train.worker import uninterrupted
 from hetero.types import format_bytes
-from hetero.weights import DTYPES, INDEX, PART, SINGLE
+from hetero.weights import CODES, INDEX, PART, SINGLE
 
 PIECE = 8 * 2**20  # bytes of a tensor that are copied at once where they have to be
 NEW, OLD = ".hetero-new-", ".hetero-old-"
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def export(model: nn.Module, directory: str | Path, *, max_shard_bytes: int | str = "5GB") -> Path:

@@ -61,6 +61,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Entry(NamedTuple):

@@ -87,3 +87,13 @@ def test_an_example_with_transformers_learns_inside_its_budget(
     else:
         held, most = re.findall(r"HBM held ([\d,]+) of ([\d,]+) bytes", out)[-1]
         assert 0 < int(held.replace(",", "")) <= int(most.replace(",", ""))
+
+
+def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter() -> None:
+    pytest.importorskip("peft")
+    out = run("qlora.py").splitlines()
+
+    losses = [float(line.split()[-1]) for line in out if line.startswith("step")]
+    assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
+    (said,) = [line for line in out if "at rest" in line]
+    assert 0.53 < float(said.split(":")[1].split()[0]) < 0.6

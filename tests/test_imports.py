@@ -189,7 +189,7 @@ ECOSYSTEM = ("accelerate", "transformers", "peft", "datasets", "lightning")
 
 
 def names_ecosystem(trees: Trees) -> list[str]:
-    may = only_in("integrations", "recipes")
+    may = only_in("integrations", "recipes", "bench")
     return [b for n in ECOSYSTEM for b in naming(trees, n, may)]
 
 

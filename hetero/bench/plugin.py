@@ -18,7 +18,9 @@ from hetero.recipes.gpt import GPT, GPTConfig
 
 def plugin(device: str | None = None, pairs: int = 21) -> Figures:
     """An accelerate loop, everything fits: hetero's step over stock accelerate's, paired."""
-    from hetero.integrations.accelerate import Accelerator, HeteroAccelerator  # an extra
+    from accelerate import Accelerator  # an extra
+
+    from hetero.integrations.accelerate import HeteroAccelerator
 
     device = device or "cpu"
     torch.manual_seed(0)

@@ -363,3 +363,41 @@ def test_importing_hetero_imports_no_transformers() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "False"
+
+
+# -- a cache of keys and values, which older Trainers leave on while they train ------------------
+
+
+def steps_with_cache(model: Any, optimizer: Any) -> list[Any]:
+    seen = []
+    for seed in range(3):
+        rows = torch.stack([row["input_ids"] for row in tokens(4, seed)])
+        made = model(input_ids=rows, labels=rows)
+        made.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        cache = made.past_key_values
+        seen += [made.loss.item(), cache.get_seq_length(), cache.layers[2].keys.tolist()]
+    return seen
+
+
+def with_cache() -> tuple[Any, torch.optim.Optimizer]:
+    model = llama(use_cache=True).train()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "auto"])
+def test_a_cache_is_filled_once_by_units_that_are_computed_twice(activations: str) -> None:
+    expected = steps_with_cache(*with_cache())
+    model, optimizer = hetero.prepare(*with_cache(), **SETTINGS, activations=activations)
+
+    assert steps_with_cache(model, optimizer) == expected
+    assert hetero.status(model).evictions > 0
+
+
+def test_slices_that_would_all_add_to_a_cache_are_refused() -> None:
+    model, optimizer = hetero.prepare(*with_cache(), **SETTINGS, micro_batch=2)
+
+    with pytest.raises(StateError, match="adds to a cache") as caught:
+        steps_with_cache(model, optimizer)
+    assert "use_cache = False" in caught.value.advice
