@@ -51,7 +51,9 @@ DECIDING = (  # options that decide the numbers; budgets do not
     *("batch", "accumulate", "seed"),
 )
 SHAPES = ("width", "layers", "heads")
-COMPUTING = ("precision", "keep_fp32", "frozen", "micro_batch", "tile", "fused_loss")
+COMPUTING = (  # settings that do, too
+    *("precision", "keep_fp32", "frozen", "keep_exact", "micro_batch", "tile", "fused_loss"),
+)
 
 
 class Evaluation(NamedTuple):
@@ -505,7 +507,7 @@ class Progress:
 def fingerprint(options: TrainOptions, config: Config, task: Task) -> dict[str, Any]:
     """Return what decides the numbers; budgets do not."""
     found = {name: getattr(options, name) for name in (*DECIDING, *SHAPES)}
-    found.update({name: getattr(config, name) for name in COMPUTING if hasattr(config, name)})
+    found.update({name: getattr(config, name) for name in COMPUTING})
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
     return {**plain, "steps": steps_of(options, task), "data": task.digest()}
 
