@@ -26,7 +26,7 @@ from hetero.device import open_device
 from hetero.errors import BudgetError, ConfigError
 from hetero.recipes.options import TrainOptions
 from hetero.recipes.record import Recording, free_folder
-from hetero.recipes.task import Task, count, demo
+from hetero.recipes.task import Task, count, demo, loss_of
 from hetero.recipes.text import unigram_entropy
 from hetero.rehearse.plan import Plan, plan
 from hetero.train.blueprint import draw
@@ -208,14 +208,10 @@ def dry_run(options: TrainOptions) -> Plan:
     config = settings_of(options)
     task = task_of(options, config)
     optimizer = optimizer_of(task.model, options)
+    budgets = settings_for(task.model, optimizer, config, options)
+    config = dataclasses.replace(budgets, device=config.device)  # else the profile's machine
     batch = {**next(task.batches), **task.call}
     return plan(task.model, batch, optimizer=optimizer, config=config, loss=loss_of)
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in what a model returned."""
-    loss: torch.Tensor = getattr(output, "loss", output)
-    return loss
 
 
 @contextmanager
