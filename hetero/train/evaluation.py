@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from hetero.errors import BudgetError
+from hetero.errors import OutOfMemory
 from hetero.events import EventLog, What
 from hetero.train.budget import Budget
 from hetero.train.forecast import tensors_of
@@ -93,7 +93,7 @@ class Evaluation:
             self._divide(wanted)
 
     def check(self, live_bytes: int) -> None:
-        """Make room for what is alive beside frames; BudgetError where there is none."""
+        """Make room for what is alive beside frames; OutOfMemory where there is none."""
         if live_bytes <= self._beside:
             return
         granule = self.budget.plan.granule_bytes
@@ -134,10 +134,10 @@ class Evaluation:
     def _lower(self, limit: int) -> bool:
         return limit >= self._frames.limit or self._frames.lower(limit)
 
-    def _refusal(self, live_bytes: int) -> BudgetError:
+    def _refusal(self, live_bytes: int) -> OutOfMemory:
         budget = self.budget
         needed = live_bytes + budget.buffer_bytes + budget.plan.least_bytes
-        return BudgetError(
+        return OutOfMemory(
             f"a forward holds {live_bytes} bytes of inputs, cache and results;"
             f" hbm={format_bytes(budget.hbm or 0)} has {max(0, self._beside)} for them beside"
             f" buffers and the {self._frames.limit * budget.plan.granule_bytes} bytes of frames"
