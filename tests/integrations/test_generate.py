@@ -12,6 +12,8 @@ from torch import nn
 
 import hetero
 from hetero.api import engine_of
+from hetero.bench.engine import UNIT_BYTES, virtual
+from hetero.bench.inference import decoded
 from hetero.errors import BudgetError
 
 transformers = pytest.importorskip("transformers")
@@ -206,6 +208,15 @@ def test_an_eval_loop_is_larger_than_the_device(device: str) -> None:
             assert torch.equal(model(ids, labels=ids).loss, plain(ids, labels=ids).loss)
             misses.append(hetero.status(model).misses)
     assert misses[0] and not sum(misses[1:])
+
+
+@pytest.mark.parametrize("ratio", [0.5, 3.0])
+def test_the_link_or_compute_is_never_idle(ratio: float) -> None:
+    seen = decoded(24, ratio, virtual())
+
+    assert seen.misses == 0
+    assert seen.seconds == max(24.0, ratio * seen.n_bytes / UNIT_BYTES)
+    assert seen.n_bytes <= seen.least_bytes + 4 * UNIT_BYTES
 
 
 # -- a large batch, slice by slice -----------------------------------------------------------------
