@@ -15,7 +15,7 @@ from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import StateError
 from hetero.train.blueprint import draw
-from hetero.train.check import MARK, check_model, check_pair
+from hetero.train.check import MARK, check_codes, check_model, check_pair
 from hetero.train.empty import empty_parameters
 from hetero.train.engine import Engine
 from hetero.train.optimizer import Optimizer
@@ -62,7 +62,9 @@ def prepare_tuned(
     check_model(model, weights=config.weights is not None)
     inner = check_pair(model, optimizer)
     device = open_device(config.device)
-    engine = Engine(model, inner, config, device, draw(model, inner, config), tuning)
+    blueprint = draw(model, inner, config)
+    check_codes(model, blueprint.layout)
+    engine = Engine(model, inner, config, device, blueprint, tuning)
     engine.build()
     return model if inner is None else (model, engine.optimizer)
 

@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -38,6 +38,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(" + "|".join(UNITS) + ")")
 DEVICES = ("cuda", "cpu", "cpu:sim")
 PRECISIONS = ("fp32", "bf16", "fp16")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
+FROZEN = ("keep", "int8", "nf4")
 NOT_YET = {  # named in the public face; each arrives with its part of the library
     "mesh": "several ranks",
 }
@@ -74,6 +75,14 @@ class Config:
     "bf16" and "fp16" train 2-byte working weights with an exact fp32 master behind each."""
     keep_fp32: tuple[str, ...] = ()
     """Names (or glob patterns) of modules whose parameters stay fp32 under "bf16" and "fp16"."""
+    frozen: str = "keep"
+    """What frozen weights are at rest, on HOST, on disk and on the link: "keep" leaves them as they
+    are; "int8" (1.02 bytes a parameter) and "nf4" (0.53, the 4 bits of QLoRA) code those of two or
+    more dimensions in blocks. They are decoded to their own dtype in frames, and computed with as
+    such: training is that of a model whose frozen weights were rounded before."""
+    keep_exact: tuple[str, ...] = ()
+    """Names (or glob patterns) of modules whose frozen weights stay as they are under "int8" and
+    "nf4"; others code linear layers only: ["lm_head", "*.embed_tokens"]."""
     max_grad_norm: float | None = None
     """Global 2-norm that `step` clips gradients to; None: it does not clip."""
     activations: str = "auto"
@@ -111,7 +120,7 @@ class Config:
     def load(
         cls, source: Config | Mapping[str, Any] | str | Path | None = None, **settings: Any
     ) -> Config:
-        """Build a Config from another one, a mapping or a TOML file, with ``settings`` on top.
+        """Build a Config from another one, a mapping or a file (TOML or YAML), ``settings`` on top.
 
         Raises one ConfigError that lists every problem found.
         """
@@ -119,29 +128,51 @@ class Config:
         if isinstance(source, Config):
             given.update({f.name: getattr(source, f.name) for f in dataclasses.fields(cls)})
         elif isinstance(source, (str, Path)):
-            given.update(read_toml(Path(source)))
+            given.update(read_settings(Path(source)))
         elif isinstance(source, Mapping):
             given.update(source)
         elif source is not None:
             raise ConfigError(
                 f"config={source!r} is a {type(source).__name__}",
-                advice="pass a hetero.Config, a mapping, or the path of a TOML file",
+                advice="pass a hetero.Config, a mapping, or the path of a TOML or YAML file",
             )
         given.update(settings)
         return cls(**checked(given, [f.name for f in dataclasses.fields(cls)]))
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the settings of a TOML file; ConfigError names the line and column of a mistake."""
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a TOML or YAML file; ConfigError names the line of a mistake."""
+    parse = yaml_parser() if path.suffix in (".yaml", ".yml") else tomllib.loads
     try:
-        settings: dict[str, Any] = tomllib.loads(path.read_text())
+        settings = parse(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}", advice="check the path") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config file {path}: {error}", advice="fix the TOML syntax") from error
-    if not settings:
-        raise ConfigError(f"config file {path} is empty", advice='write settings, as hbm = "20GiB"')
+    except ValueError as error:
+        raise ConfigError(f"config file {path}: {error}", advice="fix its syntax") from error
+    if not isinstance(settings, dict) or not settings:
+        raise ConfigError(
+            f"config file {path} {'names no settings' if settings else 'is empty'}",
+            advice='write settings, as hbm = "20GiB" in TOML or hbm: 20GiB in YAML',
+        )
     return settings
+
+
+def yaml_parser() -> Callable[[str], Any]:
+    """Return what reads YAML; whoever has accelerate or transformers has it."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(
+            "YAML files need PyYAML", advice="pip install pyyaml, or write the settings as TOML"
+        ) from error
+
+    def parse(text: str) -> Any:
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from error
+
+    return parse
 
 
 def checked(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
@@ -184,6 +215,8 @@ def check_one(key: str, value: Any) -> Any:
         raise ConfigError(
             f"precision={value!r} is unknown", advice=f"precision takes one of {PRECISIONS}"
         )
+    if key == "frozen" and value not in FROZEN:
+        raise ConfigError(f"frozen={value!r} is unknown", advice=f"frozen takes one of {FROZEN}")
     if key == "fused_loss" and not isinstance(value, bool):
         raise ConfigError(f"fused_loss={value!r}", advice="fused_loss takes True or False")
     if key == "activations":
@@ -194,9 +227,9 @@ def check_one(key: str, value: Any) -> Any:
         return check_norm(value)
     if key == "device" and isinstance(value, str) and value not in DEVICES:
         raise ConfigError(f"device={value!r} is unknown", advice=f"device takes one of {DEVICES}")
-    if key == "keep_fp32" and value is None:
+    if key in ("keep_fp32", "keep_exact") and value is None:
         return ()
-    if key in ("units", "keep_fp32") and value is not None:
+    if key in ("units", "keep_fp32", "keep_exact") and value is not None:
         names = value if isinstance(value, (list, tuple)) else [None]
         if not all(isinstance(name, str) for name in names):
             raise ConfigError(f"{key}={value!r}", advice=f"{key} takes a list of module names")

@@ -11,7 +11,17 @@ from typing import Any
 import psutil
 import torch
 
-from hetero.bench import activations, disk, engine, inference, memory, plan, update
+from hetero.bench import (
+    activations,
+    disk,
+    engine,
+    inference,
+    lora,
+    memory,
+    plan,
+    plugin,
+    update,
+)
 from hetero.device import accelerator_name
 from hetero.errors import ConfigError
 from hetero.version import __version__
@@ -81,8 +91,10 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "context": activations.context,
     "predict": plan.predict,
     "plan-70b": plan.plan_70b,
+    "lora": lora.lora,
     "profile-cost": plan.profile_cost,
     "auto": plan.auto,
+    "plugin": plugin.plugin,
 }
 
 

@@ -17,7 +17,13 @@ from torch import nn
 from hetero.api import engine_of
 from hetero.checkpoint.manifest import Entry
 from hetero.checkpoint.reader import Reader
-from hetero.checkpoint.save import HasState, check_pair, decode_scalars, dtype_named
+from hetero.checkpoint.save import (
+    HasState,
+    check_pair,
+    decode_scalars,
+    dtype_named,
+    rng_state,
+)
 from hetero.checkpoint.values import decode
 from hetero.device import set_accelerator_rng
 from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
@@ -116,6 +122,7 @@ def understood(engine: Engine, reader: Reader) -> dict[str, Any]:
         found = {key: decode(meta[key], values) for key in OURS}
         found["scalars"] = decode_scalars(meta["scalars"])
         found.update({key: meta[key] for key in ("precision", "optimizer", "members")})
+        found["frozen"] = meta.get("frozen", "keep")  # older checkpoints do not say
         found["steps"] = int(meta["steps"])
         members = [len(names) for names in found["members"]]
         if len(members) != len(found["groups"]) or not all(found["groups"]):
@@ -223,9 +230,10 @@ def matched(parts: Sequence[Part], reader: Reader) -> Iterator[tuple[Part, int]]
 
 
 def check_meta(engine: Engine, beside: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another precision, or of another optimizer."""
+    """Refuse a checkpoint of another precision, other codes, or another optimizer."""
     kind = None if engine.inner is None else type(engine.inner).__name__
-    ours = {"precision": engine.config.precision, "optimizer": kind}
+    config = engine.config
+    ours = {"precision": config.precision, "frozen": config.frozen, "optimizer": kind}
     for key, here in ours.items():
         there = beside[key]
         if there != here and not (key == "optimizer" and here is None):
@@ -296,9 +304,23 @@ def restore(engine: Engine, beside: Mapping[str, Any]) -> None:
                     mine.copy_(value)  # a schedule may hold it
                 else:
                     group[key] = value
-    rng = beside["rng"]
-    torch.set_rng_state(rng["torch"])
-    if rng["device"] is not None:
-        set_accelerator_rng(engine.device.torch_device, rng["device"])
-    random.setstate(rng["python"])
-    numpy.random.set_state(rng["numpy"])
+    set_generators(engine, beside["rng"])
+
+
+def set_generators(engine: Engine, states: Mapping[str, Any]) -> None:
+    """Set the generators that a training loop draws from to what `rng_state` returned."""
+    torch.set_rng_state(states["torch"])
+    if states["device"] is not None:
+        set_accelerator_rng(engine.device.torch_device, states["device"])
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+
+
+@contextmanager
+def same_generators(engine: Engine) -> Iterator[None]:
+    """Leave the generators as they were, whatever a load in the block sets them to."""
+    states = rng_state(engine)
+    try:
+        yield
+    finally:
+        set_generators(engine, states)

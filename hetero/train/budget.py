@@ -12,7 +12,7 @@ from torch import nn
 
 from hetero.config import Config, HostLimit, describe_limit
 from hetero.device import Device
-from hetero.errors import BudgetError, ConfigError
+from hetero.errors import BudgetError, ConfigError, OutOfMemory
 from hetero.train.blueprint import Blueprint
 from hetero.train.check import pageable
 from hetero.train.spill import Spill, draw_spill, draw_way, passing_bytes
@@ -56,7 +56,7 @@ class Budget:
         left = hbm - self.buffer_bytes - activation_bytes
         if left < plan.least_bytes:
             total = activation_bytes + self.buffer_bytes + plan.least_bytes
-            raise BudgetError(
+            raise OutOfMemory(
                 f"activations take {format_bytes(activation_bytes)} and buffers"
                 f" {format_bytes(self.buffer_bytes)} of hbm={format_bytes(hbm)}; unit"
                 f" {plan.widest_name!r} needs {format_bytes(plan.least_bytes)} of frames beside"
@@ -96,15 +96,18 @@ def decide(
     if hbm is None and free is not None:
         hbm = int(CUDA_SHARE * free)
     tables = (p for p in model.parameters() if not pageable(p))
-    budget = Budget(plan, hbm, sum(t.nbytes for t in (*model.buffers(), *tables)))
     on_cuda = device.is_cuda
+    beside = sum(t.nbytes for t in (*model.buffers(), *tables))
+    budget = Budget(plan, hbm, beside + plan.workspace_bytes(is_cuda=on_cuda))
     host = host_bytes(model, config, device.host_limit())
-    if hbm is None and config.nvme and plan.home_bytes > host:  # one memory, less than it all
+    # one memory, and homes that are not, or cannot be, what computes
+    if hbm is None and (plan.is_coded or (config.nvme and plan.home_bytes > host)):
         budget.hbm = hbm = max(host // CPU_FRAMES, 2 * plan.least_bytes + budget.buffer_bytes)
         host = max(0, host - hbm)
     elif config.host is None and not on_cuda and hbm is not None:
         host = max(0, host - hbm)
-    resident = hbm is None or (on_cuda and hbm >= CUDA_RESIDENT * plan.home_bytes)
+    fits = hbm is None or (on_cuda and hbm >= CUDA_RESIDENT * plan.home_bytes)
+    resident = fits and not plan.is_coded
     down = bool(config.nvme) and config.activations == "offload"
     if not resident:
         check_hbm(budget)

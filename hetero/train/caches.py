@@ -1,4 +1,4 @@
-"""A key-value cache of transformers, row by row (floor 2).
+"""Caches of keys and values, as transformers has them: row by row, and copied (floor 2).
 
 A unit writes to a cache as it goes, so that a slice of the batch needs a cache of its own rows. A
 `DynamicCache` of plain layers has such rows: its tensors have the batch in front, and a layer that
@@ -10,18 +10,21 @@ a unit takes the whole batch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 LAYER = "DynamicLayer"
 TENSORS = ("keys", "values")
 
 
 def is_cache(value: Any) -> bool:
-    """Whether an argument is a cache of some kind."""
-    return callable(getattr(value, "get_seq_length", None))
+    """Whether a value is a cache of keys and values, as transformers has: forwards add to it."""
+    return not isinstance(value, (torch.Tensor, nn.Module, type)) and all(
+        callable(getattr(value, name, None)) for name in ("update", "get_seq_length")
+    )
 
 
 def has_rows(cache: Any) -> bool:
@@ -69,3 +72,25 @@ def _is_as_it_was(before: Any, after: Any) -> bool:
         return before.keys is after.keys
     same: bool = before.keys.shape[1:] == after.keys.shape[1:]
     return same
+
+
+def twin(cache: Any) -> Any:
+    """Return a copy of a cache that holds the same tensors, and is added to by itself."""
+    return copy.deepcopy(cache, {id(tensor): tensor for tensor in tensors_in(cache, set())})
+
+
+def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an object of plain attributes and containers holds."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    parts: list[Any] = list(value) if isinstance(value, (list, tuple)) else []
+    if isinstance(value, dict):
+        parts += value.values()
+    if not isinstance(value, type):
+        parts += getattr(value, "__dict__", {}).values()
+    for part in parts:
+        yield from tensors_in(part, seen)

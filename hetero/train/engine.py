@@ -22,6 +22,7 @@ from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
 from hetero.errors import ConfigError, StateError, StorageError
 from hetero.events import EventLog, What
 from hetero.io import Folder, spill_folder
+from hetero.memory.codec import Workspace
 from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
@@ -213,6 +214,7 @@ class Engine:
         least = plan.granules(plan.widest)
         # A CUDA arena cannot grow in place, so it leaves room for activations not yet measured.
         ceiling = room if not self.device.is_cuda else min(room, 2 * least)
+        decoding = plan.decoding(is_cuda=self.device.is_cuda)
         self.manager = ChunkManager(
             layout,
             device=self.device,
@@ -222,6 +224,7 @@ class Engine:
             limit=least,
             ceiling=ceiling,
             next_use=self._next_use,
+            workspace=None if decoding is None else Workspace.on(self.device, *decoding),
         )
         self.manager.overwriting = self.masters.overwriting
         self.manager.writing = self.saver.wait_for
@@ -336,9 +339,10 @@ class Engine:
 
     @property
     def _may_stay(self) -> bool:
-        """Whether a model that fits the device is to stay there."""
-        on_cpu = not self.device.is_cuda
-        return on_cpu and self.inner is not None and not self.budget.spills
+        """Whether a model that fits the device is to stay there: its homes are what computes."""
+        if self.device.is_cuda or self.blueprint.is_coded:
+            return False
+        return self.inner is not None and not self.budget.spills
 
     @property
     def limit(self) -> int:
@@ -416,7 +420,19 @@ class Engine:
             masters=self.masters,
             worker=self.worker,
         )
-        self.hooks.gradients(self.params, self.grads.arrived)
+        coded = [p for p in self.params if not self._bucket(p).codec.exact]
+        others = [p for p in self.params if self._bucket(p).codec.exact]
+        self.hooks.gradients(others, self.grads.arrived)
+        self.hooks.gradients(coded, self._refuse_gradient)
+
+    def _refuse_gradient(self, param: nn.Parameter) -> None:
+        """Raise StateError for the gradient of a weight that is at home in code."""
+        raise StateError(
+            f"parameter {self._segment(param).spec.name!r} was frozen when the model was prepared,"
+            f" and is at home as {self._bucket(param).codec.name}: it cannot train",
+            advice="release the model, thaw the parameter and prepare again; or name its module in"
+            " keep_exact= and give it to the optimizer before hetero.prepare",
+        )
 
     def _attach_resident(self) -> None:
         """Masters behind parameters that stay where they are: everything is in one memory."""
@@ -695,8 +711,9 @@ class Engine:
         """Raise ConfigError for a working weight that was prepared without a master."""
         if not self.owns(param) or self.config.precision not in WORKING:
             return
-        segment = self._segment(param)
-        bucket = self.blueprint.layout.buckets[self.blueprint.layout.home[segment.index][0]]
+        segment, bucket = self._segment(param), self._bucket(param)
+        if not bucket.codec.exact:
+            return  # its gradient is refused where it comes
         if bucket.dtype is WORKING[self.config.precision] and not self.masters.has(bucket):
             raise ConfigError(
                 f"parameter {segment.spec.name!r} was frozen, and in no group, when the model was"
@@ -711,6 +728,9 @@ class Engine:
         if self.stepper is not None:
             return self.stepper.updater.adopt(self._segment(param), state, own=True)
         return {k: _placed(v, param) for k, v in state.items()}
+
+    def _bucket(self, param: torch.Tensor) -> Bucket:
+        return self.blueprint.layout.buckets[self.blueprint.layout.home[self._index[id(param)]][0]]
 
     def _segment(self, param: torch.Tensor) -> Segment:
         return self.blueprint.layout.home[self._index[id(param)]][1]

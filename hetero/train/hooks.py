@@ -277,6 +277,11 @@ def before_next_forward(module: nn.Module, call: Callable[[], None]) -> Callable
     return handle.remove
 
 
+def before_forward(module: nn.Module, call: Callable[[], None]) -> Callable[[], None]:
+    """Call ``call`` before every forward of a module; returns what ends that."""
+    return module.register_forward_pre_hook(lambda *_: call()).remove
+
+
 def around_unit(activations: Activations, unit: int, call: Call) -> Call:
     """Return a unit's forward inside an access, under the unit's policy."""
 

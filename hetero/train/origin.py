@@ -58,6 +58,7 @@ class Origin:
             for segment, view in zip(bucket.segments, home.segments, strict=True):
                 param = self.params[segment.index]
                 grad, param.grad = param.grad, None
+                freed += param.nbytes
                 if source is not None and source.keeps(segment.index):
                     source.into(masters, segment)
                 else:
@@ -66,7 +67,6 @@ class Origin:
                 self._moved.add(segment.index)
                 if grad is not None:
                     self._grads[segment.index] = grad.to(place)
-            freed += home.bytes.numel()
             if freed > TRIM_BYTES or bucket.id == self._layout.buckets[-1].id:
                 freed = 0
                 trim_heap()

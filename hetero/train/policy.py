@@ -175,6 +175,7 @@ class Activations:
             return self._access(index, call, args, kwargs)
         if not torch.is_grad_enabled():
             return self._evaluate_sliced(index, job, call, args, kwargs)
+        job.refuse_caches()
         which = index, tuple(t.requires_grad for t in job.tensors)
         if which not in self._checked:
             self._checked[which] = check_unit(job)

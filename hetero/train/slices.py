@@ -65,7 +65,7 @@ class Structure(NamedTuple):
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
     """Return the leaves of nested containers and dataclasses, and how they stood."""
-    outer, spec = tree_flatten(value)
+    outer, spec = tree_flatten(value, is_leaf=is_cache)
     leaves: list[Any] = []
     inner: list[tuple[_Fields, Structure] | None] = []
     for leaf in outer:
@@ -170,6 +170,14 @@ class Sliced:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among the arguments, each once."""
         return [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+
+    def refuse_caches(self) -> None:
+        """Refuse a cache among the arguments, to which every slice would add."""
+        if self.caches:
+            raise StateError(
+                f"micro_batch: unit {self.name!r} adds to a cache of keys and values",
+                advice="set model.config.use_cache = False while it trains",
+            )
 
     def is_sliced(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's first dimension is the batch."""
