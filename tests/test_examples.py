@@ -45,7 +45,6 @@ def test_a_plan_says_what_fits_before_anything_runs() -> None:
     assert any(line.startswith("  model, optimizer = hetero.prepare(") for line in out)
 
 
-<<<<<<< HEAD
 def test_a_model_larger_than_the_device_generates_the_same_tokens() -> None:
     same, held, moved = (line.split() for line in run("generate.py").splitlines()[-3:])
 
@@ -54,7 +53,8 @@ def test_a_model_larger_than_the_device_generates_the_same_tokens() -> None:
     assert int(held[8]) <= whole // 3
     assert 0 < int(moved[4]) < whole
     assert moved[-2:] == ["0", "misses"]
-=======
+
+
 def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter() -> None:
     pytest.importorskip("peft")
     out = run("qlora.py").splitlines()
@@ -63,4 +63,3 @@ def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter() -> None:
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
     (said,) = [line for line in out if "at rest" in line]
     assert 0.53 < float(said.split(":")[1].split()[0]) < 0.6
->>>>>>> main
