@@ -47,12 +47,12 @@ def load(device: str | None = None) -> Figures:
         loads: list[Loaded] = []
         plain: list[float] = []
         for number in range(ROUNDS):
-            for plain_first in (number % 2, not number % 2):
+            for ours_next in (number % 2 == 0, number % 2 == 1):
                 drop_from_cache(files)
-                if plain_first:
-                    plain.append(n_bytes / plain_read(files))
-                else:
+                if ours_next:
                     loads.append(loaded(folder))
+                else:
+                    plain.append(n_bytes / plain_read(files))
     ours = [n_bytes / each.seconds for each in loads]
     ratio = statistics.median(mine / raw for mine, raw in zip(ours, plain, strict=True))
     memory = statistics.median(each.peak_bytes / each.home_bytes for each in loads)
