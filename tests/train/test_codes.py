@@ -277,6 +277,30 @@ def test_weights_are_coded_as_they_stream_in(tmp_path: Path) -> None:
     assert train(direct, ours) == train(model, optimizer)
 
 
+def test_weights_that_stream_in_and_are_no_numbers_leave_an_empty_model(tmp_path: Path) -> None:
+    state = build().state_dict()
+    state["3.base.weight"][1, 1] = torch.nan
+    save_file(state, tmp_path / "w.safetensors")
+    with hetero.empty_init():
+        empty = build()
+    with pytest.raises(ConfigError, match=r"3\.base\.weight.*NaN"):
+        prepared("nf4", empty, weights=str(tmp_path / "w.safetensors"))
+    assert all(param.is_meta for param in empty.parameters())
+
+
+def test_codes_are_decoded_under_every_mode_of_torch() -> None:
+    model, optimizer = prepared()
+    x = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = rounded(build(), "nf4")(x)
+    with torch.inference_mode():
+        assert torch.equal(model(x), expected)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    train(model, optimizer, 2)
+    assert hetero.status(model).evictions >= 3
+
+
 def test_an_export_holds_what_computes(tmp_path: Path) -> None:
     model, _ = prepared("nf4")
     hetero.export(model, tmp_path / "ours")
