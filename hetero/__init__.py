@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from hetero.checkpoint.load import load_checkpoint
     from hetero.checkpoint.save import Save, save_checkpoint
     from hetero.export import export
+    from hetero.integrations.pretrained import from_pretrained
+    from hetero.integrations.transformers import enable, trainer
     from hetero.rehearse.plan import Plan, plan
     from hetero.report.make import report
     from hetero.report.profile import Profile, profile
@@ -47,6 +49,8 @@ _LAZY = {
     **dict.fromkeys(("save_checkpoint", "Save"), "hetero.checkpoint.save"),
     "load_checkpoint": "hetero.checkpoint.load",
     "export": "hetero.export",
+    **dict.fromkeys(("enable", "trainer"), "hetero.integrations.transformers"),
+    "from_pretrained": "hetero.integrations.pretrained",
     **dict.fromkeys(("profile", "Profile"), "hetero.report.profile"),
     "report": "hetero.report.make",
     **dict.fromkeys(("plan", "Plan"), "hetero.rehearse.plan"),
@@ -94,7 +98,9 @@ __all__ = [
     "__version__",
     "backward",
     "empty_init",
+    "enable",
     "export",
+    "from_pretrained",
     "gathered",
     "linear_cross_entropy",
     "load_checkpoint",
@@ -106,4 +112,5 @@ __all__ = [
     "save_checkpoint",
     "status",
     "tile",
+    "trainer",
 ]

@@ -176,7 +176,10 @@ def empty_init() -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What is where, and what the last whole step moved; sizes in bytes."""
+    """What is where, and what the last whole step moved; sizes in bytes.
+
+    Without an optimizer every forward of the whole model under ``torch.no_grad()`` is a step.
+    """
 
     device: str
     mode: str
@@ -226,7 +229,10 @@ def status(model: nn.Module) -> Status:
     paged = engine.mode == "paged"
     here = set(engine.manager.replicas) if paged else {b.id for b in plan.layout.buckets}
     names = plan.layout.unit_names
-    schedule = engine.runtime.train.schedule if paged else None
+    schedule = None
+    if paged:
+        trained = engine.inner is not None
+        schedule = (engine.runtime.train if trained else engine.runtime.evaluate).schedule
     return Status(
         device=engine.device.name,
         mode=engine.mode,

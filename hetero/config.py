@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -91,7 +91,9 @@ class Config:
     comes to it; "auto" keeps what fits."""
     micro_batch: int | None = None
     """Samples that a unit takes at once of a larger batch; weights cross the link twice a step all
-    the same. None: the whole batch."""
+    the same. Without gradients (evaluation, `generate`) a forward fetches them once; a unit that
+    writes to a cache other than a plain `DynamicCache` takes the whole batch there. None: the whole
+    batch."""
     tile: int | None = None
     """Positions of a sequence that the MLPs of recognised blocks take at once (see `hetero.tile`);
     sums over tiles round otherwise than one product, so that no plan makes this choice by itself.
@@ -118,7 +120,7 @@ class Config:
     def load(
         cls, source: Config | Mapping[str, Any] | str | Path | None = None, **settings: Any
     ) -> Config:
-        """Build a Config from another one, a mapping or a TOML file, with ``settings`` on top.
+        """Build a Config from another one, a mapping or a file (TOML or YAML), ``settings`` on top.
 
         Raises one ConfigError that lists every problem found.
         """
@@ -126,29 +128,51 @@ class Config:
         if isinstance(source, Config):
             given.update({f.name: getattr(source, f.name) for f in dataclasses.fields(cls)})
         elif isinstance(source, (str, Path)):
-            given.update(read_toml(Path(source)))
+            given.update(read_settings(Path(source)))
         elif isinstance(source, Mapping):
             given.update(source)
         elif source is not None:
             raise ConfigError(
                 f"config={source!r} is a {type(source).__name__}",
-                advice="pass a hetero.Config, a mapping, or the path of a TOML file",
+                advice="pass a hetero.Config, a mapping, or the path of a TOML or YAML file",
             )
         given.update(settings)
         return cls(**checked(given, [f.name for f in dataclasses.fields(cls)]))
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the settings of a TOML file; ConfigError names the line and column of a mistake."""
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a TOML or YAML file; ConfigError names the line of a mistake."""
+    parse = yaml_parser() if path.suffix in (".yaml", ".yml") else tomllib.loads
     try:
-        settings: dict[str, Any] = tomllib.loads(path.read_text())
+        settings = parse(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}", advice="check the path") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"config file {path}: {error}", advice="fix the TOML syntax") from error
-    if not settings:
-        raise ConfigError(f"config file {path} is empty", advice='write settings, as hbm = "20GiB"')
+    except ValueError as error:
+        raise ConfigError(f"config file {path}: {error}", advice="fix its syntax") from error
+    if not isinstance(settings, dict) or not settings:
+        raise ConfigError(
+            f"config file {path} {'names no settings' if settings else 'is empty'}",
+            advice='write settings, as hbm = "20GiB" in TOML or hbm: 20GiB in YAML',
+        )
     return settings
+
+
+def yaml_parser() -> Callable[[str], Any]:
+    """Return what reads YAML; whoever has accelerate or transformers has it."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(
+            "YAML files need PyYAML", advice="pip install pyyaml, or write the settings as TOML"
+        ) from error
+
+    def parse(text: str) -> Any:
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from error
+
+    return parse
 
 
 def checked(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class HeteroError(Exception):
@@ -61,6 +62,18 @@ class BudgetError(HeteroError, MemoryError):
         super().__init__(message, advice=advice, moves=moves)
         self.tier = tier
         self.needed_bytes = needed_bytes
+
+
+class OutOfMemory(BudgetError, RuntimeError):
+    """A tier ran out while the model computed; a smaller batch may fit.
+
+    Finders of batch sizes (accelerate's, Trainer's) know it by its one argument and by its words:
+    " out of memory.", and in accelerate 1.3 "CUDA out of memory.", which a budget is not.
+    """
+
+    def __init__(self, message: str, *, tier: str, **known: Any) -> None:
+        said = f"{tier} out of memory. {message} (a budget, not a CUDA out of memory.)"
+        super().__init__(said, tier=tier, **known)
 
 
 class StateError(HeteroError, RuntimeError):

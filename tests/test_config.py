@@ -234,6 +234,30 @@ def test_an_empty_toml_file_is_refused(tmp_path: Path, text: str) -> None:
         Config.load(path)
 
 
+@pytest.mark.parametrize("name", ["run.yaml", "run.yml"])
+def test_a_yaml_file_gives_the_settings(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("hbm: 20GiB\nunits: [layers.*]\n")
+
+    assert Config.load(path) == Config.load(hbm="20GiB", units=["layers.*"])
+
+
+def test_a_yaml_mistake_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("hbm: 20GiB\nhost: [\n")
+
+    with pytest.raises(hetero.ConfigError, match=r"run.yaml(.|\n)*line 3"):
+        Config.load(path)
+
+
+def test_a_yaml_file_that_is_a_list_names_no_settings(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("- hbm\n")
+
+    with pytest.raises(hetero.ConfigError, match="names no settings"):
+        Config.load(path)
+
+
 def test_a_missing_toml_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(hetero.ConfigError, match=r"none\.toml.*No such file"):
         Config.load(tmp_path / "none.toml")

@@ -17,7 +17,13 @@ from torch import nn
 from hetero.api import engine_of
 from hetero.checkpoint.manifest import Entry
 from hetero.checkpoint.reader import Reader
-from hetero.checkpoint.save import HasState, check_pair, decode_scalars, dtype_named
+from hetero.checkpoint.save import (
+    HasState,
+    check_pair,
+    decode_scalars,
+    dtype_named,
+    rng_state,
+)
 from hetero.checkpoint.values import decode
 from hetero.device import set_accelerator_rng
 from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
@@ -298,9 +304,23 @@ def restore(engine: Engine, beside: Mapping[str, Any]) -> None:
                     mine.copy_(value)  # a schedule may hold it
                 else:
                     group[key] = value
-    rng = beside["rng"]
-    torch.set_rng_state(rng["torch"])
-    if rng["device"] is not None:
-        set_accelerator_rng(engine.device.torch_device, rng["device"])
-    random.setstate(rng["python"])
-    numpy.random.set_state(rng["numpy"])
+    set_generators(engine, beside["rng"])
+
+
+def set_generators(engine: Engine, states: Mapping[str, Any]) -> None:
+    """Set the generators that a training loop draws from to what `rng_state` returned."""
+    torch.set_rng_state(states["torch"])
+    if states["device"] is not None:
+        set_accelerator_rng(engine.device.torch_device, states["device"])
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+
+
+@contextmanager
+def same_generators(engine: Engine) -> Iterator[None]:
+    """Leave the generators as they were, whatever a load in the block sets them to."""
+    states = rng_state(engine)
+    try:
+        yield
+    finally:
+        set_generators(engine, states)

@@ -5,13 +5,14 @@ No method here moves a byte or makes a number: they say to hetero what a script 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
@@ -23,8 +24,10 @@ from hetero.errors import ConfigError, StateError
 from hetero.train.check import MARK
 from hetero.train.hooks import before_next_forward
 from hetero.train.optimizer import Optimizer
+from hetero.train.zero import Replicas, open_group
 
 FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
+SETTINGS = "HETERO_CONFIG"
 OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
@@ -32,7 +35,7 @@ class HeteroPlugin:
     """What hetero is to do: settings as of `hetero.prepare`, or a file of them.
 
     Args:
-        config: a `Config`, a mapping, or the path of a TOML file; ``settings`` go on top.
+        config: a `Config`, a mapping, or the path of a TOML or YAML file; ``settings`` go on top.
         settings: fields of `Config`, as ``hbm="20GiB"``.
     """
 
@@ -51,7 +54,8 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     trains waits for its optimizer; if it computes before one has come, it is for inference.
 
     Args:
-        hetero_plugin: settings; a `HeteroPlugin`, or what it takes.
+        hetero_plugin: settings; a `HeteroPlugin`, or what it takes. None: the file that the
+            environment variable HETERO_CONFIG names, which `accelerate launch` hands on, if any.
         args, kwargs: as for `Accelerator`.
 
     Raises ConfigError beside a plug-in of DeepSpeed, FSDP or Megatron.
@@ -88,7 +92,9 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
                 "the accelerator has prepared models already",
                 advice="adopt it before accelerator.prepare",
             )
-        accelerator.__class__ = cls
+        own = type(accelerator)
+        plain = own is Accelerator or issubclass(own, cls)
+        accelerator.__class__ = cls if plain else type(f"Hetero{own.__name__}", (cls, own), {})
         adopted: HeteroAccelerator = accelerator
         adopted._take(hetero_plugin)
         return adopted
@@ -99,13 +105,15 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
                 f"hetero does not work under distributed_type={self.distributed_type.value}",
                 advice="launch the script without it",
             )
-        if self.distributed_type != DistributedType.NO:
-            raise ConfigError(
-                "several processes are not in this version", advice="launch one process"
-            )
+        if plugin is None:
+            plugin = os.environ.get(SETTINGS)
         taken = plugin if isinstance(plugin, HeteroPlugin) else HeteroPlugin(plugin)
         self.hetero_config = taken.config
         self._waiting: dict[int, Waiting] = {}
+        self._replicas: dict[int, Replicas] = {}
+        self._group = open_group() if self.num_processes > 1 else None
+        if self._scales:
+            self.scaler = None  # there is one scale for a loss
 
     # -- prepare ---------------------------------------------------------------------------------
 
@@ -122,13 +130,14 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Prepare a model; it stays where hetero has it."""
+        """Prepare a model, which stays where hetero has it; in ``evaluation_mode`` at once."""
         self._meet(model)
+        if evaluation_mode and id(model) in self._waiting:
+            self._waiting[id(model)].computes()
         # with evaluation_mode autocast and compilation come, and no other wrapper does
-        prepared: nn.Module = super().prepare_model(
-            model, device_placement=False, evaluation_mode=True
-        )
-        return prepared
+        if not any(known is model for known in self._models):
+            super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return model
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -136,9 +145,8 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         """Prepare an optimizer and the model that waits for it."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        wrapped = HeteroOptimizer(
-            optimizer if isinstance(optimizer, Optimizer) else self._paired(optimizer)
-        )
+        ours = optimizer if isinstance(optimizer, Optimizer) else self._paired(optimizer)
+        wrapped = HeteroOptimizer(ours, self.scaler)
         wrapped._is_accelerate_prepared = True
         self._optimizers.append(wrapped)
         return wrapped
@@ -155,9 +163,17 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
 
     def _meet(self, model: nn.Module) -> None:
         """Let a model wait for its optimizer, or prepare one that has none to come."""
-        if MARK in model.__dict__ or id(model) in self._waiting:
+        if id(model) in self._waiting or model in self._models:
             return
-        if any(p.requires_grad for p in model.parameters()):
+        trains = any(p.requires_grad for p in model.parameters())
+        if trains and MARK in model.__dict__ and engine_of(model).optimizer is None:
+            release(model)  # it was for inference until now
+        if MARK in model.__dict__:
+            return
+        if self.num_processes > 1:
+            shares = self.ddp_handler is None or self.ddp_handler.broadcast_buffers
+            self._replicas[id(model)] = Replicas(model, self._group, buffers=shares)
+        if trains:
             self._waiting[id(model)] = Waiting(self, model)
         else:
             prepare(model, config=self.hetero_config)
@@ -178,12 +194,52 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
 
     # -- steps -----------------------------------------------------------------------------------
 
+    @property
+    def _scales(self) -> bool:
+        """Whether hetero scales losses, and accelerate does not."""
+        return self.hetero_config.precision == "fp16"
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Divide by the accumulation steps and run backward, scaled under precision="fp16"."""
-        if self.hetero_config.precision == "fp16":
+        if self._scales and not kwargs:
             backward(loss / self.gradient_accumulation_steps)
         else:
             super().backward(loss, **kwargs)
+        for replicas in self._replicas.values():
+            if replicas.is_due:
+                replicas.average()
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale gradients; hetero's own scale is never seen in them."""
+        if not self._scales:
+            super().unscale_gradients(optimizer)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Let gradients of forwards inside add up before ranks average them."""
+        replicas = self._replicas.get(id(model))
+        with nullcontext() if replicas is None else replicas.accumulating():
+            yield
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Average gradients in a backward pass inside, whose forward was under `no_sync`."""
+        replicas = self._replicas.get(id(model))
+        if replicas is not None:
+            replicas.is_due = True
+        yield
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, **kwargs: Any
+    ) -> nn.Module:
+        """Return the model itself; without the fp32 wrapper it computes outside autocast."""
+        if MARK in model.__dict__ and not keep_fp32_wrapper:
+            plain = model.__dict__.pop("_original_forward", None)
+            if plain is not None:
+                model.forward = plain
+            return model
+        unwrapped: nn.Module = super().unwrap_model(model, keep_fp32_wrapper, **kwargs)
+        return unwrapped
 
     # -- states ----------------------------------------------------------------------------------
 
@@ -202,7 +258,10 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         with self._hidden() as (models, _):
             folder: str = super().save_state(output_dir, *args, **kwargs)
         for number, model in enumerate(models):
-            save_checkpoint(Path(folder) / part(number), model, engine_of(model).optimizer)
+            optimizer = self._settled(model)
+            if self.is_main_process:
+                save_checkpoint(Path(folder) / part(number), model, optimizer)
+        self.wait_for_everyone()
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -212,16 +271,24 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         with self._hidden() as (models, _):
             super().load_state(input_dir, *args, **kwargs)
         for number, model in enumerate(models):
-            load_checkpoint(Path(input_dir) / part(number), model, engine_of(model).optimizer)
+            load_checkpoint(Path(input_dir) / part(number), model, self._settled(model))
+
+    def _settled(self, model: nn.Module) -> Optimizer | None:
+        """Return a model's optimizer; one whose optimizer has not come yet has none."""
+        if id(model) in self._waiting:
+            self._waiting[id(model)].computes()
+        return engine_of(model).optimizer
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of everything; models are plain again."""
+        """Let go of everything; models that trained are plain again, others are as they were."""
         for model in self._models:
-            if MARK in model.__dict__:
+            if MARK in model.__dict__ and engine_of(model).optimizer is not None:
                 release(model, engine_of(model).optimizer)
             model.__dict__.pop("_is_accelerate_prepared", None)
         for waiting in list(self._waiting.values()):
             waiting.over()
+        while self._replicas:
+            self._replicas.popitem()[1].close()
         return super().free_memory(*objects)
 
 
@@ -231,14 +298,14 @@ class Waiting:
     def __init__(self, accelerator: HeteroAccelerator, model: nn.Module) -> None:
         self.model = model
         self._accelerator = accelerator
-        self._cancel = before_next_forward(model, self._computes)
+        self._cancel = before_next_forward(model, self.computes)
 
     def over(self) -> None:
         """It waits no longer."""
         self._cancel()
         self._accelerator._waiting.pop(id(self.model), None)
 
-    def _computes(self) -> None:
+    def computes(self) -> None:
         self.over()
         prepare(self.model, config=self._accelerator.hetero_config)
 
@@ -246,13 +313,13 @@ class Waiting:
 class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types
     """A `hetero.Optimizer` that steps where gradients are complete."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=None)
+    def __init__(self, optimizer: Optimizer, scaler: Any) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=scaler)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether loss scaling skipped the last step."""
-        return bool(self.optimizer.step_was_skipped)
+        """Whether loss scaling skipped the last step, hetero's or accelerate's."""
+        return bool(self.optimizer.step_was_skipped or super().step_was_skipped)
 
 
 def is_plain(what: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from hetero.errors import BudgetError, StateError
+from hetero.errors import OutOfMemory, StateError
 from hetero.events import EventLog, What
 from hetero.types import Kind, Tier, format_bytes
 
@@ -20,11 +20,11 @@ class Ledger:
         self._peak: Counter[tuple[Tier, Kind | None]] = Counter()
 
     def charge(self, tier: Tier, kind: Kind, n_bytes: int, what: str) -> None:
-        """Debit ``n_bytes`` or raise BudgetError naming ``what`` and the shortfall."""
+        """Debit ``n_bytes`` or raise OutOfMemory naming ``what`` and the shortfall."""
         used, budget = self.used(tier), self.budgets.get(tier)
         if budget is not None and used + n_bytes > budget:
             short = used + n_bytes - budget
-            raise BudgetError(
+            raise OutOfMemory(
                 f"{what} needs {format_bytes(n_bytes)} of {tier.name};"
                 f" {format_bytes(budget - used)} of {format_bytes(budget)} are free,"
                 f" {short} bytes short",

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from hetero.config import paranoid
 from hetero.device import Device, Slab, Ticket, use_count
-from hetero.errors import BudgetError, StateError, StorageError, TransferError
+from hetero.errors import BudgetError, OutOfMemory, StateError, StorageError, TransferError
 from hetero.events import What
 from hetero.memory.chunk import CopyTable
 from hetero.memory.codec import ENCODED_AT_ONCE, Workspace, is_finite
@@ -383,6 +383,26 @@ class ChunkManager:
         self.ceiling = limit
         return True
 
+    def lower(self, limit: int) -> bool:
+        """Give up the frames from ``limit`` on; False, and nothing changed, where one is held.
+
+        Replicas below stay; the memory stays the arena's.
+        """
+        above = [r for r in self.replicas.values() if r.start + r.bucket.granules > limit]
+        if any(replica.pins or replica.leased for replica in above):
+            return False
+        for replica in above:
+            self.evict(replica.bucket.id)
+        self.frames.limit = self.ceiling = limit
+        return True
+
+    def clear_the_way(self, places: Mapping[int, int]) -> None:
+        """Evict what nobody holds and what is to stand at another place, {bucket: first frame}."""
+        for bucket_id, replica in list(self.replicas.items()):
+            elsewhere = places.get(bucket_id, replica.start) != replica.start
+            if elsewhere and self._worth(bucket_id) is not None:
+                self.evict(bucket_id)
+
     @property
     def limit(self) -> int:
         """How many frames there are."""
@@ -696,7 +716,7 @@ class ChunkManager:
     def _frame_bytes(self, bucket: Bucket) -> int:
         return bucket.granules * self.layout.chunk_numel
 
-    def _no_room(self, bucket: Bucket) -> BudgetError:
+    def _no_room(self, bucket: Bucket) -> OutOfMemory:
         size = self.layout.chunk_numel
         name = self.layout.unit_names[bucket.unit]
         pinned = sum(self._frame_bytes(r.bucket) for r in self.replicas.values() if r.pins)
@@ -707,7 +727,7 @@ class ChunkManager:
         advice = f"raise hbm= by at least {format_bytes(max(need + pinned + leased - have, need))}"
         if leased:
             advice += "; or drop the views of parameters that are kept outside (p.detach(), p.data)"
-        return BudgetError(
+        return OutOfMemory(
             f"unit {name!r} needs {format_bytes(need)} of frames; of {format_bytes(have)},"
             f" {format_bytes(pinned)} are pinned and {format_bytes(leased)} are held as leases by"
             " views of parameters that are still alive",

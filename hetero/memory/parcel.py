@@ -18,7 +18,7 @@ import torch
 
 from hetero.config import describe_limit
 from hetero.device import Device, Slab, Ticket, release_slab
-from hetero.errors import BudgetError
+from hetero.errors import OutOfMemory
 from hetero.io import align_up
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
@@ -116,7 +116,7 @@ class ParcelStore:
         """Queue copies of storages (1-D uint8 on the device, which nobody writes any more) down.
 
         Sources, and ``held``, stay until they have landed, which is waited for when the next parcel
-        comes: so much and no more is on its way. Raises BudgetError or StorageError where there is
+        comes: so much and no more is on its way. Raises OutOfMemory or StorageError where there is
         no room; nothing has happened then.
         """
         self.finish()
@@ -292,7 +292,7 @@ class ParcelStore:
                 else f"host={budget} bytes"
             )
             short = self._chunk_bytes - room
-            raise BudgetError(
+            raise OutOfMemory(
                 f"{format_bytes(used)} of activations are on HOST, and more of them come; {whose}"
                 f" has no room for them beside homes, {short} bytes short",
                 advice="raise host=, name a directory on a drive with nvme=, use"

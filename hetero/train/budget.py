@@ -12,7 +12,7 @@ from torch import nn
 
 from hetero.config import Config, HostLimit, describe_limit
 from hetero.device import Device
-from hetero.errors import BudgetError, ConfigError
+from hetero.errors import BudgetError, ConfigError, OutOfMemory
 from hetero.train.blueprint import Blueprint
 from hetero.train.check import pageable
 from hetero.train.spill import Spill, draw_spill, draw_way, passing_bytes
@@ -56,7 +56,7 @@ class Budget:
         left = hbm - self.buffer_bytes - activation_bytes
         if left < plan.least_bytes:
             total = activation_bytes + self.buffer_bytes + plan.least_bytes
-            raise BudgetError(
+            raise OutOfMemory(
                 f"activations take {format_bytes(activation_bytes)} and buffers"
                 f" {format_bytes(self.buffer_bytes)} of hbm={format_bytes(hbm)}; unit"
                 f" {plan.widest_name!r} needs {format_bytes(plan.least_bytes)} of frames beside"

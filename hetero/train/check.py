@@ -16,6 +16,7 @@ from hetero.errors import ConfigError, StateError
 from hetero.memory.codec import is_finite
 from hetero.memory.layout import Layout
 from hetero.memory.slab import refusal
+from hetero.train.empty import promised
 from hetero.train.optimizer import Optimizer
 from hetero.train.rules import check_optimizer
 
@@ -29,7 +30,8 @@ _FLOAT8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_")
 def check_model(model: object, *, weights: bool = False) -> nn.Module:
     """Return the model, or raise naming the module or the parameter that cannot be prepared.
 
-    With ``weights`` to come, parameters may be empty (on the meta device).
+    With ``weights`` to come, parameters may be empty (on the meta device), and so may be those that
+    know where their values are.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
@@ -47,9 +49,9 @@ def check_model(model: object, *, weights: bool = False) -> nn.Module:
             "the model has no parameters of floating point", advice="there is nothing to page"
         )
     for name, param in named:
-        if not (weights and param.is_meta):
+        if not (param.is_meta and (weights or promised(param))):
             check_param(name, param)
-    check_one_device(named)
+    check_one_device((name, param) for name, param in named if not promised(param))
     check_overlaps(named)
     return model
 
@@ -86,6 +88,12 @@ def check_unwrapped(where: str, module: nn.Module, verb: str) -> None:
             raise ConfigError(
                 f"{where} is wrapped by {kind.__name__}", advice=f"{verb} the inner module"
             )
+    places = getattr(module, "hf_device_map", None) or {}
+    if len(set(places.values())) > 1 or hasattr(module, "_hf_hook"):
+        raise ConfigError(
+            f"{where} was loaded with device_map: accelerate's hooks move its parameters",
+            advice=f"load it without device_map, then {verb} it",
+        )
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(
             f"{where} is a ScriptModule, which bypasses parameter access",

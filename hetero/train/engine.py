@@ -41,12 +41,13 @@ from hetero.train.blueprint import Blueprint
 from hetero.train.budget import decide
 from hetero.train.check import MARK, pageable
 from hetero.train.cores import Cores
+from hetero.train.evaluation import Evaluation
 from hetero.train.fitting import CopySeconds, Fitting
 from hetero.train.flight import Flight
 from hetero.train.forecast import Forecast, UnitKind
 from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
 from hetero.train.hooks import Hooks
-from hetero.train.meter import make_meter
+from hetero.train.meter import Meter, make_meter
 from hetero.train.offload import MIN_BYTES, Offload
 from hetero.train.optimizer import Optimizer
 from hetero.train.origin import Origin
@@ -69,7 +70,7 @@ WARM_STEPS = 3  # steps in which states appear and the heap has to settle
 
 @dataclass(slots=True)
 class StepStats:
-    """Traffic and misses of the last whole step."""
+    """Traffic and misses of the last whole step; without an optimizer, of the last forward."""
 
     n_bytes: Counter[Lane] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
@@ -144,6 +145,8 @@ class Engine:
             if self.inner is not None:
                 self._wrap_optimizer(self.inner)
             self.hooks.guard(self.model, self._state_dict_access)
+            if any(home.extents is not None for home in self.store.homes.values()):
+                self.hooks.refuse_saving(self.model)
             self.store.before_use = self.finish
             object.__setattr__(self.model, MARK, self)
             self._step_began = self.log.clock()
@@ -249,11 +252,23 @@ class Engine:
         self._shape(self.runtime.saved, self.runtime.enter, self.runtime.leave)
         self.fitting = self._make_fitting()
         self.activations.watch = self.fitting
+        meter = self.fitting.meter
         if self.inner is None:
             self.activations.may_change = False  # no step comes that would end the measuring
-        meter = self.fitting.meter
+            self._attach_evaluation(meter)
         self.hooks.watch(self.model, plan.units, self.runtime, self.activations, meter)
         self.device.reset_peak()
+
+    def _attach_evaluation(self, meter: Meter) -> None:
+        """Let every forward be a step of its own: there are no others."""
+        self.evaluation = Evaluation(
+            self.budget,
+            meter=meter,
+            frames=self,
+            charge=lambda n_bytes: self.fitting.charge(n_bytes, 0),
+            log=self.log,
+        )
+        self.activations.evaluates = self.evaluation.begin
 
     def _shape(
         self,
@@ -282,11 +297,11 @@ class Engine:
             self.device,
             footprint,
             gradient_bytes=flight.most_bytes if stepped else 0,
-            traced=stepped and not _is_compiled(self.model),
+            traced=not _is_compiled(self.model) and not (stepped and self.device.same_ram),
             others=lambda: self.manager.arena_bytes + self.budget.buffer_bytes,
             passing=flight.sources,
             ours=lambda: self.runtime.is_running,
-            check=lambda live: self.fitting.check(live),
+            check=self._check,
         )
         weights = [sum(layout.buckets[b].n_bytes for b in needs) for needs in plan.needs]
         modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
@@ -308,6 +323,13 @@ class Engine:
             copy_seconds=self._copy_seconds(),
             log=self.log,
         )
+
+    def _check(self, live_bytes: int) -> None:
+        """Refuse more bytes beside frames than the budget holds, whoever may make room first."""
+        if self.inner is None and not torch.is_grad_enabled():
+            self.evaluation.check(live_bytes)
+        else:
+            self.fitting.check(live_bytes)
 
     def _copy_seconds(self) -> CopySeconds:
         """Return how long copies take: by the profile where one is named, else as measured."""
@@ -334,6 +356,18 @@ class Engine:
         if not self.manager.resize(limit):
             return False
         self.runtime.replan()
+        return True
+
+    def lower(self, limit: int) -> bool:
+        """Give up frames, and plan for the others; False while one of them is held."""
+        if self.device.is_cuda:  # whose memory has to be given back
+            return self.resize(limit)
+        if not self.manager.lower(limit):
+            return False
+        self.runtime.replan()
+        schedule = self.runtime.active.schedule
+        if schedule is not None:  # what stays would be in the way where the plan has others
+            self.manager.clear_the_way({op.bucket: op.start for op in schedule.at(-1)})
         return True
 
     def _shape_resident(self, policies: Mapping[int, Policy] | None = None) -> None:
@@ -577,16 +611,20 @@ class Engine:
         self._count()
         if self.mode != "paged":
             return
+        self._take_stats()
+        if self._fit():
+            return
+        self.fitting.meter.restart()
+        self.runtime.border()
+
+    def _take_stats(self) -> None:
+        """Note what the step moved that is over."""
         counts, n_bytes = self.manager.counts, self.link.n_bytes
         self.stats = StepStats(Counter(n_bytes), Counter(counts))
         counts.clear()
         n_bytes.clear()
         if self.store.pool is not None:
             self.stats.n_bytes.update(self.store.pool.nvme.take_counts())
-        if self._fit():
-            return
-        self.fitting.meter.restart()
-        self.runtime.border()
 
     def _count(self) -> None:
         self.steps += 1
@@ -639,8 +677,10 @@ class Engine:
         return True
 
     def _after_evaluation(self) -> None:
-        if self.inner is None and not self.budget.measured:
-            self._fit()
+        if self.inner is None:
+            self._count()
+            self._take_stats()
+            self.evaluation.end()
 
     def _plan(self, trace: Trace, *, training: bool) -> Schedule:
         layout, limit = self.blueprint.layout, self.manager.frames.limit

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from hetero.errors import BudgetError
+from hetero.errors import OutOfMemory
 from hetero.events import EventLog, What
 from hetero.memory.ledger import Ledger
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Policy, Use, choose, peak_bytes
@@ -297,7 +297,7 @@ class Fitting:
         self._ring.limit_bytes = ring_bytes
 
     def check(self, live_bytes: int) -> None:
-        """Raise BudgetError where what is alive on the device passes the budget (simulated).
+        """Raise OutOfMemory where what is alive on the device passes the budget (simulated).
 
         Before it does, gradients on their way down are waited for.
         """
@@ -312,7 +312,7 @@ class Fitting:
         budget, forecast = self.budget, self.forecast
         self._spoiled = True
         needed = live_bytes + budget.buffer_bytes + budget.plan.least_bytes
-        raise BudgetError(
+        raise OutOfMemory(
             f"activations take {live_bytes} bytes{forecast.where()}, {live_bytes - most} more"
             f" than hbm={format_bytes(budget.hbm or 0)} has beside buffers and frames;"
             f" {forecast.largest()}",

@@ -86,6 +86,11 @@ class Masters:
         self._loaded: set[int] = set()  # whose difference came from a state dict
         self._written: set[int] = set()  # whose weight was written on the device
 
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of a chunk."""
+        return self._layout.chunk_numel
+
     def has(self, bucket: Bucket) -> bool:
         """Whether a bucket's working weights have masters."""
         return bucket.trainable and bucket.dtype is self._working
@@ -116,6 +121,21 @@ class Masters:
             return
         exact = self._empty(segment).copy_(value.detach())
         self._split(segment, segment.offset, row(exact))
+
+    def room(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the memory that a parameter's value of this dtype may be written to as it is.
+
+        None where it would have to be converted, or to be brought somewhere else.
+        """
+        bucket = self._bucket(segment)
+        home = self._home(bucket)
+        if bucket.dtype is not dtype or bucket.dtype is self._working or not bucket.codec.exact:
+            return None
+        if home.extents is not None:
+            return None
+        size = dtype.itemsize
+        room = home.bytes[segment.offset * size : segment.end * size]
+        return room if room.device.type == "cpu" else None
 
     def assign_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
         """As `assign`, for elements from ``start`` on of a parameter that has no master yet.

@@ -2,8 +2,9 @@
 
 Torch's own non-reentrant checkpoint at the unit's border restores its generators and autocast. What
 it does not restore are buffers: a batch norm would move its running averages twice. While a unit is
-computed again, copies stand in for its buffers. Nor does it know of other generators: Python's,
-numpy's and those that modules have of their own draw again what they drew.
+computed again, copies stand in for its buffers, and for a cache that it adds keys and values to.
+Nor does it know of other generators: Python's, numpy's and those that modules have of their own
+draw again what they drew.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from hetero.errors import StateError
+from hetero.train.caches import is_cache, twin
 
 Call = Callable[..., Any]
 NO_TASK = -1
@@ -34,14 +36,17 @@ def in_backward() -> bool:
 
 def recomputed(module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return ``call(*args, **kwargs)``, of which only the inputs stay until backward."""
-    leaves, spec = tree_flatten((tuple(args), kwargs))
+    leaves, spec = tree_flatten((tuple(args), kwargs), is_leaf=is_cache)
     distinct, places = told_apart(leaves)
+    caches = {at: twin(value) for at, value in enumerate(distinct) if is_cache(value)}
 
     drawn: list[Drawn] = []
 
     def run(*distinct: Any) -> Any:
-        args, kwargs = tree_unflatten([distinct[place] for place in places], spec)
-        if not in_backward():
+        again = in_backward()
+        given = [twin(caches[at]) if again and at in caches else distinct[at] for at in places]
+        args, kwargs = tree_unflatten(given, spec)
+        if not again:
             with noting(module, drawn):
                 return call(*args, **kwargs)
         with buffers_apart(module), drawing_again(drawn):

@@ -116,6 +116,11 @@ class Runtime:
         task = _task()
         return bool(self._phases) if task == NO_TASK else task == self._graph_task
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether a forward runs that is a step of its own: nobody trains this model."""
+        return not self._stepped and bool(self._phases) and self._phases[-1] is Phase.EVAL
+
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Take the parameters over as placeholders; their homes hold the values already."""
         fault.guard_functorch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero.config import Config
+from hetero.device import SimDevice
 from hetero.dry import DryDevice
 from hetero.memory.codec import NF4
 from hetero.plan.cost import attention_flops
@@ -213,6 +215,20 @@ def test_waiting_takes_until_the_copy_has_landed_and_is_a_stall() -> None:
     assert clock.wait(ticket) == (0.25, 1.0)
     assert clock.clock() == 1.0
     assert clock.wait(ticket) is None
+
+
+def test_stamps_tell_no_time_where_cpu_sim_tells_none() -> None:
+    dry = DryDevice(ram_bytes=2**30, copy_seconds=lambda lane, n, both: 0.0, copies_here=True)
+    assert seconds_of_compute(SimDevice(), lambda: None) == 0.0
+    assert seconds_of_compute(dry, lambda: dry.compute(0.5)) == 0.0
+    assert seconds_of_compute(clock := device(), lambda: clock.compute(0.5)) == 0.5
+
+
+def seconds_of_compute(on: Any, work: Callable[[], None]) -> float:
+    began = on.stamp()
+    work()
+    seconds: float = on.seconds_between(began, on.stamp())
+    return seconds
 
 
 # -- updates -------------------------------------------------------------------------------------

@@ -1,0 +1,6 @@
+"""``python -m hetero``, for launchers that start modules (accelerate launch, torchrun)."""
+
+from hetero.cli import main
+
+if __name__ == "__main__":
+    main(prog_name="hetero")

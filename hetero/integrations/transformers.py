@@ -1,0 +1,395 @@
+"""hetero under Transformers' `Trainer`, and whatever is a subclass of it (floor 4).
+
+No method here moves a byte or makes a number: they say to `HeteroAccelerator` and to hetero what
+Trainer says to accelerate and to torch.
+
+[Note: checkpoints]  A directory ``checkpoint-N`` has what stock Trainer writes, save that
+``optimizer.pt`` is a checkpoint of hetero instead, in ``hetero/``: model, masters and states,
+streamed and checksummed. Who resumes takes that one, and fills no model before it is prepared.
+Where both are there, stock Trainer wrote last. A model with adapters is saved as stock Trainer
+saves it: its states are small, and its frozen base is nobody's to save.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+
+from hetero.api import engine_of, status
+from hetero.checkpoint.load import load_checkpoint, same_generators
+from hetero.checkpoint.save import save_checkpoint
+from hetero.config import Config
+from hetero.errors import CheckpointMismatch, ConfigError, HeteroError, StateError
+from hetero.export import export, is_plain, materialised
+from hetero.integrations.accelerate import (
+    SETTINGS,
+    HeteroAccelerator,
+    HeteroOptimizer,
+    HeteroPlugin,
+)
+from hetero.train.check import MARK, check_model
+from hetero.types import Tier
+
+FOLDER = "hetero"  # of a checkpoint's directory
+STAGED = ".hetero-weights"  # while parameters come from disk
+STATES, SCHEDULE = "optimizer.pt", "scheduler.pt"
+NEEDED = (
+    "create_accelerator_and_postprocess",
+    "create_optimizer",
+    "training_step",
+    "log",
+    "_move_model_to_device",
+    "_load_from_checkpoint",
+    "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler",
+)
+SUPPORTED = "4.55 to 5.x"
+
+Settings = Config | Mapping[str, Any] | str | Path | None
+
+
+def trainer(cls: Any) -> type:
+    """Return a subclass of a Trainer class whose models train under byte budgets.
+
+    It takes ``hetero=`` beside what ``cls`` takes: a `Config`, a mapping of its fields, or the path
+    of a TOML file; without it the environment variable HETERO_CONFIG may name such a file. Numbers,
+    logs and files are those of ``cls``; logs have ``hetero/*`` besides. A class that is one already
+    is returned as it is.
+
+    Raises ConfigError for a class that is no Trainer, or of a release that is not supported.
+    """
+    check_class(cls)
+    return cls if issubclass(cls, HeteroTrainer) else made(cls)
+
+
+def enable(live: Any, config: Settings = None, **settings: Any) -> Any:
+    """Let a Trainer that was built already train under byte budgets from now on; returns it.
+
+    Args:
+        live: a Trainer; one that has trained goes on with its optimizer's states.
+        config: a `Config`, a mapping, or the path of a TOML file; ``settings`` go on top.
+        settings: fields of `Config`, as ``hbm="20GiB"``.
+
+    Raises ConfigError where the Trainer, its model or a setting cannot be honoured.
+    """
+    found = trainer(type(live))
+    if isinstance(live, HeteroTrainer):
+        raise StateError("the Trainer is one of hetero's", advice="pass hetero= where it is built")
+    taken = settings_of(live.args, Config.load(config, **settings))
+    check_args(live.args)
+    check_trainable(live.model)
+    kept = [model for model in live.accelerator._models if model is not live.model]
+    live.accelerator.free_memory()
+    live.optimizer = getattr(live.optimizer, "optimizer", live.optimizer)
+    live.__class__ = found
+    live.take(taken)
+    for model in kept:
+        model.__dict__.pop("_is_accelerate_prepared", None)
+        live.accelerator.prepare_model(model, evaluation_mode=True)
+    return live
+
+
+@functools.cache
+def made(cls: Any) -> type:
+    """Return the class that is HeteroTrainer before it is ``cls``."""
+
+    @functools.wraps(cls.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.hetero_given = kwargs.pop("hetero", None)
+        cls.__init__(self, *args, **kwargs)
+
+    own = inspect.signature(cls.__init__)
+    more = inspect.Parameter("hetero", inspect.Parameter.KEYWORD_ONLY, default=None)
+    rest = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    last = [p for p in own.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+    __init__.__signature__ = own.replace(parameters=[*rest, more, *last])  # type: ignore[attr-defined]
+    names = {"__init__": __init__, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(f"Hetero{cls.__name__}", (HeteroTrainer, cls), names)
+
+
+class HeteroTrainer:
+    """What `trainer` puts before a Trainer class."""
+
+    hetero_given: Settings = None
+    """What ``hetero=`` was; None: the file that HETERO_CONFIG names, or no settings."""
+
+    # -- set-up ----------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        """Build the Accelerator that Trainer builds, and make it hetero's."""
+        check_args(self.args)
+        if self.model is not None:
+            check_trainable(self.model)
+        given = self.hetero_given or os.environ.get(SETTINGS) or None
+        taken = settings_of(self.args, Config.load(given))
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.take(taken)
+
+    def take(self: Any, config: Config) -> None:
+        """Have models prepared with these settings."""
+        self.args._n_gpu = min(1, self.args.n_gpu)  # more would wrap models in DataParallel
+        HeteroAccelerator.adopt(self.accelerator, HeteroPlugin(config))
+        self.losses = Losses()
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Let a model stay where it is: its parameters come to the device as they are needed."""
+
+    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Build the optimizer; one that was released with its model goes on, states and all."""
+        if isinstance(self.optimizer, HeteroOptimizer):
+            self.optimizer = self.optimizer.optimizer.inner
+        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Make a step, and see what Trainer's filter would hide."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if self.args.logging_nan_inf_filter:
+            self.losses.saw(loss, self.state.global_step)
+        return loss
+
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with what hetero did in the last step beside it."""
+        if "loss" in logs:
+            logs = self.losses.told(logs)
+            if MARK in self.model.__dict__:
+                logs = {**logs, **metrics(self.model)}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save as Trainer does, from files where the parameters are at home on disk."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        reads = state_dict is None and self.args.should_save
+        with plain_state(self.model, folder) if reads else nullcontext() as plain:
+            super()._save(output_dir, state_dict if plain is None else plain)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        """See [Note: checkpoints]."""
+        if not self.args.should_save:
+            return  # another rank has the same model and states
+        folder = Path(output_dir)
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of a run that was here before
+        if has_adapters(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        (folder / STATES).unlink(missing_ok=True)
+        optimizer = engine_of(self.model).optimizer
+        save_checkpoint(folder / FOLDER, self.model, optimizer, step=self.state.global_step)
+        torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULE)
+
+    def _load_from_checkpoint(
+        self: Any, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Load what stock Trainer saved; ours is loaded when the model is prepared."""
+        if not is_ours(resume_from_checkpoint):
+            with mismatches(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        """Load model and states of ours, or what stock Trainer saved."""
+        if checkpoint is None or not is_ours(checkpoint):
+            with mismatches(checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        folder, engine = Path(checkpoint), engine_of(self.model)
+        with same_generators(engine):  # Trainer sets them later, from its own file
+            load_checkpoint(folder / FOLDER, self.model, engine.optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
+
+
+class Losses:
+    """The losses since the last log that `logging_nan_inf_filter` keeps out of it.
+
+    Trainer logs the mean of the others in their place, which is 0.0 where there are none.
+    """
+
+    def __init__(self) -> None:
+        self.n_finite = 0
+        self.n_filtered = 0
+        self._warned = False
+
+    def saw(self, loss: torch.Tensor, step: int) -> None:
+        """Count a loss; the first that is filtered is worth a warning."""
+        if bool(torch.isfinite(loss)):
+            self.n_finite += 1
+            return
+        self.n_filtered += 1
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the loss of step {step + 1} is {loss.item()}; logging_nan_inf_filter keeps it out"
+                " of the logged loss, and hetero/filtered_losses counts it. Lower the learning"
+                " rate, or look at the data of that step",
+                stacklevel=2,
+            )
+
+    def told(self, logs: dict[str, float]) -> dict[str, float]:
+        """Return logs that say what was filtered, and begin anew."""
+        found = dict(logs)
+        if self.n_filtered:
+            found["hetero/filtered_losses"] = self.n_filtered
+            if not self.n_finite:
+                found["loss"] = math.nan
+        self.n_finite = self.n_filtered = 0
+        return found
+
+
+def metrics(model: nn.Module) -> dict[str, float]:
+    """Return what a log has of `hetero.status`: bytes held now, bytes moved in the last step."""
+    now = status(model)
+    found: dict[str, float] = {}
+    for tier, row in now.tiers.items():
+        found[f"hetero/{tier.lower()}_bytes"] = row["used"] or 0
+    traffic = ["h2d_bytes", "d2h_bytes"]
+    if Tier.NVME.name in now.tiers:
+        traffic += ["read_bytes", "write_bytes"]
+    for name in (*traffic, "misses", "evictions"):
+        found[f"hetero/{name}"] = getattr(now, name)
+    return found
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model is one of PEFT's, which saves its adapters only."""
+    return hasattr(model, "peft_config")
+
+
+def is_ours(checkpoint: str) -> bool:
+    """Whether hetero wrote a checkpoint of Trainer's; see [Note: checkpoints]."""
+    folder = Path(checkpoint)
+    return (folder / FOLDER).is_dir() and not (folder / STATES).exists()
+
+
+@contextmanager
+def plain_state(model: nn.Module, folder: Path) -> Iterator[dict[str, torch.Tensor] | None]:
+    """Yield a state dict of plain tensors, or None where the model's own is one.
+
+    safetensors writes memory, and parameters at home on disk have none: they are exported beside
+    the files to come, and mapped from there, so that no more than a piece is in memory at once.
+    """
+    own = model.state_dict()
+    if all(is_plain(value) for value in own.values()):
+        yield None
+        return
+    if has_adapters(model):  # it writes these alone
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        yield {k: materialised(k, v) if k in trained else v for k, v in own.items()}
+        return
+    staged = folder / STAGED
+    try:
+        export(model, staged)
+        mapped: dict[str, torch.Tensor] = {}
+        for path in staged.glob("*.safetensors"):
+            mapped.update(load_file(path))
+        first: dict[int, str] = {}
+        names = model.named_parameters(remove_duplicate=False)
+        tied = {name: first.setdefault(id(param), name) for name, param in names}
+        yield {name: mapped[tied.get(name, name)] for name in own}
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+@contextmanager
+def mismatches(checkpoint: str | None) -> Iterator[None]:
+    """Turn what torch says of other shapes and groups into a typed error."""
+    try:
+        yield
+    except HeteroError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointMismatch(
+            f"{checkpoint} does not fit the model: {error}",
+            advice="resume from a checkpoint of this very model and optimizer, or load its weights"
+            " with from_pretrained and start afresh",
+        ) from error
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+def check_class(cls: type) -> None:
+    """Refuse what is no Trainer, and one without a method that has to be ours."""
+    if not (isinstance(cls, type) and issubclass(cls, transformers.Trainer)):
+        raise ConfigError(
+            f"{cls!r} is no subclass of transformers.Trainer",
+            advice="pass a class, as hetero.trainer(Trainer)(model=..., hetero=dict(hbm=...))",
+        )
+    missing = [name for name in NEEDED if not callable(getattr(cls, name, None))]
+    if missing:
+        raise ConfigError(
+            f"Trainer of transformers {transformers.__version__} has no {', '.join(missing)}",
+            advice=f"use transformers {SUPPORTED}",
+        )
+
+
+def check_args(args: Any) -> None:
+    """Refuse arguments of Trainer that would place parameters, or move the whole model."""
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"{name}={getattr(args, name)!r} beside hetero: both would place the parameters",
+                advice=f"drop {name} from the TrainingArguments",
+            )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name, False):
+            raise ConfigError(
+                f"{name}=True would convert the whole model",
+                advice=f"drop {name}, or train with hetero's precision={name[:4]!r}",
+            )
+    if not hasattr(args, "_n_gpu") and args.n_gpu > 1:
+        raise ConfigError(
+            f"TrainingArguments of transformers {transformers.__version__} has no _n_gpu",
+            advice=f"show one GPU to the process, or use transformers {SUPPORTED}",
+        )
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuse, while nothing is built, a model that could not be prepared later."""
+    places = getattr(model, "hf_device_map", None) or {}
+    if len(set(places.values())) > 1:
+        raise ConfigError(
+            f"the model lies on several devices: {sorted(map(str, set(places.values())))}",
+            advice="load it without device_map: hetero brings parameters to the device",
+        )
+    method = getattr(model, "quantization_method", None)
+    if method is not None:
+        raise ConfigError(
+            f"the model's weights are quantized ({getattr(method, 'value', method)})",
+            advice="load it without quantization_config: hetero pages weights of full precision",
+        )
+    check_model(model)
+
+
+def settings_of(args: Any, config: Config) -> Config:
+    """Return settings that agree with Trainer's own, which it keeps."""
+    if config.max_grad_norm is not None:
+        raise ConfigError(
+            f"max_grad_norm={config.max_grad_norm} of hetero beside Trainer's own"
+            f" {args.max_grad_norm}",
+            advice="set TrainingArguments(max_grad_norm=...) alone",
+        )
+    kind = args.device.type
+    if config.device is None:
+        return Config.load(config, device=kind)
+    ours = config.device if isinstance(config.device, str) else config.device.torch_device.type
+    if ours.split(":")[0] != kind:
+        raise ConfigError(
+            f"device={ours!r} of hetero, and Trainer computes on {kind}",
+            advice="set TrainingArguments(use_cpu=True) for the CPU, or drop device=",
+        )
+    return config
