@@ -208,8 +208,8 @@ class Int8(Blocked):
         into.view(torch.int8).copy_(rows.round_().clamp_(-127, 127))
 
     def read_levels(self, codes: torch.Tensor, work: Workspace) -> torch.Tensor:
-        levels = work.scratch.view(torch.int8)[: codes.numel()].view(codes.shape)
-        return levels.copy_(codes.view(torch.int8))
+        levels = work.scratch[: codes.numel()].view(codes.shape)
+        return levels.copy_(codes).view(torch.int8)
 
 
 class Nf4(Blocked):
@@ -237,7 +237,7 @@ class Nf4(Blocked):
 
     def read_levels(self, codes: torch.Tensor, work: Workspace) -> torch.Tensor:
         n_pairs = codes.numel()
-        pairs = work.scratch[: PAIR.itemsize * n_pairs].view(PAIR)
+        pairs: torch.Tensor = work.scratch[: PAIR.itemsize * n_pairs].view(PAIR)
         index = work.scratch.view(torch.int32)[-n_pairs:].view(codes.shape)
         torch.index_select(work.pairs, 0, index.copy_(codes).view(-1), out=pairs)
         return pairs.view(torch.float32).view(len(codes), self.block)
@@ -275,7 +275,8 @@ class Workspace:
     def __init__(self, codec: Blocked, numel: int, block: torch.Tensor) -> None:
         self.n_blocks = numel // codec.block
         sizes = [PAIRS_BYTES, codec.scratch_bytes * numel, 4 * self.n_blocks]
-        pairs, self.scratch, scales = block.split(sizes)
+        pairs, scratch, scales = block.split(sizes)
+        self.scratch: torch.Tensor = scratch
         self.pairs = pairs.view(PAIR)
         self.scales = scales.view(torch.float32).view(self.n_blocks, 1)
         levels = torch.tensor(NF4_LEVELS, dtype=torch.float32)
