@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hetero.checkpoint.load import load_checkpoint
     from hetero.checkpoint.save import Save, save_checkpoint
     from hetero.export import export
+    from hetero.integrations.pretrained import from_pretrained
     from hetero.integrations.transformers import enable, trainer
     from hetero.rehearse.plan import Plan, plan
     from hetero.report.make import report
@@ -49,6 +50,7 @@ _LAZY = {
     "load_checkpoint": "hetero.checkpoint.load",
     "export": "hetero.export",
     **dict.fromkeys(("enable", "trainer"), "hetero.integrations.transformers"),
+    "from_pretrained": "hetero.integrations.pretrained",
     **dict.fromkeys(("profile", "Profile"), "hetero.report.profile"),
     "report": "hetero.report.make",
     **dict.fromkeys(("plan", "Plan"), "hetero.rehearse.plan"),
@@ -98,6 +100,7 @@ __all__ = [
     "empty_init",
     "enable",
     "export",
+    "from_pretrained",
     "gathered",
     "linear_cross_entropy",
     "load_checkpoint",

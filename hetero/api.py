@@ -15,7 +15,7 @@ from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import StateError
 from hetero.train.blueprint import draw
-from hetero.train.check import MARK, check_model, check_pair
+from hetero.train.check import MARK, check_codes, check_model, check_pair
 from hetero.train.empty import empty_parameters
 from hetero.train.engine import Engine
 from hetero.train.optimizer import Optimizer
@@ -62,7 +62,9 @@ def prepare_tuned(
     check_model(model, weights=config.weights is not None)
     inner = check_pair(model, optimizer)
     device = open_device(config.device)
-    engine = Engine(model, inner, config, device, draw(model, inner, config), tuning)
+    blueprint = draw(model, inner, config)
+    check_codes(model, blueprint.layout)
+    engine = Engine(model, inner, config, device, blueprint, tuning)
     engine.build()
     return model if inner is None else (model, engine.optimizer)
 
@@ -174,7 +176,10 @@ def empty_init() -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What is where, and what the last whole step moved; sizes in bytes."""
+    """What is where, and what the last whole step moved; sizes in bytes.
+
+    Without an optimizer every forward of the whole model under ``torch.no_grad()`` is a step.
+    """
 
     device: str
     mode: str
@@ -224,7 +229,10 @@ def status(model: nn.Module) -> Status:
     paged = engine.mode == "paged"
     here = set(engine.manager.replicas) if paged else {b.id for b in plan.layout.buckets}
     names = plan.layout.unit_names
-    schedule = engine.runtime.train.schedule if paged else None
+    schedule = None
+    if paged:
+        trained = engine.inner is not None
+        schedule = (engine.runtime.train if trained else engine.runtime.evaluate).schedule
     return Status(
         device=engine.device.name,
         mode=engine.mode,

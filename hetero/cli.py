@@ -5,14 +5,15 @@ Commands import what they need when they run, so that ``hetero --help`` is fast 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,17 +27,15 @@ if TYPE_CHECKING:
 
     from hetero.bench.runner import Result
     from hetero.recipes.calibrate import CalibrateOptions
-    from hetero.recipes.train import TrainOptions
+    from hetero.recipes.options import TrainOptions
+    from hetero.recipes.train import StepReport
     from hetero.rehearse.plan import Plan
     from hetero.report.claims import Verdict
     from hetero.report.make import Report as MadeReport
 
 UNUSABLE = 2  # exit status: the request cannot be honoured as given
 DISAPPOINTED = 1  # exit status: a check is red, or a benchmark does not hold
-SETTINGS = ("device", "hbm", "host", "nvme", "nvme_bytes", "precision")
-SHAPE = ("width", "layers", "heads", "context", "checkpoint_blocks")
 DEMO_MINUTES = 3.5  # a run of default length ends by then on a slow machine too
-MINUTES_HELP = f"{DEMO_MINUTES}, or never when --steps is given"
 NOT_USED = (
     "hetero run: {} built no Accelerator and no Trainer, so hetero had nothing to do. In a loop of"
     " your own, call model, optimizer = hetero.prepare(model, optimizer, hbm=...)"
@@ -46,8 +45,20 @@ ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 PRECISIONS = click.Choice(["fp32", "bf16", "fp16"])
 POSITIVE = click.IntRange(min=1)
 DEVICES = click.Choice(["cuda", "cpu", "cpu:sim"])
+KINDS = {
+    "device": DEVICES,
+    "precision": PRECISIONS,
+    "activations": click.Choice(ACTIVATIONS),
+    **dict.fromkeys(("hbm", "host", "nvme_bytes", "chunk_bytes"), str),  # as 20GiB
+}
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON as the last line.")
+json_lines_option = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print a line of JSON for each step, and one at the end.",
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -67,64 +78,100 @@ def option(*names: Any) -> Callable[..., Any]:
     return click.option(*names[:first], type=kind, default=None, help=said)
 
 
+def fields_as_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command an option for every field of `TrainOptions` and every setting of `Config`."""
+    from hetero.recipes import options as known
+
+    said = {**known.documented(Config), **known.documented(known.TrainOptions)}
+    own = [f for f in dataclasses.fields(known.TrainOptions) if f.name != "settings"]
+    settings = [f for f in dataclasses.fields(Config) if f.name in known.SETTINGS]
+    for f in reversed([*own, *settings]):
+        command = field_option(f, said[f.name])(command)
+    return command
+
+
+def field_option(f: dataclasses.Field[Any], text: str) -> Callable[..., Any]:
+    """Return the option of a field; its type and its default come from there."""
+    kind = f.type.removesuffix(" | None") if isinstance(f.type, str) else "str"
+    flag = f"--{f.name.replace('_', '-')}"
+    tells = isinstance(f.default, (int, float, str)) and kind != "bool"
+    said = f"{text}  [default: {f.default}]" if tells else text
+    if kind == "bool":
+        return click.option(f"{flag}/--no{flag[1:]}", default=None, help=said)
+    if kind.startswith("tuple"):
+        return click.option(flag, multiple=True, help=said)
+    return click.option(flag, type=KINDS.get(f.name, kind_of(kind)), default=None, help=said)
+
+
+def kind_of(kind: str) -> Any:
+    """Return the type of an option from that of a field."""
+    if kind.startswith("Literal"):
+        return click.Choice(re.findall(r"'([^']+)'", kind))
+    return {"int": int, "float": float}.get(kind, str)
+
+
 @main.command()
-@option("--steps", POSITIVE, "Steps of the run and of its schedule.", "64")
-@option(
-    "--minutes", click.FloatRange(0, min_open=True), "Stop after this much training.", MINUTES_HELP
-)
-@option("--batch", POSITIVE, "Sequences per step.", "2")
-@option("--context", POSITIVE, "Bytes per sequence.", "256")
-@option("--width", POSITIVE, "Features of the model.", "512")
-@option("--layers", POSITIVE, "Blocks of the model.", "10")
-@option("--heads", POSITIVE, "Attention heads per block.", "8")
-@option("--lr", click.FloatRange(0, min_open=True), "Peak learning rate.", "0.0005")
-@option("--hbm", str, "Device budget, as 120MiB; 'all' for none.", "a quarter of the states")
-@option("--host", str, "RAM budget, as 2GiB.", "half the states")
-@option("--nvme", str, "Directory for what RAM does not hold.", "runs")
-@option("--nvme-bytes", str, "Budget of that directory, as 100GiB.", "what is free there")
-@option("--checkpoints", str, "Directory of checkpoints.", "the next of runs/1, runs/2 ...")
-@option("--save-every", POSITIVE, "Steps between checkpoints.", "20")
-@option("--keep-last", POSITIVE, "Checkpoints that stay.", "2")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of the last run.")
-@option(
-    "--record",
-    str,
-    "Directory for a recording of the first 32 steps and the report on it; 'none' for none.",
-    "run, beside the checkpoints",
-)
-@option("--device", DEVICES, "Where to compute.", "cuda when there is one, else cpu:sim")
-@option("--precision", PRECISIONS, "Of working weights; bf16 and fp16 keep fp32 masters.", "fp32")
-@option("--seed", int, "Seed of weights and batches.", "0")
-@option("--config", click.Path(exists=True, dir_okay=False), "TOML file of hetero settings.")
 @click.option(
-    "--text", multiple=True, help="File or directory to learn.  [default: Python's manual]"
+    "--config",
+    type=click.Path(exists=True, dir_okay=False),
+    help="TOML or YAML file of options.",
 )
-@option(
-    "--checkpoint-blocks/--no-checkpoint-blocks",
-    None,
-    "Compute each block again in backward, or keep its activations.",
-    "compute again",
-)
-@json_option
-def train(as_json: bool, **given: Any) -> None:
-    """Train a byte-level GPT on real text inside byte budgets of HBM, RAM and disk.
+@click.option("--dry-run", is_flag=True, help="Plan this run (see hetero plan), and train nothing.")
+@fields_as_options
+@json_lines_option
+def train(config: str | None, dry_run: bool, as_json: bool, **given: Any) -> None:
+    """Train a language model inside byte budgets of HBM, RAM and disk.
 
-    Ctrl-C, or SIGTERM, finishes the step and saves it; --resume goes on bit for bit.
+    Without options a byte-level GPT learns real text, in budgets that its states exceed. Ctrl-C, or
+    SIGTERM, finishes the step and saves it; the same command with --resume goes on bit for bit.
+
+    Options in a file have the same names; those on the command line go on top. The exit status is 0
+    for a whole run, 2 for a request that cannot be honoured, 130 behind Ctrl-C, 143 behind SIGTERM;
+    with --dry-run 1 where it does not fit.
     """
+    chosen = {key: value for key, value in given.items() if value not in (None, ())}
     with failures(as_json), stopping() as stop:
-        from hetero.recipes import show
-        from hetero.recipes.train import train as run
+        options = train_options(config, chosen)
+        number = plan_run(options, as_json) if dry_run else train_run(options, stop, as_json)
+    sys.exit(number)
 
-        console = open_console(as_json)
-        options = train_options({k: v for k, v in given.items() if v is not None})
-        with show.watching(console, options.steps) as watch:
-            result = run(options, watch, stop)
-        show.summary(console, result)
-        show.recorded(console, result)
-        if as_json:
-            print_json(result.as_json())
-    if result.signal is not None:
-        sys.exit(128 + result.signal)
+
+def train_run(options: TrainOptions, stop: Callable[[], int | None], as_json: bool) -> int:
+    """Train, and show it; returns the exit status."""
+    from hetero.recipes import show
+    from hetero.recipes.train import train as run
+
+    console = open_console(as_json)
+    with show.watching(console) as watch:
+        result = run(options, telling(watch) if as_json else watch, stop)
+    show.summary(console, result)
+    show.recorded(console, result)
+    if as_json:
+        print_json(result.as_json())
+    return 0 if result.signal is None else 128 + result.signal
+
+
+def telling(watch: Callable[[StepReport], None]) -> Callable[[StepReport], None]:
+    """Return a watcher that prints a line of JSON for each step, too."""
+
+    def both(report: StepReport) -> None:
+        watch(report)
+        print_json({"step": report.step, **report.figures()})
+
+    return both
+
+
+def plan_run(options: TrainOptions, as_json: bool) -> int:
+    """Show the plan of a run; returns the exit status."""
+    from hetero.recipes import show
+    from hetero.recipes.train import dry_run
+
+    found = dry_run(options)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        show.planned(open_console(as_json), found)
+    return 0 if found.fits else DISAPPOINTED
 
 
 @contextmanager
@@ -147,15 +194,16 @@ def stopping() -> Iterator[Callable[[], int | None]]:
             signal.signal(number, handler)
 
 
-def train_options(given: dict[str, Any]) -> TrainOptions:
-    """Return the options of a run from what the command line gave."""
-    from hetero.recipes.train import TrainOptions, shape
+def train_options(file: str | None, given: dict[str, Any]) -> TrainOptions:
+    """Return the options of a run; the demo ends soon where nobody says when it should."""
+    from hetero.recipes.options import gathered
 
-    if "steps" not in given:
-        given.setdefault("minutes", DEMO_MINUTES)
-    settings = {key: given.pop(key) for key in SETTINGS if key in given}
-    model = shape(**{key: given.pop(key) for key in SHAPE if key in given})
-    return replace(TrainOptions(), model=model, settings=settings, **given)
+    options = gathered(file, given)
+    default = gathered(None, {})
+    if options.is_demo and (options.steps, options.epochs) == (default.steps, None):
+        said = "steps" in given or options.minutes is not None
+        return options if said else dataclasses.replace(options, minutes=DEMO_MINUTES)
+    return options
 
 
 @main.command(context_settings={"allow_interspersed_args": False})

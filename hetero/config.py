@@ -38,6 +38,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(" + "|".join(UNITS) + ")")
 DEVICES = ("cuda", "cpu", "cpu:sim")
 PRECISIONS = ("fp32", "bf16", "fp16")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
+FROZEN = ("keep", "int8", "nf4")
 NOT_YET = {  # named in the public face; each arrives with its part of the library
     "mesh": "several ranks",
 }
@@ -74,6 +75,14 @@ class Config:
     "bf16" and "fp16" train 2-byte working weights with an exact fp32 master behind each."""
     keep_fp32: tuple[str, ...] = ()
     """Names (or glob patterns) of modules whose parameters stay fp32 under "bf16" and "fp16"."""
+    frozen: str = "keep"
+    """What frozen weights are at rest, on HOST, on disk and on the link: "keep" leaves them as they
+    are; "int8" (1.02 bytes a parameter) and "nf4" (0.53, the 4 bits of QLoRA) code those of two or
+    more dimensions in blocks. They are decoded to their own dtype in frames, and computed with as
+    such: training is that of a model whose frozen weights were rounded before."""
+    keep_exact: tuple[str, ...] = ()
+    """Names (or glob patterns) of modules whose frozen weights stay as they are under "int8" and
+    "nf4"; others code linear layers only: ["lm_head", "*.embed_tokens"]."""
     max_grad_norm: float | None = None
     """Global 2-norm that `step` clips gradients to; None: it does not clip."""
     activations: str = "auto"
@@ -82,7 +91,9 @@ class Config:
     comes to it; "auto" keeps what fits."""
     micro_batch: int | None = None
     """Samples that a unit takes at once of a larger batch; weights cross the link twice a step all
-    the same. None: the whole batch."""
+    the same. Without gradients (evaluation, `generate`) a forward fetches them once; a unit that
+    writes to a cache other than a plain `DynamicCache` takes the whole batch there. None: the whole
+    batch."""
     tile: int | None = None
     """Positions of a sequence that the MLPs of recognised blocks take at once (see `hetero.tile`);
     sums over tiles round otherwise than one product, so that no plan makes this choice by itself.
@@ -204,6 +215,8 @@ def check_one(key: str, value: Any) -> Any:
         raise ConfigError(
             f"precision={value!r} is unknown", advice=f"precision takes one of {PRECISIONS}"
         )
+    if key == "frozen" and value not in FROZEN:
+        raise ConfigError(f"frozen={value!r} is unknown", advice=f"frozen takes one of {FROZEN}")
     if key == "fused_loss" and not isinstance(value, bool):
         raise ConfigError(f"fused_loss={value!r}", advice="fused_loss takes True or False")
     if key == "activations":
@@ -214,9 +227,9 @@ def check_one(key: str, value: Any) -> Any:
         return check_norm(value)
     if key == "device" and isinstance(value, str) and value not in DEVICES:
         raise ConfigError(f"device={value!r} is unknown", advice=f"device takes one of {DEVICES}")
-    if key == "keep_fp32" and value is None:
+    if key in ("keep_fp32", "keep_exact") and value is None:
         return ()
-    if key in ("units", "keep_fp32") and value is not None:
+    if key in ("units", "keep_fp32", "keep_exact") and value is not None:
         names = value if isinstance(value, (list, tuple)) else [None]
         if not all(isinstance(name, str) for name in names):
             raise ConfigError(f"{key}={value!r}", advice=f"{key} takes a list of module names")

@@ -67,11 +67,13 @@ class BudgetError(HeteroError, MemoryError):
 class OutOfMemory(BudgetError, RuntimeError):
     """A tier ran out while the model computed; a smaller batch may fit.
 
-    Finders of batch sizes (accelerate's, Trainer's) know it by its words and its one argument.
+    Finders of batch sizes (accelerate's, Trainer's) know it by its one argument and by its words:
+    " out of memory.", and in accelerate 1.3 "CUDA out of memory.", which a budget is not.
     """
 
     def __init__(self, message: str, *, tier: str, **known: Any) -> None:
-        super().__init__(f"{tier} out of memory. {message}", tier=tier, **known)
+        said = f"{tier} out of memory. {message} (a budget, not a CUDA out of memory.)"
+        super().__init__(said, tier=tier, **known)
 
 
 class StateError(HeteroError, RuntimeError):

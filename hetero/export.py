@@ -28,11 +28,10 @@ from hetero.errors import ConfigError, DiskFull, StateError, StorageError
 from hetero.io import IO, Folder
 from hetero.train.worker import uninterrupted
 from hetero.types import format_bytes
-from hetero.weights import DTYPES, INDEX, PART, SINGLE
+from hetero.weights import CODES, INDEX, PART, SINGLE
 
 PIECE = 8 * 2**20  # bytes of a tensor that are copied at once where they have to be
 NEW, OLD = ".hetero-new-", ".hetero-old-"
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def export(model: nn.Module, directory: str | Path, *, max_shard_bytes: int | str = "5GB") -> Path:
@@ -43,6 +42,10 @@ def export(model: nn.Module, directory: str | Path, *, max_shard_bytes: int | st
     first name. ``config.json`` and ``generation_config.json`` come along where the model has such
     objects. A directory that is missing is made; an export that is in it is replaced, and stays
     as it is until the new one is complete.
+
+    Names and layout are the model's own. Where transformers changes them as it loads (experts that
+    it merges), ``model.save_pretrained`` writes what was loaded: it works on a prepared model too,
+    and holds a shard, and all that it converts.
 
     Args:
         model: a prepared model, or any ``nn.Module``.
@@ -67,7 +70,7 @@ def write(model: nn.Module, directory: Path, limit_bytes: int, io: IO) -> Path:
     notes = configs_of(model, items)
     parts = cut(items, limit_bytes)
     if SINGLE not in parts:
-        notes[INDEX] = index_of(parts)
+        notes[INDEX] = index_of(parts, sum(p.numel() for p in model.parameters()))
     with ExitStack() as undo:
         folder = open_or_make(directory, io, undo)
         recover(folder)
@@ -173,11 +176,12 @@ def cut(items: Iterable[Item], limit_bytes: int) -> dict[str, list[Item]]:
     return {f"model-{i:05d}-of-{n:05d}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
-def index_of(parts: Mapping[str, Sequence[Item]]) -> bytes:
+def index_of(parts: Mapping[str, Sequence[Item]], n_parameters: int) -> bytes:
     """Return the index of several files, as Hugging Face writes it."""
     where = {item.name: file for file, part in parts.items() for item in part}
     total = sum(item.n_bytes for part in parts.values() for item in part)
-    found = {"metadata": {"total_size": total}, "weight_map": where}
+    totals = {"total_parameters": n_parameters, "total_size": total}
+    found = {"metadata": totals, "weight_map": where}
     return json.dumps(found, indent=2, sort_keys=True).encode() + b"\n"
 
 

@@ -61,6 +61,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Entry(NamedTuple):
@@ -137,6 +138,21 @@ class Weights:
         if numel < 1:
             raise ConfigError(f"pieces of {numel} elements", advice="ask for at least one")
         return self._read(*self._find(name), numel)
+
+    def read(self, name: str, into: memoryview) -> None:
+        """Read a tensor's bytes, in row-major order, into memory of that many bytes.
+
+        What was read leaves the page cache. Raises ConfigError for a name that is not there,
+        StateError for memory of another size, and otherwise as `pieces`.
+        """
+        file, entry = self._find(name)
+        if len(into) != entry.n_bytes:
+            raise StateError(
+                f"{name!r} has {entry.n_bytes} bytes, and room for {len(into)} was given",
+                advice="ask for shape and dtype first",
+            )
+        if entry.n_bytes:
+            file.read(entry.start, into)
 
     def close(self) -> None:
         """Close the files; again is no error. Pieces that are still held stay as they are."""

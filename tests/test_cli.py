@@ -21,10 +21,10 @@ from hetero.config import HostLimit
 from hetero.device import CpuDevice, Slab
 from hetero.recipes import doctor
 from hetero.recipes.doctor import Check, Level, Report
+from hetero.recipes.options import TrainOptions
 from hetero.recipes.record import MOST_STEPS
-from hetero.recipes.train import TrainOptions
 
-SHAPE = "--width 32 --layers 2 --heads 2 --context 16 --batch 2 --lr 0.01"
+SHAPE = "--width 32 --layers 2 --heads 2 --seq 16 --batch 2 --lr 0.01"
 TINY = f"train {SHAPE} --steps 6 --device cpu --hbm 300KB"
 
 
@@ -67,15 +67,15 @@ def test_every_command_has_help_and_json(command: str) -> None:
 
 
 def test_help_states_the_defaults_that_the_recipe_has() -> None:
-    fields = dataclasses.fields(TrainOptions().model) + dataclasses.fields(TrainOptions)
+    fields = dataclasses.fields(TrainOptions)
     defaults = {f.name: f.default for f in fields if type(f.default) in (int, float)}
     shown = {
         p.name: p.help or "" for p in main.commands["train"].params if isinstance(p, click.Option)
     }
 
-    checked = [name for name in shown if name in defaults and name != "checkpoint_blocks"]
+    checked = [name for name in shown if name in defaults]
 
-    assert set(checked) >= {"steps", "batch", "context", "width", "layers", "heads", "lr", "seed"}
+    assert set(checked) >= {"steps", "batch", "seq", "lr", "seed", "keep", "accumulate"}
     assert str(MOST_STEPS) in shown["record"]
     for name in checked:
         assert shown[name].endswith(f"[default: {defaults[name]}]"), name
@@ -89,12 +89,13 @@ def test_the_version_is_told() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
-def test_train_prints_one_json_object_as_the_last_line(device: str) -> None:
+def test_train_prints_a_json_object_for_each_step_and_one_at_the_end(device: str) -> None:
     result = call(f"{TINY} --device {device} --json")
 
     data = last_json(result)
     assert result.exit_code == 0
-    assert len(result.stdout.splitlines()) == 1
+    *steps, _ = map(json.loads, result.stdout.splitlines())
+    assert [line["loss"] for line in steps] == data["losses"]
     assert data["steps"] == len(data["losses"]) == 6
     assert data["status"]["device"] == device
     assert data["status"]["evictions"] > 0
@@ -143,17 +144,18 @@ def test_train_reads_texts_and_a_settings_file(tmp_path: Path) -> None:
     settings.write_text('hbm = "8MB"\nhost = "16MB"\n')
 
     line = f"train {SHAPE} --steps 2 --device cpu --hbm 360KB --json --config {settings}"
-    data = last_json(call(f"{line} --text {tmp_path}/one.txt --text {tmp_path}/two.txt"))
+    data = last_json(call(f"{line} --data {tmp_path}/one.txt --data {tmp_path}/two.txt"))
 
-    assert data["text_bytes"] == 601
+    assert data["data_tokens"] == 601
     assert data["status"]["tiers"]["HBM"]["budget"] == 360_000
     assert data["status"]["tiers"]["HOST"]["budget"] == 16_000_000
 
 
 def test_a_run_is_cut_short_only_when_nobody_said_how_long() -> None:
-    assert train_options({}).minutes == DEMO_MINUTES
-    assert train_options({"steps": 5}).minutes is None
-    assert train_options({"steps": 5, "minutes": 1.0}).minutes == 1.0
+    assert train_options(None, {}).minutes == DEMO_MINUTES
+    assert train_options(None, {"steps": 5}).minutes is None
+    assert train_options(None, {"steps": 5, "minutes": 1.0}).minutes == 1.0
+    assert train_options(None, {"model": "tiny-llama"}).minutes is None
 
 
 def test_train_can_keep_activations_and_do_without_a_budget() -> None:
@@ -165,7 +167,7 @@ def test_train_can_keep_activations_and_do_without_a_budget() -> None:
 @functools.cache
 def uninterrupted(line: str) -> Any:
     """Return what a run tells at its end, which is the same for every signal."""
-    return last_json(call(f"{line} --json --checkpoints whole"))
+    return last_json(call(f"{line} --json --save-dir whole"))
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
@@ -185,7 +187,7 @@ def test_a_signal_ends_a_run_behind_its_step_and_resume_goes_on_bit_for_bit(
     assert "stopped" in said
     assert "--resume goes on" in said
     whole = uninterrupted(line)
-    resumed = last_json(call(f"{line} --json --resume --checkpoints runs/1 --hbm 500KB"))
+    resumed = last_json(call(f"{line} --json --resume --save-dir runs/1 --hbm 500KB"))
     assert 0 < resumed["resumed_step"] < resumed["steps"] == 60
     assert resumed["losses"] == whole["losses"]
     assert resumed["weights_sha256"] == whole["weights_sha256"]
@@ -198,11 +200,14 @@ def test_a_signal_ends_a_run_behind_its_step_and_resume_goes_on_bit_for_bit(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--hbm 100KB", "BudgetError"),
+        ("--hbm 100KB", "OutOfMemory"),
         ("--hbm 1KB", "BudgetError"),
         ("--hbm lots", "ConfigError"),
         ("--heads 3", "ConfigError"),
-        ("--text /nowhere/at/all", "ConfigError"),
+        ("--steps 0", "ConfigError"),
+        ("--lr 0", "ConfigError"),
+        ("--task sft", "ConfigError"),
+        ("--data /nowhere/at/all", "ConfigError"),
     ],
 )
 def test_what_cannot_be_honoured_ends_with_status_2_and_advice(given: str, said: str) -> None:
@@ -219,11 +224,11 @@ def test_a_failure_is_told_in_json_too() -> None:
 
     data = last_json(result)
     assert result.exit_code == 2
-    assert data["error"] == "BudgetError"
+    assert data["error"] == "OutOfMemory"
     assert "raise hbm=" in data["advice"]
 
 
-@pytest.mark.parametrize("given", ["--steps 0", "--lr 0", "--device tpu", "--config nowhere.toml"])
+@pytest.mark.parametrize("given", ["--steps x", "--device tpu", "--config nowhere.toml"])
 def test_an_option_out_of_range_is_a_usage_error(given: str) -> None:
     result = call(f"{TINY} {given}")
 

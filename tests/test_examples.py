@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -41,3 +43,13 @@ def test_a_plan_says_what_fits_before_anything_runs() -> None:
     assert out[1].startswith("  HBM holds ")
     assert int(out[1].split()[2].replace(",", "")) <= 512 * 2**20
     assert any(line.startswith("  model, optimizer = hetero.prepare(") for line in out)
+
+
+def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter() -> None:
+    pytest.importorskip("peft")
+    out = run("qlora.py").splitlines()
+
+    losses = [float(line.split()[-1]) for line in out if line.startswith("step")]
+    assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
+    (said,) = [line for line in out if "at rest" in line]
+    assert 0.53 < float(said.split(":")[1].split()[0]) < 0.6

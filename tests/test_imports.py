@@ -185,9 +185,12 @@ def names_distributed(trees: Trees) -> list[str]:
     return naming(trees, "torch.distributed", only_in("train.zero", "parallel", "checkpoint"))
 
 
+ECOSYSTEM = ("accelerate", "transformers", "peft", "datasets", "lightning")
+
+
 def names_ecosystem(trees: Trees) -> list[str]:
-    may = only_in("integrations", "recipes")
-    return [b for n in ("accelerate", "transformers", "peft") for b in naming(trees, n, may)]
+    may = only_in("integrations", "recipes", "bench")
+    return [b for n in ECOSYSTEM for b in naming(trees, n, may)]
 
 
 def targets(node: ast.AST) -> list[ast.expr]:
@@ -322,7 +325,7 @@ RULES: dict[str, Rule] = {
     "memory never imports plan, torch.nn or torch.distributed": memory_imports_upwards,
     "only device names torch.cuda": names_cuda,
     "only zero, parallel and checkpoint name torch.distributed": names_distributed,
-    "accelerate, transformers and peft stay in their rooms": names_ecosystem,
+    "what is built on torch stays in its rooms": names_ecosystem,
     "only swizzle.py assigns param.data": assigns_data,
     "only manager.py and pool.py change a pin count": assigns_pins,
     "only activation.py pushes saved-tensor hooks": pushes_saved_tensors_hooks,
@@ -374,7 +377,8 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
         "only zero, parallel and checkpoint name torch.distributed",
         {"train.a": "import torch.distributed as dist"},
     ),
-    ("accelerate, transformers and peft stay in their rooms", {"api": "import transformers"}),
+    ("what is built on torch stays in its rooms", {"api": "import transformers"}),
+    ("what is built on torch stays in its rooms", {"api": "import lightning"}),
     ("only swizzle.py assigns param.data", {"train.a": "param.data = x"}),
     ("only swizzle.py assigns param.data", {"train.a": "a, (b.data, c) = x"}),
     ("only swizzle.py assigns param.data", {"train.a": "setattr(param, 'data', x)"}),

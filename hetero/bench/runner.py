@@ -11,7 +11,17 @@ from typing import Any
 import psutil
 import torch
 
-from hetero.bench import activations, disk, engine, memory, plan, update
+from hetero.bench import (
+    activations,
+    disk,
+    engine,
+    inference,
+    lora,
+    memory,
+    plan,
+    plugin,
+    update,
+)
 from hetero.device import accelerator_name
 from hetero.errors import ConfigError
 from hetero.version import __version__
@@ -73,14 +83,18 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "checksum": disk.checksum,
     "save": disk.save,
     "page-cache": disk.page_cache,
+    "load": inference.load,
+    "generate": inference.generate,
     "activations": activations.activations,
     "micro-batch": activations.micro_batch,
     "loss": activations.loss,
     "context": activations.context,
     "predict": plan.predict,
     "plan-70b": plan.plan_70b,
+    "lora": lora.lora,
     "profile-cost": plan.profile_cost,
     "auto": plan.auto,
+    "plugin": plugin.plugin,
 }
 
 

@@ -122,6 +122,7 @@ def understood(engine: Engine, reader: Reader) -> dict[str, Any]:
         found = {key: decode(meta[key], values) for key in OURS}
         found["scalars"] = decode_scalars(meta["scalars"])
         found.update({key: meta[key] for key in ("precision", "optimizer", "members")})
+        found["frozen"] = meta.get("frozen", "keep")  # older checkpoints do not say
         found["steps"] = int(meta["steps"])
         members = [len(names) for names in found["members"]]
         if len(members) != len(found["groups"]) or not all(found["groups"]):
@@ -229,9 +230,10 @@ def matched(parts: Sequence[Part], reader: Reader) -> Iterator[tuple[Part, int]]
 
 
 def check_meta(engine: Engine, beside: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another precision, or of another optimizer."""
+    """Refuse a checkpoint of another precision, other codes, or another optimizer."""
     kind = None if engine.inner is None else type(engine.inner).__name__
-    ours = {"precision": engine.config.precision, "optimizer": kind}
+    config = engine.config
+    ours = {"precision": config.precision, "frozen": config.frozen, "optimizer": kind}
     for key, here in ours.items():
         there = beside[key]
         if there != here and not (key == "optimizer" and here is None):

@@ -222,6 +222,7 @@ def meta_of(
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "precision": engine.config.precision,
+        "frozen": engine.config.frozen,
         "optimizer": None if engine.inner is None else type(engine.inner).__name__,
         "steps": engine.steps,
         "members": [[names[id(p)] for p in group["params"]] for group in groups],

@@ -2,7 +2,8 @@
 
 A bucket is one flat index space. Its tensors lie back to back, each aligned to ``ALIGN`` elements,
 and its chunks cut the space every ``chunk_numel`` elements, so only the last chunk of a bucket
-carries waste. Every kind (PARAM, GRAD, the optimizer's STATE) of a bucket shares the space.
+carries waste. Every kind (PARAM, GRAD, the optimizer's STATE) of a bucket shares the space. How its
+parameters lie at home is its codec's business (codec.py); a tensor begins a block of that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.errors import ConfigError
+from hetero.memory.codec import EXACT, Codec
 
 ALIGN = 16
 MAX_CHUNK_NUMEL = 16 * 2**20  # 64 MiB of 4-byte elements: past the knee of every link measured
@@ -30,6 +32,7 @@ class ParamSpec:
     stride: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    codec: Codec = EXACT
 
     @property
     def numel(self) -> int:
@@ -72,6 +75,7 @@ class Bucket:
     n_chunks: int
     chunk_numel: int
     first_chunk: int
+    codec: Codec = EXACT
 
     @property
     def numel(self) -> int:
@@ -80,7 +84,13 @@ class Bucket:
 
     @property
     def n_bytes(self) -> int:
+        """Bytes of the PARAM chunks in frames."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes of the PARAM chunks at home, on the link and on disk."""
+        return self.codec.n_bytes(self.numel, self.dtype)
 
     @property
     def granules(self) -> int:
@@ -119,9 +129,10 @@ class Layout:
 
     @property
     def waste(self) -> float:
-        """Share of the PARAM chunks that holds no parameter."""
-        held = sum(bucket.n_bytes for bucket in self.buckets)
-        return 1 - self.param_bytes / held if held else 0.0
+        """Share of the PARAM chunks at home that holds no parameter."""
+        held = sum(bucket.home_bytes for bucket in self.buckets)
+        used = sum(home_bytes(s.spec) for b in self.buckets for s in b.segments)
+        return 1 - used / held if held else 0.0
 
 
 def dense_stride(name: str, shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -149,16 +160,27 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def home_bytes(spec: ParamSpec) -> int:
+    """Return the bytes of a parameter at home."""
+    return spec.codec.n_bytes(spec.numel, spec.dtype)
+
+
+def padded_numel(spec: ParamSpec) -> int:
+    """Return the elements up to where the next tensor may begin."""
+    align = max(ALIGN, spec.codec.block)
+    return -(-spec.numel // align) * align
+
+
 def packed_numel(specs: Iterable[ParamSpec]) -> int:
-    """Return the elements that tensors fill back to back, each aligned to ALIGN elements."""
-    return sum(-(-spec.numel // ALIGN) * ALIGN for spec in specs)
+    """Return the elements that tensors fill back to back, each aligned."""
+    return sum(padded_numel(spec) for spec in specs)
 
 
 def groups_of(specs: Sequence[ParamSpec]) -> list[list[int]]:
     """Return parameter indices per (unit, treatment, dtype), in the order of first appearance."""
-    groups: dict[tuple[int, bool, torch.dtype], list[int]] = {}
+    groups: dict[tuple[int, bool, Codec, torch.dtype], list[int]] = {}
     for index, spec in enumerate(specs):
-        groups.setdefault((spec.unit, spec.trainable, spec.dtype), []).append(index)
+        groups.setdefault((spec.unit, spec.trainable, spec.codec, spec.dtype), []).append(index)
     return [groups[key] for key in sorted(groups, key=lambda k: (k[0], groups[k][0]))]
 
 
@@ -166,9 +188,10 @@ def waste_of(specs: Sequence[ParamSpec], chunk_numel: int) -> float:
     """Return the share of chunk bytes that a chunk size would leave unused."""
     held = used = 0
     for group in groups_of(specs):
-        size = specs[group[0]].dtype.itemsize
-        used += size * sum(specs[i].numel for i in group)
-        held += size * -(-packed_numel(specs[i] for i in group) // chunk_numel) * chunk_numel
+        first = specs[group[0]]
+        numel = -(-packed_numel(specs[i] for i in group) // chunk_numel) * chunk_numel
+        used += sum(home_bytes(specs[i]) for i in group)
+        held += first.codec.n_bytes(numel, first.dtype)
     return 1 - used / held if held else 0.0
 
 
@@ -184,8 +207,11 @@ def build_layout(
     specs: Sequence[ParamSpec], unit_names: Sequence[str], chunk_bytes: int | None = None
 ) -> Layout:
     """Lay the parameters out; ``chunk_bytes`` is the size of a chunk of 4-byte elements."""
-    if chunk_bytes is not None and (chunk_bytes < 4 * ALIGN or chunk_bytes % (4 * ALIGN)):
-        raise ConfigError(f"chunk_bytes={chunk_bytes}", advice="use a positive multiple of 64")
+    align = 4 * max([ALIGN, *(spec.codec.block for spec in specs)])  # a chunk is of whole blocks
+    if chunk_bytes is not None and (chunk_bytes < align or chunk_bytes % align):
+        raise ConfigError(
+            f"chunk_bytes={chunk_bytes}", advice=f"use a positive multiple of {align}"
+        )
     chunk_numel = chunk_bytes // 4 if chunk_bytes else choose_chunk_numel(specs)
     buckets: list[Bucket] = []
     home: dict[int, tuple[int, Segment]] = {}
@@ -195,7 +221,7 @@ def build_layout(
         segments: list[Segment] = []
         for index in group:
             segments.append(Segment(index, len(segments), specs[index], offset))
-            offset += -(-specs[index].numel // ALIGN) * ALIGN
+            offset += padded_numel(specs[index])
         first = specs[group[0]]
         n_chunks = max(1, -(-offset // chunk_numel))
         bucket = Bucket(
@@ -207,6 +233,7 @@ def build_layout(
             n_chunks=n_chunks,
             chunk_numel=chunk_numel,
             first_chunk=first_chunk,
+            codec=first.codec,
         )
         first_chunk += n_chunks
         home.update({s.index: (bucket.id, s) for s in segments})

@@ -8,6 +8,10 @@ when the storage's use count is back at its baseline. Until then they stay charg
 leave no trace. A replica whose alias left an access is *shown*, and what is shown is flushed before
 it is dropped and before anybody reads the home.
 
+[Note: written codes]  A home that is coded (codec.py) rounds what is written to it. A replica that
+was written, or shown, is coded when it goes home and when it is pinned next, and refreshed then:
+whether it was evicted in between makes no difference to what computes.
+
 [Note: update tickets]  An optimizer's step hands homes over to work that goes on while the model
 computes. Whatever needs the bytes of such a home, a fetch or a state dict, claims it first: it
 waits for that work alone, and raises what the work raised.
@@ -17,16 +21,17 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from hetero.config import paranoid
 from hetero.device import Device, Slab, Ticket, use_count
-from hetero.errors import BudgetError, OutOfMemory, StorageError, TransferError
+from hetero.errors import BudgetError, OutOfMemory, StateError, StorageError, TransferError
 from hetero.events import What
 from hetero.memory.chunk import CopyTable
+from hetero.memory.codec import ENCODED_AT_ONCE, Workspace, is_finite
 from hetero.memory.frame import FrameMap, Place
 from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.ledger import Ledger
@@ -55,10 +60,13 @@ def _unwatched(bucket: Bucket, start: int, end: int) -> Done:
 
 
 class Replica:
-    """The contiguous HBM run of one bucket's PARAM chunks, with a prebuilt view per parameter."""
+    """The contiguous HBM run of one bucket's PARAM chunks, with a prebuilt view per parameter.
+
+    ``incoming`` are the bytes that fetches fill (see [Note: decoded in place] in codec.py).
+    """
 
     __slots__ = (
-        *("bucket", "start", "bytes", "flat", "views", "cdata", "baseline"),
+        *("bucket", "start", "bytes", "incoming", "flat", "views", "cdata", "baseline"),
         *("pins", "stamp", "ready", "idle", "shown"),
     )
 
@@ -66,6 +74,7 @@ class Replica:
         self.bucket = bucket
         self.start = start
         self.bytes = piece
+        self.incoming = piece[piece.numel() - bucket.home_bytes :]
         self.flat = piece.view(bucket.dtype)
         self.views = [
             torch.as_strided(self.flat, s.spec.shape, s.spec.stride, s.offset)
@@ -104,6 +113,7 @@ class ChunkManager:
         limit: int,
         ceiling: int,
         next_use: Callable[[int], float],
+        workspace: Workspace | None = None,
     ) -> None:
         self.layout = layout
         self.device = device
@@ -117,6 +127,7 @@ class ChunkManager:
         self.next_use = next_use
         self.by_storage: dict[int, Replica] = {}
         self._store = store
+        self._workspace = workspace
         self.ceiling = ceiling  # frames there are; `frames.limit` of them are in use
         self._arena: Slab = device.arena(ceiling * layout.chunk_numel)
         self._shells: dict[tuple[int, int], Replica] = {}
@@ -210,8 +221,11 @@ class ChunkManager:
 
     def write(self, bucket_id: int, start: int, end: int) -> None:
         """Note that elements [start, end) of a resident bucket were written on HBM."""
-        for chunk in self.layout.buckets[bucket_id].chunks_of(start, end):
+        bucket = self.layout.buckets[bucket_id]
+        for chunk in bucket.chunks_of(start, end):
             self.table.transition(chunk, Tier.HBM, CopyState.DIRTY, "write")
+        if not bucket.codec.exact:
+            self.replicas[bucket_id].shown = True  # see [Note: written codes]
 
     def settle(self, bucket_id: int) -> None:
         """Bring the home up to date and wait until it is; the replica stays."""
@@ -260,7 +274,7 @@ class ChunkManager:
             return False
         asked = self._asked.get(bucket_id)
         if asked is None:
-            size, numel = pool.extent_numel, self.layout.buckets[bucket_id].numel
+            size, numel = pool.extent_numel, home.flat.numel()
             spans = (Span(home, at, min(at + size, numel)) for at in range(0, numel, size))
             asked = self._asked[bucket_id] = [Request([span]) for span in spans]
             pool.ahead(asked)
@@ -369,6 +383,26 @@ class ChunkManager:
         self.ceiling = limit
         return True
 
+    def lower(self, limit: int) -> bool:
+        """Give up the frames from ``limit`` on; False, and nothing changed, where one is held.
+
+        Replicas below stay; the memory stays the arena's.
+        """
+        above = [r for r in self.replicas.values() if r.start + r.bucket.granules > limit]
+        if any(replica.pins or replica.leased for replica in above):
+            return False
+        for replica in above:
+            self.evict(replica.bucket.id)
+        self.frames.limit = self.ceiling = limit
+        return True
+
+    def clear_the_way(self, places: Mapping[int, int]) -> None:
+        """Evict what nobody holds and what is to stand at another place, {bucket: first frame}."""
+        for bucket_id, replica in list(self.replicas.items()):
+            elsewhere = places.get(bucket_id, replica.start) != replica.start
+            if elsewhere and self._worth(bucket_id) is not None:
+                self.evict(bucket_id)
+
     @property
     def limit(self) -> int:
         """How many frames there are."""
@@ -402,6 +436,8 @@ class ChunkManager:
                 if self._shown_homes:
                     self._follow_home(bucket_id)
                 replica = self.replicas.get(bucket_id)
+                if replica is not None and replica.shown and not replica.bucket.codec.exact:
+                    self.settle(bucket_id)  # see [Note: written codes]
                 if replica is None:
                     self.counts["miss"] += 1
                     replica = self._fetch_anywhere(self.layout.buckets[bucket_id], why)
@@ -473,12 +509,13 @@ class ChunkManager:
             raise
 
     def _fill_runs(self, replica: Replica, home: Home, after: tuple[Ticket, ...], why: str) -> None:
-        bucket, size = replica.bucket, replica.bucket.dtype.itemsize
-        for run in self._store.runs(0, bucket.segments[-1].end, (home, Use.READ)):
+        bucket, size = replica.bucket, home.flat.element_size()
+        whole = home.items(0, bucket.segments[-1].end)
+        for run in self._store.runs(whole.start, whole.stop, (home, Use.READ)):
             piece = slice(run.start * size, run.stop * size)
             replica.ready = self.link.move(
                 Lane.H2D,
-                replica.bytes[piece],
+                replica.incoming[piece],
                 home.bytes[piece],
                 kind=Kind.PARAM,
                 after=after,
@@ -493,7 +530,12 @@ class ChunkManager:
         if replica.ready is not None:
             self.link.wait(replica.ready, kind=Kind.PARAM, bucket=replica.bucket.id)
             replica.ready = None
-        for chunk in replica.bucket.chunks:
+        bucket = replica.bucket
+        if not bucket.codec.exact:  # see [Note: decoded in place]
+            end = bucket.codec.n_bytes(bucket.segments[-1].end, bucket.dtype)
+            bucket.codec.decode(replica.incoming[:end], replica.flat, self._workspace)
+            replica.idle = self.device.mark()
+        for chunk in bucket.chunks:
             self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "ready")
 
     def _flush(self, replica: Replica) -> Ticket | None:
@@ -505,6 +547,9 @@ class ChunkManager:
         if not dirty:
             return None
         self.writing(bucket.id)
+        if not bucket.codec.exact:
+            self._recode(replica, dirty)
+            return None
         done, home = self.device.mark(), self.home(bucket.id)
         self._land(bucket.id)
         for first, end in _runs(dirty):
@@ -524,6 +569,47 @@ class ChunkManager:
             self._landing[bucket.id] = ticket
         self.counts["flush"] += 1
         return self._landing[bucket.id]
+
+    def _recode(self, replica: Replica, dirty: Sequence[int]) -> None:
+        """Code what was written, and show what the codes stand for; see [Note: written codes]."""
+        bucket, home = replica.bucket, self.home(replica.bucket.id)
+        wrong = next((s for s in bucket.segments if not is_finite(replica.views[s.position])), None)
+        if wrong is None:
+            align, end = bucket.codec.block, bucket.segments[-1].end
+            whole = -(-end // align) * align
+            for start in range(0, whole, ENCODED_AT_ONCE):
+                values = self._brought(replica, start, min(start + ENCODED_AT_ONCE, whole))
+                self._store.recode(home, start, values)
+            self._digest(bucket.id)
+        for chunk in dirty:
+            self.table.transition(chunk, Tier.HBM, CopyState.FLUSHING, "flush")
+            self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "ready")
+        self._fill(replica, (self.device.mark(),), "refresh")
+        self._arrive(replica)
+        self.counts["flush"] += 1
+        if wrong is not None:
+            raise StateError(
+                f"what was written to the weights of unit {self.layout.unit_names[bucket.unit]!r}"
+                f" is undone: parameter {wrong.spec.name!r} has NaN or infinity, which"
+                f" frozen={bucket.codec.name!r} cannot hold",
+                advice="write finite numbers, or name its module in keep_exact=",
+            )
+
+    def _brought(self, replica: Replica, start: int, end: int) -> torch.Tensor:
+        """Return elements of a replica as values on HOST."""
+        part = replica.flat[start:end]
+        values = torch.empty(part.shape, dtype=part.dtype)
+        ticket = self.link.move(
+            Lane.D2H,
+            values.view(torch.uint8),
+            part.view(torch.uint8),
+            kind=Kind.PARAM,
+            after=(self.device.mark(),),
+            bucket=replica.bucket.id,
+            why="flush",
+        )
+        self._sync(ticket, replica.bucket.id)
+        return values
 
     def _send(self, replica: Replica, home: Home, run: slice, after: Ticket) -> Ticket:
         """Queue the way home of some elements."""

@@ -3,7 +3,8 @@
 On HOST a home is one slab per kind and bucket, exactly sized and page-locked on CUDA. Every segment
 of a slab is its own storage, so that saving a state dict writes a tensor's bytes and not its
 neighbours'. A home on NVME has the same views, which mean something while they are pinned (see
-[Note: addresses stay] in pool.py); `HomeStore.held` and `runs` cost nothing for one on HOST.
+[Note: addresses stay] in pool.py); `HomeStore.held` and `runs` cost nothing for one on HOST. A home
+of parameters that are coded (codec.py) counts in items of the codec, and has no views of values.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from hetero.device import Device, Slab, release_slab, use_count
+from hetero.errors import ConfigError
 from hetero.io import align_up
+from hetero.memory.codec import ENCODED_AT_ONCE, EXACT, Codec, NotFinite
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.pool import Extents, Pool, Request, Span, Use
@@ -25,25 +28,44 @@ from hetero.types import Kind, Tier
 class Home:
     """One kind of one bucket: flat, by bytes, and by segment.
 
-    ``extents`` are those of a home on NVME, None on HOST.
+    ``extents`` are those of a home on NVME, None on HOST. Where ``codec`` is not exact, ``flat`` is
+    of its items, and segments are of the right shape and dtype but one NaN.
     """
 
-    __slots__ = ("_baseline", "_slab", "bytes", "extents", "flat", "segments")
+    __slots__ = ("_baseline", "_slab", "bytes", "codec", "dtype", "extents", "flat", "segments")
 
     def __init__(
-        self, slab: Slab, bucket: Bucket, dtype: torch.dtype, extents: Extents | None = None
+        self,
+        slab: Slab,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        extents: Extents | None = None,
+        codec: Codec = EXACT,
     ) -> None:
         self._slab = slab
         self.extents = extents
-        self.bytes = slab.carve(0, bucket.numel * dtype.itemsize)
-        self.flat = self.bytes.view(dtype)
+        self.codec = codec
+        self.dtype = dtype
+        self.bytes = slab.carve(0, codec.n_bytes(bucket.numel, dtype))
+        self.flat = self.bytes.view(codec.dtype(dtype))
         self.segments = [
             shaped(
                 slab, s.offset * dtype.itemsize, s.spec.shape, s.spec.stride, s.spec.numel, dtype
             )
+            if codec.exact
+            else self.bytes.new_full((), float("nan"), dtype=dtype).expand(s.spec.shape)
             for s in bucket.segments
         ]
         self._baseline = sum(use_count(segment) for segment in self.segments)
+
+    @property
+    def shows(self) -> bool:
+        """Whether segments always show the values: they are in memory, and as they are."""
+        return self.extents is None and self.codec.exact
+
+    def items(self, start: int, end: int) -> slice:
+        """Return elements [start, end) of the bucket, where ``start`` begins a block, in items."""
+        return slice(self.codec.items(start), self.codec.items(end))
 
     @property
     def held(self) -> bool:
@@ -126,28 +148,33 @@ class HomeStore:
         home = self.homes.get((name, bucket.id))
         if home is None:
             dtype = dtype or bucket.dtype
+            codec = bucket.codec if kind is Kind.PARAM else EXACT
             spilled = self.pool is not None and self._on_disk(kind, bucket.id)
             make = self._on_nvme if spilled else self._in_memory
-            home = self.homes[name, bucket.id] = make(kind, name, bucket, dtype)
+            home = self.homes[name, bucket.id] = make(kind, name, bucket, dtype, codec)
             self._names.add(name)
         return home
 
-    def _in_memory(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype) -> Home:
-        n_bytes = bucket.numel * dtype.itemsize
+    def _in_memory(
+        self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype, codec: Codec
+    ) -> Home:
+        n_bytes = codec.n_bytes(bucket.numel, dtype)
         self._ledger.charge(self.tier, kind, n_bytes, f"{name} of bucket {bucket.id}")
         self._charged[name, bucket.id] = (kind, n_bytes)
         make = self._device.arena if self._resident else self._device.slab
-        return Home(make(n_bytes), bucket, dtype)
+        return Home(make(n_bytes), bucket, dtype, codec=codec)
 
-    def _on_nvme(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype) -> Home:
+    def _on_nvme(
+        self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype, codec: Codec
+    ) -> Home:
         parked = self._parked.pop((name, bucket.id), None)
         if parked is not None or self.pool is None:
-            return parked or self._in_memory(kind, name, bucket, dtype)
-        n_bytes = bucket.numel * dtype.itemsize
+            return parked or self._in_memory(kind, name, bucket, dtype, codec)
+        n_bytes = codec.n_bytes(bucket.numel, dtype)
         slab = self._device.paged_slab(align_up(n_bytes))
         what = f"{name} of bucket {bucket.id}"
-        extents = self.pool.adopt(kind, slab, n_bytes, dtype.itemsize, what)
-        return Home(slab, bucket, dtype, extents)
+        extents = self.pool.adopt(kind, slab, n_bytes, codec.dtype(dtype).itemsize, what)
+        return Home(slab, bucket, dtype, extents, codec)
 
     def of_bucket(self, bucket_id: int) -> Iterator[tuple[str, Home]]:
         """Yield the homes of one bucket with their names."""
@@ -169,7 +196,8 @@ class HomeStore:
         return self.pool.pin(request)
 
     def runs(self, start: int, end: int, *uses: tuple[Home, Use]) -> Iterator[slice]:
-        """Yield [start, end) in runs, each pinned in all the homes until the next is asked for."""
+        """Yield [start, end), in items of the homes, in runs that are pinned in all of them until
+        the next is asked for."""
         if self.pool is None or all(home.extents is None for home, _ in uses):
             yield slice(start, end)
             return
@@ -182,25 +210,65 @@ class HomeStore:
 
     def read(self, home: Home, segment: Segment) -> torch.Tensor:
         """Return a tensor of its own with a segment's value, in the home's dtype and strides."""
-        view = home.segments[segment.position]
-        value = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
+        spec, place = segment.spec, home.flat.device
+        value = torch.empty_strided(spec.shape, spec.stride, dtype=home.dtype, device=place)
         flat = torch.as_strided(value, (value.numel(),), (1,))
-        for run in self.runs(segment.offset, segment.end, (home, Use.READ)):
-            flat[segment.inside(run)].copy_(home.flat[run])
+        home.codec.decode(self._items(home, home.items(segment.offset, segment.end)), flat)
         return value
+
+    def _items(self, home: Home, where: slice) -> torch.Tensor:
+        """Return items of a home: themselves where they are in memory, else a copy."""
+        if home.extents is None:
+            return home.flat[where]
+        copy = torch.empty(where.stop - where.start, dtype=home.flat.dtype)
+        for run in self.runs(where.start, where.stop, (home, Use.READ)):
+            copy[run.start - where.start : run.stop - where.start].copy_(home.flat[run])
+        return copy
 
     def write(self, home: Home, segment: Segment, value: torch.Tensor) -> None:
         """Copy ``value`` (the segment's shape; any dtype and strides) into a segment."""
-        view = home.segments[segment.position]
-        if home.extents is None:
-            view.copy_(value)
+        if home.shows:
+            home.segments[segment.position].copy_(value)
             return
-        if value.stride() != view.stride() or value.dtype != view.dtype:
-            same = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype)
+        if value.stride() != segment.spec.stride:
+            same = torch.empty_strided(segment.spec.shape, segment.spec.stride, dtype=value.dtype)
             value = same.copy_(value)
-        flat = torch.as_strided(value, (value.numel(),), (1,))
-        for run in self.runs(segment.offset, segment.end, (home, Use.FRESH)):
-            home.flat[run].copy_(flat[segment.inside(run)])
+        self.write_run(home, segment, 0, torch.as_strided(value, (value.numel(),), (1,)))
+
+    def write_run(self, home: Home, segment: Segment, start: int, values: torch.Tensor) -> None:
+        """Write 1-D ``values`` (any dtype) to elements of a segment, from ``start`` on.
+
+        ``start`` begins a block. Raises ConfigError, naming the parameter, for values that a codec
+        cannot hold; what came before them is written then.
+        """
+        at = segment.offset + start
+        for piece in values.detach().split(ENCODED_AT_ONCE):
+            try:
+                items = home.codec.encode(piece, home.dtype)
+            except NotFinite:
+                raise refusal(segment, home.codec) from None
+            self._put(home, home.codec.items(at), items)
+            at += piece.numel()
+
+    def _put(self, home: Home, start: int, items: torch.Tensor) -> None:
+        for run in self.runs(start, start + items.numel(), (home, Use.FRESH)):
+            home.flat[run].copy_(items[run.start - start : run.stop - start])
+
+    def recode(self, home: Home, start: int, values: torch.Tensor) -> None:
+        """Take ``values``, 1-D and in the home's dtype, for whole blocks of a coded home.
+
+        A block that stands for these very bits stays as it is: what was only looked at has the
+        codes that it had. Raises NotFinite, and nothing has changed then.
+        """
+        where = home.items(start, start + values.numel())
+        known, before = self._items(home, where), torch.empty_like(values)
+        home.codec.decode(known, before)
+        width = home.codec.block * values.element_size()
+        bits, those = (v.view(torch.uint8).view(-1, width) for v in (values, before))
+        same = (bits == those).all(1)
+        items = home.codec.encode(values, home.dtype).view(len(same), -1)
+        items[same] = known.view(len(same), -1)[same]
+        self._put(home, where.start, items.view(-1))
 
     def drop(self, name: str, bucket_id: int) -> None:
         """Let one home go; its memory goes when its last tensor does."""
@@ -222,6 +290,15 @@ class HomeStore:
         self._parked.clear()
         if self.pool is not None:
             self.pool.close()
+
+
+def refusal(segment: Segment, codec: Codec) -> ConfigError:
+    """Return the error for a parameter that a codec cannot hold."""
+    return ConfigError(
+        f"parameter {segment.spec.name!r} has weights that are NaN or infinite, which"
+        f" frozen={codec.name!r} cannot hold",
+        advice="repair the weights, or name its module in keep_exact=",
+    )
 
 
 def _nothing() -> None: ...

@@ -13,9 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from hetero.plan.schedule import Op, Schedule, Shape
+from hetero.plan.standing import may_stand, standing, window
 from hetero.plan.trace import Trace
 
 SETTLE = 8  # steps within which residency at the border has to repeat
+
+NOBODY = -1  # owns frames that are left alone
 
 FARTHEST = 512  # accesses ahead of which a fetch is worth considering
 
@@ -49,11 +52,14 @@ def next_use(places: Sequence[int], after: int) -> float:
 
 
 class Lap(NamedTuple):
-    """A simulated step: its ops, the buckets that end where they did not begin, its fetches."""
+    """A simulated step: its ops, the buckets that end where they did not begin, its fetches, and
+    what it costs whom: misses, and frames that are filled."""
 
     ops: tuple[tuple[Op, ...], ...]
     moved: tuple[int, ...]
     cost: int
+    misses: int = 0
+    granules: int = 0
 
 
 class Planner:
@@ -61,7 +67,9 @@ class Planner:
 
     Passing buckets are placed at alternate ends, so that one which is pinned leaves the other side
     whole for the next. Buckets that no update rewrites survive the border; the border's ops name
-    where each of them stands, so that the plan can be entered from any state.
+    where each of them stands, so that the plan can be entered from any state. Where no update
+    rewrites anything, look-ahead goes on beyond the border, and a part of the buckets may stand
+    for good (`hetero.plan.standing`), above the others: frames that are given up are theirs.
     """
 
     def __init__(
@@ -80,16 +88,47 @@ class Planner:
         self.uses = trace.uses()
         self.resident: dict[int, int] = {}
         self._high = False
+        self._cyclic = may_stand(trace, shapes)
+        self._standing: tuple[int, ...] = ()
 
     def build(self) -> Schedule:
         """Return the schedule of the steady step."""
+        best = self._standing_lap() if self._cyclic else self._settled(())
+        return Schedule(self.trace, leaving(best.ops, best.moved), self.limit)
+
+    def _standing_lap(self) -> Lap:
+        """Return the cheapest of the steps in which some buckets stand."""
+        laps: list[Lap] = []
+        for stand in standing(self.trace, self.shapes, self.limit):
+            # one less may be more: an even number of fetches ends where it began
+            for some in (stand, *(stand[:i] + stand[i + 1 :] for i in (0, len(stand) - 1)), ()):
+                laps.append(self._settled(some))
+                if not laps[-1].misses and not laps[-1].moved:
+                    break
+        return min(laps, key=lambda lap: (lap.misses, lap.granules))
+
+    def _settled(self, stand: tuple[int, ...]) -> Lap:
+        """Return the step that repeats, with these buckets standing.
+
+        They stand above what the rest streams through, which has two ends to alternate between; so
+        the first of them are where they are for any number of frames.
+        """
         self._update(everything=True)
+        self._standing = stand
+        at = window(self.trace, self.shapes, {*stand}) if stand else self.limit
+        for bucket in stand:
+            self._take(bucket, at)
+            at += self.shapes[bucket].granules
+        if at < self.limit:
+            self.space.take(NOBODY, at, self.limit - at)
         best = self._lap()
         for _ in range(SETTLE):
             if not best.moved:
                 break
             best = min(best, self._lap(), key=lambda lap: lap.cost)
-        return Schedule(self.trace, leaving(best.ops, best.moved), self.limit)
+        if at < self.limit:
+            self.space.drop(NOBODY)
+        return best
 
     def _lap(self) -> Lap:
         """Simulate a step from the present residency, and what it takes to repeat it."""
@@ -98,7 +137,14 @@ class Planner:
         self._update()
         moved = tuple(sorted(b for b, at in self.resident.items() if survivors.get(b) != at))
         again = sum(1 for b, at in survivors.items() if self.resident.get(b) != at)
-        return Lap(ops, moved, sum(len(row) for row in ops) - len(survivors) + again)
+        fetched = [op for row in ops for op in row][len(survivors) :]
+        return Lap(
+            ops,
+            moved,
+            sum(len(row) for row in ops) - len(survivors) + again,
+            sum(op.demand for op in fetched),
+            sum(self.shapes[b].granules for b in (*(op.bucket for op in fetched), *moved)),
+        )
 
     def _step(self, survivors: Mapping[int, int]) -> tuple[tuple[Op, ...], ...]:
         self._high = False
@@ -113,6 +159,10 @@ class Planner:
         for bucket in sorted(self.resident):
             if everything or self.shapes[bucket].rewritten:
                 self._drop(bucket)
+
+    def _take(self, bucket: int, start: int) -> None:
+        self.space.take(bucket, start, self.shapes[bucket].granules)
+        self.resident[bucket] = start
 
     def _drop(self, bucket: int) -> None:
         self.space.drop(bucket)
@@ -132,9 +182,10 @@ class Planner:
 
     def _look_ahead(self, point: int, pinned: Sequence[int]) -> tuple[Op, ...]:
         ops: list[Op] = []
-        last = min(len(self.trace.accesses), point + 1 + self.depth)
+        n = len(self.trace.accesses)
+        last = point + 1 + min(self.depth, n) if self._cyclic else min(n, point + 1 + self.depth)
         for ahead in range(point + 1, last):
-            for bucket in self.trace.accesses[ahead].buckets:
+            for bucket in self.trace.accesses[ahead % n].buckets:
                 if bucket in self.resident:
                     continue
                 op = self._fetch(bucket, point, pinned, deadline=ahead)
@@ -146,7 +197,8 @@ class Planner:
     def _fetch(self, bucket: int, point: int, pinned: Sequence[int], *, deadline: int) -> Op | None:
         def worth(owner: int) -> tuple[float, float] | None:
             use = self._next_use(owner, point)
-            return None if owner in pinned or use <= deadline else (use, 0.0)
+            stays = owner in (*pinned, *self._standing, NOBODY) or use <= deadline
+            return None if stays else (use, 0.0)
 
         granules = self.shapes[bucket].granules
         place = self.space.place(granules, worth, high=self._high)
@@ -154,8 +206,7 @@ class Planner:
             return None
         for owner in place.evict:
             self._drop(owner)
-        self.space.take(bucket, place.start, granules)
-        self.resident[bucket] = place.start
+        self._take(bucket, place.start)
         self._high = not self._high
         return Op(bucket, place.start, place.evict)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # these load torch, and rendering does not need it
     from hetero.checkpoint.verify import Report as VerifyReport
     from hetero.recipes.calibrate import Calibration
     from hetero.recipes.doctor import Check, Report
-    from hetero.recipes.train import StepReport, TrainResult
+    from hetero.recipes.train import Evaluation, StepReport, TrainResult
     from hetero.rehearse.plan import Plan
 
 PLAIN_LINES = 10  # how often a run is reported where there is no terminal
@@ -32,16 +32,17 @@ COLOURS = {"green": "green", "yellow": "yellow", "red": "red"}
 
 
 @contextmanager
-def watching(console: Console, steps: int) -> Iterator[Callable[[StepReport], None]]:
+def watching(console: Console) -> Iterator[Callable[[StepReport], None]]:
     """Show a bar on a terminal, and a line now and then elsewhere; yields the watcher."""
     if not console.is_terminal:
-        yield lambda report: plain_line(console, report, steps)
+        yield lambda report: plain_line(console, report)
         return
     with bar(console) as progress:
-        task = progress.add_task("train", total=steps, line="building the model")
+        task = progress.add_task("train", total=None, line="building the model")
 
         def watch(report: StepReport) -> None:
-            progress.update(task, completed=report.step, line=step_line(report))
+            line = step_line(report)
+            progress.update(task, completed=report.step, total=report.planned, line=line)
 
         yield watch
 
@@ -57,10 +58,10 @@ def bar(console: Console) -> Progress:
     )
 
 
-def plain_line(console: Console, report: StepReport, steps: int) -> None:
-    every = max(1, steps // PLAIN_LINES)
-    if report.step == 1 or report.step % every == 0:
-        line = f"step {report.step}/{steps}  {step_line(report)}"
+def plain_line(console: Console, report: StepReport) -> None:
+    every = max(1, report.planned // PLAIN_LINES)
+    if report.step == 1 or report.step % every == 0 or report.evaluation is not None:
+        line = f"step {report.step}/{report.planned}  {step_line(report)}"
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -75,8 +76,14 @@ def step_line(report: StepReport) -> str:
         f"moved {format_bytes(moved)}/step",
         *([f"disk {format_bytes(disk)}/step"] if disk else []),
         f"{status.misses} misses",
+        *([] if report.evaluation is None else [f"evaluated {evaluated(report.evaluation)}"]),
     ]
     return "  ".join(parts)
+
+
+def evaluated(found: Evaluation) -> str:
+    """Return an evaluation in a few words."""
+    return f"loss {found.loss:.3f}, perplexity {found.perplexity:,.2f}"
 
 
 def fill(row: dict[str, int | None]) -> str:
@@ -145,7 +152,9 @@ def run_facts(result: TrainResult) -> list[tuple[str, str]]:
         *disk_facts(status),
         ("speed", f"{result.tokens_per_second:,.0f} tokens/s, {result.seconds:.1f} s of training"),
         ("loss", loss_line(result)),
+        *[("evaluated", evaluated(e)) for e in result.evaluations[-1:]],
         ("checkpoint", f"{result.checkpoint}{went_on(result)}"),
+        *([] if result.out is None else [("model", result.out)]),
         ("weights", f"sha256 {result.weights_sha256[:16]}; as many steps give it at any budget"),
     ]
 
@@ -174,7 +183,7 @@ def loss_line(result: TrainResult) -> str:
     why = "time was up" if result.signal is None else "stopped"
     steps = f"{result.steps} of {result.planned_steps}, {why}" if early else result.steps
     return (
-        f"{result.first_loss:.3f} -> {result.last_loss:.3f} nats a byte in steps: {steps}"
+        f"{result.first_loss:.3f} -> {result.last_loss:.3f} nats a {result.unit} in steps: {steps}"
         f" (without context: {result.unigram_entropy:.3f})"
     )
 

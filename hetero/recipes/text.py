@@ -1,12 +1,21 @@
-"""Real text as bytes, and batches of it drawn with a generator of their own."""
+"""Real text: rows of files, bytes of it, and batches drawn with a generator of their own."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from hetero.errors import ConfigError
+
+Row = Mapping[str, Any]
+"""One document ({"text"}), or one example ({"prompt", "completion"} or {"messages"})."""
+SAVED = ("state.json", "dataset_dict.json")  # in a directory that datasets wrote
+SPLIT = "train"  # of several splits
 
 
 def topics_text() -> bytes:
@@ -16,12 +25,83 @@ def topics_text() -> bytes:
     return "\n\n".join(topics.topics.values()).encode()
 
 
-def read_files(paths: Iterable[str | Path]) -> bytes:
-    """Return the bytes of files, and of all files below directories in the order of their names.
+def rows_of(paths: Iterable[str | Path]) -> Iterator[Row]:
+    """Yield the rows of files, of directories of files, and of what datasets saved; without paths
+    Python's reference manual, a topic a row.
 
-    Raises FileNotFoundError for a path that is not there.
+    A ``.jsonl`` file has a row a line; any other file is one document. Raises ConfigError.
     """
-    return b"\n".join(path.read_bytes() for given in paths for path in files_of(Path(given)))
+    given = [Path(path) for path in paths]
+    if not given:
+        from pydoc_data import topics
+
+        yield from ({"text": text} for text in topics.topics.values())
+    try:
+        for path in given:
+            saved = any((path / name).exists() for name in SAVED)
+            yield from saved_rows(path) if saved else (r for f in files_of(path) for r in read(f))
+    except OSError as error:
+        raise ConfigError(f"data: {error}", advice="--data takes files and directories") from error
+
+
+def read(file: Path) -> Iterator[Row]:
+    """Yield the rows of one file; `bytes_of` gives its bytes back, also those that are no text."""
+    text = file.read_bytes().decode("utf-8", "surrogateescape")
+    if file.suffix != ".jsonl":
+        yield {"text": text}
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield parsed(line, f"{file}:{number}")
+
+
+def parsed(line: str, where: str) -> Row:
+    """Return a row of a .jsonl file."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}", advice="write one JSON object a line") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} is no JSON object", advice='write a row as {"text": "..."}')
+    return row
+
+
+def saved_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a directory that datasets wrote; of several splits the one to train on."""
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} was saved by datasets: {error}", advice="pip install datasets"
+        ) from error
+    found: Any = load_from_disk(str(path))
+    if hasattr(found, "keys") and SPLIT not in found:
+        raise ConfigError(
+            f"{path} has no split {SPLIT!r} but {', '.join(found)}",
+            advice="name one split's folder",
+        )
+    yield from found[SPLIT] if hasattr(found, "keys") else found
+
+
+def text_of(row: Row) -> str:
+    """Return a row's text."""
+    text = row.get("text")
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"a row has {', '.join(map(str, row))} and no text",
+            advice='give rows as {"text": "..."}, or --task sft for prompts and completions',
+        )
+    return text
+
+
+def bytes_of(text: str) -> bytes:
+    """Return the bytes that a text was read from."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def read_files(paths: Iterable[str | Path]) -> bytes:
+    """Return the bytes of all documents, each on lines of its own."""
+    return b"\n".join(bytes_of(text_of(row)) for row in rows_of(paths))
 
 
 def files_of(path: Path) -> list[Path]:
@@ -71,7 +151,7 @@ class Batches:
 
 
 def unigram_entropy(tokens: torch.Tensor) -> float:
-    """Return the entropy of single bytes in nats: the loss of the best guess without context."""
-    counts: list[int] = torch.bincount(tokens.long(), minlength=256).tolist()
+    """Return the entropy of single tokens in nats: the loss of the best guess without context."""
+    counts: list[int] = torch.bincount(tokens.long()).tolist()
     shares = (count / len(tokens) for count in counts if count)
     return -sum(share * math.log(share) for share in shares)

@@ -116,7 +116,7 @@ def parameters(tier: str, meta: Meta, residency: Residency, t_ns: int) -> list[t
         stays = residency.at(t_ns)
         rows = [(meta.buckets[s.bucket].unit, s.n_bytes) for s in stays if s.bucket >= 0]
     else:
-        rows = [(bucket.unit, bucket.n_bytes) for bucket in meta.buckets]
+        rows = [(bucket.unit, bucket.moved_bytes) for bucket in meta.buckets]
     return [(unit_name(meta, unit), n_bytes) for unit, n_bytes in rows]
 
 

@@ -155,7 +155,10 @@ def meta_of(engine: Engine) -> Meta:
         chunk_bytes=4 * layout.chunk_numel,
         budgets={tier.name: limit for tier, limit in engine.ledger.budgets.items()},
         units=list(layout.unit_names),
-        buckets=[BucketMeta(b.unit, b.n_bytes, b.numel, b.trainable) for b in layout.buckets],
+        buckets=[
+            BucketMeta(b.unit, b.n_bytes, b.numel, b.trainable, b.home_bytes)
+            for b in layout.buckets
+        ],
         versions=versions(),
         settings=given(engine.config),
         **hardware(engine.config.profile),

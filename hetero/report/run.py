@@ -34,9 +34,16 @@ class BucketMeta:
 
     unit: int
     n_bytes: int
-    """Of its parameters."""
+    """Of its parameters, in frames."""
     numel: int
     trainable: bool
+    home_bytes: int | None = None
+    """Of them at home and on the link; None: as many."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """What a fetch moves."""
+        return self.n_bytes if self.home_bytes is None else self.home_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

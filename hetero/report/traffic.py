@@ -154,7 +154,8 @@ class Bound:
         backward  max(0, B - C)        B bytes that backward uses, of which at most C stayed;
                                        C when the first unit of backward begins
 
-    Without a budget for HBM C is unlimited; updates in place make nothing stale (T = 0).
+    Without a budget for HBM C is unlimited; updates in place make nothing stale (T = 0). What does
+    not fit comes in code where it is at home so: the least part of it that any bucket's code is.
     """
 
     trainable_bytes: int
@@ -164,14 +165,15 @@ class Bound:
     """C at the begin of forward; None: no limit."""
     backward_room_bytes: int | None
     """C at the begin of backward."""
+    moved_share: float = 1.0
+    """Bytes on the link for a byte in frames, at least."""
 
     @property
     def n_bytes(self) -> int:
         """Bytes a step."""
-        forward = beyond(self.frozen_bytes, self.forward_room_bytes)
-        return (
-            self.trainable_bytes + forward + beyond(self.backward_bytes, self.backward_room_bytes)
-        )
+        again = beyond(self.frozen_bytes, self.forward_room_bytes)
+        again += beyond(self.backward_bytes, self.backward_room_bytes)
+        return self.trainable_bytes + int(self.moved_share * again)
 
 
 def beyond(n_bytes: int, room_bytes: int | None) -> int:
@@ -192,6 +194,7 @@ def bound_of(meta: Meta, residency: Residency, hbm: Timeline | None, steps: Step
         sum(b.n_bytes for b in buckets if b.unit in back),
         room_of(meta, hbm, first_of_steps(accesses)),
         room_of(meta, hbm, first_of_steps(backward)),
+        min((b.moved_bytes / b.n_bytes for b in buckets if b.n_bytes), default=1.0),
     )
 
 

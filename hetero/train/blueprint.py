@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from hetero.config import Config
+from hetero.errors import ConfigError
+from hetero.memory.codec import CODECS, CODED, EXACT, Blocked, Codec, Workspace, slice_numel
 from hetero.memory.layout import Bucket, Layout, ParamSpec, build_layout, dense_stride
 from hetero.train.check import pageable
 from hetero.train.formulas import formula_of
-from hetero.train.precision import WORKING, low_dtype, working_dtypes
+from hetero.train.precision import WORKING, low_dtype, named_by, working_dtypes
 from hetero.train.rules import Rule, is_elementwise, tiny
 from hetero.train.units import Unit, assign, find_units
 from hetero.types import Kind
@@ -67,11 +69,29 @@ class Blueprint:
         """Bytes of parameters, gradients and states at home."""
         total = 0
         for bucket in self.layout.buckets:
-            total += bucket.n_bytes
+            total += bucket.home_bytes
             costs = self.costs[bucket.id]
             grad = bucket.dtype.itemsize if costs.grad else 0
             total += bucket.numel * (grad + costs.master + costs.state)
         return total
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether any parameters are at home in code."""
+        return any(not bucket.codec.exact for bucket in self.layout.buckets)
+
+    def decoding(self, *, is_cuda: bool) -> tuple[Blocked, int] | None:
+        """Return the codec there is, and the elements it decodes at once; None without one."""
+        coded = {b.numel: b.codec for b in self.layout.buckets if isinstance(b.codec, Blocked)}
+        if not coded:
+            return None
+        most = max(coded)
+        return coded[most], slice_numel(coded[most], most, is_cuda=is_cuda)
+
+    def workspace_bytes(self, *, is_cuda: bool) -> int:
+        """Return the HBM in which codes are decoded."""
+        found = self.decoding(is_cuda=is_cuda)
+        return 0 if found is None else Workspace.size_bytes(*found)
 
     @property
     def grad_sizes(self) -> list[int]:
@@ -99,6 +119,7 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
     owned = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
     units, home = assign(model, find_units(model, config.units))
     working = working_dtypes(model, config.precision, config.keep_fp32)
+    codecs = codecs_of(model, config, working)
     specs = [
         ParamSpec(
             name=name,
@@ -106,7 +127,8 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
             shape=tuple(p.shape),
             stride=dense_stride(name, p.shape, p.stride()),
             dtype=working[id(p)],
-            trainable=p.requires_grad or id(p) in owned,
+            trainable=id(p) not in codecs and (p.requires_grad or id(p) in owned),
+            codec=codecs.get(id(p), EXACT),
         )
         for name, p in model.named_parameters()
         if pageable(p)
@@ -118,6 +140,37 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
     costs = cache(partial(costs_of, optimizer, config.precision))
     each = (costs(b.dtype, shapes(b), b.trainable) for b in layout.buckets)
     return Blueprint(tuple(units), layout, needs, tuple(each))
+
+
+def codecs_of(
+    model: nn.Module, config: Config, working: dict[int, torch.dtype]
+) -> dict[int, Codec]:
+    """Return how parameters are coded at home that are, by the parameter's id.
+
+    They are frozen matrices, whether or not an optimizer lists them. Norms and biases are little,
+    and each number of them matters; a memory format that is not row by row is somebody's choice.
+    Raises ConfigError where a codec is asked for and there is nothing for it.
+    """
+    codec = CODECS[config.frozen]
+    if codec.exact:
+        return {}
+    kept = named_by(model, "keep_exact", config.keep_exact)
+    found = {
+        id(p): codec
+        for p in model.parameters()
+        if not p.requires_grad
+        and p.dim() >= 2
+        and working[id(p)] in CODED
+        and p.is_contiguous()
+        and id(p) not in kept
+    }
+    if not found:
+        raise ConfigError(
+            f"frozen={config.frozen!r}, and no matrix of the model is frozen",
+            advice="freeze the base model first (peft.get_peft_model does; model.requires_grad_"
+            "(False) for inference), or drop frozen=",
+        )
+    return found
 
 
 def unit_needs(

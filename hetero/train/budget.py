@@ -96,15 +96,18 @@ def decide(
     if hbm is None and free is not None:
         hbm = int(CUDA_SHARE * free)
     tables = (p for p in model.parameters() if not pageable(p))
-    budget = Budget(plan, hbm, sum(t.nbytes for t in (*model.buffers(), *tables)))
     on_cuda = device.is_cuda
+    beside = sum(t.nbytes for t in (*model.buffers(), *tables))
+    budget = Budget(plan, hbm, beside + plan.workspace_bytes(is_cuda=on_cuda))
     host = host_bytes(model, config, device.host_limit())
-    if hbm is None and config.nvme and plan.home_bytes > host:  # one memory, less than it all
+    # one memory, and homes that are not, or cannot be, what computes
+    if hbm is None and (plan.is_coded or (config.nvme and plan.home_bytes > host)):
         budget.hbm = hbm = max(host // CPU_FRAMES, 2 * plan.least_bytes + budget.buffer_bytes)
         host = max(0, host - hbm)
     elif config.host is None and not on_cuda and hbm is not None:
         host = max(0, host - hbm)
-    resident = hbm is None or (on_cuda and hbm >= CUDA_RESIDENT * plan.home_bytes)
+    fits = hbm is None or (on_cuda and hbm >= CUDA_RESIDENT * plan.home_bytes)
+    resident = fits and not plan.is_coded
     down = bool(config.nvme) and config.activations == "offload"
     if not resident:
         check_hbm(budget)

@@ -13,19 +13,25 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hetero.errors import ConfigError, StateError
+from hetero.memory.codec import is_finite
+from hetero.memory.layout import Layout
+from hetero.memory.slab import refusal
+from hetero.train.empty import promised
 from hetero.train.optimizer import Optimizer
 from hetero.train.rules import check_optimizer
 
 MARK = "_hetero_engine"  # on a prepared model
 PART = "_hetero_part"  # on every module of one
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+_BITSANDBYTES = ("Params4bit", "Int8Params")
 _FLOAT8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_"))
 
 
 def check_model(model: object, *, weights: bool = False) -> nn.Module:
     """Return the model, or raise naming the module or the parameter that cannot be prepared.
 
-    With ``weights`` to come, parameters may be empty (on the meta device).
+    With ``weights`` to come, parameters may be empty (on the meta device), and so may be those that
+    know where their values are.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
@@ -43,9 +49,9 @@ def check_model(model: object, *, weights: bool = False) -> nn.Module:
             "the model has no parameters of floating point", advice="there is nothing to page"
         )
     for name, param in named:
-        if not (weights and param.is_meta):
+        if not (param.is_meta and (weights or promised(param))):
             check_param(name, param)
-    check_one_device(named)
+    check_one_device((name, param) for name, param in named if not promised(param))
     check_overlaps(named)
     return model
 
@@ -134,6 +140,12 @@ def check_param(name: str, param: nn.Parameter) -> None:
             f"parameter {name!r} belongs to a prepared model",
             advice="call hetero.release on that model first",
         )
+    if type(param).__name__ in _BITSANDBYTES or hasattr(param, "quant_state"):
+        raise ConfigError(
+            f"parameter {name!r} is a {type(param).__name__} that bitsandbytes has quantised",
+            advice="load the model in bf16, without quantization_config=; hetero.prepare(...,"
+            " frozen='nf4') codes frozen weights, 0.53 bytes a parameter",
+        )
     kind = ""
     if isinstance(param, nn.parameter.UninitializedParameter):
         kind = "uninitialized (a lazy module)"
@@ -154,6 +166,15 @@ def check_param(name: str, param: nn.Parameter) -> None:
             f"parameter {name!r} is {kind}",
             advice="prepare a model of plain dense parameters; build or load the weights first",
         )
+
+
+def check_codes(model: nn.Module, layout: Layout) -> None:
+    """Refuse weights that their codec cannot hold, by name, while they are what they were."""
+    paged = [param for param in model.parameters() if pageable(param)]
+    for param, (bucket, segment) in zip(paged, layout.home, strict=True):
+        codec = layout.buckets[bucket].codec
+        if not (codec.exact or is_finite(param)):
+            raise refusal(segment, codec)
 
 
 def check_one_device(named: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 PATCHING = threading.Lock()
 FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+PLACE = "hetero_place"  # on an empty parameter that knows where its value is
+
+
+class Place(NamedTuple):
+    """A tensor of a safetensors file."""
+
+    path: str
+    name: str
+
+
+def promise(param: nn.Parameter, place: Place) -> None:
+    """Let an empty parameter know where its value is, for whoever prepares it."""
+    setattr(param, PLACE, place)
+
+
+def promised(param: nn.Parameter) -> Place | None:
+    """Return where an empty parameter's value is; None where nobody said."""
+    place: Place | None = getattr(param, PLACE, None) if param.is_meta else None
+    return place
 
 
 @contextmanager

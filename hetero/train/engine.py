@@ -22,6 +22,7 @@ from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
 from hetero.errors import ConfigError, StateError, StorageError
 from hetero.events import EventLog, What
 from hetero.io import Folder, spill_folder
+from hetero.memory.codec import Workspace
 from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
@@ -40,12 +41,13 @@ from hetero.train.blueprint import Blueprint
 from hetero.train.budget import decide
 from hetero.train.check import MARK, pageable
 from hetero.train.cores import Cores
+from hetero.train.evaluation import Evaluation
 from hetero.train.fitting import CopySeconds, Fitting
 from hetero.train.flight import Flight
 from hetero.train.forecast import Forecast, UnitKind
 from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
 from hetero.train.hooks import Hooks
-from hetero.train.meter import make_meter
+from hetero.train.meter import Meter, make_meter
 from hetero.train.offload import MIN_BYTES, Offload
 from hetero.train.optimizer import Optimizer
 from hetero.train.origin import Origin
@@ -68,7 +70,7 @@ WARM_STEPS = 3  # steps in which states appear and the heap has to settle
 
 @dataclass(slots=True)
 class StepStats:
-    """Traffic and misses of the last whole step."""
+    """Traffic and misses of the last whole step; without an optimizer, of the last forward."""
 
     n_bytes: Counter[Lane] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
@@ -143,6 +145,8 @@ class Engine:
             if self.inner is not None:
                 self._wrap_optimizer(self.inner)
             self.hooks.guard(self.model, self._state_dict_access)
+            if any(home.extents is not None for home in self.store.homes.values()):
+                self.hooks.refuse_saving(self.model)
             self.store.before_use = self.finish
             object.__setattr__(self.model, MARK, self)
             self._step_began = self.log.clock()
@@ -210,6 +214,7 @@ class Engine:
         least = plan.granules(plan.widest)
         # A CUDA arena cannot grow in place, so it leaves room for activations not yet measured.
         ceiling = room if not self.device.is_cuda else min(room, 2 * least)
+        decoding = plan.decoding(is_cuda=self.device.is_cuda)
         self.manager = ChunkManager(
             layout,
             device=self.device,
@@ -219,6 +224,7 @@ class Engine:
             limit=least,
             ceiling=ceiling,
             next_use=self._next_use,
+            workspace=None if decoding is None else Workspace.on(self.device, *decoding),
         )
         self.manager.overwriting = self.masters.overwriting
         self.manager.writing = self.saver.wait_for
@@ -246,11 +252,23 @@ class Engine:
         self._shape(self.runtime.saved, self.runtime.enter, self.runtime.leave)
         self.fitting = self._make_fitting()
         self.activations.watch = self.fitting
+        meter = self.fitting.meter
         if self.inner is None:
             self.activations.may_change = False  # no step comes that would end the measuring
-        meter = self.fitting.meter
+            self._attach_evaluation(meter)
         self.hooks.watch(self.model, plan.units, self.runtime, self.activations, meter)
         self.device.reset_peak()
+
+    def _attach_evaluation(self, meter: Meter) -> None:
+        """Let every forward be a step of its own: there are no others."""
+        self.evaluation = Evaluation(
+            self.budget,
+            meter=meter,
+            frames=self,
+            charge=lambda n_bytes: self.fitting.charge(n_bytes, 0),
+            log=self.log,
+        )
+        self.activations.evaluates = self.evaluation.begin
 
     def _shape(
         self,
@@ -279,11 +297,11 @@ class Engine:
             self.device,
             footprint,
             gradient_bytes=flight.most_bytes if stepped else 0,
-            traced=stepped and not _is_compiled(self.model),
+            traced=not _is_compiled(self.model) and not (stepped and self.device.same_ram),
             others=lambda: self.manager.arena_bytes + self.budget.buffer_bytes,
             passing=flight.sources,
             ours=lambda: self.runtime.is_running,
-            check=lambda live: self.fitting.check(live),
+            check=self._check,
         )
         weights = [sum(layout.buckets[b].n_bytes for b in needs) for needs in plan.needs]
         modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
@@ -306,6 +324,13 @@ class Engine:
             log=self.log,
         )
 
+    def _check(self, live_bytes: int) -> None:
+        """Refuse more bytes beside frames than the budget holds, whoever may make room first."""
+        if self.inner is None and not torch.is_grad_enabled():
+            self.evaluation.check(live_bytes)
+        else:
+            self.fitting.check(live_bytes)
+
     def _copy_seconds(self) -> CopySeconds:
         """Return how long copies take: by the profile where one is named, else as measured."""
         if self.config.profile is None:
@@ -314,9 +339,10 @@ class Engine:
 
     @property
     def _may_stay(self) -> bool:
-        """Whether a model that fits the device is to stay there."""
-        on_cpu = not self.device.is_cuda
-        return on_cpu and self.inner is not None and not self.budget.spills
+        """Whether a model that fits the device is to stay there: its homes are what computes."""
+        if self.device.is_cuda or self.blueprint.is_coded:
+            return False
+        return self.inner is not None and not self.budget.spills
 
     @property
     def limit(self) -> int:
@@ -330,6 +356,18 @@ class Engine:
         if not self.manager.resize(limit):
             return False
         self.runtime.replan()
+        return True
+
+    def lower(self, limit: int) -> bool:
+        """Give up frames, and plan for the others; False while one of them is held."""
+        if self.device.is_cuda:  # whose memory has to be given back
+            return self.resize(limit)
+        if not self.manager.lower(limit):
+            return False
+        self.runtime.replan()
+        schedule = self.runtime.active.schedule
+        if schedule is not None:  # what stays would be in the way where the plan has others
+            self.manager.clear_the_way({op.bucket: op.start for op in schedule.at(-1)})
         return True
 
     def _shape_resident(self, policies: Mapping[int, Policy] | None = None) -> None:
@@ -382,7 +420,19 @@ class Engine:
             masters=self.masters,
             worker=self.worker,
         )
-        self.hooks.gradients(self.params, self.grads.arrived)
+        coded = [p for p in self.params if not self._bucket(p).codec.exact]
+        others = [p for p in self.params if self._bucket(p).codec.exact]
+        self.hooks.gradients(others, self.grads.arrived)
+        self.hooks.gradients(coded, self._refuse_gradient)
+
+    def _refuse_gradient(self, param: nn.Parameter) -> None:
+        """Raise StateError for the gradient of a weight that is at home in code."""
+        raise StateError(
+            f"parameter {self._segment(param).spec.name!r} was frozen when the model was prepared,"
+            f" and is at home as {self._bucket(param).codec.name}: it cannot train",
+            advice="release the model, thaw the parameter and prepare again; or name its module in"
+            " keep_exact= and give it to the optimizer before hetero.prepare",
+        )
 
     def _attach_resident(self) -> None:
         """Masters behind parameters that stay where they are: everything is in one memory."""
@@ -561,16 +611,20 @@ class Engine:
         self._count()
         if self.mode != "paged":
             return
+        self._take_stats()
+        if self._fit():
+            return
+        self.fitting.meter.restart()
+        self.runtime.border()
+
+    def _take_stats(self) -> None:
+        """Note what the step moved that is over."""
         counts, n_bytes = self.manager.counts, self.link.n_bytes
         self.stats = StepStats(Counter(n_bytes), Counter(counts))
         counts.clear()
         n_bytes.clear()
         if self.store.pool is not None:
             self.stats.n_bytes.update(self.store.pool.nvme.take_counts())
-        if self._fit():
-            return
-        self.fitting.meter.restart()
-        self.runtime.border()
 
     def _count(self) -> None:
         self.steps += 1
@@ -623,8 +677,10 @@ class Engine:
         return True
 
     def _after_evaluation(self) -> None:
-        if self.inner is None and not self.budget.measured:
-            self._fit()
+        if self.inner is None:
+            self._count()
+            self._take_stats()
+            self.evaluation.end()
 
     def _plan(self, trace: Trace, *, training: bool) -> Schedule:
         layout, limit = self.blueprint.layout, self.manager.frames.limit
@@ -655,8 +711,9 @@ class Engine:
         """Raise ConfigError for a working weight that was prepared without a master."""
         if not self.owns(param) or self.config.precision not in WORKING:
             return
-        segment = self._segment(param)
-        bucket = self.blueprint.layout.buckets[self.blueprint.layout.home[segment.index][0]]
+        segment, bucket = self._segment(param), self._bucket(param)
+        if not bucket.codec.exact:
+            return  # its gradient is refused where it comes
         if bucket.dtype is WORKING[self.config.precision] and not self.masters.has(bucket):
             raise ConfigError(
                 f"parameter {segment.spec.name!r} was frozen, and in no group, when the model was"
@@ -671,6 +728,9 @@ class Engine:
         if self.stepper is not None:
             return self.stepper.updater.adopt(self._segment(param), state, own=True)
         return {k: _placed(v, param) for k, v in state.items()}
+
+    def _bucket(self, param: torch.Tensor) -> Bucket:
+        return self.blueprint.layout.buckets[self.blueprint.layout.home[self._index[id(param)]][0]]
 
     def _segment(self, param: torch.Tensor) -> Segment:
         return self.blueprint.layout.home[self._index[id(param)]][1]

@@ -200,6 +200,11 @@ class Hooks:
                 for name in ("_save_to_state_dict", "_load_from_state_dict"):
                     self._replace(module, name, _at_home(reading, getattr(module, name)))
 
+    def refuse_saving(self, model: nn.Module) -> None:
+        """Refuse ``save_pretrained`` where parameters are on disk: it asks for their memory."""
+        if callable(getattr(model, "save_pretrained", None)):
+            self._replace(model, "save_pretrained", _on_disk)
+
     def _bracket(self, module: nn.Module, around: Callable[[Call], Call]) -> None:
         # Around forward and not as hooks: torch skips hooks on KeyboardInterrupt, and some modules
         # (the transformer layers' fast path) compute differently when hooks hang on them. A module
@@ -321,7 +326,7 @@ def around_model(runtime: Runtime, meter: Meter, call: Call) -> Call:
         pushed = runtime.enter_model()
         output = None
         try:
-            with meter.watching() if pushed else nullcontext():
+            with meter.watching() if pushed or runtime.evaluates else nullcontext():
                 output = call(*args, **kwargs)
                 meter.made(output)
             return output
@@ -351,6 +356,14 @@ def _refuse(what: str, *_: Any) -> None:
     raise StateError(
         f"{what} of a prepared model is refused: its parameters live in hetero's tiers",
         advice="use model.state_dict(), or hetero.release(model, optimizer) first",
+    )
+
+
+def _on_disk(*_: Any, **__: Any) -> None:
+    raise StateError(
+        "save_pretrained tells tensors apart by their memory, and parameters of this model are on"
+        " disk",
+        advice="write it with hetero.export(model, directory), which streams them",
     )
 
 

@@ -138,7 +138,7 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class DiskSlot:
-    """A tensor that is at home on disk: read, and written back, as a whole.
+    """A tensor that is at home on disk, or in code: read, and written back, as a whole.
 
     ``keep`` gives a copy: what is written to it through an alias is not written to the home.
     """
@@ -157,15 +157,16 @@ class DiskSlot:
 
 
 class OnDisk(Lazy):
-    """A parameter or a state, in a state dict, that is read from disk when it is used."""
+    """A parameter or a state, in a state dict, that is read, or decoded, when it is used."""
 
     slot: DiskSlot
 
 
 def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
-    """Return a home's part for a state dict: its own tensor on HOST, else one that reads itself."""
+    """Return a home's part for a state dict: its own tensor where it shows the value, else one that
+    reads itself."""
     view = home.segments[segment.position]
-    if home.extents is None:
+    if home.shows:
         return view
 
     def read() -> torch.Tensor:
@@ -177,7 +178,8 @@ def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
         store.write(home, segment, value)
 
     slot = DiskSlot(read, write, view)
-    return OnDisk(slot, view.shape, view.stride(), view.dtype, view.device)
+    spec = segment.spec
+    return OnDisk(slot, spec.shape, spec.stride, home.dtype, home.flat.device)
 
 
 def is_handle(value: torch.Tensor, home: Home, segment: Segment) -> bool:

@@ -236,7 +236,7 @@ def make_meter(
     """
     if device.allocated_peak() is not None:
         return AllocatorMeter(device, footprint, others)
-    if traced and not device.same_ram:
+    if traced:
         return TracedMeter(footprint, check=check, ours=ours, passing=passing)
     return BoundMeter(footprint, gradient_bytes)
 

@@ -16,7 +16,7 @@ from hetero.train.check import pageable
 from hetero.train.grads import LazyGrad
 from hetero.train.lazy import handle
 from hetero.train.precision import Masters
-from hetero.train.source import Source
+from hetero.train.source import Promises, Source
 from hetero.types import Kind
 
 TRIM_BYTES = 16 * 2**20  # of freed originals, before the heap is asked to shrink
@@ -28,8 +28,9 @@ class Origin:
     def __init__(self, model: nn.Module, params: Sequence[nn.Parameter], layout: Layout) -> None:
         self.model = model
         self.params = params
-        self.was_empty = params[0].is_meta  # of `empty_init`
-        self.device = torch.device("cpu") if self.was_empty else params[0].device
+        self._was_empty = [p.is_meta for p in params]  # of `empty_init`, or of `from_pretrained`
+        self.device = torch.device("cpu") if any(self._was_empty) else params[0].device
+        self._source: Source | Promises | None = None
         self._layout = layout
         self._dtypes = [p.dtype for p in params]
         self._grads: dict[int, torch.Tensor] = {}
@@ -44,10 +45,12 @@ class Origin:
             place: of the buffers, and of gradients that are there.
             weights: a file or directory that values come from, in place of the model's own.
         """
-        source = None
         if weights is not None:
-            source = Source(self.model, weights, self._layout)
-            source.read_buffers()
+            self._source = from_files = Source(self.model, weights)
+            from_files.read_buffers()
+        elif any(self._was_empty):
+            self._source = Promises(self.params)
+        source = self._source
         move_buffers(self.model, place)
         freed = 0
         for bucket in self._layout.buckets:
@@ -55,7 +58,8 @@ class Origin:
             for segment, view in zip(bucket.segments, home.segments, strict=True):
                 param = self.params[segment.index]
                 grad, param.grad = param.grad, None
-                if source is not None:
+                freed += param.nbytes
+                if source is not None and source.keeps(segment.index):
                     source.into(masters, segment)
                 else:
                     masters.assign(segment, param.detach())
@@ -63,10 +67,11 @@ class Origin:
                 self._moved.add(segment.index)
                 if grad is not None:
                     self._grads[segment.index] = grad.to(place)
-            freed += home.bytes.numel()
             if freed > TRIM_BYTES or bucket.id == self._layout.buckets[-1].id:
                 freed = 0
                 trim_heap()
+        if source is not None:
+            source.close()
 
     def give_back_grads(self) -> None:
         """Let parameters have the gradients that they came with."""
@@ -90,7 +95,7 @@ class Origin:
                 grad = grad.slot.keep()
             grad = self._grads.pop(index, grad)
             swizzle.set_grad(param, None)
-            if failed and self.was_empty:
+            if failed and self._was_empty[index]:
                 swizzle.empty(param, dtype)
             elif home is not None and index in self._moved:
                 if masters.has(bucket):
@@ -101,6 +106,9 @@ class Origin:
             param.grad = None if grad is None else grad.to(self.device, param.dtype)
             if segment.position == len(bucket.segments) - 1:
                 store.drop(PARAM, bucket_id)
+        if failed and self._source is not None:
+            self._source.close()
+            self._source.renew(self.params)
         move_buffers(self.model, self.device)
 
 

@@ -15,9 +15,10 @@ from torch import nn
 
 from hetero.plan.activations import KEEP, OFFLOAD, RECOMPUTE, Policy
 from hetero.train.activation import foreign
+from hetero.train.caches import has_rows
 from hetero.train.offload import Offload
 from hetero.train.recompute import Call, in_backward, recomputed
-from hetero.train.slices import Sliced, batch_of, check_unit
+from hetero.train.slices import Sliced, batch_of, check_samples, check_unit
 from hetero.train.units import Unit
 
 CHOICES = {"auto": KEEP, "keep": KEEP, "recompute": RECOMPUTE, "offload": OFFLOAD}
@@ -31,6 +32,9 @@ class Watch(Protocol):
 
     def around(self, unit: int, args: Any, kwargs: Any) -> AbstractContextManager[None]:
         """A unit's forward with these arguments runs inside the block."""
+
+
+def _unwatched(args: Sequence[Any], kwargs: dict[str, Any]) -> None: ...
 
 
 class Activations:
@@ -58,6 +62,7 @@ class Activations:
         self.may_change = choice == "auto"
         self.policies = dict.fromkeys(named, CHOICES[choice])
         self.watch: Watch | None = None
+        self.evaluates: Callable[[Sequence[Any], dict[str, Any]], None] = _unwatched
         self._units = units
         self._micro_batch = micro_batch
         self._place = place
@@ -94,20 +99,27 @@ class Activations:
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A call of the whole model begins, on this batch."""
-        if torch.is_grad_enabled() and not in_backward():
-            self._batch = batch_of(args, kwargs) if self._micro_batch else 0
+        if in_backward():
+            return
+        self._batch = batch_of(args, kwargs) if self._micro_batch else 0
+        if torch.is_grad_enabled():
             self._final = self._latest
             self._offload.border()
             self._offload.active = self.offloads
             if self.watch is not None:
                 self.watch.begin()
+        else:
+            self.evaluates(args, kwargs)
 
     def run(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Carry out a unit's forward under its policy."""
         self._offload.border()
         module = self._units[index].module
-        plain = not torch.is_grad_enabled() or in_backward() or foreign()
-        if plain or module is None:
+        if in_backward() or foreign() or module is None:
+            return self._access(index, call, args, kwargs)
+        if not torch.is_grad_enabled():
+            if self._micro_batch and self._batch > self._micro_batch:
+                return self._run_sliced(index, module, call, args, kwargs)
             return self._access(index, call, args, kwargs)
         if self.watch is None:
             return self._run(index, module, call, args, kwargs)
@@ -161,9 +173,22 @@ class Activations:
         )
         if not any(job.is_sliced(t) for t in job.tensors):
             return self._access(index, call, args, kwargs)
+        if not torch.is_grad_enabled():
+            return self._evaluate_sliced(index, job, call, args, kwargs)
         job.refuse_caches()
         which = index, tuple(t.requires_grad for t in job.tensors)
         if which not in self._checked:
             self._checked[which] = check_unit(job)
         job.differentiable = self._checked[which]
         return job()
+
+    def _evaluate_sliced(
+        self, index: int, job: Sliced, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        if not all(has_rows(cache) for cache in job.caches):
+            return self._access(index, call, args, kwargs)
+        which = index, ()
+        if which not in self._checked:
+            check_samples(job)
+            self._checked[which] = ()
+        return job.evaluated()

@@ -38,7 +38,7 @@ def working_dtypes(
 
     Raises ConfigError for a pattern of ``keep_fp32`` that names no module.
     """
-    kept = _kept(model, keep_fp32)
+    kept = named_by(model, "keep_fp32", keep_fp32)
     working = WORKING.get(precision)
     found: dict[int, torch.dtype] = {}
     for param in model.parameters():
@@ -50,7 +50,7 @@ def working_dtypes(
     return found
 
 
-def _kept(model: nn.Module, patterns: Sequence[str]) -> set[int]:
+def named_by(model: nn.Module, setting: str, patterns: Sequence[str]) -> set[int]:
     """Return the ids of the parameters of all modules that a pattern names."""
     kept: set[int] = set()
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -58,7 +58,7 @@ def _kept(model: nn.Module, patterns: Sequence[str]) -> set[int]:
         named = [m for name, m in modules.items() if fnmatchcase(name, pattern)]
         if not named:
             raise ConfigError(
-                f"keep_fp32: {pattern!r} matches no module",
+                f"{setting}: {pattern!r} matches no module",
                 advice=f"names look like {', '.join(list(modules)[1:5])}",
             )
         kept.update(id(p) for module in named for p in module.parameters())
@@ -86,9 +86,18 @@ class Masters:
         self._loaded: set[int] = set()  # whose difference came from a state dict
         self._written: set[int] = set()  # whose weight was written on the device
 
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of a chunk."""
+        return self._layout.chunk_numel
+
     def has(self, bucket: Bucket) -> bool:
         """Whether a bucket's working weights have masters."""
         return bucket.trainable and bucket.dtype is self._working
+
+    def _is_working(self, bucket: Bucket) -> bool:
+        """Whether weights are rounded to the working dtype here, and not by their codec."""
+        return bucket.dtype is self._working and bucket.codec.exact
 
     def low(self, bucket: Bucket) -> Home:
         """Return the home of what a bucket's working weights leave of their masters."""
@@ -101,7 +110,7 @@ class Masters:
         """
         bucket = self._bucket(segment)
         home = self._home(bucket)
-        if bucket.dtype is not self._working:
+        if not self._is_working(bucket):
             self._store.write(home, segment, value)
             return
         if value.dtype is self._working:
@@ -113,18 +122,31 @@ class Masters:
         exact = self._empty(segment).copy_(value.detach())
         self._split(segment, segment.offset, row(exact))
 
+    def room(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the memory that a parameter's value of this dtype may be written to as it is.
+
+        None where it would have to be converted, or to be brought somewhere else.
+        """
+        bucket = self._bucket(segment)
+        home = self._home(bucket)
+        if bucket.dtype is not dtype or bucket.dtype is self._working or not bucket.codec.exact:
+            return None
+        if home.extents is not None:
+            return None
+        size = dtype.itemsize
+        room = home.bytes[segment.offset * size : segment.end * size]
+        return room if room.device.type == "cpu" else None
+
     def assign_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
         """As `assign`, for elements from ``start`` on of a parameter that has no master yet.
 
         ``values`` are in the order of memory.
         """
-        bucket, first = self._bucket(segment), segment.offset + start
-        if bucket.dtype is self._working:
-            self._split(segment, first, values.float())
-            return
-        home = self._home(bucket)
-        for run in self._store.runs(first, first + values.numel(), (home, Use.FRESH)):
-            home.flat[run].copy_(values[run.start - first : run.stop - first])
+        bucket = self._bucket(segment)
+        if self._is_working(bucket):
+            self._split(segment, segment.offset + start, values.float())
+        else:
+            self._store.write_run(self._home(bucket), segment, start, values)
 
     def _split(self, segment: Segment, first: int, exact: torch.Tensor) -> None:
         """Write fp32 numbers as working weights and what these leave of them."""

@@ -9,7 +9,6 @@ draw again what they drew.
 
 from __future__ import annotations
 
-import copy
 import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from hetero.errors import StateError
+from hetero.train.caches import is_cache, twin
 
 Call = Callable[..., Any]
 NO_TASK = -1
@@ -91,35 +91,6 @@ def told_apart(leaves: Sequence[Any]) -> tuple[list[Any], list[int]]:
     index: dict[int, int] = {}
     places = [index.setdefault(id(leaf), len(index)) for leaf in leaves]
     return list({id(leaf): leaf for leaf in leaves}.values()), places
-
-
-def is_cache(value: Any) -> bool:
-    """Whether a value is a cache of keys and values, as transformers has: forwards add to it."""
-    return not isinstance(value, (torch.Tensor, nn.Module, type)) and all(
-        callable(getattr(value, name, None)) for name in ("update", "get_seq_length")
-    )
-
-
-def twin(cache: Any) -> Any:
-    """Return a copy of a cache that holds the same tensors, and is added to by itself."""
-    return copy.deepcopy(cache, {id(tensor): tensor for tensor in tensors_in(cache, set())})
-
-
-def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an object of plain attributes and containers holds."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    parts: list[Any] = list(value) if isinstance(value, (list, tuple)) else []
-    if isinstance(value, dict):
-        parts += value.values()
-    if not isinstance(value, type):
-        parts += getattr(value, "__dict__", {}).values()
-    for part in parts:
-        yield from tensors_in(part, seen)
 
 
 @contextmanager

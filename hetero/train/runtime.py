@@ -116,6 +116,11 @@ class Runtime:
         task = _task()
         return bool(self._phases) if task == NO_TASK else task == self._graph_task
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether a forward runs that is a step of its own: nobody trains this model."""
+        return not self._stepped and bool(self._phases) and self._phases[-1] is Phase.EVAL
+
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Take the parameters over as placeholders; their homes hold the values already."""
         fault.guard_functorch()
@@ -395,7 +400,7 @@ class Runtime:
         param: nn.Parameter = args[0]
         bucket, segment = self.layout.home[self.swizzle.index[id(param)]]
         home = self.manager.home(bucket)
-        if func == torch.Tensor.detach and home.extents is not None:
+        if func == torch.Tensor.detach and not home.shows:
             return self._on_disk(param, segment)
         self.manager.settle(bucket)
         if func == torch.Tensor.detach:
@@ -409,7 +414,7 @@ class Runtime:
         return param
 
     def _on_disk(self, param: nn.Parameter, segment: Segment) -> torch.Tensor:
-        """Return what a state dict shows of a parameter that memory does not hold."""
+        """Return what a state dict shows of a parameter that memory does not hold as it is."""
         bucket, spec = self.layout.home[self.swizzle.index[id(param)]][0], segment.spec
 
         def read() -> torch.Tensor:

@@ -28,7 +28,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hetero.device import accelerator_rng, set_accelerator_rng
 from hetero.errors import StateError
-from hetero.train.recompute import buffers_apart, is_cache, leaves_of, told_apart, versions
+from hetero.train.caches import is_cache, put_together, rows_of
+from hetero.train.recompute import buffers_apart, leaves_of, told_apart, versions
 
 Call = Callable[..., Any]
 
@@ -172,7 +173,7 @@ class Sliced:
 
     def refuse_caches(self) -> None:
         """Refuse a cache among the arguments, to which every slice would add."""
-        if any(is_cache(leaf) for leaf in self._leaves):
+        if self.caches:
             raise StateError(
                 f"micro_batch: unit {self.name!r} adds to a cache of keys and values",
                 advice="set model.config.use_cache = False while it trains",
@@ -194,6 +195,40 @@ class Sliced:
         found = _Slices.apply(self, len(self.params), *self.params, *tensors)  # type: ignore[no-untyped-call]
         outputs = iter(found)
         return self._outputs.build(next(outputs) if c is None else c.value for c in self._constants)
+
+    @property
+    def caches(self) -> list[Any]:
+        """The caches among the arguments."""
+        return [leaf for leaf in self._leaves if is_cache(leaf)]
+
+    def evaluated(self) -> Any:
+        """Return the unit's output for the whole batch, nothing of which is differentiated.
+
+        Caches among the arguments are extended row by row.
+        """
+        tensors, leaves = self.tensors, list(self._leaves)
+        self._leaves = [None if isinstance(x, torch.Tensor) else _Plain(x) for x in leaves]
+        caches = {i: leaf for i, leaf in enumerate(leaves) if is_cache(leaf)}
+        parts: list[dict[int, Any]] = []
+        whole: list[torch.Tensor] = []
+        with self.around():
+            for rows in self.rows:
+                parts.append({i: rows_of(cache, rows) for i, cache in caches.items()})
+                for i, part in parts[-1].items():
+                    self._leaves[i] = _Plain(part)
+                outputs = self.run([self.part(t, rows) for t in tensors])
+                self.check_rows(outputs, rows)
+                whole = whole or [laid_out_like(o, self.batch) for o in outputs]
+                for to, output in zip(whole, outputs, strict=True):
+                    to[rows] = output
+                del outputs
+        for i, cache in caches.items():
+            put_together(cache, [part[i] for part in parts])
+        own = {id(part): caches[i] for i, part in parts[-1].items()}
+        given = iter(whole)
+        return self._outputs.build(
+            next(given) if c is None else own.get(id(c.value), c.value) for c in self._constants
+        )
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call the unit with these tensors among its arguments; returns the output's tensors."""
@@ -381,6 +416,38 @@ def check_unit(job: Sliced) -> tuple[bool, ...]:
     finally:
         job._leaves = kept
     return found
+
+
+def check_samples(job: Sliced) -> None:
+    """Refuse a unit in which samples meet, by its first two alone; changes nothing."""
+    two = slice(0, 2)
+    tensors = [job.part(t, two).clone() for t in job.tensors]
+    sliced = [job.is_sliced(t) for t in job.tensors]
+    kept, moment = list(job._leaves), Moment.now(job.place)
+
+    def run(other: int | None) -> list[torch.Tensor]:
+        job._leaves = [
+            None if isinstance(x, torch.Tensor) else _Plain(rows_of(x, two) if is_cache(x) else x)
+            for x in kept
+        ]
+        given = [t.clone() for t in tensors]
+        for tensor, of_batch in zip(given, sliced, strict=True):
+            if of_batch and other is not None and tensor.is_floating_point():
+                tensor[other] = float("nan")
+        with moment.again(job.place), job.around():
+            found = job.run(given)
+        job.check_rows(found, two)
+        return found
+
+    try:
+        with buffers_apart(job.module):
+            clean = run(None)
+            for row in (0, 1):
+                for before, after in zip(clean, run(1 - row), strict=True):
+                    if bool((after[row].isnan() & ~before[row].isnan()).any()):
+                        raise job.refusal("mixes samples: one changes when another does")
+    finally:
+        job._leaves = kept
 
 
 def tainted_outside(job: Sliced, tensor: torch.Tensor, rows: slice) -> torch.Tensor:

@@ -54,11 +54,20 @@ class Part:
 
 
 def of_home(name: Name, store: HomeStore, home: Home, segment: Segment, bucket: int) -> Part:
-    """Return a segment of a home as a part: bytes go in and out of where they live."""
+    """Return a segment of a home as a part: bytes go in and out of where they live.
+
+    One that is coded is saved in code: what comes back stands for the same bits.
+    """
     spec, dtype = segment.spec, home.flat.dtype
+    if not home.codec.exact:
+        items = home.items(segment.offset, segment.end)
+        name = name._replace(key=home.codec.name)
+        save, load = partial(_save_run, store, home, items), partial(_load_run, store, home, items)
+        return Part(name, dtype, (items.stop - items.start,), bucket, save, load)
     if spec.stride == contiguous_stride(spec.shape) and home.flat.device.type == "cpu":
-        save = partial(_save_run, store, home, segment)
-        load = partial(_load_run, store, home, segment)
+        items = home.items(segment.offset, segment.end)
+        save = partial(_save_run, store, home, items)
+        load = partial(_load_run, store, home, items)
     else:
         save = partial(_save_whole, lambda: store.read(home, segment))
         load = partial(_load_whole, spec.shape, dtype, partial(store.write, home, segment))
@@ -88,41 +97,33 @@ def _pieces(n_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + PIECE_BYTES, n_bytes)
 
 
-def _save_run(store: HomeStore, home: Home, segment: Segment, write: Write) -> None:
-    for start, end, flat in _flat_pieces(home, segment):
+def _save_run(store: HomeStore, home: Home, items: slice, write: Write) -> None:
+    for start, piece in _flat_pieces(home, items):
         if home.extents is None:
-            write(start, _bytes(flat))
+            write(start, _bytes(home.flat[piece]))
             continue
-        stage = torch.empty_like(flat)  # no more is pinned at once than the pool has room for
-        for run in store.runs(segment.offset + start // flat.element_size(), end, (home, Use.READ)):
-            stage[_within(run, segment, start, flat)].copy_(home.flat[run])
+        stage = torch.empty_like(home.flat[piece])  # no more is pinned than the pool has room for
+        for run in store.runs(piece.start, piece.stop, (home, Use.READ)):
+            stage[run.start - piece.start : run.stop - piece.start].copy_(home.flat[run])
         write(start, _bytes(stage))
 
 
-def _load_run(store: HomeStore, home: Home, segment: Segment, read: Read) -> None:
-    for start, end, flat in _flat_pieces(home, segment):
+def _load_run(store: HomeStore, home: Home, items: slice, read: Read) -> None:
+    for start, piece in _flat_pieces(home, items):
         if home.extents is None:
-            read(start, _bytes(flat))
+            read(start, _bytes(home.flat[piece]))
             continue
-        stage = torch.empty_like(flat)
+        stage = torch.empty_like(home.flat[piece])
         read(start, _bytes(stage))
-        first = segment.offset + start // flat.element_size()
-        for run in store.runs(first, end, (home, Use.FRESH)):
-            home.flat[run].copy_(stage[_within(run, segment, start, flat)])
+        for run in store.runs(piece.start, piece.stop, (home, Use.FRESH)):
+            home.flat[run].copy_(stage[run.start - piece.start : run.stop - piece.start])
 
 
-def _flat_pieces(home: Home, segment: Segment) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield (first byte of the segment, end element of the bucket, elements) of each piece."""
+def _flat_pieces(home: Home, items: slice) -> Iterator[tuple[int, slice]]:
+    """Yield (byte from the first of the items, some of the items) piece by piece."""
     size = home.flat.element_size()
-    for start, end in _pieces(segment.spec.numel * size):
-        first, last = segment.offset + start // size, segment.offset + end // size
-        yield start, last, home.flat[first:last]
-
-
-def _within(run: slice, segment: Segment, start: int, flat: torch.Tensor) -> slice:
-    """Return a run of the bucket as a run of a piece that begins at a byte of the segment."""
-    first = segment.offset + start // flat.element_size()
-    return slice(run.start - first, run.stop - first)
+    for start, end in _pieces((items.stop - items.start) * size):
+        yield start, slice(items.start + start // size, items.start + end // size)
 
 
 def _save_whole(value: Callable[[], torch.Tensor], write: Write) -> None:

@@ -2,19 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from hetero.errors import ConfigError
-from hetero.memory.layout import Layout, Segment, contiguous_stride
+from hetero.memory.layout import Segment, contiguous_stride
 from hetero.train.check import pageable
+from hetero.train.empty import Place, promise, promised
 from hetero.train.precision import Masters
 from hetero.train.swizzle import point
 from hetero.weights import Weights
 
-PIECE_NUMEL = 4 * 2**20  # elements read at once
+PIECE_NUMEL = 2**16, 4 * 2**20  # elements read at once: a chunk's, between these
+
+
+class Promises:
+    """The values of empty parameters that know where these are.
+
+    Raises ConfigError where a file has changed its shapes since.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._files: dict[str, Weights] = {}
+        self._places: dict[int, Place] = {}
+        self._dtypes = [param.dtype for param in params]
+        for index, param in enumerate(params):
+            place = promised(param)
+            if place is not None:
+                if place.path not in self._files:
+                    self._files[place.path] = Weights(place.path)
+                there = self._files[place.path].shape(place.name)
+                if there != tuple(param.shape):
+                    raise ConfigError(
+                        f"{place.name!r} of {place.path} is {list(there)} by now, not"
+                        f" {list(param.shape)}",
+                        advice="load the model again",
+                    )
+                self._places[index] = place
+
+    def keeps(self, index: int) -> bool:
+        """Whether a parameter's value comes from here."""
+        return index in self._places
+
+    def into(self, masters: Masters, segment: Segment) -> None:
+        """Read a parameter straight into its home, by way of its own dtype."""
+        place, dtype = self._places[segment.index], self._dtypes[segment.index]
+        fill(masters, segment, self._files[place.path], place.name, dtype)
+
+    def renew(self, params: Sequence[nn.Parameter]) -> None:
+        """Let parameters that are empty again know again."""
+        for index, place in self._places.items():
+            if params[index].is_meta:
+                promise(params[index], place)
+
+    def close(self) -> None:
+        """Close the files."""
+        for weights in self._files.values():
+            weights.close()
+
+
+def fill(
+    masters: Masters,
+    segment: Segment,
+    weights: Weights,
+    name: str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Read a tensor straight into a parameter's home, and into its master where it has one.
+
+    With ``dtype`` values are rounded to it on their way.
+    """
+    spec = segment.spec
+    if spec.stride != contiguous_stride(spec.shape):
+        value = whole(weights, name)
+        masters.assign(segment, value if dtype is None else value.to(dtype))
+        return
+    room = masters.room(segment, weights.dtype(name))
+    if room is not None and dtype in (None, weights.dtype(name)):
+        weights.read(name, memoryview(room.numpy()))
+        return
+    least, most = PIECE_NUMEL
+    for start, values in weights.pieces(name, max(least, min(most, masters.chunk_numel))):
+        masters.assign_run(segment, start, values if dtype is None else values.to(dtype))
+
+
+def whole(weights: Weights, name: str) -> torch.Tensor:
+    """Return a tensor of its own with the values of one in a file."""
+    value = torch.empty(weights.shape(name), dtype=weights.dtype(name))
+    flat = value.view(-1)
+    for start, values in weights.pieces(name, PIECE_NUMEL[0]):
+        flat[start : start + values.numel()].copy_(values)
+    return value
 
 
 class Source:
@@ -24,7 +104,7 @@ class Source:
     persistent buffers that are missing, or whose shapes differ, before anything is changed.
     """
 
-    def __init__(self, model: nn.Module, path: str, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, path: str) -> None:
         self._model = model
         self._weights = Weights(path)
         self._there = set(self._weights.names())
@@ -47,38 +127,35 @@ class Source:
             )
         paged = [param for param in params if pageable(param)]
         self._of_index = [self._name[id(param)] for param in paged]
-        self._layout = layout
         self._tables = [param for param in params if not pageable(param)]
 
     def into(self, masters: Masters, segment: Segment) -> None:
         """Read a parameter straight into its home, and into its master where it has one."""
-        name = self._of_index[segment.index]
-        spec = segment.spec
-        if spec.stride != contiguous_stride(spec.shape):
-            masters.assign(segment, self._whole(name))
-            return
-        for start, values in self._weights.pieces(name, PIECE_NUMEL):
-            masters.assign_run(segment, start, values)
+        fill(masters, segment, self._weights, self._of_index[segment.index])
+
+    def keeps(self, index: int) -> bool:
+        """Whether a parameter's value comes from here: all do."""
+        return True
 
     def read_buffers(self) -> None:
         """Read the buffers there are, and parameters that are never paged, where they are."""
         with torch.no_grad():
             for table in self._tables:
-                value = self._whole(self._name[id(table)])
+                value = whole(self._weights, self._name[id(table)])
                 if table.is_meta:
                     point(table, value.to(table.dtype))
                 else:
                     table.copy_(value)
             for name, buffer in self._buffers():
                 if name in self._there or self._prefix + name in self._there:
-                    buffer.copy_(self._whole(self._name[id(buffer)]))
+                    buffer.copy_(whole(self._weights, self._name[id(buffer)]))
 
-    def _whole(self, name: str) -> torch.Tensor:
-        value = torch.empty(self._weights.shape(name), dtype=self._weights.dtype(name))
-        flat = value.view(-1)
-        for start, values in self._weights.pieces(name, PIECE_NUMEL):
-            flat[start : start + values.numel()].copy_(values)
-        return value
+    def renew(self, params: Sequence[nn.Parameter]) -> None:
+        """Parameters that are empty again: whoever prepares them names the directory."""
+
+    def close(self) -> None:
+        """Close the files."""
+        self._weights.close()
 
     def _note(self, key: int, names: Iterable[str], tensor: torch.Tensor) -> list[str]:
         """Remember under which name a tensor is there; return what is wrong with it."""

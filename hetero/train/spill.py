@@ -102,7 +102,7 @@ def passing_bytes(plan: Blueprint) -> int:
 def parts_of(plan: Blueprint) -> Iterator[Part]:
     """Yield every home there can be, with the most bytes it can take."""
     for bucket in plan.layout.buckets:
-        yield Part(Kind.PARAM, bucket.id, bucket.n_bytes)
+        yield Part(Kind.PARAM, bucket.id, bucket.home_bytes)
         if bucket.trainable:
             for kind, size in plan.element_bytes(bucket).items():
                 yield Part(kind, bucket.id, bucket.numel * size)
@@ -116,12 +116,12 @@ def widening(plan: Blueprint) -> int:
 
 def disk_bytes(plan: Blueprint, kind: Kind, bucket: Bucket) -> int:
     """Return the bytes that a home's slots take; gradients have a narrow home and a wide one."""
-    size = bucket.dtype.itemsize
-    if kind is not Kind.PARAM:
-        size = plan.element_bytes(bucket)[kind]
+    if kind is Kind.PARAM:
+        return bucket.home_bytes + ALIGN
+    size = plan.element_bytes(bucket)[kind]
     if kind is Kind.GRAD and size != bucket.dtype.itemsize:
         size += bucket.dtype.itemsize
-    homes = 1 if kind in (Kind.PARAM, Kind.MASTER) else 1 + size
+    homes = 1 if kind is Kind.MASTER else 1 + size
     return bucket.numel * size + homes * ALIGN
 
 

@@ -20,6 +20,8 @@ from hetero.errors import BudgetError, ConfigError
 from hetero.events import What
 from hetero.recipes import record
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.recipes.options import TrainOptions, gathered
+from hetero.recipes.task import load_tokens, shape
 from hetero.recipes.text import (
     Batches,
     as_tokens,
@@ -30,38 +32,37 @@ from hetero.recipes.text import (
 )
 from hetero.recipes.train import (
     StepReport,
-    TrainOptions,
     TrainResult,
     digest,
-    load_tokens,
+    factor_of,
     settings_for,
-    shape,
+    settings_of,
     train,
-    warm_up_and_cosine,
 )
 from hetero.report import make
 from hetero.report.run import Recorder, Run
 
 RUNS = Path(__file__).parent.parent.parent / "runs"
 TINY = GPTConfig(width=32, layers=2, heads=2, context=16)
+SIZES: dict[str, Any] = {"width": 32, "layers": 2, "heads": 2, "seq": 16}
 HBM = 360_000  # activations and, of five units, all but one or two
 CHUNK = 4096
 
 
 def options(**fields: Any) -> TrainOptions:
     settings = {"device": "cpu", "hbm": HBM, "chunk_bytes": CHUNK, **fields.pop("settings", {})}
-    given = {"model": TINY, "steps": 8, "lr": 1e-2, **fields}
+    given = {**SIZES, "steps": 8, "lr": 1e-2, **fields}
     return TrainOptions(settings=settings, **given)
 
 
 def plain(run: TrainOptions) -> tuple[list[float], str]:
     """Do what the recipe does, without hetero; return the losses and the digest of the weights."""
     torch.manual_seed(run.seed)
-    model = GPT(run.model)
+    model = GPT(shape(run))
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=(0.9, 0.95))
-    scheduler = LambdaLR(optimizer, warm_up_and_cosine(run.steps))
-    context = run.model.context
-    data = Batches(load_tokens(run), batch=run.batch, context=context, seed=run.seed)
+    scheduler = LambdaLR(optimizer, factor_of(run, run.steps))
+    tokens = load_tokens(run.data, run.seq)
+    data = Batches(tokens, batch=run.batch, context=run.seq, seed=run.seed)
     losses = []
     for _ in range(run.steps):
         x, y = next(data)
@@ -86,7 +87,7 @@ def learned() -> Iterator[TrainResult]:
     torch.set_num_threads(1)
     RUNS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=RUNS) as path:
-        run = options(steps=40, checkpoints=Path(path, "saved"), settings={"nvme": path})
+        run = options(steps=40, save_dir=str(Path(path, "saved")), settings={"nvme": path})
         yield train(run)
 
 
@@ -130,14 +131,10 @@ def test_the_result_is_plain_data(learned: TrainResult) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_weights_are_those_of_plain_torch_bit_for_bit(
-    device: str, tied: bool, recompute: bool
-) -> None:
-    model = dataclasses.replace(TINY, tied_head=tied, checkpoint_blocks=recompute)
+def test_weights_are_those_of_plain_torch_bit_for_bit(device: str, recompute: bool) -> None:
     hbm = 300_000
-    run = options(model=model, settings={"device": device, "hbm": hbm})
+    run = options(checkpoint_blocks=recompute, settings={"device": device, "hbm": hbm})
 
     result = train(run)
 
@@ -164,9 +161,9 @@ def test_two_byte_weights_are_the_same_at_any_budget(precision: str) -> None:
 
 
 def test_checkpointed_blocks_take_less_room() -> None:
-    keep = dataclasses.replace(TINY, checkpoint_blocks=False)
     few, many = (
-        train(options(model=model, steps=2, settings={"hbm": 2 * HBM})) for model in (TINY, keep)
+        train(options(checkpoint_blocks=again, steps=2, settings={"hbm": 2 * HBM}))
+        for again in (True, False)
     )
 
     assert few.status.activation_bytes < many.status.activation_bytes
@@ -191,15 +188,15 @@ def test_minutes_end_a_run_early() -> None:
 
 @pytest.mark.parametrize("stopped", [1, 3, 5])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit_at_other_budgets(stopped: int) -> None:
-    whole = train(options(checkpoints="whole", save_every=2))
+    whole = train(options(save_dir="whole", save_every=2))
     steps: list[int] = []
 
     first = train(
-        options(checkpoints="cut", save_every=2),
+        options(save_dir="cut", save_every=2),
         lambda report: steps.append(report.step),
         lambda: 2 if len(steps) == stopped else None,
     )
-    second = train(options(checkpoints="cut", resume=True, settings={"hbm": 2 * HBM}))
+    second = train(options(save_dir="cut", resume=True, settings={"hbm": 2 * HBM}))
 
     assert (first.steps, first.signal) == (stopped, 2)
     assert (second.steps, second.resumed_step, second.signal) == (8, stopped, None)
@@ -208,7 +205,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit_at_other_budgets(stopped: in
 
 
 def test_only_the_last_checkpoints_stay() -> None:
-    result = train(options(save_every=2, keep_last=2))
+    result = train(options(save_every=2, keep=2))
 
     assert Path(result.checkpoint).name == "step-8"
     saved = Path(result.checkpoint).parent.glob("step-*")
@@ -225,14 +222,14 @@ def test_runs_are_numbered_and_the_last_one_is_gone_on_with() -> None:
 
 
 def test_a_folder_with_another_runs_checkpoints_is_refused() -> None:
-    train(options(steps=1, checkpoints="there"))
+    train(options(steps=1, save_dir="there"))
 
     with pytest.raises(ConfigError, match="another run"):
-        train(options(checkpoints="there"))
+        train(options(save_dir="there"))
     with pytest.raises(ConfigError, match=r"lr was 0\.01 and is 0\.02"):
-        train(options(steps=1, checkpoints="there", resume=True, lr=0.02))
+        train(options(steps=1, save_dir="there", resume=True, lr=0.02))
     with pytest.raises(ConfigError, match="no checkpoint"):
-        train(options(checkpoints="elsewhere", resume=True))
+        train(options(save_dir="elsewhere", resume=True))
 
 
 def test_a_result_with_a_checkpoint_is_plain_data() -> None:
@@ -252,8 +249,8 @@ def recorded_steps(folder: str | Path) -> list[int]:
 @pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
 def test_a_recorded_run_computes_what_an_unrecorded_one_does(device: str) -> None:
     settings = {"device": device, "hbm": 300_000}
-    seen = train(options(settings=settings, checkpoints="seen"))
-    unseen = train(options(settings=settings, checkpoints="unseen", record="none"))
+    seen = train(options(settings=settings, save_dir="seen"))
+    unseen = train(options(settings=settings, save_dir="unseen", record="none"))
 
     assert seen.status.evictions > 0
     assert seen.losses == unseen.losses
@@ -276,7 +273,7 @@ def test_a_run_leaves_its_report_beside_its_checkpoints() -> None:
 
 
 def test_recording_ends_before_a_long_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    unseen = train(options(checkpoints="unseen", record="none"))
+    unseen = train(options(save_dir="unseen", record="none"))
     monkeypatch.setattr(record, "MOST_STEPS", 3)
 
     result = train(options(record="there"))
@@ -288,15 +285,15 @@ def test_recording_ends_before_a_long_run_does(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_resumed_run_records_anew_beside_what_was_recorded() -> None:
-    train(options(minutes=1e-6, checkpoints="there"))
+    train(options(minutes=1e-6, save_dir="there"))
     before = Path("there/run/events.jsonl.gz").read_bytes()
 
-    second = train(options(checkpoints="there", resume=True))
+    second = train(options(save_dir="there", resume=True))
 
     assert second.report == "there/run-2/report.html"
     assert len(recorded_steps("there/run-2")) == second.recorded_steps == 7
     assert Path("there/run/events.jsonl.gz").read_bytes() == before
-    assert train(options(checkpoints="there", resume=True)).report is None  # nothing was left to do
+    assert train(options(save_dir="there", resume=True)).report is None  # nothing was left to do
 
 
 def no_space(*args: Any) -> None:
@@ -304,7 +301,7 @@ def no_space(*args: Any) -> None:
 
 
 def test_a_run_that_cannot_be_recorded_trains_and_says_why() -> None:
-    unseen = train(options(checkpoints="unseen", record="none"))
+    unseen = train(options(save_dir="unseen", record="none"))
     Path("file").write_text("in the way")
 
     result = train(options(record="file/run"))
@@ -336,16 +333,16 @@ def test_a_disk_that_is_full_ends_no_training(
 def test_the_default_budget_is_a_quarter_of_the_states() -> None:
     model, optimizer = model_and_optimizer()
 
-    run = TrainOptions(model=TINY, settings={"device": "cpu"})
-    config = settings_for(model, optimizer, run)
+    run = TrainOptions(settings={"device": "cpu"})
+    config = settings_for(model, optimizer, settings_of(run), run)
 
     assert config.hbm == 4 * sum(p.numel() for p in model.parameters())
 
 
 def test_by_default_ram_holds_half_the_states_and_a_disk_the_rest() -> None:
-    shape = dataclasses.replace(TINY, width=256, layers=4)
     torch.manual_seed(0)
-    run = TrainOptions(model=shape, settings={"device": "cpu", "hbm": 2**26}, steps=2)
+    sizes = {**SIZES, "width": 256, "layers": 4}
+    run = TrainOptions(settings={"device": "cpu", "hbm": 2**26}, steps=2, **sizes)
 
     result = train(run)
 
@@ -358,7 +355,8 @@ def test_by_default_ram_holds_half_the_states_and_a_disk_the_rest() -> None:
 
 
 def test_the_default_device_is_never_the_plain_cpu() -> None:
-    config = settings_for(*model_and_optimizer(), TrainOptions(model=TINY))
+    run = TrainOptions()
+    config = settings_for(*model_and_optimizer(), settings_of(run), run)
 
     assert config.device != "cpu"
 
@@ -372,8 +370,8 @@ def test_a_settings_file_is_read_and_options_go_on_top(tmp_path: Path) -> None:
     path = tmp_path / "hetero.toml"
     path.write_text('hbm = "1MiB"\nhost = "8MiB"\ndevice = "cpu"\n')
 
-    run = TrainOptions(model=TINY, config=path, settings={"host": "9MiB"})
-    config = settings_for(*model_and_optimizer(), run)
+    run = gathered(path, {"host": "9MiB"})
+    config = settings_for(*model_and_optimizer(), settings_of(run), run)
 
     assert (config.hbm, config.host, config.device) == (2**20, 9 * 2**20, "cpu")
 
@@ -388,12 +386,12 @@ def test_a_budget_that_activations_exceed_is_refused_with_the_one_that_works() -
 
 def test_a_width_that_heads_do_not_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match="not a multiple of heads=3") as refused:
-        shape(width=32, heads=3)
+        shape(options(heads=3))
     assert refused.value.advice
 
 
 def test_the_schedule_climbs_then_falls_to_its_floor() -> None:
-    factor = warm_up_and_cosine(100)
+    factor = factor_of(options(), 100)
     rates = [factor(step) for step in range(101)]
 
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
@@ -450,14 +448,14 @@ def test_files_of_a_directory_come_in_the_order_of_their_names(tmp_path: Path) -
 
 def test_a_missing_text_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.txt"):
-        load_tokens(options(text=(tmp_path / "nowhere.txt",)))
+        load_tokens((str(tmp_path / "nowhere.txt"),), 16)
 
 
 def test_a_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("0123456789abcdef")
 
     with pytest.raises(ConfigError, match="16 bytes; one sequence takes 17"):
-        load_tokens(options(text=(tmp_path / "short.txt",)))
+        load_tokens((str(tmp_path / "short.txt"),), 16)
 
 
 # -- the model -----------------------------------------------------------------------------------

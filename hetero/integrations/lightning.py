@@ -1,0 +1,392 @@
+"""hetero under `lightning`: strategies of Trainer and Fabric whose models are prepared (floor 4).
+
+No method here moves a byte or makes a number: they say to hetero what a script says to Lightning.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch.strategies as pytorch
+import torch
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDevice
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from hetero.api import empty_init, engine_of, prepare, release
+from hetero.checkpoint.load import load_checkpoint
+from hetero.checkpoint.save import save_checkpoint
+from hetero.config import Config
+from hetero.device import open_device
+from hetero.errors import ConfigError, StateError
+from hetero.train.check import MARK
+from hetero.train.optimizer import Optimizer
+
+NAME = "hetero"  # of both strategies
+STEPS = "step-*"  # what a directory holds that `save_checkpoint` wrote
+OURS = ("state_dict", "optimizer_states")  # entries of a checkpoint whose tensors hetero writes
+
+
+class HeteroStrategy(pytorch.SingleDeviceStrategy):
+    """A Trainer's strategy under which the model trains in byte budgets.
+
+    The LightningModule is prepared when ``fit`` (or ``validate``, ``test``, ``predict``) sets it
+    up, and stays prepared behind it, so that ``trainer.save_checkpoint`` and ``trainer.test`` work
+    at the same budgets; `hetero.release` makes it plain. A checkpoint is a directory, which
+    ``ckpt_path=`` takes, without a pickle of any tensor of the model; with
+    ``save_weights_only=True`` it is Lightning's own file.
+
+    Args:
+        config: a `Config`, a mapping, or the path of a TOML file; ``settings`` go on top.
+        settings: fields of `Config`, as ``hbm="20GiB"``.
+
+    Raises ConfigError for a setting that cannot be honoured.
+    """
+
+    strategy_name = NAME
+
+    def __init__(
+        self, config: Config | Mapping[str, Any] | str | Path | None = None, **settings: Any
+    ) -> None:
+        self.config = checked(Config.load(config, **settings))
+        super().__init__(open_device(self.config.device).torch_device)
+        self._step: Step | None = None
+        self._directory = False  # whether hetero loaded what there was to load
+
+    # -- setting up ------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Set up the device; ConfigError where Trainer has another one."""
+        check_device(self.accelerator, self.root_device)
+        super().setup_environment()
+
+    @property
+    def _module(self) -> Any:
+        """The LightningModule; nothing is wrapped around it."""
+        return self.lightning_module
+
+    def setup(self, trainer: Any) -> None:
+        """Prepare the model, with its optimizer where it is to be fitted."""
+        accelerator_of(self).setup(trainer)
+        self.model = self.precision_plugin.convert_module(self._module)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting or self._step is None or self._step.module is not self._module:
+            plain_again(self._module)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self._prepare(fitting)
+        self.setup_precision_plugin()
+
+    def _prepare(self, fitting: bool) -> None:
+        if MARK in self._module.__dict__:  # it was fitted before, and is now looked at
+            return
+        move_metrics(self._module, self.root_device)
+        self._step = Step(self._module)
+        if fitting and self.optimizers:
+            _, optimizer = prepare(self._module, only(self.optimizers), config=self.config)
+            self.optimizers = [optimizer]
+        else:
+            prepare(self._module, config=self.config)
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
+        """Build a model in RAM; without memory where ``empty_init`` asks for that."""
+        return building(self.precision_plugin.tensor_init_context(), bool(empty_init))
+
+    def teardown(self) -> None:
+        """Let go of what is not the model's: it stays prepared."""
+        self.precision_plugin.teardown()
+        accelerator_of(self).teardown()
+        self.checkpoint_io.teardown()
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module's training step."""
+        with self.precision_plugin.train_step_context():
+            if not self._module.automatic_optimization:  # it has backward and step within
+                return self._module.training_step(*args, **kwargs)
+            return self._call("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module's validation step."""
+        with self.precision_plugin.val_step_context():
+            return self._call("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module's test step."""
+        with self.precision_plugin.test_step_context():
+            return self._call("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module's predict step."""
+        with self.precision_plugin.predict_step_context():
+            return self._call("predict_step", *args, **kwargs)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        step = self._step
+        if step is None:
+            raise StateError("the model is not set up", advice="let the Trainer call the strategy")
+        return step.instead(name, *args, **kwargs)
+
+    # -- states ----------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether states come into a prepared model: they do."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether Lightning hands the optimizer its states: from files of its own."""
+        return not self._directory
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return nothing for ours, whose states `save_checkpoint` writes piece by piece."""
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        return {} if isinstance(inner, Optimizer) else super().optimizer_state(optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a directory; weights alone, and a model that is not prepared, into one file."""
+        if not trains(self._module) or "optimizer_states" not in checkpoint:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        rest = {key: value for key, value in checkpoint.items() if key not in OURS}
+        save(filepath, self._module, rest)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Load what `save_checkpoint`, or a Trainer without hetero, saved."""
+        self._directory = is_ours(checkpoint_path)
+        if not self._directory:
+            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            return found
+        return load(checkpoint_path, self._module, *args, **kwargs)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's state from a file of Lightning's; from a directory it is loaded."""
+        if not self._directory:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer's state from a file of Lightning's."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+
+class HeteroFabricStrategy(FabricSingleDevice):
+    """A Fabric's strategy under which ``fabric.setup(model, optimizer)`` prepares the model.
+
+    ``fabric.save`` and ``fabric.load`` write and read a directory where the state has a prepared
+    model and its optimizer. Arguments as of `HeteroStrategy`.
+    """
+
+    def __init__(
+        self, config: Config | Mapping[str, Any] | str | Path | None = None, **settings: Any
+    ) -> None:
+        self.config = checked(Config.load(config, **settings))
+        super().__init__(open_device(self.config.device).torch_device)
+
+    def setup_environment(self) -> None:
+        """Set up the device; ConfigError where Fabric has another one."""
+        check_device(self.accelerator, self.root_device)
+        super().setup_environment()
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leave the model where it is: hetero has it."""
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Build a model in RAM; without memory where ``empty_init`` asks for that."""
+        return building(self.precision.module_init_context(), bool(empty_init))
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Prepare a model for inference."""
+        prepared: nn.Module = prepare(module, config=self.config)
+        return prepared
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
+        """Prepare a model with its optimizer; a scheduler of the plain one goes on."""
+        _, optimizer = prepare(module, only(optimizers), config=self.config)
+        return module, [optimizer], scheduler
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Refuse an optimizer without its model."""
+        raise ConfigError(
+            "hetero prepares a model together with its optimizer",
+            advice="model, optimizer = fabric.setup(model, optimizer)",
+        )
+
+    def save_checkpoint(
+        self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Write a directory where the state has a model that trains."""
+        model = next((thing for thing in state.values() if trains(thing)), None)
+        if model is None:
+            super().save_checkpoint(path, state, *args, **kwargs)
+            return
+        hidden = (model, engine_of(model).optimizer)
+        beside = {k: v for k, v in state.items() if not any(v is each for each in hidden)}
+        rest = self._convert_stateful_objects_in_state(beside, kwargs.get("filter") or {})
+        save(path, model, rest)
+
+    def load_checkpoint(
+        self, path: str | Path, state: Any = None, strict: bool = True, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Load what `save_checkpoint` saved; returns what ``state`` had no place for."""
+        things = state if isinstance(state, dict) else {}
+        model = next((thing for thing in things.values() if trains(thing)), None)
+        if model is None or not is_ours(path):
+            found: dict[str, Any] = super().load_checkpoint(path, state, strict, *args, **kwargs)
+            return found
+        rest = load(path, model, *args, **kwargs)
+        for name in [name for name in things if name in rest]:
+            if hasattr(things[name], "load_state_dict"):
+                things[name].load_state_dict(rest.pop(name))
+            else:
+                things[name] = rest.pop(name)
+        return rest
+
+
+class Step:
+    """The forward of a LightningModule, which can be one of its steps instead.
+
+    hetero watches the forward of the whole model; Lightning computes in ``training_step``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.call: Callable[..., Any] | None = None
+        found = module.forward
+        self.forward: Callable[..., Any] = found.forward if isinstance(found, Step) else found
+        functools.update_wrapper(self, self.forward)
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call, self.call = self.call or self.forward, None
+        return call(*args, **kwargs)
+
+    def instead(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Compute a step inside what hetero has around the forward."""
+        self.call = getattr(self.module, name)
+        try:
+            return self.module.forward(*args, **kwargs)
+        finally:
+            self.call = None
+
+
+# -- what both strategies do -----------------------------------------------------------------------
+
+
+def checked(config: Config) -> Config:
+    """Refuse the one precision that needs a backward of its own."""
+    if config.precision == "fp16":
+        raise ConfigError(
+            "precision='fp16' scales the loss, which Lightning takes backward by itself",
+            advice="use precision='bf16', or the Trainer's own precision='16-mixed'",
+        )
+    return config
+
+
+def accelerator_of(strategy: pytorch.Strategy) -> Any:
+    """Return what Trainer gave a strategy before it is set up."""
+    return strategy.accelerator
+
+
+def check_device(accelerator: Any, place: torch.device) -> None:
+    """Refuse batches on one device and units on another."""
+    name = type(accelerator).__name__
+    if ("CUDA" in name) != (place.type == "cuda"):
+        kind = "gpu" if place.type == "cuda" else "cpu"
+        raise ConfigError(
+            f"the strategy computes on {place.type}, {name} elsewhere",
+            advice=f"pass accelerator={kind!r}, or another device= to the strategy",
+        )
+
+
+def only(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Return the one optimizer."""
+    if len(optimizers) != 1:
+        raise ConfigError(
+            f"{len(optimizers)} optimizers for one model",
+            advice="give hetero one optimizer, with a group of parameters for each kind",
+        )
+    return optimizers[0]
+
+
+def plain_again(model: nn.Module) -> None:
+    """Release a model that is prepared."""
+    if MARK in model.__dict__:
+        release(model, engine_of(model).optimizer)
+
+
+def trains(thing: Any) -> bool:
+    """Whether something is a model that was prepared with its optimizer."""
+    here = isinstance(thing, nn.Module) and MARK in thing.__dict__
+    return here and engine_of(thing).optimizer is not None
+
+
+@contextmanager
+def building(precision: AbstractContextManager[Any], empty: bool) -> Iterator[None]:
+    """Build a model where hetero takes it from: in RAM, or without memory."""
+    with ExitStack() as stack:
+        stack.enter_context(precision)
+        if empty:
+            stack.enter_context(empty_init())
+        yield
+
+
+def move_metrics(model: nn.Module, place: torch.device) -> None:
+    """Move modules without parameters, as metrics are, and say where the model computes."""
+    for module in model.modules():
+        if not any(True for _ in module.parameters()):
+            module.to(place)
+    _update_properties(model, device=place)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def save(path: str | Path, model: nn.Module, rest: dict[str, Any]) -> None:
+    """Write a model, its optimizer and what is beside them; one that is there is replaced by it."""
+    written = io.BytesIO()
+    torch.save(rest, written)
+    beside = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
+    save_checkpoint(
+        path, model, engine_of(model).optimizer, beside, step=newest(path) + 1, keep_last=1
+    )
+
+
+def load(
+    path: str | Path, model: nn.Module, weights_only: bool | None = None, **kwargs: Any
+) -> dict[str, Any]:
+    """Load a model and its optimizer; returns what is beside them."""
+    beside = load_checkpoint(path, model, engine_of(model).optimizer)
+    rest: dict[str, Any] = torch.load(
+        io.BytesIO(beside.numpy().tobytes()), weights_only=weights_only, **kwargs
+    )
+    return rest
+
+
+def newest(path: str | Path) -> int:
+    """Return the number of the newest checkpoint in a directory; -1 where there is none."""
+    return max((int(p.name.rpartition("-")[2]) for p in Path(path).glob(STEPS)), default=-1)
+
+
+def is_ours(path: str | Path) -> bool:
+    """Whether `save` wrote a checkpoint."""
+    return newest(path) >= 0
+
+
+pytorch.StrategyRegistry.register(
+    NAME, HeteroStrategy, description="virtual memory for training", override=True
+)

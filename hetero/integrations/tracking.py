@@ -1,0 +1,73 @@
+"""Figures of a run, to the trackers that accelerate knows and to a file (floor 4)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, get_available_trackers
+
+from hetero.errors import ConfigError
+
+FILE = "metrics.jsonl"
+PROJECT = "hetero"
+
+
+class JsonLines(GeneralTracker):  # type: ignore[misc]  # accelerate has no types
+    """A tracker that appends a line of JSON to a file for each call."""
+
+    name = "jsonl"
+    requires_logging_directory = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / FILE).open("a", encoding="utf-8")
+
+    @property
+    def tracker(self) -> Any:
+        """The open file."""
+        return self._file
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Write what the run was told."""
+        self._write({"config": values})
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write the figures of a step."""
+        self._write({"step": step, **values})
+
+    def finish(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+
+class Trackers:
+    """Trackers by name, open until `finish`; without names nothing happens."""
+
+    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
+        known = [str(getattr(each, "value", each)) for each in get_available_trackers()]
+        missing = [name for name in names if name not in (*known, JsonLines.name)]
+        if missing:
+            raise ConfigError(
+                f"no tracker {missing[0]!r} is installed",
+                advice=f"pip install {missing[0]}, or track with {', '.join([*known, 'jsonl'])}",
+            )
+        own = [JsonLines(folder) if name == JsonLines.name else name for name in names]
+        self._accelerator = Accelerator(log_with=own, project_dir=str(folder))
+        self._accelerator.init_trackers(PROJECT, config=dict(config))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Tell every tracker the figures of a step."""
+        self._accelerator.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        """Close every tracker."""
+        self._accelerator.end_training()

@@ -1,0 +1,65 @@
+"""Which buckets stay on HBM from one forward to the next (floor 1, policy; no torch).
+
+A model that computes without being trained goes through the same accesses again and again, and no
+update rewrites a bucket. What has just been used is then what is needed last, so that fetching as
+early as frames can be had would bring every bucket across the link in every forward. The best that
+can be done is to let a part stand and to stream the rest: each byte of frames that stands saves a
+byte of every forward. What streams needs frames for two accesses, one that computes and the next
+one on its way; a miss is avoided by that and by nothing less.
+
+What stands is spread over the forward, so that while it computes the link has something to do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from hetero.plan.schedule import Shape
+from hetero.plan.trace import Trace
+
+GOLDEN = 0.6180339887498949  # of a cycle: multiples of it spread evenly, however many there are
+
+
+def may_stand(trace: Trace, shapes: Mapping[int, Shape]) -> bool:
+    """Whether all that a trace uses survives from one pass to the next."""
+    return not any(shapes[bucket].rewritten for bucket in trace.uses())
+
+
+def standing(trace: Trace, shapes: Mapping[int, Shape], limit: int) -> tuple[tuple[int, ...], ...]:
+    """Return sets of buckets that may stand; in each those come last that could be spared first.
+
+    The first lets stand what is of a size of its own, so that the rest streams through frames of
+    one size; the second what is largest, so that the rest needs few of them.
+    """
+    uses = list(trace.uses())
+    sizes = Counter(shapes[bucket].granules for bucket in uses)
+    spread = [uses[i] for i in sorted(range(len(uses)), key=lambda i: i * GOLDEN % 1.0)]
+    odd = sorted(spread, key=lambda b: sizes[shapes[b].granules])
+    large = sorted(spread, key=lambda b: -shapes[b].granules)
+    return tuple(_filled(order, trace, shapes, limit) for order in (odd, large))
+
+
+def _filled(
+    order: Sequence[int], trace: Trace, shapes: Mapping[int, Shape], limit: int
+) -> tuple[int, ...]:
+    """Let stand what fits beside what the rest streams through."""
+    found: list[int] = []
+    held = 0
+    for bucket in order:
+        more = held + shapes[bucket].granules
+        if more <= limit and more + window(trace, shapes, {*found, bucket}) <= limit:
+            found.append(bucket)
+            held = more
+    return tuple(found)
+
+
+def window(trace: Trace, shapes: Mapping[int, Shape], stand: set[int]) -> int:
+    """Return the frames that two accesses in a row take, of all but what stands."""
+    needs = [frozenset(access.buckets) - stand for access in trace.accesses]
+    streams = [need for need in needs if need]
+    if not streams:
+        return 0
+    pairs = itertools.pairwise([*streams, streams[0]])
+    return max(sum(shapes[b].granules for b in one | other) for one, other in pairs)

@@ -1,0 +1,258 @@
+"""Hugging Face language models for `hetero train`: loaded, adapted, fed and exported (floor 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+)
+
+from hetero.api import empty_init
+from hetero.config import Config
+from hetero.errors import ConfigError
+from hetero.export import export
+from hetero.recipes.options import TrainOptions
+from hetero.recipes.sequences import Encode, Shuffled, Tokens, answered, packed, together
+from hetero.recipes.task import Task
+from hetero.recipes.text import rows_of, text_of
+from hetero.weights import Weights
+
+WIDTH, LAYERS, HEADS = 64, 2, 4  # of a preset, where nobody says otherwise
+CALL = {"use_cache": False}  # training looks at every position once
+
+
+def language_task(options: TrainOptions, config: Config) -> Task:
+    """Return a causal language model with what it learns from.
+
+    Raises ConfigError where the model, its tokenizer or the data cannot be used.
+    """
+    if options.model.startswith((".", "/", "~")) and not Path(options.model).is_dir():
+        raise ConfigError(
+            f"--model {options.model} is no directory", advice="name one, a preset or a Hub name"
+        )
+    try:
+        tokenizer = tokenizer_of(options)
+        model, weights = model_of(options, config, len(tokenizer))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--model {options.model}: {error}".splitlines()[0],
+            advice="name a directory with config.json, safetensors and a tokenizer, or a preset:"
+            f" gpt, {', '.join(PRESETS)}",
+        ) from error
+    if options.lora_rank is not None:
+        model = adapted(model, options)
+    learned = sequences(options.data, options, tokenizer, model)
+    pad = pad_of(tokenizer)
+    judged = sequences(options.eval_data, options, tokenizer, model) if options.eval_data else []
+    size = options.batch
+    return Task(
+        model=model.train(),
+        batches=Shuffled(learned, batch=size, pad=pad, seed=options.seed),
+        evaluation=[together(judged[i : i + size], pad) for i in range(0, len(judged), size)],
+        targets=torch.cat([s.labels[1:] for s in learned]),
+        passes=len(learned) / size,
+        unit="token",
+        weights=weights,
+        call=CALL,
+        write=lambda folder: write(model, tokenizer, folder),
+    )
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+def model_of(
+    options: TrainOptions, config: Config, vocabulary: int
+) -> tuple[nn.Module, str | None]:
+    """Return the model, and where its weights are where it has no memory yet."""
+    torch.manual_seed(options.seed)
+    if options.model in PRESETS:
+        return built(preset(options, vocabulary)), None
+    exact = config.precision == "fp32"
+    found = AutoConfig.from_pretrained(options.model)
+    if options.lora_rank is None and Path(options.model).is_dir():
+        with empty_init():
+            dtype = torch.float32 if exact else getattr(found, "dtype", None)
+            model = built(found, dtype=dtype)
+        if covers(options.model, model):
+            return with_generation(model, options.model), options.model
+    dtype = torch.float32 if exact else "auto"
+    return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype), None
+
+
+def built(config: Any, **given: Any) -> nn.Module:
+    """Return the model of a configuration."""
+    build: Any = AutoModelForCausalLM.from_config
+    model: nn.Module = build(config, **given)
+    return model
+
+
+def preset(options: TrainOptions, vocabulary: int) -> Any:
+    """Return a small model's configuration."""
+    width, layers = options.width or WIDTH, options.layers or LAYERS
+    heads = options.heads or HEADS
+    if width % heads:
+        raise ValueError(f"width={width} is not a multiple of heads={heads}")
+    return PRESETS[options.model](width, layers, heads, options.seq, vocabulary)
+
+
+def tiny_llama(width: int, layers: int, heads: int, positions: int, vocabulary: int) -> Any:
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=positions,
+        bos_token_id=None,
+        eos_token_id=ByT5Tokenizer().eos_token_id,
+    )
+
+
+def tiny_gpt2(width: int, layers: int, heads: int, positions: int, vocabulary: int) -> Any:
+    return GPT2Config(
+        vocab_size=vocabulary,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        n_positions=positions,
+        bos_token_id=None,
+        eos_token_id=ByT5Tokenizer().eos_token_id,
+    )
+
+
+PRESETS = {"tiny-llama": tiny_llama, "tiny-gpt2": tiny_gpt2}
+
+
+def covers(directory: str, model: nn.Module) -> bool:
+    """Whether a directory's safetensors have the model's parameters under their own names.
+
+    Where they do not, transformers knows how to convert them, and reads them itself.
+    """
+    if not any(Path(directory).glob("*.safetensors")):
+        return False
+    there = set(Weights(directory).names())
+    return all(name in there for name, _ in model.named_parameters())
+
+
+def with_generation(model: Any, directory: str) -> nn.Module:
+    """Return a model with the generation settings that are beside its weights."""
+    if (Path(directory) / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    found: nn.Module = model
+    return found
+
+
+def adapted(model: nn.Module, options: TrainOptions) -> nn.Module:
+    """Return a frozen model with low-rank adapters that train."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError(
+            f"--lora-rank needs PEFT: {error}", advice="pip install 'hetero[integrations]'"
+        ) from error
+    rank = options.lora_rank or 0
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=options.lora_alpha or 2 * rank,
+        target_modules=list(options.lora_targets) or "all-linear",
+        lora_dropout=options.lora_dropout,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        found: nn.Module = get_peft_model(model, config)
+    except ValueError as error:
+        names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if is_linear(m)})
+        raise ConfigError(
+            f"--lora-targets: {error}", advice=f"this model has {', '.join(names)}"
+        ) from error
+    return found
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+# -- what it learns from -------------------------------------------------------------------------
+
+
+def tokenizer_of(options: TrainOptions) -> Any:
+    """Return the tokenizer that options name, or the model's."""
+    name = options.tokenizer or ("bytes" if options.model in PRESETS else options.model)
+    return ByT5Tokenizer(extra_ids=0) if name == "bytes" else AutoTokenizer.from_pretrained(name)
+
+
+def pad_of(tokenizer: Any) -> int:
+    """Return what shorter sequences are padded with; no loss is of it."""
+    pad = tokenizer.pad_token_id
+    found: int = tokenizer.eos_token_id if pad is None else pad
+    return found
+
+
+def sequences(
+    paths: Sequence[str], options: TrainOptions, tokenizer: Any, model: nn.Module
+) -> list[Tokens]:
+    """Return what is learned of the rows in files; ConfigError where it is nothing."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("the tokenizer has no EOS", advice="name another one with --tokenizer")
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    rows = rows_of(paths)
+    if options.task == "sft":
+        found = answers(rows, tokenizer, encode, options.seq)
+    else:
+        documents = (encode(text_of(row)) for row in rows)
+        found = packed(documents, tokenizer.eos_token_id, options.seq)
+    if not found:
+        raise ConfigError(
+            f"the data makes no sequence of {options.seq} tokens",
+            advice="give more data, or another --seq",
+        )
+    check_vocabulary(found, model)
+    return found
+
+
+def answers(
+    rows: Iterable[Mapping[str, Any]], tokenizer: Any, encode: Encode, length: int
+) -> list[Tokens]:
+    """Return the rows of which something is answered within a length."""
+    found = (answered(row, tokenizer, encode, length) for row in rows)
+    return [each for each in found if each is not None]
+
+
+def check_vocabulary(found: Sequence[Tokens], model: Any) -> None:
+    """Refuse tokens that the model has no embedding of."""
+    largest = max(int(each.ids.max()) for each in found)
+    size = model.config.vocab_size
+    if largest >= size:
+        raise ConfigError(
+            f"the tokenizer makes token {largest}, the model knows {size}",
+            advice="name the model's own tokenizer with --tokenizer",
+        )
+
+
+# -- what comes of it ----------------------------------------------------------------------------
+
+
+def write(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model as Hugging Face has it, adapters alone as PEFT has them, and the tokenizer."""
+    if hasattr(model, "peft_config"):
+        model.save_pretrained(folder)
+    else:
+        export(model, folder)
+    tokenizer.save_pretrained(folder)

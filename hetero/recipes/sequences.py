@@ -1,0 +1,149 @@
+"""Token sequences to learn from: packed text, answers to prompts, batches in a seeded order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from hetero.errors import ConfigError
+from hetero.recipes.text import Row
+
+IGNORED = -100  # the label of a position that no loss is of
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+"""Of a tokenizer that has no template of its own; it is exported with it."""
+Encode = Callable[[str], list[int]]
+
+
+class Tokens(NamedTuple):
+    """One sequence; int64 [tokens] each."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+
+
+def packed(documents: Iterable[Sequence[int]], eos: int, length: int) -> list[Tokens]:
+    """Return documents, each with ``eos`` behind it, one after another in blocks of a length.
+
+    No block has padding, and no token is lost but those of the last block, where it is not full.
+    """
+    stream = torch.tensor([*chain.from_iterable((*ids, eos) for ids in documents)])
+    blocks = stream[: len(stream) // length * length].view(-1, length)
+    return [Tokens(block, block) for block in blocks]
+
+
+def answered(row: Row, tokenizer: Any, encode: Encode, length: int) -> Tokens | None:
+    """Return a prompt with its completion, or a conversation, with labels on what is answered.
+
+    What is longer than ``length`` is cut at its end; None where nothing answered is left.
+    """
+    ids, learned = (
+        conversation(row["messages"], tokenizer)
+        if "messages" in row
+        else completion(row, tokenizer, encode)
+    )
+    found = torch.tensor(ids[:length])
+    labels = torch.where(torch.tensor(learned[:length]), found, IGNORED)
+    return Tokens(found, labels) if bool((labels[1:] != IGNORED).any()) else None
+
+
+def completion(row: Row, tokenizer: Any, encode: Encode) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a prompt and its completion, and which are the completion's."""
+    try:
+        prompt, said = encode(row["prompt"]), encode(row["completion"])
+    except KeyError as error:
+        raise ConfigError(
+            f"a row has {', '.join(map(str, row))} and no {error}",
+            advice='give rows as {"prompt": "...", "completion": "..."} or {"messages": [...]}',
+        ) from error
+    said = [*said, tokenizer.eos_token_id]
+    return prompt + said, [False] * len(prompt) + [True] * len(said)
+
+
+def conversation(messages: Sequence[Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a conversation, and which of them the assistant says."""
+    ids: list[int] = []
+    learned: list[bool] = []
+    for number, message in enumerate(messages, 1):
+        if message["role"] != "assistant":
+            continue
+        before = templated(tokenizer, messages[: number - 1], answer=True)
+        upto = templated(tokenizer, messages[:number], answer=False)
+        if before[: len(ids)] != ids or upto[: len(before)] != before:
+            raise ConfigError(
+                "the tokenizer's chat template changes what was said before, with every message",
+                advice="give rows of one exchange each, or as prompt and completion",
+            )
+        learned += [False] * (len(before) - len(ids)) + [True] * (len(upto) - len(before))
+        ids = upto
+    return ids, learned
+
+
+def templated(tokenizer: Any, messages: Sequence[Any], *, answer: bool) -> list[int]:
+    """Return messages as the tokenizer's template, or ours, has them."""
+    if not getattr(tokenizer, "chat_template", None):
+        tokenizer.chat_template = CHAT
+    text = tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=answer
+    )
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def together(sequences: Sequence[Tokens], pad: int) -> dict[str, torch.Tensor]:
+    """Return sequences as one batch, int64 [samples, tokens] each; shorter ones are padded."""
+    ids, labels = ([s[i] for s in sequences] for i in (0, 1))
+    padded = torch.nn.utils.rnn.pad_sequence
+    batch = {
+        "input_ids": padded(ids, batch_first=True, padding_value=pad),
+        "labels": padded(labels, batch_first=True, padding_value=IGNORED),
+    }
+    if len({len(each) for each in ids}) > 1:
+        ones = [torch.ones_like(each) for each in ids]
+        batch["attention_mask"] = padded(ones, batch_first=True, padding_value=0)
+    return batch
+
+
+class Shuffled:
+    """Yields batches without end: every sequence once, in a random order, then again in another.
+
+    The same seed yields the same batches; the global generator is not touched. The position is how
+    many sequences were seen, which a checkpoint keeps.
+    """
+
+    def __init__(self, sequences: Sequence[Tokens], *, batch: int, pad: int, seed: int) -> None:
+        self._sequences = sequences
+        self._batch = batch
+        self._pad = pad
+        self._seed = seed
+        self._seen = 0
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> Mapping[str, torch.Tensor]:
+        chosen = [self._sequence(self._seen + i) for i in range(self._batch)]
+        self._seen += self._batch
+        return together(chosen, self._pad)
+
+    def _sequence(self, number: int) -> Tokens:
+        epoch, at = divmod(number, len(self._sequences))
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            order = torch.randperm(len(self._sequences), generator=generator)
+            self._order = (epoch, order.tolist())
+        return self._sequences[self._order[1][at]]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where the batches are."""
+        return {"seen": self._seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        self._seen = state["seen"]

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# The tests of accelerate, Transformers and PEFT with the oldest versions that hetero works with:
+# bash tests/oldest.sh [pytest arguments]. They lie in .venv/oldest, before those of the .venv.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tests/setup_venv.sh
+setup_venv test
+
+oldest="$PWD/.venv/oldest"
+if ! cmp -s tests/oldest.txt "$oldest/installed.txt"; then
+  rm -rf "$oldest"
+  python -m pip install -q --no-deps --target "$oldest" -r tests/oldest.txt
+  cp tests/oldest.txt "$oldest/installed.txt"
+fi
+
+export HETERO_PARANOID="${HETERO_PARANOID:-1}" OMP_NUM_THREADS=1 PYTHONPATH="$oldest"
+if [ $# -eq 0 ]; then set -- tests/integrations; fi
+python -m pytest -n 2 "$@"

@@ -1,0 +1,314 @@
+"""`hetero train` on Hugging Face models: against plain torch loops, and what it makes of data."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer  # noqa: E402
+
+import hetero  # noqa: E402
+from hetero.cli import main  # noqa: E402
+from hetero.config import Config  # noqa: E402
+from hetero.errors import ConfigError  # noqa: E402
+from hetero.recipes.options import TrainOptions, gathered  # noqa: E402
+from hetero.recipes.sequences import IGNORED, answered, packed, together  # noqa: E402
+from hetero.recipes.text import rows_of  # noqa: E402
+from hetero.recipes.train import StepReport, digest, factor_of, task_of, train  # noqa: E402
+
+TEXT = Path(__file__).parent.parent.parent / "LICENSE"
+HBM = 450_000
+SMALL: dict[str, Any] = {"model": "tiny-llama", "width": 32, "heads": 2, "layers": 3, "seq": 16}
+CHATS = [
+    {"prompt": "2 + 2 =", "completion": " 4"},
+    {"prompt": "the capital of France?", "completion": " Paris"},
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
+]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run leaves its checkpoints in the working directory."""
+    monkeypatch.chdir(disk)
+    rows = "\n".join(json.dumps(row) for row in CHATS * 3)
+    Path("chats.jsonl").write_text(rows)
+
+
+def options(**fields: Any) -> TrainOptions:
+    settings = {"device": "cpu:sim", "hbm": HBM, **fields.pop("settings", {})}
+    given = {"data": (str(TEXT),), "steps": 6, "lr": 1e-2, "record": "none", **SMALL, **fields}
+    return TrainOptions(settings=settings, **given)
+
+
+def learned(run: TrainOptions) -> Any:
+    """Return a model and its batches as the recipe draws them, for a loop without hetero."""
+    return task_of(run, Config.load(None))
+
+
+def plain(run: TrainOptions, model: nn.Module, batches: Any) -> tuple[list[float], str]:
+    """Train in a plain torch loop; return the losses and the digest of the weights."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=run.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor_of(run, run.steps))
+    losses = []
+    for _ in range(run.steps):
+        passes = [next(batches) for _ in range(run.accumulate)]
+        counts = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in passes]
+        total = 0.0
+        for batch, count in zip(passes, counts, strict=True):
+            loss = model(**batch, use_cache=False).loss
+            if run.accumulate > 1:
+                loss = loss * (count / sum(counts))
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, digest(model)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"model": "tiny-gpt2"},
+    "accumulated": {"accumulate": 2, "schedule": "linear"},
+    "sft": {"task": "sft", "data": ("chats.jsonl",), "seq": 48, "accumulate": 2, "batch": 3},
+    "lora": {"lora_rank": 2, "lora_dropout": 0.1, "warmup": 0},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_numbers_are_those_of_a_plain_loop(name: str) -> None:
+    run = options(**RUNS[name], settings={"hbm": 2 * HBM if name == "sft" else HBM})
+    task = learned(run)
+    losses, weights = plain(run, task.model, task.batches)
+
+    result = train(run)
+
+    assert result.status.evictions > 0
+    assert list(result.losses) == losses
+    assert len(set(losses)) == 6
+    assert result.weights_sha256 == weights
+
+
+class Killed(Exception):
+    """Stands for the end of a process between two steps."""
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_save_bit_for_bit() -> None:
+    given = {**RUNS["lora"], "save_every": 2}
+    whole = train(options(**given, save_dir="whole"))
+
+    def kill(report: StepReport) -> None:
+        if report.step == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(options(**given, save_dir="cut"), kill)
+    resumed = train(options(**given, save_dir="cut", resume=True, settings={"hbm": 2 * HBM}))
+
+    assert resumed.resumed_step == 4
+    assert resumed.losses == whole.losses
+    assert resumed.weights_sha256 == whole.weights_sha256
+
+
+def test_what_is_written_is_what_others_load_and_what_a_run_begins_with() -> None:
+    Path("short.txt").write_text("A few words to be judged by, and a few more of them.")
+    first = train(options(out="model", eval_data=("short.txt",), eval_every=3))
+
+    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+    assert digest(model) == first.weights_sha256
+    assert AutoTokenizer.from_pretrained("model")("ab").input_ids == [100, 101, 1]
+    assert [each.step for each in first.evaluations] == [3, 6]
+
+    run = options(model="model", seed=3)
+    task = learned(run)
+    assert all(param.is_meta for param in task.model.parameters())
+    losses, weights = plain(run, model.train(), task.batches)
+    second = train(run)
+    assert list(second.losses) == losses
+    assert second.weights_sha256 == weights
+
+
+def test_an_evaluation_is_the_mean_loss_of_a_token_and_changes_no_number() -> None:
+    data = {"task": "sft", "data": ("chats.jsonl",), "seq": 48, "settings": {"hbm": 2 * HBM}}
+    unseen = train(options(**data, save_dir="unseen"))
+    run = options(**data, save_dir="seen", eval_data=("chats.jsonl",), eval_every=6)
+    seen = train(run)
+
+    task = learned(run)
+    _, weights = plain(run, task.model, task.batches)
+    total = n_tokens = 0.0
+    with torch.no_grad():
+        for batch in task.evaluation:
+            logits = task.model.eval()(**batch).logits[:, :-1].flatten(0, 1)
+            labels = batch["labels"][:, 1:].flatten()
+            total += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+            n_tokens += int((labels != IGNORED).sum())
+    assert seen.weights_sha256 == unseen.weights_sha256 == weights
+    assert seen.evaluations[-1].loss == pytest.approx(total / n_tokens, rel=1e-5)
+
+
+def test_adapters_are_written_as_peft_reads_them() -> None:
+    from peft import PeftModel
+
+    train(options(out="base", steps=1))
+    base = {"model": "base", "lora_rank": 2, "lora_targets": ("q_proj", "v_proj")}
+    result = train(options(**base, out="adapters"))
+
+    assert not Path("adapters/model.safetensors").exists()
+    plain_model = AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(plain_model, "adapters", is_trainable=True)
+    assert digest(loaded) == result.weights_sha256
+    trained = [name for name, param in loaded.named_parameters() if param.requires_grad]
+    assert len(trained) == 2 * 2 * 3
+
+
+# -- data ----------------------------------------------------------------------------------------
+
+
+def test_packing_loses_nothing_but_the_last_block_and_pads_nothing() -> None:
+    documents = [[5, 6, 7], [8], [], [9, 10, 11, 12]]
+
+    blocks = packed(documents, 1, 4)
+
+    assert [block.ids.tolist() for block in blocks] == [[5, 6, 7, 1], [8, 1, 1, 9], [10, 11, 12, 1]]
+    assert all(torch.equal(block.ids, block.labels) for block in blocks)
+    assert "attention_mask" not in together(blocks, 0)
+
+
+def said(row: Mapping[str, Any], length: int = 99) -> tuple[str, str]:
+    """Return a row's text, and the part that is learned."""
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    found = answered(
+        row, tokenizer, lambda text: tokenizer(text, add_special_tokens=False).input_ids, length
+    )
+    assert found is not None
+    part = found.labels[found.labels != IGNORED]
+    return tokenizer.decode(found.ids), tokenizer.decode(part)
+
+
+def test_only_what_is_answered_is_learned() -> None:
+    assert said(CHATS[0]) == ("2 + 2 = 4</s>", " 4</s>")
+    turns = [
+        *({"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}),
+        *({"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}),
+    ]
+    text, learned_text = said({"messages": turns})
+    assert "who?" in text
+    assert learned_text == "hello</s>me</s>"
+    assert said(CHATS[0], 8) == ("2 + 2 = ", " ")
+
+
+def test_what_is_too_long_to_be_answered_is_left_out() -> None:
+    run = options(task="sft", data=("chats.jsonl",), seq=10)
+
+    assert len(learned(run).batches._sequences) == 3
+
+
+def test_rows_come_from_files_and_from_what_datasets_saved(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"text": "one"}, {"text": "two"}]
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n\n{"text": "three"}\n')
+    saved = datasets.Dataset.from_list(rows)
+    saved.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "splits")
+
+    assert list(rows_of([tmp_path / "a.txt", tmp_path / "b.jsonl"])) == [*rows, {"text": "three"}]
+    assert list(rows_of([tmp_path / "saved"])) == list(rows_of([tmp_path / "splits"])) == rows
+
+
+# -- the command line ----------------------------------------------------------------------------
+
+
+def call(*line: str) -> Result:
+    return CliRunner().invoke(main, list(line))
+
+
+def test_a_file_of_options_is_read_and_flags_go_on_top() -> None:
+    Path("run.yaml").write_text("model: tiny-llama\nlr: 1\ndata: [a, b]\nmicro-batch: 2\n")
+    Path("run.toml").write_text(
+        'model = "tiny-llama"\nlr = 1\ndata = ["a", "b"]\nmicro_batch = 2\n'
+    )
+
+    found = [gathered(f"run.{kind}", {"lr": 2.0}) for kind in ("yaml", "toml")]
+
+    assert found[0] == found[1]
+    assert (found[0].lr, found[0].data, found[0].settings) == (2.0, ("a", "b"), {"micro_batch": 2})
+
+
+def test_an_option_that_nobody_knows_is_refused_with_the_closest() -> None:
+    Path("run.toml").write_text("lora-rnak = 3\nhbn = '1GiB'\n")
+
+    result = call("train", "--config", "run.toml")
+
+    assert result.exit_code == 2
+    assert "did you mean lora_rank?" in result.stderr
+    assert "did you mean hbm?" in result.stderr
+
+
+def test_a_dry_run_is_the_plan_of_the_run_and_trains_nothing() -> None:
+    line = [f"--{k}={v}" for k, v in {**SMALL, "layers": 1, "data": TEXT}.items()]
+
+    fits = call("train", *line, "--dry-run", "--profile", "rtx4090", "--json")
+    short = call("train", *line, "--dry-run", "--profile=rtx4090", "--json", "--hbm=100KB")
+
+    assert (fits.exit_code, short.exit_code) == (0, 1)
+    assert json.loads(fits.stdout)["model"] == "LlamaForCausalLM"
+    assert not Path("runs").exists()
+
+
+def test_figures_go_to_trackers() -> None:
+    result = train(options(track=("jsonl",), save_dir="tracked", steps=2))
+
+    first, *steps = map(json.loads, Path("tracked/metrics.jsonl").read_text().splitlines())
+    assert first["config"]["model"] == "tiny-llama"
+    assert [line["loss"] for line in steps] == list(result.losses)
+    assert [line["step"] for line in steps] == [1, 2]
+    with pytest.raises(ConfigError, match="no tracker 'nobody'"):
+        train(options(track=("nobody",)))
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hetero.recipes.language", None)
+
+    with pytest.raises(ConfigError, match="needs transformers") as refused:
+        train(options())
+
+    assert "hetero[integrations]" in refused.value.advice
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model": "./nowhere"}, "nowhere is no directory"),
+        ({"lora_rank": 2, "lora_targets": ("nobody",)}, "this model has .*q_proj"),
+        ({"seq": 100_000}, "makes no sequence"),
+        ({"data": ("chats.jsonl",)}, "and no text"),
+        ({"task": "sft"}, "and no 'prompt'"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        learned(options(**fields))
+
+
+def test_prepared_weights_are_read_without_a_second_copy() -> None:
+    train(options(out="model", steps=1))
+    task = learned(options(model="model"))
+
+    model = hetero.prepare(task.model, device="cpu:sim", hbm=HBM, weights=task.weights)
+
+    assert digest(model) == digest(AutoModelForCausalLM.from_pretrained("model"))
