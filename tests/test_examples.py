@@ -48,6 +48,16 @@ def test_a_plan_says_what_fits_before_anything_runs() -> None:
     assert any(line.startswith("  model, optimizer = hetero.prepare(") for line in out)
 
 
+def test_a_model_larger_than_the_device_generates_the_same_tokens() -> None:
+    same, held, moved = (line.split() for line in run("generate.py").splitlines()[-3:])
+
+    whole = int(held[3])
+    assert same[:2] == ["the", "same"]
+    assert int(held[8]) <= whole // 3
+    assert 0 < int(moved[4]) < whole
+    assert moved[-2:] == ["0", "misses"]
+
+
 WITH_TRANSFORMERS = {
     "accelerate_loop": ("accelerate",),
     "bert_masked_lm": (),
