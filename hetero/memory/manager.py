@@ -537,10 +537,12 @@ class ChunkManager:
         if replica.ready is not None:
             self.link.wait(replica.ready, kind=Kind.PARAM, bucket=replica.bucket.id)
             replica.ready = None
-        bucket = replica.bucket
-        if not bucket.codec.exact:  # see [Note: decoded in place]
-            end = bucket.codec.n_bytes(bucket.segments[-1].end, bucket.dtype)
-            bucket.codec.decode(replica.incoming[:end], replica.flat, self._workspace)
+        bucket, codec = replica.bucket, replica.bucket.codec
+        if not codec.exact:  # see [Note: decoded in place]
+            end = bucket.segments[-1].end
+            arrived = replica.incoming[: codec.n_bytes(end, bucket.dtype)]
+            codec.decode(arrived, replica.flat, self._workspace)
+            self.device.touched(codec.touched_bytes(end, bucket.dtype))
             replica.idle = self.device.mark()
         for chunk in bucket.chunks:
             self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "ready")

@@ -17,8 +17,9 @@ pytest.importorskip("transformers")
 from transformers import Trainer
 
 import hetero
-from hetero.errors import CheckpointMismatch, ConfigError, StateError
+from hetero.errors import BudgetError, CheckpointMismatch, ConfigError, StateError
 from tests.integrations.trainers import (
+    HBM,
     SETTINGS,
     built,
     evictions,
@@ -29,6 +30,7 @@ from tests.integrations.trainers import (
     same_weights,
     tokens,
     weights,
+    within,
 )
 
 HeteroTrainer = hetero.trainer(Trainer)
@@ -59,8 +61,13 @@ def test_a_run_gives_the_same_numbers(name: str, tmp_path: Path) -> None:
     expected = built(Trainer, tmp_path / "stock", llama(**of_model), **arguments)
     expected.train()
 
-    found = built(HeteroTrainer, tmp_path / "ours", llama(**of_model), hetero=SETTINGS, **arguments)
-    found.train()
+    def trained(settings: dict[str, Any]) -> Any:
+        model = llama(**of_model)
+        run = built(HeteroTrainer, tmp_path / "ours", model, hetero=settings, **arguments)
+        run.train()
+        return run
+
+    found = within(HBM, trained)
 
     same_run(found, expected)
     assert evictions(found) > 3
@@ -92,45 +99,30 @@ RESUMES = ["checkpoint-4", "checkpoint-6"]  # in the middle of the first epoch, 
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A stock run that nothing interrupts, and its checkpoints."""
-    run = built(Trainer, tmp_path_factory.mktemp("stock"), llama(**DROPOUT), **SAVED)
-    run.train()
-    return run
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[type, Any]:
+    """Runs that nothing interrupts, with their checkpoints: stock and ours."""
+    runs = {}
+    for cls, given in ((Trainer, {}), (HeteroTrainer, {"hetero": SETTINGS})):
+        folder = tmp_path_factory.mktemp(cls.__name__)
+        runs[cls] = built(cls, folder, llama(**DROPOUT), **given, **SAVED)
+        runs[cls].train()
+    return runs
 
 
-def same_rest(found: Any, whole: Any) -> None:
-    """Every step is the same, and so is every weight; the last row is of this call alone."""
-    assert history(found)[:-1] == history(whole)[:-1]
-    same_weights(found.model, whole.model)
-    assert evictions(found) > 3
-
-
+@pytest.mark.parametrize("saved_by", [Trainer, HeteroTrainer])
 @pytest.mark.parametrize("checkpoint", RESUMES)
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(
-    checkpoint: str, tmp_path: Path, whole: Any
+    checkpoint: str, saved_by: type, tmp_path: Path, whole: dict[type, Any]
 ) -> None:
-    built(HeteroTrainer, tmp_path, llama(**DROPOUT), hetero=SETTINGS, **SAVED).train()
+    other = {**SETTINGS, "hbm": 250_000, "chunk_bytes": 512}
+    found = built(HeteroTrainer, tmp_path, llama(**DROPOUT), hetero=other, **SAVED)
 
-    found = built(
-        HeteroTrainer,
-        tmp_path / "again",
-        llama(**DROPOUT),
-        hetero={**SETTINGS, "hbm": 2 * SETTINGS["hbm"], "chunk_bytes": 512},
-        **SAVED,
-    )
-    found.train(resume_from_checkpoint=str(tmp_path / checkpoint))
+    found.train(resume_from_checkpoint=str(Path(whole[saved_by].args.output_dir) / checkpoint))
 
-    same_rest(found, whole)
-
-
-@pytest.mark.parametrize("checkpoint", RESUMES)
-def test_a_stock_checkpoint_is_resumed(checkpoint: str, tmp_path: Path, whole: Any) -> None:
-    found = built(HeteroTrainer, tmp_path, llama(**DROPOUT), hetero=SETTINGS, **SAVED)
-
-    found.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / checkpoint))
-
-    same_rest(found, whole)
+    expected = whole[Trainer]
+    assert history(found)[:-1] == history(expected)[:-1]  # the last row is of this call alone
+    same_weights(found.model, expected.model)
+    assert evictions(found) > 3
 
 
 def test_resuming_fills_no_model_before_it_is_prepared(
@@ -252,18 +244,31 @@ def test_weights_on_disk_train_and_are_saved_alike(tmp_path: Path) -> None:
     assert sum(row.get("hetero/write_bytes", 0) for row in found.state.log_history) > 0
 
 
-def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
-    finding = {"auto_find_batch_size": True, "max_steps": 3, "per_device_train_batch_size": 16}
-    found = built(HeteroTrainer, tmp_path / "ours", llama(), hetero=SETTINGS, **finding)
+def test_a_batch_that_does_not_fit_makes_way_for_a_smaller_one(tmp_path: Path) -> None:
+    failed: list[tuple[int, int]] = []
+
+    class Noting(HeteroTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().training_step(*args, **kwargs)
+            except BudgetError:
+                failed.append((self._train_batch_size, self.state.global_step))
+                raise
+
+    class Failing(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if (self._train_batch_size, self.state.global_step) in failed:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+    finding = {"auto_find_batch_size": True, "max_steps": 3, "per_device_train_batch_size": 12}
+    found = built(Noting, tmp_path / "ours", llama(), hetero=SETTINGS, **finding)
     found.train()
-    size = found._train_batch_size
-    expected = built(
-        Trainer, tmp_path / "stock", llama(), max_steps=3, per_device_train_batch_size=size
-    )
+    expected = built(Failing, tmp_path / "stock", llama(), **finding)
     expected.train()
 
-    assert size < 16
-    same_weights(found.model, expected.model)
+    assert failed
+    same_run(found, expected)
 
 
 # -- logs ----------------------------------------------------------------------------------------
@@ -389,7 +394,9 @@ def with_cache() -> tuple[Any, torch.optim.Optimizer]:
 @pytest.mark.parametrize("activations", ["recompute", "auto"])
 def test_a_cache_is_filled_once_by_units_that_are_computed_twice(activations: str) -> None:
     expected = steps_with_cache(*with_cache())
-    model, optimizer = hetero.prepare(*with_cache(), **SETTINGS, activations=activations)
+    model, optimizer = hetero.prepare(
+        *with_cache(), **{**SETTINGS, "hbm": 250_000}, activations=activations
+    )
 
     assert steps_with_cache(model, optimizer) == expected
     assert hetero.status(model).evictions > 0

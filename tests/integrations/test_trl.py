@@ -25,7 +25,6 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 import hetero
 from hetero.api import engine_of
-from hetero.errors import BudgetError
 from tests.integrations.trainers import (
     SETTINGS,
     arguments,
@@ -36,6 +35,7 @@ from tests.integrations.trainers import (
     same_run,
     same_weights,
     weights,
+    within,
 )
 
 WORDS = 62
@@ -89,17 +89,6 @@ def config(**changes: Any) -> LoraConfig:
     return LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", **changes})
 
 
-def within(hbm: int, run: Callable[[int], Any]) -> Any:
-    """Run at the smallest budget that works, as errors name it."""
-    for _ in range(8):
-        try:
-            return run(hbm)
-        except BudgetError as error:
-            assert error.needed_bytes > hbm
-            hbm = error.needed_bytes
-    raise AssertionError(f"{hbm} bytes do not do either")
-
-
 RUNS: dict[str, tuple[type, type, Callable[[], Dataset], Callable[[], dict[str, Any]], int]] = {
     "SFT": (SFTTrainer, SFTConfig, completions, dict, 4_332_472),
     "SFT with LoRA": (
@@ -147,7 +136,7 @@ def test_a_trainer_of_trl_gives_the_same_numbers(name: str, tmp_path: Path) -> N
         return run
 
     expected = trained(cls)
-    found = within(hbm, lambda hbm: trained(hetero.trainer(cls), hetero={**SETTINGS, "hbm": hbm}))
+    found = within(hbm, lambda settings: trained(hetero.trainer(cls), hetero=settings))
 
     for row in found.state.log_history + expected.state.log_history:
         row.pop("step_time", None)
