@@ -370,7 +370,8 @@ def check_trainable(model: nn.Module) -> None:
     if method is not None:
         raise ConfigError(
             f"the model's weights are quantized ({getattr(method, 'value', method)})",
-            advice="load it without quantization_config: hetero pages weights of full precision",
+            advice="load it without quantization_config; with frozen='nf4' hetero codes what is"
+            " frozen",
         )
     check_model(model)
 
