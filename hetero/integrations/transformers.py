@@ -151,6 +151,13 @@ class HeteroTrainer:
         """Build the optimizer; one that was released with its model goes on, states and all."""
         if isinstance(self.optimizer, HeteroOptimizer):
             self.optimizer = self.optimizer.optimizer.inner
+        held = (value for value in vars(self).values() if isinstance(value, nn.Module))
+        if any(MARK in model.__dict__ for model in held if model is not self.model):
+            warnings.warn(
+                "another model of this Trainer (a reference model) has a budget of its own, as"
+                " large: together they take hbm= and host= twice. Give half of what there is",
+                stacklevel=2,
+            )
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     # -- steps -----------------------------------------------------------------------------------
