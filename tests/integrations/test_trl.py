@@ -203,6 +203,23 @@ def test_adapters_train_are_saved_resumed_and_merged_alike(name: str, tmp_path: 
         assert all(torch.equal(values[key], merged[key]) for key in merged)
 
 
+def test_adapters_at_home_on_disk_are_saved_alike(tmp_path: Path) -> None:
+    expected = trained(Trainer, tmp_path / "stock", "LoRA")
+    disk = {**SETTINGS, "hbm": 300_000, "nvme": str(tmp_path), "host": 300_000}
+
+    found = built(
+        hetero.trainer(Trainer), tmp_path / "ours", adapted("LoRA"), hetero=disk, max_steps=4
+    )
+    found.train()
+    found.save_model()
+
+    same_run(found, expected)
+    name = "adapter_model.safetensors"
+    saved = (tmp_path / "stock/checkpoint-4" / name).read_bytes()
+    assert (tmp_path / "ours" / name).read_bytes() == saved
+    assert hetero.status(found.model).written_bytes > 0
+
+
 def test_what_trl_and_peft_ask_of_parameters_fetches_nothing(tmp_path: Path) -> None:
     run = trained(hetero.trainer(Trainer), tmp_path, "LoRA")
     runtime = engine_of(run.model).manager
