@@ -82,7 +82,7 @@ class Config:
     such: training is that of a model whose frozen weights were rounded before."""
     keep_exact: tuple[str, ...] = ()
     """Names (or glob patterns) of modules whose frozen weights stay as they are under "int8" and
-    "nf4"; others code linear layers only: ["lm_head", "*.embed_tokens"]."""
+    "nf4". bitsandbytes codes no head and no embedding: ["*lm_head", "*embed_tokens"]."""
     max_grad_norm: float | None = None
     """Global 2-norm that `step` clips gradients to; None: it does not clip."""
     activations: str = "auto"

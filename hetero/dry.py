@@ -44,6 +44,7 @@ class DryDevice(CpuDevice):
         copy_seconds: (lane, bytes, whether the other lane is busy) -> seconds.
         copies_here: whether who launches copies, and only when somebody waits, as on "cpu:sim":
             until then both ends are held. Nor does a stamp tell anything there.
+        touch_seconds: bytes that compute reads and writes -> seconds.
     """
 
     name = "dry"
@@ -58,6 +59,7 @@ class DryDevice(CpuDevice):
         ram_bytes: int,
         copy_seconds: CopySeconds,
         copies_here: bool = False,
+        touch_seconds: Callable[[int], float] = lambda n_bytes: 0.0,
     ) -> None:
         super().__init__(META)
         self.is_cuda = is_cuda
@@ -68,6 +70,7 @@ class DryDevice(CpuDevice):
         self._hbm_bytes = hbm_bytes
         self._ram_bytes = ram_bytes
         self._copy_seconds = copy_seconds
+        self._touch_seconds = touch_seconds
         self.copies_here = copies_here
         self._asked: dict[Lane, deque[Ticket]] = {lane: deque() for lane in COPY_LANES}
         self._free_at = dict.fromkeys(Lane, 0.0)
@@ -127,6 +130,9 @@ class DryDevice(CpuDevice):
 
     def mark(self) -> Ticket:
         return Ticket(Lane.COMPUTE, self.clock_seconds)
+
+    def touched(self, n_bytes: int) -> None:
+        self.compute(self._touch_seconds(n_bytes))
 
     def stamp(self) -> Ticket:
         return Ticket(Lane.COMPUTE, 0.0, done=True) if self.copies_here else self.mark()

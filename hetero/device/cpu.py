@@ -66,6 +66,8 @@ class CpuDevice:
     def mark(self) -> Ticket:
         return self._done
 
+    def touched(self, n_bytes: int) -> None: ...
+
     def stamp(self) -> Ticket:
         return Ticket(Lane.COMPUTE, self.now(), done=True)
 

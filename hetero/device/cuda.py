@@ -140,6 +140,8 @@ class CudaDevice:
         event.record(torch.cuda.current_stream(self.torch_device))
         return Ticket(Lane.COMPUTE, 0.0, event=event)
 
+    def touched(self, n_bytes: int) -> None: ...
+
     def stamp(self) -> Ticket:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.torch_device))

@@ -127,6 +127,9 @@ class Device(Protocol):
     def mark(self) -> Ticket:
         """Return a ticket for all compute queued so far."""
 
+    def touched(self, n_bytes: int) -> None:
+        """Note that compute reads and writes so many bytes, where no clock of operations looks."""
+
     def stamp(self) -> Ticket:
         """Return a mark whose time `seconds_between` can tell."""
 

@@ -12,8 +12,7 @@ other memory is needed, and none is charged. Decoding goes from the front, a sli
 a slice writes ends before the codes of the next one begin, as codes are shorter than what they
 become: behind block b of n, by (n - b) times the difference. It runs where compute runs, after the
 copy's ticket: who computes with the weights is behind it in the same stream, and needs no other
-ticket. On a GPU this reads and writes some 7 bytes a parameter of HBM, a fifth of the time that
-the half byte takes on the link.
+ticket; who overwrites the frames next waits for a mark behind it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ TINY = torch.finfo(torch.float32).tiny  # the least normal number: a smaller sca
 CODED = (torch.float32, torch.bfloat16, torch.float16)
 ENCODED_AT_ONCE = 2**20  # elements: a few times 4 MiB beside what they become
 DECODED_AT_ONCE = 2**17  # elements: what a slice makes stays in a processor's cache
-DECODED_AT_ONCE_ON_CUDA = 2**22  # launches of kernels cost more than their memory
+DECODED_AT_ONCE_ON_CUDA = 2**21  # 12 MiB of workspace, and five launches
 SLICES = 8  # a small bucket is decoded in so many, so that the workspace is small, too
 
 
@@ -76,6 +75,10 @@ class Codec(ABC):
         """Return the bytes of so many elements at home."""
         return self.items(numel) * self.dtype(dtype).itemsize
 
+    def touched_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Return what decoding so many elements reads and writes."""
+        return self.n_bytes(numel, dtype) + numel * dtype.itemsize
+
 
 class Exact(Codec):
     """Elements are at home as they are in frames."""
@@ -115,6 +118,8 @@ class Blocked(Codec):
     """The largest level."""
     scratch_bytes: int
     """What decoding an element takes beside the element."""
+    passing_bytes: int
+    """What decoding an element reads and writes beside its code and the element."""
 
     @property
     def block_bytes(self) -> int:
@@ -125,6 +130,9 @@ class Blocked(Codec):
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.uint8
+
+    def touched_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return super().touched_bytes(numel, dtype) + numel * self.passing_bytes
 
     def encode(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         rows = -(-values.numel() // self.block)
@@ -157,26 +165,29 @@ class Blocked(Codec):
     def decode(
         self, items: torch.Tensor, into: torch.Tensor, workspace: Workspace | None = None
     ) -> None:
+        rows, left = items.view(-1, self.block_bytes), into.numel() % self.block
+        if left and len(rows) * self.block > into.numel():
+            whole, last = into.numel() - left, into.new_empty(self.block)
+            self.decode(rows[-1], last, workspace)
+            into[whole:].copy_(last[:left])
+            rows = rows[:-1]
         work = workspace or Workspace.beside(self, into)
-        rows = items.view(-1, self.block_bytes)
         with torch.no_grad():
             for first in range(0, len(rows), work.n_blocks):
                 part = rows[first : first + work.n_blocks]
-                values = work.values[: len(part)]
-                self.read_levels(part[:, : self.code_bytes], values, work)
+                levels = self.read_levels(part[:, : self.code_bytes], work)
                 scale = work.scales[: len(part)]
                 scale.copy_(part[:, self.code_bytes :].view(SCALE))
-                values.mul_(scale)
                 here = into[first * self.block : (first + len(part)) * self.block]
-                here.copy_(values.view(-1)[: here.numel()])
+                torch.mul(levels, scale, out=here.view(len(part), self.block))
 
     @abstractmethod
     def write_codes(self, rows: torch.Tensor, into: torch.Tensor) -> None:
         """Write the codes of numbers in units of their row's scale; ``rows`` may be overwritten."""
 
     @abstractmethod
-    def read_levels(self, codes: torch.Tensor, into: torch.Tensor, work: Workspace) -> None:
-        """Fill fp32 rows with the levels that codes stand for."""
+    def read_levels(self, codes: torch.Tensor, work: Workspace) -> torch.Tensor:
+        """Return rows of the levels that codes stand for, in the workspace."""
 
 
 class Int8(Blocked):
@@ -190,13 +201,15 @@ class Int8(Blocked):
     name = "int8"
     block = code_bytes = 128
     most = 127.0
-    scratch_bytes = 4
+    scratch_bytes = 1
+    passing_bytes = 2
 
     def write_codes(self, rows: torch.Tensor, into: torch.Tensor) -> None:
         into.view(torch.int8).copy_(rows.round_().clamp_(-127, 127))
 
-    def read_levels(self, codes: torch.Tensor, into: torch.Tensor, work: Workspace) -> None:
-        into.copy_(codes.view(torch.int8))
+    def read_levels(self, codes: torch.Tensor, work: Workspace) -> torch.Tensor:
+        levels = work.scratch[: codes.numel()].view(codes.shape)
+        return levels.copy_(codes).view(torch.int8)
 
 
 class Nf4(Blocked):
@@ -210,7 +223,8 @@ class Nf4(Blocked):
     block = 64
     code_bytes = 32
     most = 1.0
-    scratch_bytes = 6  # a value, and half an index
+    scratch_bytes = 6  # a level, and half an index
+    passing_bytes = 12
 
     def write_codes(self, rows: torch.Tensor, into: torch.Tensor) -> None:
         levels = torch.tensor(NF4_LEVELS, dtype=torch.float32)
@@ -221,10 +235,12 @@ class Nf4(Blocked):
             codes.add_(above.view(torch.uint8))
         into.copy_(codes[:, 0::2] << 4 | codes[:, 1::2])
 
-    def read_levels(self, codes: torch.Tensor, into: torch.Tensor, work: Workspace) -> None:
-        index = work.index[: len(codes)]
-        index.copy_(codes)
-        torch.index_select(work.pairs, 0, index.view(-1), out=into.view(-1).view(PAIR))
+    def read_levels(self, codes: torch.Tensor, work: Workspace) -> torch.Tensor:
+        n_pairs = codes.numel()
+        pairs: torch.Tensor = work.scratch[: PAIR.itemsize * n_pairs].view(PAIR)
+        index = work.scratch.view(torch.int32)[-n_pairs:].view(codes.shape)
+        torch.index_select(work.pairs, 0, index.copy_(codes).view(-1), out=pairs)
+        return pairs.view(torch.float32).view(len(codes), self.block)
 
 
 def normal_levels() -> tuple[float, ...]:
@@ -258,13 +274,11 @@ class Workspace:
 
     def __init__(self, codec: Blocked, numel: int, block: torch.Tensor) -> None:
         self.n_blocks = numel // codec.block
-        n_values, n_scales = 4 * numel, 4 * self.n_blocks
-        rest = block.numel() - n_values - n_scales - PAIRS_BYTES
-        pairs, values, scales, index = block.split([PAIRS_BYTES, n_values, n_scales, rest])
+        sizes = [PAIRS_BYTES, codec.scratch_bytes * numel, 4 * self.n_blocks]
+        pairs, scratch, scales = block.split(sizes)
+        self.scratch: torch.Tensor = scratch
         self.pairs = pairs.view(PAIR)
-        self.values = values.view(torch.float32).view(self.n_blocks, codec.block)
         self.scales = scales.view(torch.float32).view(self.n_blocks, 1)
-        self.index = index.view(torch.int32).view(self.n_blocks, -1)
         levels = torch.tensor(NF4_LEVELS, dtype=torch.float32)
         both = torch.cartesian_prod(levels, levels)
         pairs.view(torch.float32).copy_(both.view(-1))

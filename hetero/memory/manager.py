@@ -396,6 +396,13 @@ class ChunkManager:
         self.frames.limit = self.ceiling = limit
         return True
 
+    def vacate(self) -> int:
+        """Evict all that nobody holds; returns the bytes of what is held."""
+        for bucket_id in list(self.replicas):
+            if self._worth(bucket_id) is not None:
+                self.evict(bucket_id)
+        return sum(self._frame_bytes(replica.bucket) for replica in self.replicas.values())
+
     def clear_the_way(self, places: Mapping[int, int]) -> None:
         """Evict what nobody holds and what is to stand at another place, {bucket: first frame}."""
         for bucket_id, replica in list(self.replicas.items()):
@@ -530,10 +537,12 @@ class ChunkManager:
         if replica.ready is not None:
             self.link.wait(replica.ready, kind=Kind.PARAM, bucket=replica.bucket.id)
             replica.ready = None
-        bucket = replica.bucket
-        if not bucket.codec.exact:  # see [Note: decoded in place]
-            end = bucket.codec.n_bytes(bucket.segments[-1].end, bucket.dtype)
-            bucket.codec.decode(replica.incoming[:end], replica.flat, self._workspace)
+        bucket, codec = replica.bucket, replica.bucket.codec
+        if not codec.exact:  # see [Note: decoded in place]
+            end = bucket.segments[-1].end
+            arrived = replica.incoming[: codec.n_bytes(end, bucket.dtype)]
+            codec.decode(arrived, replica.flat, self._workspace)
+            self.device.touched(codec.touched_bytes(end, bucket.dtype))
             replica.idle = self.device.mark()
         for chunk in bucket.chunks:
             self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "ready")

@@ -50,8 +50,6 @@ class Task:
     """What one token is: "byte", "token"."""
     write: Callable[[Path], object]
     """Writes the trained model into a directory, for others to load."""
-    weights: str | None = None
-    """Directory of safetensors, for a model that has no memory yet."""
     call: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of every pass."""
 

@@ -171,7 +171,7 @@ def train(
     optimizer = optimizer_of(task.model, options)
     # 2. the one line that puts it under budgets
     config = settings_for(task.model, optimizer, config, options)
-    _, optimizer = prepare(task.model, optimizer, config=config, weights=task.weights)
+    _, optimizer = prepare(task.model, optimizer, config=config)
     # 3. the same loop as ever
     with tracking(options, folder) as trackers:
         place = open_device(config.device).torch_device

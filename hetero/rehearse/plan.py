@@ -468,7 +468,7 @@ def facts_of(scene: Scene, found: Rehearsal, needed: Mapping[str, int]) -> Facts
         fixed_hbm_bytes=found.buffer_bytes + blueprint.least_bytes,
         home_bytes=blueprint.home_bytes,
         state_bytes=states,
-        param_bytes=sum(b.n_bytes for b in blueprint.layout.buckets),
+        param_bytes=sum(b.home_bytes for b in blueprint.layout.buckets),
         numel=numel,
         hbm_bytes=budget(scene, "hbm") or found.peaks[Tier.HBM],
         host_bytes=budget(scene, "host") or 0,

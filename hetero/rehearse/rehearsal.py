@@ -168,6 +168,7 @@ def device_for(config: Config, profile: Profile) -> DryDevice:
         ram_bytes=ram,
         copy_seconds=lambda lane, n, both: profile.copy_seconds(lane, n, both),
         copies_here=kind == "cpu:sim",
+        touch_seconds=profile.memory_seconds,
     )
 
 

@@ -84,7 +84,9 @@ class Origin:
     ) -> None:
         """Make every parameter plain again, bucket by bucket, on the device it came from.
 
-        One that was empty is empty again where ``failed``: there may be no room for its value.
+        One that was empty is empty again where ``failed``: there may be no room for its value. One
+        that is at home in code comes back as what computed, also where ``failed``: its original is
+        freed as soon as it is coded. What can be refused was refused before.
         """
         for index, (bucket_id, segment) in enumerate(self._layout.home):
             bucket = self._layout.buckets[bucket_id]

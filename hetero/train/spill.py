@@ -142,10 +142,10 @@ def least_pool(plan: Blueprint, extent_numel: int) -> int:
     most = 0
     for bucket in plan.layout.buckets:
         whole = max((s.spec.numel for s in bucket.segments), default=0)
-        numel = min(bucket.numel, extent_numel)
+        numel = min(bucket.codec.items(bucket.numel), extent_numel)
         if bucket.trainable and plan.whole_tensors(bucket):
             numel = min(bucket.numel, (whole // extent_numel + 2) * extent_numel)
-        size = bucket.dtype.itemsize
+        size = bucket.codec.dtype(bucket.dtype).itemsize
         if bucket.trainable:
             size += sum(plan.element_bytes(bucket).values())
         most = max(most, numel * size + 16 * ALIGN)

@@ -205,7 +205,7 @@ def test_adapters_train_are_saved_resumed_and_merged_alike(name: str, tmp_path: 
 
 def test_adapters_at_home_on_disk_are_saved_alike(tmp_path: Path) -> None:
     expected = trained(Trainer, tmp_path / "stock", "LoRA")
-    disk = {**SETTINGS, "hbm": 300_000, "nvme": str(tmp_path), "host": 300_000}
+    disk = {**SETTINGS, "hbm": 300_000, "nvme": str(tmp_path), "host": 340_000}
 
     found = built(
         hetero.trainer(Trainer), tmp_path / "ours", adapted("LoRA"), hetero=disk, max_steps=4

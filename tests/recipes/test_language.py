@@ -17,7 +17,6 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer  # noqa: E402
 
-import hetero  # noqa: E402
 from hetero.cli import main  # noqa: E402
 from hetero.config import Config  # noqa: E402
 from hetero.errors import ConfigError  # noqa: E402
@@ -303,12 +302,3 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_be_trained_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         learned(options(**fields))
-
-
-def test_prepared_weights_are_read_without_a_second_copy() -> None:
-    train(options(out="model", steps=1))
-    task = learned(options(model="model"))
-
-    model = hetero.prepare(task.model, device="cpu:sim", hbm=HBM, weights=task.weights)
-
-    assert digest(model) == digest(AutoModelForCausalLM.from_pretrained("model"))

@@ -166,6 +166,16 @@ def test_the_runtime_moves_what_a_rehearsal_moved(precision: str, activations: s
     assert assert_the_same(play).evictions >= 3
 
 
+@pytest.mark.parametrize("frozen", ["int8", "nf4"])
+def test_codes_are_moved_as_they_were_rehearsed(frozen: str) -> None:
+    model = WithTargets(checkpoint_blocks=False)
+    for name, param in model.named_parameters():
+        param.requires_grad_("norm" in name or "blocks.3" in name)
+    play = Play(model, TOKENS, {"hbm": 560_000, "chunk_bytes": 1024, "frozen": frozen})
+
+    assert assert_the_same(play).evictions >= 3
+
+
 @pytest.mark.parametrize("hbm", [190_000, 230_000, 300_000])
 def test_at_any_budget(hbm: int) -> None:
     play = Play(WithTargets(), TOKENS, {"hbm": hbm, "chunk_bytes": 512})

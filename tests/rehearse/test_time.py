@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.dry import DryDevice
+from hetero.memory.codec import NF4
 from hetero.plan.cost import attention_flops
 from hetero.plan.hardware import Figure, find
 from hetero.rehearse.clock import OpClock, touched_bytes
@@ -68,6 +69,16 @@ def test_an_elementwise_operation_takes_what_its_bytes_take() -> None:
     seconds = took(device(), torch.add, empty(2**24), empty(2**24))
 
     assert seconds == pytest.approx(PROFILE.memory_seconds(3 * 2**26) + GPU.launch_seconds())
+
+
+def test_what_is_decoded_takes_what_its_bytes_take() -> None:
+    clock = DryDevice(
+        ram_bytes=2**30, copy_seconds=lambda *_: 0.0, touch_seconds=PROFILE.memory_seconds
+    )
+    clock.touched(NF4.touched_bytes(2**24, torch.bfloat16))
+
+    assert NF4.touched_bytes(2**24, torch.bfloat16) == int(14.53125 * 2**24)
+    assert clock.clock() == pytest.approx(PROFILE.memory_seconds(int(14.53125 * 2**24)))
 
 
 def test_views_take_no_time() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
 import hetero
 from hetero.api import engine_of
 from hetero.checkpoint.reader import Reader
+from hetero.device import SimDevice
 from hetero.errors import CheckpointMismatch, ConfigError, StateError
 from hetero.events import What
 from hetero.io import IO
@@ -64,10 +68,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)  # frozen ones are listed, too
 
 
-def prepared(codec: str = "nf4", model: nn.Module | None = None, **settings: Any) -> Any:
+def prepared(codec: str = "nf4", model: nn.Module | None = None, **options: Any) -> Any:
     model = build() if model is None else model
-    settings = {**SIM, "activations": "keep", **settings}
-    return hetero.prepare(model, adamw(model), frozen=codec, **settings)
+    options = {**SIM, "activations": "keep", **options}
+    return hetero.prepare(model, adamw(model), frozen=codec, **options)
 
 
 def train(model: nn.Module, optimizer: Any, steps: int = 3, first: int = 0) -> list[float]:
@@ -133,6 +137,69 @@ def test_under_working_precision_codes_become_working_weights(precision: str) ->
     CODECS["int8"].decode(items, found)
     assert torch.equal(state["1.base.weight"].clone().view(-1), found)
     assert torch.equal(state["1.norm.weight"].clone(), exact["1.norm.weight"].to(dtype))
+
+
+# -- bit for bit ---------------------------------------------------------------------------------
+
+
+def assert_trains_as_rounded(
+    codec: str, make: Callable[[], nn.Module], steps: int, **options: Any
+) -> int:
+    """Train beside plain torch over rounded weights; returns the buckets that came and went."""
+    plain = rounded(make(), codec)
+    model, ours = prepared(codec, make(), **options)
+    theirs, gone = adamw(plain), 0
+    for step in range(steps):
+        assert train(plain, theirs, 1, step) == train(model, ours, 1, step)
+        gone += hetero.status(model).evictions
+    same(values(plain), values(model), "weights")
+    model, _ = hetero.release(model, ours)
+    same(values(plain), values(model), "released weights")
+    return gone
+
+
+@pytest.mark.parametrize("codec", CODES)
+@pytest.mark.parametrize("seed", range(3))
+def test_copies_that_are_late_on_purpose_change_nothing(codec: str, seed: int) -> None:
+    """With every reuse of bytes that a copy still reads or writes an error."""
+    device = SimDevice(seed=seed, checked=True, lazy=seed / 2)
+    assert assert_trains_as_rounded(codec, build, 4, device=device) >= 3
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    codec=st.sampled_from(CODES),
+    width=st.integers(3, 60),
+    n=st.integers(1, 5),
+    chunk=st.sampled_from([512, 1024, 4096]),
+    share=st.floats(0.0, 1.5),
+)
+def test_any_sizes_under_any_budget(
+    codec: str, width: int, n: int, chunk: int, share: float
+) -> None:
+    check_any(codec, width, n, chunk, share)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(
+    codec=st.sampled_from(CODES),
+    width=st.integers(3, 150),
+    n=st.integers(1, 7),
+    chunk=st.sampled_from([512, 1024, 2560, 4096, 16384]),
+    share=st.floats(0.0, 1.5),
+)
+def test_many_sizes_under_any_budget(
+    codec: str, width: int, n: int, chunk: int, share: float
+) -> None:
+    check_any(codec, width, n, chunk, share)
+
+
+def check_any(codec: str, width: int, n: int, chunk: int, share: float) -> None:
+    whole = sum(p.nbytes for p in build(n, width).parameters())
+    least = 3 * 4 * (width + 32) * (width + 3) + 8 * chunk + 20_000
+    hbm = int(least + share * whole)
+    assert_trains_as_rounded(codec, lambda: build(n, width), 3, hbm=hbm, chunk_bytes=chunk)
 
 
 # -- who reads and writes ------------------------------------------------------------------------
@@ -275,6 +342,30 @@ def test_weights_are_coded_as_they_stream_in(tmp_path: Path) -> None:
     direct, ours = prepared("nf4")
     same(values(direct), values(model), "weights")
     assert train(direct, ours) == train(model, optimizer)
+
+
+def test_weights_that_stream_in_and_are_no_numbers_leave_an_empty_model(tmp_path: Path) -> None:
+    state = build().state_dict()
+    state["3.base.weight"][1, 1] = torch.nan
+    save_file(state, tmp_path / "w.safetensors")
+    with hetero.empty_init():
+        empty = build()
+    with pytest.raises(ConfigError, match=r"3\.base\.weight.*NaN"):
+        prepared("nf4", empty, weights=str(tmp_path / "w.safetensors"))
+    assert all(param.is_meta for param in empty.parameters())
+
+
+def test_codes_are_decoded_under_every_mode_of_torch() -> None:
+    model, optimizer = prepared()
+    x = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = rounded(build(), "nf4")(x)
+    with torch.inference_mode():
+        assert torch.equal(model(x), expected)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    train(model, optimizer, 2)
+    assert hetero.status(model).evictions >= 3
 
 
 def test_an_export_holds_what_computes(tmp_path: Path) -> None:
