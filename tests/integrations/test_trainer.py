@@ -14,13 +14,20 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import Trainer
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+)
 
 import hetero
 from hetero.errors import BudgetError, CheckpointMismatch, ConfigError, StateError
 from tests.integrations.trainers import (
     HBM,
     SETTINGS,
+    arguments,
     built,
     evictions,
     history,
@@ -57,13 +64,13 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_gives_the_same_numbers(name: str, tmp_path: Path) -> None:
-    of_model, arguments = RUNS[name]
-    expected = built(Trainer, tmp_path / "stock", llama(**of_model), **arguments)
+    of_model, changes = RUNS[name]
+    expected = built(Trainer, tmp_path / "stock", llama(**of_model), **changes)
     expected.train()
 
     def trained(settings: dict[str, Any]) -> Any:
         model = llama(**of_model)
-        run = built(HeteroTrainer, tmp_path / "ours", model, hetero=settings, **arguments)
+        run = built(HeteroTrainer, tmp_path / "ours", model, hetero=settings, **changes)
         run.train()
         return run
 
@@ -201,6 +208,39 @@ def test_what_is_done_before_and_after_training(tmp_path: Path) -> None:
     assert evictions(run) > 3
 
 
+def test_a_sequence_to_sequence_trainer_generates_as_it_evaluates(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
+    config = T5Config(**sizes, num_layers=3, decoder_start_token_id=0, dropout_rate=0.1)
+    given = {"predict_with_generate": True, "max_steps": 3}
+    lengths: list[int] = []
+
+    def measured(made: Any) -> dict[str, float]:
+        lengths.append(made.predictions.shape[1])
+        return {"sum": float(made.predictions.sum())}
+
+    def trained(cls: type, **settings: Any) -> Any:
+        torch.manual_seed(0)
+        run = cls(
+            model=T5ForConditionalGeneration(config),
+            args=arguments(tmp_path, Seq2SeqTrainingArguments, **given),
+            train_dataset=tokens(24, seed=1),
+            eval_dataset=tokens(4, seed=2),
+            compute_metrics=measured,
+            **settings,
+        )
+        run.train()
+        run.evaluate()
+        return run
+
+    expected = trained(Seq2SeqTrainer)
+    ours = hetero.trainer(Seq2SeqTrainer)
+    found = within(400_000, lambda settings: trained(ours, hetero=settings))
+
+    same_run(found, expected)
+    assert evictions(found) > 3
+    assert len(set(lengths)) == 1 < lengths[0]
+
+
 def test_a_model_is_built_anew_for_each_training(tmp_path: Path) -> None:
     runs = []
     for cls, given in ((Trainer, {}), (HeteroTrainer, {"hetero": SETTINGS})):
@@ -330,9 +370,9 @@ def test_bad_settings_and_models_are_refused_where_the_trainer_is_built(tmp_path
         (quantized, {}, {}, ConfigError, "quantized"),
         (twice, {}, {}, StateError, "prepared already"),
     ]
-    for model, settings, arguments, kind, said in cases:
+    for model, settings, changes, kind, said in cases:
         with pytest.raises(kind, match=said) as caught:
-            built(HeteroTrainer, tmp_path, model, hetero={**SETTINGS, **settings}, **arguments)
+            built(HeteroTrainer, tmp_path, model, hetero={**SETTINGS, **settings}, **changes)
         assert caught.value.advice
     hetero.release(twice)
 
