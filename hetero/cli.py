@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hetero.config import Config
+from hetero.config import ACTIVATIONS, FROZEN, Config
 from hetero.errors import HeteroError
 from hetero.version import __version__
 
@@ -41,14 +41,14 @@ NOT_USED = (
     " your own, call model, optimizer = hetero.prepare(model, optimizer, hbm=...)"
 )
 POSITIONS = 1024  # of a sample that is planned with
-ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 PRECISIONS = click.Choice(["fp32", "bf16", "fp16"])
 POSITIVE = click.IntRange(min=1)
 DEVICES = click.Choice(["cuda", "cpu", "cpu:sim"])
-KINDS = {
+KINDS = {  # of options whose field says too little
     "device": DEVICES,
     "precision": PRECISIONS,
     "activations": click.Choice(ACTIVATIONS),
+    "frozen": click.Choice(FROZEN),
     **dict.fromkeys(("hbm", "host", "nvme_bytes", "chunk_bytes"), str),  # as 20GiB
 }
 

@@ -28,7 +28,7 @@ SCALE = torch.bfloat16
 SCALE_BYTES = 2
 TINY = torch.finfo(torch.float32).tiny  # the least normal number: a smaller scale is none
 CODED = (torch.float32, torch.bfloat16, torch.float16)
-ENCODED_AT_ONCE = 2**20  # elements: a few times 4 MiB beside what they become
+ENCODED_AT_ONCE = 2**16  # elements: 1 MiB beside what they become, which a cache holds
 DECODED_AT_ONCE = 2**17  # elements: what a slice makes stays in a processor's cache
 DECODED_AT_ONCE_ON_CUDA = 2**21  # 12 MiB of workspace, and five launches
 SLICES = 8  # a small bucket is decoded in so many, so that the workspace is small, too
@@ -227,12 +227,18 @@ class Nf4(Blocked):
     passing_bytes = 12
 
     def write_codes(self, rows: torch.Tensor, into: torch.Tensor) -> None:
-        levels = torch.tensor(NF4_LEVELS, dtype=torch.float32)
-        codes = torch.zeros_like(rows, dtype=torch.uint8)
-        above = torch.empty_like(rows, dtype=torch.bool)
-        for middle in ((levels[1:] + levels[:-1]) / 2).tolist():  # half the time of a bucketize
-            torch.gt(rows, middle, out=above)
-            codes.add_(above.view(torch.uint8))
+        # 1. at most one middle of two levels lies in a cell, and cells are in order: who is in
+        #    another cell than a middle is on the same side of it as the cell is
+        middles = nf4_middles(rows.device)
+        of_middles = cells(middles).long()
+        low = torch.bucketize(torch.arange(CELLS, device=rows.device), of_middles).to(torch.uint8)
+        bound = torch.full((CELLS,), float("inf"), device=rows.device)
+        bound[of_middles] = middles
+        # 2. the code is the number of middles below: those of lower cells, and the one of this cell
+        where = cells(rows).view(-1)
+        codes = low.index_select(0, where).view(rows.shape)
+        above = rows > bound.index_select(0, where).view(rows.shape)
+        codes.add_(above.view(torch.uint8))
         into.copy_(codes[:, 0::2] << 4 | codes[:, 1::2])
 
     def read_levels(self, codes: torch.Tensor, work: Workspace) -> torch.Tensor:
@@ -264,6 +270,18 @@ def normal_levels() -> tuple[float, ...]:
 
 
 NF4_LEVELS = normal_levels()
+CELLS = 129  # from -1 to 1: the middles of levels are 0.08 apart, or more
+
+
+def nf4_middles(device: torch.device) -> torch.Tensor:
+    """Return where the code changes from each level to the next."""
+    levels = torch.tensor(NF4_LEVELS, dtype=torch.float32, device=device)
+    return (levels[1:] + levels[:-1]) / 2
+
+
+def cells(values: torch.Tensor) -> torch.Tensor:
+    """Return the cell of each number: one that is larger is in no lower one."""
+    return values.add(1.0).mul_(CELLS // 2).to(torch.int32).clamp_(0, CELLS - 1)
 
 
 class Workspace:

@@ -136,8 +136,9 @@ class Evaluation:
         limit = self.budget.frames_beside(wanted, "")
         before = self._frames.limit
         if limit < before:
-            done = self._lower(limit)
-            self._charge(wanted)
+            done = self._lower(limit)  # a view may still be held: the next forward tries again
+            if done:
+                self._charge(wanted)
         else:
             self._charge(wanted)
             done = self._frames.resize(limit)

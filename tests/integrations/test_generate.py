@@ -219,6 +219,15 @@ def test_the_link_or_compute_is_never_idle(ratio: float) -> None:
     assert seen.n_bytes <= seen.least_bytes + 4 * UNIT_BYTES
 
 
+def test_views_of_weights_that_are_kept_stay_right_while_frames_are_given_up() -> None:
+    plain = llama(8)
+    model = prepared(plain, 0.9)
+    kept = model.model.layers[3].mlp.up_proj.weight.detach()
+
+    assert torch.equal(generated(model, max_new_tokens=30), generated(plain, max_new_tokens=30))
+    assert torch.equal(kept, plain.model.layers[3].mlp.up_proj.weight)
+
+
 def test_gradients_through_a_model_for_inference_take_frames_too() -> None:
     plain = llama(8)
     model = prepared(plain, 0.8)

@@ -85,6 +85,20 @@ def test_a_weight_is_no_further_off_than_its_block_allows(
     assert bool((off <= nearest.nan_to_num(0.0) + 1e-6 * scale).all())
 
 
+def test_nf4_codes_are_the_number_of_middles_below() -> None:
+    """By the definition, at the middles, right beside them, and everywhere else."""
+    levels = torch.tensor(NF4_LEVELS)
+    middles = (levels[1:] + levels[:-1]) / 2
+    beside = [middles, middles.nextafter(torch.tensor(2.0)), middles.nextafter(torch.tensor(-2.0))]
+    values = torch.cat([*beside, levels, torch.linspace(-1, 1, 10_001), torch.zeros(26)])
+    values = torch.cat([values, values.new_zeros(-len(values) % 63)]).view(-1, 63)
+    values = torch.cat([torch.ones(len(values), 1), values], 1)  # every block has the scale 1
+    items = NF4.encode(values.view(-1), torch.float32).view(-1, 34)
+    codes = torch.stack([items[:, :32] >> 4, items[:, :32] & 15], 2).view(len(values), 64)
+    assert torch.equal(codes.long(), torch.bucketize(values, middles))
+    assert codes.unique().tolist() == list(range(16))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 126), st.integers(1, 2**16), st.integers(0, 255), st.booleans())
 def test_int8_rounds_right_beside_the_middle_of_two_codes(

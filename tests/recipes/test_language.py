@@ -174,6 +174,18 @@ def test_adapters_are_written_as_peft_reads_them() -> None:
     assert len(trained) == 2 * 2 * 3
 
 
+def test_a_frozen_base_may_be_coded_and_a_run_goes_on_only_as_it_began() -> None:
+    exact = train(options(**RUNS["lora"]))
+    coded = {**RUNS["lora"], "save_dir": "coded", "settings": {"frozen": "nf4"}}
+
+    result = train(options(**coded))
+
+    assert result.losses[0] != exact.losses[0]
+    assert result.losses[-1] < result.losses[0]
+    with pytest.raises(ConfigError, match="frozen was nf4 and is keep"):
+        train(options(**{**coded, "settings": {}}, resume=True))
+
+
 # -- data ----------------------------------------------------------------------------------------
 
 
