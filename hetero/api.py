@@ -178,7 +178,7 @@ def empty_init() -> AbstractContextManager[None]:
 class Status:
     """What is where, and what the last whole step moved; sizes in bytes.
 
-    Without an optimizer every forward of the whole model under ``torch.no_grad()`` is a step.
+    Without an optimizer every forward of the whole model is a step.
     """
 
     device: str
@@ -232,7 +232,7 @@ def status(model: nn.Module) -> Status:
     schedule = None
     if paged:
         trained = engine.inner is not None
-        schedule = (engine.runtime.train if trained else engine.runtime.evaluate).schedule
+        schedule = (engine.runtime.train if trained else engine.runtime.active).schedule
     return Status(
         device=engine.device.name,
         mode=engine.mode,

@@ -12,13 +12,13 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hetero.config import Config
+from hetero.config import ACTIVATIONS, FROZEN, Config
 from hetero.errors import HeteroError
 from hetero.version import __version__
 
@@ -41,14 +41,14 @@ NOT_USED = (
     " your own, call model, optimizer = hetero.prepare(model, optimizer, hbm=...)"
 )
 POSITIONS = 1024  # of a sample that is planned with
-ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 PRECISIONS = click.Choice(["fp32", "bf16", "fp16"])
 POSITIVE = click.IntRange(min=1)
 DEVICES = click.Choice(["cuda", "cpu", "cpu:sim"])
-KINDS = {
+KINDS = {  # of options whose field says too little
     "device": DEVICES,
     "precision": PRECISIONS,
     "activations": click.Choice(ACTIVATIONS),
+    "frozen": click.Choice(FROZEN),
     **dict.fromkeys(("hbm", "host", "nvme_bytes", "chunk_bytes"), str),  # as 20GiB
 }
 
@@ -206,7 +206,40 @@ def train_options(file: str | None, given: dict[str, Any]) -> TrainOptions:
     return options
 
 
-@main.command(context_settings={"allow_interspersed_args": False})
+class RunCommand(click.Command):
+    """Options of hetero stand before SCRIPT; those of `BEHIND` may stand right behind it, too."""
+
+    BEHIND = (
+        *("--hbm", "--host", "--nvme", "--nvme-bytes"),
+        *("--activations", "--micro-batch", "--chunk-bytes"),
+    )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Bring options of hetero's before SCRIPT; what else stands behind it is the script's."""
+        values = {name: not option.is_flag for option in self._options() for name in option.opts}
+        at = taken(args, values)
+        behind = at + 1 + taken(args[at + 1 :], dict.fromkeys(self.BEHIND, True))
+        rest = args[behind:]
+        if rest[:1] == ["--"]:  # it says where the script's own begin
+            rest = rest[1:]
+        return super().parse_args(ctx, [*args[at + 1 : behind], *args[: at + 1], *rest])
+
+    def _options(self) -> Iterator[click.Option]:
+        return (param for param in self.params if isinstance(param, click.Option))
+
+
+def taken(args: list[str], values: Mapping[str, bool]) -> int:
+    """Return how many words the options at the beginning are; {name: whether a value follows}."""
+    count = 0
+    while count < len(args):
+        name, equals, _ = args[count].partition("=")
+        if name not in values:
+            break
+        count += 1 if equals or not values[name] else 2
+    return min(count, len(args))
+
+
+@main.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
@@ -225,7 +258,8 @@ def run(script: str, args: tuple[str, ...], module: bool, as_json: bool, **given
     """Run SCRIPT with its ARGS as python would; what it trains, trains under byte budgets.
 
     Every Accelerator of accelerate and every Trainer (of Transformers, TRL ...) that it builds is
-    hetero's; it needs no edit. Options of hetero stand before SCRIPT; the exit status is the
+    hetero's; it needs no edit. Options of hetero stand before SCRIPT, and budgets may stand
+    right behind it: -- ends them, and all that follows is the script's. The exit status is the
     script's. Launchers start it as a module: accelerate launch -m hetero run SCRIPT.
     """
     from hetero.integrations.run import Session

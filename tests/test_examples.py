@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,57 @@ def test_a_plan_says_what_fits_before_anything_runs() -> None:
     assert out[1].startswith("  HBM holds ")
     assert int(out[1].split()[2].replace(",", "")) <= 512 * 2**20
     assert any(line.startswith("  model, optimizer = hetero.prepare(") for line in out)
+
+
+def test_a_model_larger_than_the_device_generates_the_same_tokens() -> None:
+    same, held, moved = (line.split() for line in run("generate.py").splitlines()[-3:])
+
+    whole = int(held[3])
+    assert same[:2] == ["the", "same"]
+    assert int(held[8]) <= whole // 3
+    assert 0 < int(moved[4]) < whole
+    assert moved[-2:] == ["0", "misses"]
+
+
+WITH_TRANSFORMERS = {
+    "accelerate_loop": ("accelerate",),
+    "bert_masked_lm": (),
+    "causal_lm": (),
+    "lightning_loop": ("lightning",),
+    "lora": ("peft",),
+    "sft": ("trl", "datasets"),
+    "trainer": ("accelerate",),
+}
+
+
+@pytest.mark.parametrize("name", WITH_TRANSFORMERS)
+def test_an_example_with_transformers_learns_inside_its_budget(
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """They run in this process, which has imported what they need once."""
+    for needed in ("transformers", *WITH_TRANSFORMERS[name]):
+        pytest.importorskip(needed)
+    state = pytest.importorskip("accelerate.state")
+    monkeypatch.setattr(sys, "argv", [name, "6"])
+    monkeypatch.chdir(tmp_path)
+    for kind in (state.AcceleratorState, state.GradientState, state.PartialState):
+        kind._reset_state()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+    out = capsys.readouterr().out
+    losses = [float(found) for found in re.findall(r"\bloss'?:? +'?(\d+\.\d+)", out)]
+    assert losses[-1] < losses[0]
+    if name == "lora":
+        assert "they load to the same model" in out
+    else:
+        held, most = re.findall(r"HBM held ([\d,]+) of ([\d,]+) bytes", out)[-1]
+        assert 0 < int(held.replace(",", "")) <= int(most.replace(",", ""))
 
 
 def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter() -> None:

@@ -44,13 +44,15 @@ def load(device: str | None = None) -> Figures:
         write_shards(big_model(), folder)
         files = sorted(folder.iterdir())
         n_bytes = sum(file.stat().st_size for file in files)
-        loads, rates = [], []
+        loads: list[Loaded] = []
+        plain: list[float] = []
         for number in range(ROUNDS):
-            sides = [lambda: n_bytes / plain_read(files), lambda: loads.append(loaded(folder))]
-            for side in sides if number % 2 else reversed(sides):
+            for ours_next in (number % 2 == 0, number % 2 == 1):
                 drop_from_cache(files)
-                rates.append(side())
-    plain = [rate for rate in rates if rate is not None]
+                if ours_next:
+                    loads.append(loaded(folder))
+                else:
+                    plain.append(n_bytes / plain_read(files))
     ours = [n_bytes / each.seconds for each in loads]
     ratio = statistics.median(mine / raw for mine, raw in zip(ours, plain, strict=True))
     memory = statistics.median(each.peak_bytes / each.home_bytes for each in loads)

@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 
 from hetero.api import prepare
 from hetero.config import Config
-from hetero.errors import ConfigError
+from hetero.errors import ConfigError, HeteroError
 from hetero.train.check import pageable
 from hetero.train.empty import Place, promise
 from hetero.weights import INDEX, SINGLE, SUFFIX, Weights
@@ -115,6 +115,8 @@ def load(name: str, model_class: Any, given: dict[str, Any]) -> nn.Module:
         try:
             cls = class_of(name, model_class, {k: given[k] for k in HUB if k in given})
             model: nn.Module = cls.from_pretrained(name, **given)
+        except HeteroError:  # of our own reading, and said already
+            raise
         except OSError as error:
             raise ConfigError(
                 f"transformers cannot load {name!r}: {' '.join(str(error).split())}",

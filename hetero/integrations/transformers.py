@@ -65,9 +65,9 @@ def trainer(cls: Any) -> type:
     """Return a subclass of a Trainer class whose models train under byte budgets.
 
     It takes ``hetero=`` beside what ``cls`` takes: a `Config`, a mapping of its fields, or the path
-    of a TOML file; without it the environment variable HETERO_CONFIG may name such a file. Numbers,
-    logs and files are those of ``cls``; logs have ``hetero/*`` besides. A class that is one already
-    is returned as it is.
+    of a TOML or YAML file; without it the environment variable HETERO_CONFIG may name such a file.
+    Numbers, logs and files are those of ``cls``; logs have ``hetero/*`` besides. A class that is
+    one already is returned as it is.
 
     Raises ConfigError for a class that is no Trainer, or of a release that is not supported.
     """
@@ -80,7 +80,7 @@ def enable(live: Any, config: Settings = None, **settings: Any) -> Any:
 
     Args:
         live: a Trainer; one that has trained goes on with its optimizer's states.
-        config: a `Config`, a mapping, or the path of a TOML file; ``settings`` go on top.
+        config: a `Config`, a mapping, or the path of a TOML or YAML file; ``settings`` go on top.
         settings: fields of `Config`, as ``hbm="20GiB"``.
 
     Raises ConfigError where the Trainer, its model or a setting cannot be honoured.
@@ -95,7 +95,7 @@ def enable(live: Any, config: Settings = None, **settings: Any) -> Any:
     live.accelerator.free_memory()
     live.optimizer = getattr(live.optimizer, "optimizer", live.optimizer)
     live.__class__ = found
-    live.take(taken)
+    live._hetero_take(taken)
     for model in kept:
         model.__dict__.pop("_is_accelerate_prepared", None)
         live.accelerator.prepare_model(model, evaluation_mode=True)
@@ -136,13 +136,13 @@ class HeteroTrainer:
         given = self.hetero_given or os.environ.get(SETTINGS) or None
         taken = settings_of(self.args, Config.load(given))
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.take(taken)
+        self._hetero_take(taken)
 
-    def take(self: Any, config: Config) -> None:
+    def _hetero_take(self: Any, config: Config) -> None:
         """Have models prepared with these settings."""
         self.args._n_gpu = min(1, self.args.n_gpu)  # more would wrap models in DataParallel
         HeteroAccelerator.adopt(self.accelerator, HeteroPlugin(config))
-        self.losses = Losses()
+        self._hetero_losses = Losses()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Let a model stay where it is: its parameters come to the device as they are needed."""
@@ -151,6 +151,13 @@ class HeteroTrainer:
         """Build the optimizer; one that was released with its model goes on, states and all."""
         if isinstance(self.optimizer, HeteroOptimizer):
             self.optimizer = self.optimizer.optimizer.inner
+        held = (value for value in vars(self).values() if isinstance(value, nn.Module))
+        if any(MARK in model.__dict__ for model in held if model is not self.model):
+            warnings.warn(
+                "another model of this Trainer (a reference model) has a budget of its own, as"
+                " large: together they take hbm= and host= twice. Give half of what there is",
+                stacklevel=2,
+            )
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     # -- steps -----------------------------------------------------------------------------------
@@ -159,13 +166,13 @@ class HeteroTrainer:
         """Make a step, and see what Trainer's filter would hide."""
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         if self.args.logging_nan_inf_filter:
-            self.losses.saw(loss, self.state.global_step)
+            self._hetero_losses.saw(loss, self.state.global_step)
         return loss
 
     def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with what hetero did in the last step beside it."""
         if "loss" in logs:
-            logs = self.losses.told(logs)
+            logs = self._hetero_losses.told(logs)
             if MARK in self.model.__dict__:
                 logs = {**logs, **metrics(self.model)}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
@@ -313,7 +320,7 @@ def mismatches(checkpoint: str | None) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError) as error:
         raise CheckpointMismatch(
-            f"{checkpoint} does not fit the model: {error}",
+            f"{checkpoint} cannot be resumed from: {error}",
             advice="resume from a checkpoint of this very model and optimizer, or load its weights"
             " with from_pretrained and start afresh",
         ) from error
@@ -370,7 +377,8 @@ def check_trainable(model: nn.Module) -> None:
     if method is not None:
         raise ConfigError(
             f"the model's weights are quantized ({getattr(method, 'value', method)})",
-            advice="load it without quantization_config: hetero pages weights of full precision",
+            advice="load it without quantization_config; with frozen='nf4' hetero codes what is"
+            " frozen",
         )
     check_model(model)
 

@@ -396,6 +396,13 @@ class ChunkManager:
         self.frames.limit = self.ceiling = limit
         return True
 
+    def vacate(self) -> int:
+        """Evict all that nobody holds; returns the bytes of what is held."""
+        for bucket_id in list(self.replicas):
+            if self._worth(bucket_id) is not None:
+                self.evict(bucket_id)
+        return sum(self._frame_bytes(replica.bucket) for replica in self.replicas.values())
+
     def clear_the_way(self, places: Mapping[int, int]) -> None:
         """Evict what nobody holds and what is to stand at another place, {bucket: first frame}."""
         for bucket_id, replica in list(self.replicas.items()):

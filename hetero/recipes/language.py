@@ -9,24 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     ByT5Tokenizer,
-    GenerationConfig,
     GPT2Config,
     LlamaConfig,
 )
 
-from hetero.api import empty_init
 from hetero.config import Config
 from hetero.errors import ConfigError
 from hetero.export import export
+from hetero.integrations.pretrained import from_pretrained
 from hetero.recipes.options import TrainOptions
 from hetero.recipes.sequences import Encode, Shuffled, Tokens, answered, packed, together
 from hetero.recipes.task import Task
 from hetero.recipes.text import rows_of, text_of
-from hetero.weights import Weights
 
 WIDTH, LAYERS, HEADS = 64, 2, 4  # of a preset, where nobody says otherwise
 CALL = {"use_cache": False}  # training looks at every position once
@@ -43,7 +40,7 @@ def language_task(options: TrainOptions, config: Config) -> Task:
         )
     try:
         tokenizer = tokenizer_of(options)
-        model, weights = model_of(options, config, len(tokenizer))
+        model = model_of(options, config, len(tokenizer))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--model {options.model}: {error}".splitlines()[0],
@@ -63,7 +60,6 @@ def language_task(options: TrainOptions, config: Config) -> Task:
         targets=torch.cat([s.labels[1:] for s in learned]),
         passes=len(learned) / size,
         unit="token",
-        weights=weights,
         call=CALL,
         write=lambda folder: write(model, tokenizer, folder),
     )
@@ -72,29 +68,24 @@ def language_task(options: TrainOptions, config: Config) -> Task:
 # -- the model -----------------------------------------------------------------------------------
 
 
-def model_of(
-    options: TrainOptions, config: Config, vocabulary: int
-) -> tuple[nn.Module, str | None]:
-    """Return the model, and where its weights are where it has no memory yet."""
+def model_of(options: TrainOptions, config: Config, vocabulary: int) -> nn.Module:
+    """Return the model; one that trains as a whole has no memory until it is prepared."""
     torch.manual_seed(options.seed)
     if options.model in PRESETS:
-        return built(preset(options, vocabulary)), None
-    exact = config.precision == "fp32"
-    found = AutoConfig.from_pretrained(options.model)
-    if options.lora_rank is None and Path(options.model).is_dir():
-        with empty_init():
-            dtype = torch.float32 if exact else getattr(found, "dtype", None)
-            model = built(found, dtype=dtype)
-        if covers(options.model, model):
-            return with_generation(model, options.model), options.model
-    dtype = torch.float32 if exact else "auto"
-    return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype), None
+        return built(preset(options, vocabulary))
+    dtype = {"dtype": torch.float32} if config.precision == "fp32" else {"dtype": "auto"}
+    if options.lora_rank is None:
+        kind = AutoModelForCausalLM
+        model: nn.Module = from_pretrained(options.model, prepare=False, model_class=kind, **dtype)
+        return model
+    # PEFT puts adapters where the weights are, so these have to be somewhere
+    return AutoModelForCausalLM.from_pretrained(options.model, **dtype)
 
 
-def built(config: Any, **given: Any) -> nn.Module:
+def built(config: Any) -> nn.Module:
     """Return the model of a configuration."""
     build: Any = AutoModelForCausalLM.from_config
-    model: nn.Module = build(config, **given)
+    model: nn.Module = build(config)
     return model
 
 
@@ -134,25 +125,6 @@ def tiny_gpt2(width: int, layers: int, heads: int, positions: int, vocabulary: i
 
 
 PRESETS = {"tiny-llama": tiny_llama, "tiny-gpt2": tiny_gpt2}
-
-
-def covers(directory: str, model: nn.Module) -> bool:
-    """Whether a directory's safetensors have the model's parameters under their own names.
-
-    Where they do not, transformers knows how to convert them, and reads them itself.
-    """
-    if not any(Path(directory).glob("*.safetensors")):
-        return False
-    there = set(Weights(directory).names())
-    return all(name in there for name, _ in model.named_parameters())
-
-
-def with_generation(model: Any, directory: str) -> nn.Module:
-    """Return a model with the generation settings that are beside its weights."""
-    if (Path(directory) / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
-    found: nn.Module = model
-    return found
 
 
 def adapted(model: nn.Module, options: TrainOptions) -> nn.Module:

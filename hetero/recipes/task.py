@@ -50,17 +50,13 @@ class Task:
     """What one token is: "byte", "token"."""
     write: Callable[[Path], object]
     """Writes the trained model into a directory, for others to load."""
-    weights: str | None = None
-    """Directory of safetensors, for a model that has no memory yet."""
     call: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of every pass."""
 
     def loss(self, batch: Batch, place: torch.device) -> torch.Tensor:
         """Return the mean loss of a batch, in nats a token."""
         moved = {name: tensor.to(place) for name, tensor in batch.items()}
-        output = self.model(**moved, **self.call)
-        loss: torch.Tensor = getattr(output, "loss", output)
-        return loss
+        return loss_of(self.model(**moved, **self.call))
 
     def learned(self) -> torch.Tensor:
         """Return the targets that a loss is of."""
@@ -69,6 +65,12 @@ class Task:
     def digest(self) -> int:
         """Return a checksum of what is learned."""
         return zlib.crc32(self.targets.contiguous().numpy().data)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Return the loss in what a model returned."""
+    loss: torch.Tensor = getattr(output, "loss", output)
+    return loss
 
 
 def count(batch: Batch) -> int:

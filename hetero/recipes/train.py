@@ -26,7 +26,7 @@ from hetero.device import open_device
 from hetero.errors import BudgetError, ConfigError
 from hetero.recipes.options import TrainOptions
 from hetero.recipes.record import Recording, free_folder
-from hetero.recipes.task import Task, count, demo
+from hetero.recipes.task import Task, count, demo, loss_of
 from hetero.recipes.text import unigram_entropy
 from hetero.rehearse.plan import Plan, plan
 from hetero.train.blueprint import draw
@@ -51,7 +51,9 @@ DECIDING = (  # options that decide the numbers; budgets do not
     *("batch", "accumulate", "seed"),
 )
 SHAPES = ("width", "layers", "heads")
-COMPUTING = ("precision", "keep_fp32", "frozen", "micro_batch", "tile", "fused_loss")
+COMPUTING = (  # settings that do, too
+    *("precision", "keep_fp32", "frozen", "keep_exact", "micro_batch", "tile", "fused_loss"),
+)
 
 
 class Evaluation(NamedTuple):
@@ -171,7 +173,7 @@ def train(
     optimizer = optimizer_of(task.model, options)
     # 2. the one line that puts it under budgets
     config = settings_for(task.model, optimizer, config, options)
-    _, optimizer = prepare(task.model, optimizer, config=config, weights=task.weights)
+    _, optimizer = prepare(task.model, optimizer, config=config)
     # 3. the same loop as ever
     with tracking(options, folder) as trackers:
         place = open_device(config.device).torch_device
@@ -206,14 +208,10 @@ def dry_run(options: TrainOptions) -> Plan:
     config = settings_of(options)
     task = task_of(options, config)
     optimizer = optimizer_of(task.model, options)
+    budgets = settings_for(task.model, optimizer, config, options)
+    config = dataclasses.replace(budgets, device=config.device)  # else the profile's machine
     batch = {**next(task.batches), **task.call}
     return plan(task.model, batch, optimizer=optimizer, config=config, loss=loss_of)
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in what a model returned."""
-    loss: torch.Tensor = getattr(output, "loss", output)
-    return loss
 
 
 @contextmanager
@@ -505,7 +503,7 @@ class Progress:
 def fingerprint(options: TrainOptions, config: Config, task: Task) -> dict[str, Any]:
     """Return what decides the numbers; budgets do not."""
     found = {name: getattr(options, name) for name in (*DECIDING, *SHAPES)}
-    found.update({name: getattr(config, name) for name in COMPUTING if hasattr(config, name)})
+    found.update({name: getattr(config, name) for name in COMPUTING})
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
     return {**plain, "steps": steps_of(options, task), "data": task.digest()}
 

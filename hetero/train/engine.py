@@ -269,6 +269,7 @@ class Engine:
             log=self.log,
         )
         self.activations.evaluates = self.evaluation.begin
+        self.activations.unit_begins = self.evaluation.settle
 
     def _shape(
         self,
@@ -326,7 +327,7 @@ class Engine:
 
     def _check(self, live_bytes: int) -> None:
         """Refuse more bytes beside frames than the budget holds, whoever may make room first."""
-        if self.inner is None and not torch.is_grad_enabled():
+        if self.inner is None:
             self.evaluation.check(live_bytes)
         else:
             self.fitting.check(live_bytes)
@@ -357,6 +358,10 @@ class Engine:
             return False
         self.runtime.replan()
         return True
+
+    def vacate(self) -> int:
+        """Give up all frames that nobody holds for now; returns the bytes of the others."""
+        return self.manager.vacate()
 
     def lower(self, limit: int) -> bool:
         """Give up frames, and plan for the others; False while one of them is held."""

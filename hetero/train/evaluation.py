@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from hetero.errors import BudgetError
+from hetero.errors import OutOfMemory
 from hetero.events import EventLog, What
 from hetero.train.budget import Budget
 from hetero.train.forecast import tensors_of
@@ -38,6 +38,9 @@ class Frames(Protocol):
 
     def lower(self, limit: int) -> bool:
         """Give up those from ``limit`` on; False where something that is held lies there."""
+
+    def vacate(self) -> int:
+        """Give up all that nobody holds, for now; returns the bytes of the others."""
 
 
 class Seen(NamedTuple):
@@ -68,6 +71,7 @@ class Evaluation:
         self._frames = frames
         self._charge = charge
         self._log = log
+        self._due: int | None = None  # frames there are to be, as soon as nothing above is held
         self._inputs = 0  # of the forward that runs, in bytes
         self._seen: deque[Seen] = deque(maxlen=WINDOW)
 
@@ -79,6 +83,7 @@ class Evaluation:
 
     def end(self) -> None:
         """It ended: note what it took, and divide anew where that is due."""
+        self.settle()
         last = self._seen[-1] if self._seen else None
         now = Seen(self._inputs, self.meter.peak_bytes())
         self._seen.append(now)
@@ -93,15 +98,24 @@ class Evaluation:
             self._divide(wanted)
 
     def check(self, live_bytes: int) -> None:
-        """Make room for what is alive beside frames; BudgetError where there is none."""
+        """Make room for what is alive beside frames; OutOfMemory where there is none."""
         if live_bytes <= self._beside:
             return
         granule = self.budget.plan.granule_bytes
         limit = max(self._fewest, (self.budget.most_bytes - live_bytes) // granule)
         with unmeasured():
-            if limit < self._frames.limit and self._lower(limit) and live_bytes <= self._beside:
+            if self._lower(limit) and live_bytes <= self._beside:
                 return
-        raise self._refusal(live_bytes)
+            # the unit that computes stands above: it keeps its frames until it is done
+            held = max(self._frames.vacate(), self.budget.plan.least_bytes)
+        if live_bytes > self.budget.most_bytes - held:
+            raise self._refusal(live_bytes)
+        self._due = limit
+
+    def settle(self) -> None:
+        """A unit begins: give up the frames that were in use when they should have been."""
+        if self._due is not None and self._lower(self._due):
+            self._due = None
 
     @property
     def _beside(self) -> int:
@@ -122,8 +136,9 @@ class Evaluation:
         limit = self.budget.frames_beside(wanted, "")
         before = self._frames.limit
         if limit < before:
-            done = self._lower(limit)
-            self._charge(wanted)
+            done = self._lower(limit)  # a view may still be held: the next forward tries again
+            if done:
+                self._charge(wanted)
         else:
             self._charge(wanted)
             done = self._frames.resize(limit)
@@ -134,14 +149,14 @@ class Evaluation:
     def _lower(self, limit: int) -> bool:
         return limit >= self._frames.limit or self._frames.lower(limit)
 
-    def _refusal(self, live_bytes: int) -> BudgetError:
+    def _refusal(self, live_bytes: int) -> OutOfMemory:
         budget = self.budget
         needed = live_bytes + budget.buffer_bytes + budget.plan.least_bytes
-        return BudgetError(
+        room = max(0, budget.most_bytes - budget.plan.least_bytes)
+        return OutOfMemory(
             f"a forward holds {live_bytes} bytes of inputs, cache and results;"
-            f" hbm={format_bytes(budget.hbm or 0)} has {max(0, self._beside)} for them beside"
-            f" buffers and the {self._frames.limit * budget.plan.granule_bytes} bytes of frames"
-            " that are in use",
+            f" hbm={format_bytes(budget.hbm or 0)} has {room} for them beside buffers and frames"
+            f" of unit {budget.plan.widest_name!r}",
             advice=f"raise hbm= to {needed} bytes or more, lower the batch or the length, or use"
             " micro_batch=",
             tier="HBM",

@@ -201,9 +201,10 @@ class Hooks:
                     self._replace(module, name, _at_home(reading, getattr(module, name)))
 
     def refuse_saving(self, model: nn.Module) -> None:
-        """Refuse ``save_pretrained`` where parameters are on disk: it asks for their memory."""
-        if callable(getattr(model, "save_pretrained", None)):
-            self._replace(model, "save_pretrained", _on_disk)
+        """Refuse ``save_pretrained`` of parameters on disk, unless a state dict is given."""
+        save = getattr(model, "save_pretrained", None)
+        if callable(save):
+            self._replace(model, "save_pretrained", functools.partial(_on_disk, save))
 
     def _bracket(self, module: nn.Module, around: Callable[[Call], Call]) -> None:
         # Around forward and not as hooks: torch skips hooks on KeyboardInterrupt, and some modules
@@ -359,7 +360,9 @@ def _refuse(what: str, *_: Any) -> None:
     )
 
 
-def _on_disk(*_: Any, **__: Any) -> None:
+def _on_disk(save: Call, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("state_dict") is not None:
+        return save(*args, **kwargs)
     raise StateError(
         "save_pretrained tells tensors apart by their memory, and parameters of this model are on"
         " disk",

@@ -45,7 +45,8 @@ class Meter(Protocol):
 
 
 class BoundMeter:
-    """For RAM: what graphs hold, with a bound on temporaries and on gradients that are made."""
+    """For RAM, as models train: what graphs hold, with a bound on temporaries and on gradients that
+    are made."""
 
     def __init__(self, footprint: Footprint, gradient_bytes: int) -> None:
         self._footprint = footprint
@@ -159,7 +160,8 @@ _meters: weakref.WeakSet[TracedMeter] = weakref.WeakSet()
 
 
 class TracedMeter:
-    """For "cpu:sim": every allocation of an operation in the model's forward and in backward.
+    """For "cpu:sim", and for RAM where nothing is trained: every allocation of an operation in the
+    model's forward and in backward.
 
     What a program computes between the two, by itself, is taken for a copy of the model's outputs.
 

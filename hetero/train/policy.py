@@ -37,6 +37,9 @@ class Watch(Protocol):
 def _unwatched(args: Sequence[Any], kwargs: dict[str, Any]) -> None: ...
 
 
+def _nothing() -> None: ...
+
+
 class Activations:
     """The policy of every unit.
 
@@ -63,6 +66,7 @@ class Activations:
         self.policies = dict.fromkeys(named, CHOICES[choice])
         self.watch: Watch | None = None
         self.evaluates: Callable[[Sequence[Any], dict[str, Any]], None] = _unwatched
+        self.unit_begins: Callable[[], None] = _nothing
         self._units = units
         self._micro_batch = micro_batch
         self._place = place
@@ -102,18 +106,18 @@ class Activations:
         if in_backward():
             return
         self._batch = batch_of(args, kwargs) if self._micro_batch else 0
+        self.evaluates(args, kwargs)
         if torch.is_grad_enabled():
             self._final = self._latest
             self._offload.border()
             self._offload.active = self.offloads
             if self.watch is not None:
                 self.watch.begin()
-        else:
-            self.evaluates(args, kwargs)
 
     def run(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Carry out a unit's forward under its policy."""
         self._offload.border()
+        self.unit_begins()
         module = self._units[index].module
         if in_backward() or foreign() or module is None:
             return self._access(index, call, args, kwargs)

@@ -119,7 +119,7 @@ class Runtime:
     @property
     def evaluates(self) -> bool:
         """Whether a forward runs that is a step of its own: nobody trains this model."""
-        return not self._stepped and bool(self._phases) and self._phases[-1] is Phase.EVAL
+        return not self._stepped and bool(self._phases)
 
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Take the parameters over as placeholders; their homes hold the values already."""
@@ -187,7 +187,7 @@ class Runtime:
         phase = self._phases.pop() if self._phases else Phase.FORWARD
         if not self._phases:
             self._end_phase(self._forward_began)
-        if phase is Phase.EVAL and not self._phases:
+        if not self._phases and (phase is Phase.EVAL or not self._stepped):
             self.on_idle()
 
     @contextmanager

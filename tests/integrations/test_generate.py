@@ -12,6 +12,8 @@ from torch import nn
 
 import hetero
 from hetero.api import engine_of
+from hetero.bench.engine import UNIT_BYTES, virtual
+from hetero.bench.inference import decoded
 from hetero.errors import BudgetError
 
 transformers = pytest.importorskip("transformers")
@@ -65,7 +67,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampling": {"do_sample": True, "top_k": 20, "temperature": 1.3},
     "beams": {"num_beams": 3},
-    "static cache": {"cache_implementation": "static", "disable_compile": True},
+    "static cache": {"cache_implementation": "static"},
     "no cache": {"use_cache": False},
 }
 
@@ -206,6 +208,43 @@ def test_an_eval_loop_is_larger_than_the_device(device: str) -> None:
             assert torch.equal(model(ids, labels=ids).loss, plain(ids, labels=ids).loss)
             misses.append(hetero.status(model).misses)
     assert misses[0] and not sum(misses[1:])
+
+
+@pytest.mark.parametrize("ratio", [0.5, 3.0])
+def test_the_link_or_compute_is_never_idle(ratio: float) -> None:
+    seen = decoded(24, ratio, virtual())
+
+    assert seen.misses == 0
+    assert seen.seconds == max(24.0, ratio * seen.n_bytes / UNIT_BYTES)
+    assert seen.n_bytes <= seen.least_bytes + 4 * UNIT_BYTES
+
+
+def test_views_of_weights_that_are_kept_stay_right_while_frames_are_given_up() -> None:
+    plain = llama(8)
+    model = prepared(plain, 0.9)
+    kept = model.model.layers[3].mlp.up_proj.weight.detach()
+
+    assert torch.equal(generated(model, max_new_tokens=30), generated(plain, max_new_tokens=30))
+    assert torch.equal(kept, plain.model.layers[3].mlp.up_proj.weight)
+
+
+def test_gradients_through_a_model_for_inference_take_frames_too() -> None:
+    plain = llama(8)
+    model = prepared(plain, 0.8)
+    ids = tokens()
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+    for _ in range(3):
+        assert torch.equal(generated(model), generated(plain))
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        plain(ids, labels=ids).loss.backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+            one.grad = other.grad = None
+    hetero.release(model)
+    assert torch.equal(generated(model), generated(plain))
 
 
 # -- a large batch, slice by slice -----------------------------------------------------------------

@@ -169,6 +169,28 @@ def test_a_plain_script_keeps_its_exit_status_and_is_told(status: int, tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("behind", "own", "hbm"),
+    [
+        (["--hbm", "7KiB", "--lr", "1", "--host", "x"], ["--lr", "1", "--host", "x"], 7168),
+        (["--hbm=7KiB", "--", "--host", "x"], ["--host", "x"], 7168),
+        (["--config", "own.yaml", "--hbm", "1"], ["--config", "own.yaml", "--hbm", "1"], None),
+        (["--", "--hbm", "1"], ["--hbm", "1"], None),
+        (["0", "--", "1"], ["0", "--", "1"], None),
+    ],
+)
+def test_budgets_may_stand_right_behind_the_script(
+    behind: list[str], own: list[str], hbm: int | None, tmp_path: Path
+) -> None:
+    text = "import sys, accelerate\n"
+    text += "print(sys.argv[1:], accelerate.Accelerator(cpu=True).hetero_config.hbm)"
+
+    result = call("--device", "cpu", script(tmp_path, text), *behind)
+
+    assert result.exit_code == 0, result.output
+    assert f"{own} {hbm}" in result.stdout
+
+
+@pytest.mark.parametrize(
     ("text", "status", "told"),
     [
         ("import sys; sys.exit('enough')", 1, "enough"),

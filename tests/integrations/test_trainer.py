@@ -14,12 +14,20 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import Trainer
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+)
 
 import hetero
-from hetero.errors import CheckpointMismatch, ConfigError, StateError
+from hetero.errors import BudgetError, CheckpointMismatch, ConfigError, StateError
 from tests.integrations.trainers import (
+    HBM,
     SETTINGS,
+    arguments,
     built,
     evictions,
     history,
@@ -29,6 +37,7 @@ from tests.integrations.trainers import (
     same_weights,
     tokens,
     weights,
+    within,
 )
 
 HeteroTrainer = hetero.trainer(Trainer)
@@ -55,12 +64,17 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_gives_the_same_numbers(name: str, tmp_path: Path) -> None:
-    of_model, arguments = RUNS[name]
-    expected = built(Trainer, tmp_path / "stock", llama(**of_model), **arguments)
+    of_model, changes = RUNS[name]
+    expected = built(Trainer, tmp_path / "stock", llama(**of_model), **changes)
     expected.train()
 
-    found = built(HeteroTrainer, tmp_path / "ours", llama(**of_model), hetero=SETTINGS, **arguments)
-    found.train()
+    def trained(settings: dict[str, Any]) -> Any:
+        model = llama(**of_model)
+        run = built(HeteroTrainer, tmp_path / "ours", model, hetero=settings, **changes)
+        run.train()
+        return run
+
+    found = within(HBM, trained)
 
     same_run(found, expected)
     assert evictions(found) > 3
@@ -92,45 +106,30 @@ RESUMES = ["checkpoint-4", "checkpoint-6"]  # in the middle of the first epoch, 
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A stock run that nothing interrupts, and its checkpoints."""
-    run = built(Trainer, tmp_path_factory.mktemp("stock"), llama(**DROPOUT), **SAVED)
-    run.train()
-    return run
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[type, Any]:
+    """Runs that nothing interrupts, with their checkpoints: stock and ours."""
+    runs = {}
+    for cls, given in ((Trainer, {}), (HeteroTrainer, {"hetero": SETTINGS})):
+        folder = tmp_path_factory.mktemp(cls.__name__)
+        runs[cls] = built(cls, folder, llama(**DROPOUT), **given, **SAVED)
+        runs[cls].train()
+    return runs
 
 
-def same_rest(found: Any, whole: Any) -> None:
-    """Every step is the same, and so is every weight; the last row is of this call alone."""
-    assert history(found)[:-1] == history(whole)[:-1]
-    same_weights(found.model, whole.model)
-    assert evictions(found) > 3
-
-
+@pytest.mark.parametrize("saved_by", [Trainer, HeteroTrainer])
 @pytest.mark.parametrize("checkpoint", RESUMES)
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(
-    checkpoint: str, tmp_path: Path, whole: Any
+    checkpoint: str, saved_by: type, tmp_path: Path, whole: dict[type, Any]
 ) -> None:
-    built(HeteroTrainer, tmp_path, llama(**DROPOUT), hetero=SETTINGS, **SAVED).train()
+    other = {**SETTINGS, "hbm": 250_000, "chunk_bytes": 512}
+    found = built(HeteroTrainer, tmp_path, llama(**DROPOUT), hetero=other, **SAVED)
 
-    found = built(
-        HeteroTrainer,
-        tmp_path / "again",
-        llama(**DROPOUT),
-        hetero={**SETTINGS, "hbm": 2 * SETTINGS["hbm"], "chunk_bytes": 512},
-        **SAVED,
-    )
-    found.train(resume_from_checkpoint=str(tmp_path / checkpoint))
+    found.train(resume_from_checkpoint=str(Path(whole[saved_by].args.output_dir) / checkpoint))
 
-    same_rest(found, whole)
-
-
-@pytest.mark.parametrize("checkpoint", RESUMES)
-def test_a_stock_checkpoint_is_resumed(checkpoint: str, tmp_path: Path, whole: Any) -> None:
-    found = built(HeteroTrainer, tmp_path, llama(**DROPOUT), hetero=SETTINGS, **SAVED)
-
-    found.train(resume_from_checkpoint=str(Path(whole.args.output_dir) / checkpoint))
-
-    same_rest(found, whole)
+    expected = whole[Trainer]
+    assert history(found)[:-1] == history(expected)[:-1]  # the last row is of this call alone
+    same_weights(found.model, expected.model)
+    assert evictions(found) > 3
 
 
 def test_resuming_fills_no_model_before_it_is_prepared(
@@ -209,6 +208,39 @@ def test_what_is_done_before_and_after_training(tmp_path: Path) -> None:
     assert evictions(run) > 3
 
 
+def test_a_sequence_to_sequence_trainer_generates_as_it_evaluates(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
+    config = T5Config(**sizes, num_layers=3, decoder_start_token_id=0, dropout_rate=0.1)
+    given = {"predict_with_generate": True, "max_steps": 3}
+    lengths: list[int] = []
+
+    def measured(made: Any) -> dict[str, float]:
+        lengths.append(made.predictions.shape[1])
+        return {"sum": float(made.predictions.sum())}
+
+    def trained(cls: type, **settings: Any) -> Any:
+        torch.manual_seed(0)
+        run = cls(
+            model=T5ForConditionalGeneration(config),
+            args=arguments(tmp_path, Seq2SeqTrainingArguments, **given),
+            train_dataset=tokens(24, seed=1),
+            eval_dataset=tokens(4, seed=2),
+            compute_metrics=measured,
+            **settings,
+        )
+        run.train()
+        run.evaluate()
+        return run
+
+    expected = trained(Seq2SeqTrainer)
+    ours = hetero.trainer(Seq2SeqTrainer)
+    found = within(400_000, lambda settings: trained(ours, hetero=settings))
+
+    same_run(found, expected)
+    assert evictions(found) > 3
+    assert len(set(lengths)) == 1 < lengths[0]
+
+
 def test_a_model_is_built_anew_for_each_training(tmp_path: Path) -> None:
     runs = []
     for cls, given in ((Trainer, {}), (HeteroTrainer, {"hetero": SETTINGS})):
@@ -252,18 +284,31 @@ def test_weights_on_disk_train_and_are_saved_alike(tmp_path: Path) -> None:
     assert sum(row.get("hetero/write_bytes", 0) for row in found.state.log_history) > 0
 
 
-def test_a_batch_that_does_not_fit_is_halved(tmp_path: Path) -> None:
-    finding = {"auto_find_batch_size": True, "max_steps": 3, "per_device_train_batch_size": 16}
-    found = built(HeteroTrainer, tmp_path / "ours", llama(), hetero=SETTINGS, **finding)
+def test_a_batch_that_does_not_fit_makes_way_for_a_smaller_one(tmp_path: Path) -> None:
+    failed: list[tuple[int, int]] = []
+
+    class Noting(HeteroTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().training_step(*args, **kwargs)
+            except BudgetError:
+                failed.append((self._train_batch_size, self.state.global_step))
+                raise
+
+    class Failing(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if (self._train_batch_size, self.state.global_step) in failed:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+    finding = {"auto_find_batch_size": True, "max_steps": 3, "per_device_train_batch_size": 12}
+    found = built(Noting, tmp_path / "ours", llama(), hetero=SETTINGS, **finding)
     found.train()
-    size = found._train_batch_size
-    expected = built(
-        Trainer, tmp_path / "stock", llama(), max_steps=3, per_device_train_batch_size=size
-    )
+    expected = built(Failing, tmp_path / "stock", llama(), **finding)
     expected.train()
 
-    assert size < 16
-    same_weights(found.model, expected.model)
+    assert failed
+    same_run(found, expected)
 
 
 # -- logs ----------------------------------------------------------------------------------------
@@ -325,9 +370,9 @@ def test_bad_settings_and_models_are_refused_where_the_trainer_is_built(tmp_path
         (quantized, {}, {}, ConfigError, "quantized"),
         (twice, {}, {}, StateError, "prepared already"),
     ]
-    for model, settings, arguments, kind, said in cases:
+    for model, settings, changes, kind, said in cases:
         with pytest.raises(kind, match=said) as caught:
-            built(HeteroTrainer, tmp_path, model, hetero={**SETTINGS, **settings}, **arguments)
+            built(HeteroTrainer, tmp_path, model, hetero={**SETTINGS, **settings}, **changes)
         assert caught.value.advice
     hetero.release(twice)
 
@@ -389,7 +434,9 @@ def with_cache() -> tuple[Any, torch.optim.Optimizer]:
 @pytest.mark.parametrize("activations", ["recompute", "auto"])
 def test_a_cache_is_filled_once_by_units_that_are_computed_twice(activations: str) -> None:
     expected = steps_with_cache(*with_cache())
-    model, optimizer = hetero.prepare(*with_cache(), **SETTINGS, activations=activations)
+    model, optimizer = hetero.prepare(
+        *with_cache(), **{**SETTINGS, "hbm": 250_000}, activations=activations
+    )
 
     assert steps_with_cache(model, optimizer) == expected
     assert hetero.status(model).evictions > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-import hetero
+from hetero.errors import BudgetError
 
 HBM = 200_000  # a few units of the model below beside a batch's activations
 SETTINGS: dict[str, Any] = {"device": "cpu:sim", "hbm": HBM, "chunk_bytes": 1024}
@@ -107,7 +108,12 @@ def same_files(found: Path, expected: Path, *, states: str = "hetero") -> None:
     assert ours == theirs
 
 
-def released(trainer: Any) -> nn.Module:
-    hetero.release(trainer.model)
-    model: nn.Module = trainer.model
-    return model
+def within(hbm: int, run: Callable[[dict[str, Any]], Any]) -> Any:
+    """Run with settings of the smallest budget that works, as errors name it."""
+    for _ in range(8):
+        try:
+            return run({**SETTINGS, "hbm": hbm})
+        except BudgetError as error:
+            assert error.needed_bytes > hbm
+            hbm = error.needed_bytes
+    raise AssertionError(f"{hbm} bytes do not do either")

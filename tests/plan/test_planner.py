@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hetero.memory.frame import FrameMap
 from hetero.plan.planner import Planner, next_use
 from hetero.plan.schedule import Schedule, Shape, Verdict, verify
+from hetero.plan.standing import standing, window
 from hetero.plan.trace import Access, Trace
 from hetero.types import Phase
 
@@ -332,3 +333,58 @@ def test_uses_agree_with_the_trace(model: tuple[Trace, dict[int, Shape]]) -> Non
 
     for bucket, places in trace.uses().items():
         assert places == [i for i, a in enumerate(trace.accesses) if bucket in a.buckets]
+
+
+# -- what stands -----------------------------------------------------------------------------------
+
+
+def filled(schedule: Schedule, shapes: dict[int, Shape]) -> int:
+    """Return the frames that a steady step fills: ops beside those of the border."""
+    there = {op.bucket: op.start for op in schedule.at(-1)}
+    moved = schedule.ops[0][0].evict if schedule.ops[0] else ()
+    later = (op for row in schedule.ops[1:] for op in row)
+    return sum(shapes[op.bucket].granules for op in later) + sum(
+        shapes[b].granules for b in moved if b in there
+    )
+
+
+@pytest.mark.parametrize("n_buckets", [6, 17, 40])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+def test_a_cycle_of_what_is_not_rewritten_streams_what_does_not_fit(
+    n_buckets: int, share: float
+) -> None:
+    shapes = equal(n_buckets, rewritten=False) | {n_buckets: Shape(1, False)}
+    trace = chain(*((bucket,) for bucket in range(n_buckets + 1)))
+    whole = sum(shape.granules for shape in shapes.values())
+    limit = max(8, int(share * whole))
+
+    schedule, verdict = build(trace, shapes, limit)
+
+    assert verdict.demand_misses == 0
+    # two buckets' frames stream, and what is left of one is of no use
+    assert filled(schedule, shapes) <= whole - limit + 3 * 4
+
+
+def test_what_is_used_twice_in_a_pass_stands_or_streams_once_a_border() -> None:
+    shapes = equal(12, rewritten=False) | {0: Shape(9, False)}
+    trace = chain(*((bucket,) for bucket in (*range(12), 0)))
+    whole = sum(shape.granules for shape in shapes.values())
+
+    schedule, verdict = build(trace, shapes, 24)
+
+    assert verdict.demand_misses == 0
+    assert filled(schedule, shapes) <= whole
+
+
+@MANY
+@given(traces(many=False), st.integers(0, 30))
+def test_what_stands_is_never_more_than_the_frames(
+    model: tuple[Trace, dict[int, Shape]], spare: int
+) -> None:
+    trace, shapes = model
+    still = {b: Shape(shape.granules, False) for b, shape in shapes.items()}
+    limit = widest(trace, still) + spare
+    for stand in standing(trace, still, limit):
+        assert len(set(stand)) == len(stand)
+        held = sum(still[bucket].granules for bucket in stand)
+        assert held + window(trace, still, set(stand)) <= limit or not stand

@@ -17,7 +17,6 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer  # noqa: E402
 
-import hetero  # noqa: E402
 from hetero.cli import main  # noqa: E402
 from hetero.config import Config  # noqa: E402
 from hetero.errors import ConfigError  # noqa: E402
@@ -175,6 +174,18 @@ def test_adapters_are_written_as_peft_reads_them() -> None:
     assert len(trained) == 2 * 2 * 3
 
 
+def test_a_frozen_base_may_be_coded_and_a_run_goes_on_only_as_it_began() -> None:
+    exact = train(options(**RUNS["lora"]))
+    coded = {**RUNS["lora"], "save_dir": "coded", "settings": {"frozen": "nf4"}}
+
+    result = train(options(**coded))
+
+    assert result.losses[0] != exact.losses[0]
+    assert result.losses[-1] < result.losses[0]
+    with pytest.raises(ConfigError, match="frozen was nf4 and is keep"):
+        train(options(**{**coded, "settings": {}}, resume=True))
+
+
 # -- data ----------------------------------------------------------------------------------------
 
 
@@ -303,12 +314,3 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_be_trained_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         learned(options(**fields))
-
-
-def test_prepared_weights_are_read_without_a_second_copy() -> None:
-    train(options(out="model", steps=1))
-    task = learned(options(model="model"))
-
-    model = hetero.prepare(task.model, device="cpu:sim", hbm=HBM, weights=task.weights)
-
-    assert digest(model) == digest(AutoModelForCausalLM.from_pretrained("model"))
