@@ -5,6 +5,7 @@ No method here moves a byte or makes a number: they say to hetero what a script 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from hetero.train.check import MARK
 from hetero.train.optimizer import Optimizer
 
 NAME = "hetero"  # of both strategies
-STEPS = "step-*"  # what a directory holds that `save_checkpoint` wrote
+STEP = "step-"  # of what a directory holds that `save_checkpoint` wrote
 OURS = ("state_dict", "optimizer_states")  # entries of a checkpoint whose tensors hetero writes
 
 
@@ -74,10 +75,10 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):
     def setup(self, trainer: Any) -> None:
         """Prepare the model, with its optimizer where it is to be fitted."""
         accelerator_of(self).setup(trainer)
-        self.model = self.precision_plugin.convert_module(self._module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting or self._step is None or self._step.module is not self._module:
             plain_again(self._module)
+            self.model = self.precision_plugin.convert_module(self._module)
         if fitting:
             self.setup_optimizers(trainer)
         self._prepare(fitting)
@@ -93,6 +94,7 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):
             self.optimizers = [optimizer]
         else:
             prepare(self._module, config=self.config)
+        self.config = dataclasses.replace(self.config, weights=None)  # they are in the model now
 
     def tensor_init_context(self, empty_init: bool | None = None) -> Any:
         """Build a model in RAM; without memory where ``empty_init`` asks for that."""
@@ -379,7 +381,8 @@ def load(
 
 def newest(path: str | Path) -> int:
     """Return the number of the newest checkpoint in a directory; -1 where there is none."""
-    return max((int(p.name.rpartition("-")[2]) for p in Path(path).glob(STEPS)), default=-1)
+    names = (p.name.removeprefix(STEP) for p in Path(path).glob(f"{STEP}*"))
+    return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
 def is_ours(path: str | Path) -> bool:

@@ -235,13 +235,18 @@ def test_a_model_is_built_without_memory_and_its_weights_come_from_a_directory(
     tmp_path: Path,
 ) -> None:
     hetero.export(Model(), tmp_path / "weights")
-    expected = fitted(trainer(tmp_path))
-    run = trainer(tmp_path, ours(weights=str(tmp_path / "weights")))
+    stock = trainer(tmp_path, max_epochs=1)
+    expected = fitted(stock)
+    stock.fit_loop.max_epochs = 2
+    stock.fit(expected, loader(), loader(2))
+    run = trainer(tmp_path, ours(weights=str(tmp_path / "weights")), max_epochs=1)
     with run.init_module(empty_init=True):
         model = Model()
     assert all(p.is_meta for p in model.parameters())
 
     run.fit(model, loader(), loader(2))
+    run.fit_loop.max_epochs = 2
+    run.fit(model, loader(), loader(2))  # goes on from what it learned, not from the files
 
     assert_equal(model.state_dict(), expected.state_dict())
 
