@@ -7,12 +7,13 @@ codes and, right behind them, one bf16 scale: ``code_bytes + 2`` bytes that mean
 they stand. So a run of blocks is a run of bytes, a chunk's codes and scales cross the link in one
 copy, and a tensor, which begins a block, has the same bytes under every budget and chunk size.
 
-[Note: decoded in place]  A fetch puts codes at the end of the very frames that they become: no
-other memory is needed, and none is charged. Decoding goes from the front, a slice at a time. What
-a slice writes ends before the codes of the next one begin, as codes are shorter than what they
-become: behind block b of n, by (n - b) times the difference. It runs where compute runs, after the
-copy's ticket: who computes with the weights is behind it in the same stream, and needs no other
-ticket; who overwrites the frames next waits for a mark behind it.
+[Note: decoded in place]  A fetch puts codes at the end of the very frames that they become, and
+needs no other memory than a `Workspace` for a slice of them, which is charged with the buffers.
+Decoding goes from the front, slice by slice. What a slice writes ends before the codes of the next
+one begin, as codes are shorter than what they become: behind block b of n, by (n - b) times the
+difference. It runs where compute runs, after the copy's ticket: who computes with the weights is
+behind it in the same stream, and needs no other ticket; who overwrites the frames next waits for a
+mark behind it.
 """
 
 from __future__ import annotations

@@ -244,7 +244,8 @@ class Runtime:
         self._late.extend(op for op in ops if not op.demand)
         while self._late and not self.manager.busy(self._late[0].bucket):
             op = self._late.popleft()
-            self.manager.prefetch(op.bucket, op.start, op.evict)
+            with unmeasured():  # who leaves may be coded, on HOST
+                self.manager.prefetch(op.bucket, op.start, op.evict)
 
     def stepped(self, buckets: Iterable[int]) -> None:
         """Versions of bound parameters moved because of a step, which is nobody's write."""
