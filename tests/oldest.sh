@@ -14,5 +14,8 @@ if ! cmp -s tests/oldest.txt "$oldest/installed.txt"; then
 fi
 
 export HETERO_PARANOID="${HETERO_PARANOID:-1}" OMP_NUM_THREADS=1 PYTHONPATH="$oldest"
-if [ $# -eq 0 ]; then set -- tests/integrations; fi
+loads="tests/integrations/test_pretrained.py::test_a_model_is_what_transformers_loads"
+if [ $# -eq 0 ]; then
+  set -- tests/integrations/test_{accelerate,trainer}.py "$loads"[{llama-1GB,bert-20KB,t5-20KB}]
+fi
 python -m pytest -n 2 "$@"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Lint, types and all tests, in a .venv of this checkout: bash tests/run.sh [pytest arguments]
+# Lint, types and all tests, in a .venv of this checkout: bash tests/run.sh [pytest arguments].
+# Without arguments, the tests of integrations with the oldest versions of these, too.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tests/setup_venv.sh
@@ -11,3 +12,4 @@ python -m mypy
 
 export HETERO_PARANOID="${HETERO_PARANOID:-1}" OMP_NUM_THREADS=1
 python -m pytest -n 2 "$@"
+if [ $# -eq 0 ]; then bash tests/oldest.sh; fi
