@@ -293,7 +293,7 @@ def outcome(
             replace(forecast.use(unit), forward_seconds=seconds.get(unit, 0.0))
             for unit in forecast.rows
         )
-        working = forecast.working_bytes
+        working = forecast.working_bytes(goes_down=False)
     return Rehearsal(
         steps=tuple(steps),
         peaks={t: ledger.peak(t) + beside_bytes * (t is Tier.HBM) for t in TIERS},

@@ -196,13 +196,11 @@ class Fitting:
         """Choose policies that fit; the smallest that are not known to fail, and False, where none
         does."""
         uses = [self.forecast.use(unit) for unit in units]
-        found = choose(
-            uses,
-            int((1 - MARGIN) * room_bytes),
-            down=partial(self._copy_seconds, Lane.D2H),
-            up=partial(self._copy_seconds, Lane.H2D),
-            working_bytes=self.forecast.working_bytes,
-        )
+        found = self._found(uses, room_bytes, goes_down=False)
+        if found is None or any(policy.offload for policy in found):
+            # something goes down in any case, and what is saved between units with it
+            less = self._found(uses, room_bytes, goes_down=True)
+            found = less if less and any(policy.offload for policy in less) else found
         options = [found] if found is not None else self._smallest(uses)
         for option in options:
             policies = {**self._choice.policies, **dict(zip(units, option, strict=True))}
@@ -212,6 +210,17 @@ class Fitting:
                 self._choice.policies.update(policies)
                 return found is not None
         return False
+
+    def _found(
+        self, uses: Sequence[Use], room_bytes: int, *, goes_down: bool
+    ) -> list[Policy] | None:
+        return choose(
+            uses,
+            int((1 - MARGIN) * room_bytes),
+            down=partial(self._copy_seconds, Lane.D2H),
+            up=partial(self._copy_seconds, Lane.H2D),
+            working_bytes=self.forecast.working_bytes(goes_down=goes_down),
+        )
 
     def _note(self, why: str) -> None:
         self._log.now(What.DECISION, tier=Tier.HBM, category=Kind.ACTIVATION, why=why)

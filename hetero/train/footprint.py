@@ -68,7 +68,9 @@ class Kept:
 class Footprint:
     """Bytes that autograd graphs hold, by distinct storage, and their peak."""
 
-    __slots__ = ("_uses", "largest_bytes", "live_bytes", "output_bytes", "peak_bytes")
+    __slots__ = (
+        *("_uses", "between_bytes", "largest_bytes", "live_bytes", "output_bytes", "peak_bytes"),
+    )
 
     def __init__(self) -> None:
         self._uses: dict[int, list[int]] = {}
@@ -76,6 +78,8 @@ class Footprint:
         self.peak_bytes = 0
         self.largest_bytes = 0
         self.output_bytes = 0
+        self.between_bytes = 0
+        """What was saved outside of units, and went down: it stays where no unit's goes."""
 
     @property
     def bound_bytes(self) -> int:
@@ -110,4 +114,4 @@ class Footprint:
     def restart(self) -> None:
         """Begin a new measurement; what is held stays counted."""
         self.peak_bytes = self.live_bytes
-        self.largest_bytes = self.output_bytes = 0
+        self.largest_bytes = self.output_bytes = self.between_bytes = 0

@@ -78,6 +78,8 @@ class Forecast:
         """Of what this forward leaves, by what the last one left."""
         self.beside_bytes = 0
         """On the device at the peak, beside what units left."""
+        self.between_bytes = 0
+        """Of it, saved between units, which stays where nothing goes down."""
         self._device = device
         self._footprint = footprint
         self._names = names
@@ -168,17 +170,21 @@ class Forecast:
             again=not row.writes,
         )
 
-    @property
-    def working_bytes(self) -> int:
-        """What is expected at the peak beside what units leave."""
-        return int(max(1.0, self.scale) * self.beside_bytes)
+    def working_bytes(self, *, goes_down: bool) -> int:
+        """Return what is expected at the peak beside what units leave.
+
+        ``goes_down`` says whether any unit's goes down, and what is saved between units with it.
+        """
+        between = 0 if goes_down else self.between_bytes
+        return int(max(1.0, self.scale) * (self.beside_bytes + between))
 
     def peak_bytes(
         self, units: Sequence[int], policies: Mapping[int, Policy], *, overlaps: bool = True
     ) -> int:
         """Return what units are expected to have on the device at once."""
         uses, chosen = [self.use(unit) for unit in units], [policies[unit] for unit in units]
-        return peak_bytes(uses, chosen, self.working_bytes, overlaps=overlaps)
+        working = self.working_bytes(goes_down=any(policy.offload for policy in policies.values()))
+        return peak_bytes(uses, chosen, working, overlaps=overlaps)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -188,6 +194,8 @@ class Forecast:
             self.rows[unit].seconds = self._device.seconds_between(began, ended)
         self._stamps.clear()
         units = [unit for unit in self._now or self._order if unit in self.rows]
+        if any(policy.offload for policy in policies.values()):
+            self.between_bytes = self._footprint.between_bytes
         self.scale, self.beside_bytes = 1.0, 0
         expected = self.peak_bytes(units, policies, overlaps=overlaps)
         self.beside_bytes = max(0, peak - expected)

@@ -94,10 +94,11 @@ class Spot:
 class Waiting:
     """What graphs keep of a storage that somebody else may have too, and for how many borders."""
 
-    __slots__ = ("borders", "kept")
+    __slots__ = ("borders", "inside", "kept")
 
-    def __init__(self) -> None:
+    def __init__(self, inside: bool) -> None:
         self.borders = 0
+        self.inside = inside  # whether a unit saved it
         self.kept: list[weakref.ref[Kept]] = []
 
 
@@ -106,6 +107,7 @@ class Going(NamedTuple):
 
     storage: torch.Tensor
     kept: list[tuple[Kept, torch.Tensor]]
+    inside: bool
 
 
 class Offload:
@@ -132,6 +134,8 @@ class Offload:
         """Where what is fetched is counted."""
         self.active = False
         """Whether what is saved now may go down."""
+        self.inside = False
+        """Whether it is a unit that saves it."""
         self.overlaps = True
         """Whether transfers of one unit's overlap with the next one's compute; if not, the device
         holds the storages of one load at most."""
@@ -159,7 +163,7 @@ class Offload:
     def keep(self, tensor: torch.Tensor, key: int, held: Held) -> Kept:
         """Return what a graph keeps of a tensor for now; ``key`` is its storage's."""
         kept = Kept(tensor.detach(), held)
-        waiting = self._kept.setdefault(key, Waiting())
+        waiting = self._kept.setdefault(key, Waiting(self.inside))
         waiting.kept.append(weakref.ref(kept))
         return kept
 
@@ -199,7 +203,7 @@ class Offload:
         if any(tensor._version != k.version for k, tensor in kept):
             return None  # backward, if it comes to it, raises as torch does
         flat = torch.empty(0, dtype=torch.uint8, device=self._device.torch_device)
-        return Going(flat.set_(kept[0][1].untyped_storage()), kept)
+        return Going(flat.set_(kept[0][1].untyped_storage()), kept, waiting.inside)
 
     def _send(self, going: list[Going]) -> None:
         """Flush storages as one load."""
@@ -213,6 +217,7 @@ class Offload:
                 claims.append(kept.sink(Spot(self, load, position, tensor)))
         self._loads[load.number] = weakref.ref(load)
         self._n_loads += 1
+        self.footprint.between_bytes += sum(o.storage.nbytes for o in going if not o.inside)
 
     # -- up --------------------------------------------------------------------------------------
 

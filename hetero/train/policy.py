@@ -135,7 +135,7 @@ class Activations:
     ) -> Any:
         policy = self.policy_of(index)
         try:
-            self._offload.active = policy.offload
+            self._offload.active, self._offload.inside = policy.offload, True
             if self._micro_batch and self._batch > self._micro_batch:
                 return self._run_sliced(index, module, call, args, kwargs)
             self._latest = index
@@ -147,7 +147,7 @@ class Activations:
 
             return recomputed(module, access, args, kwargs)
         finally:
-            self._offload.active = self.offloads
+            self._offload.active, self._offload.inside = self.offloads, False
 
     def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with self._accessed(index):

@@ -322,3 +322,31 @@ def test_bytes_that_others_count_or_that_are_not_ours_make_no_peak() -> None:
         ours = False
         torch.ones(1000)
         assert mode.peak == first.nbytes
+
+
+class Between(nn.Module):
+    """Units are single layers: what lies between them saves as much as they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = (nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24)) for _ in range(6))
+        self.blocks = nn.ModuleList(wide)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("hbm", range(82_000, 92_000, 2_000))
+def test_what_is_saved_between_units_is_there_where_nothing_goes_down(hbm: int) -> None:
+    torch.manual_seed(0)
+    model = Between()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = hetero.prepare(model, optimizer, device="cpu:sim", hbm=hbm, chunk_bytes=2048)
+    for _ in range(4):
+        model(torch.randn(24, 24)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert hetero.status(model).tiers["HBM"]["peak"] <= hbm
