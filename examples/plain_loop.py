@@ -1,10 +1,12 @@
-"""A plain torch loop under a byte budget: python examples/plain_loop.py
+"""A plain torch loop under a byte budget: python examples/plain_loop.py [STEPS]
 
 The model has 13 MB of parameters, 51 MB of states with AdamW; all that is on the device at once has
 to fit 8 MB.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from torch import nn
@@ -16,17 +18,17 @@ def block(width: int) -> nn.Module:
     return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
 
 
-def main() -> None:
+def main(steps: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 512), *(block(512) for _ in range(12)), nn.Linear(512, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
 
     device = "cuda" if torch.cuda.is_available() else "cpu:sim"
     model, optimizer = hetero.prepare(model, optimizer, device=device, hbm="8MB")  # the one line
 
     place = "cuda" if device == "cuda" else "cpu"
-    for step in range(60):
+    for step in range(steps):
         x = torch.randn(32, 64, device=place)
         loss = (model(x) - x[:, :3].prod(1, keepdim=True)).pow(2).mean()
         loss.backward()
@@ -47,4 +49,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 60)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,20 +15,32 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name: str, *given: object) -> str:
-    """Run an example and return what it printed."""
-    command = [sys.executable, str(EXAMPLES / name), *map(str, given)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+Run = Callable[..., str]
 
 
-def test_the_plain_loop_trains_inside_its_budget() -> None:
-    out = run("plain_loop.py")
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Run an example and return what it printed: in this process, which imports torch once."""
+
+    def here(name: str, *given: object) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, given)])
+        monkeypatch.chdir(tmp_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return here
+
+
+def test_the_plain_loop_trains_inside_its_budget(run: Run) -> None:
+    out = run("plain_loop.py", 16)
     words = out.splitlines()[-1].split()
     assert 0 < int(words[2]) <= int(words[4]) == 8_000_000
     assert "0 misses" in out
 
 
-def test_a_plain_loop_is_profiled_in_two_lines(tmp_path: Path) -> None:
+def test_a_plain_loop_is_profiled_in_two_lines(run: Run, tmp_path: Path) -> None:
     out = run("profile_only.py", tmp_path)
 
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -39,7 +51,7 @@ def test_a_plain_loop_is_profiled_in_two_lines(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").exists()
 
 
-def test_a_plan_says_what_fits_before_anything_runs() -> None:
+def test_a_plan_says_what_fits_before_anything_runs(run: Run) -> None:
     out = run("plan.py").splitlines()
 
     assert out[0] == "Sequential on rtx4090: fits"
@@ -48,7 +60,8 @@ def test_a_plan_says_what_fits_before_anything_runs() -> None:
     assert any(line.startswith("  model, optimizer = hetero.prepare(") for line in out)
 
 
-def test_a_model_larger_than_the_device_generates_the_same_tokens() -> None:
+def test_a_model_larger_than_the_device_generates_the_same_tokens(run: Run) -> None:
+    pytest.importorskip("transformers")
     same, held, moved = (line.split() for line in run("generate.py").splitlines()[-3:])
 
     whole = int(held[3])
@@ -70,26 +83,15 @@ WITH_TRANSFORMERS = {
 
 
 @pytest.mark.parametrize("name", WITH_TRANSFORMERS)
-def test_an_example_with_transformers_learns_inside_its_budget(
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    """They run in this process, which has imported what they need once."""
+def test_an_example_with_transformers_learns_inside_its_budget(name: str, run: Run) -> None:
     for needed in ("transformers", *WITH_TRANSFORMERS[name]):
         pytest.importorskip(needed)
     state = pytest.importorskip("accelerate.state")
-    monkeypatch.setattr(sys, "argv", [name, "6"])
-    monkeypatch.chdir(tmp_path)
     for kind in (state.AcceleratorState, state.GradientState, state.PartialState):
         kind._reset_state()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    out = run(f"{name}.py", 6)
 
-    out = capsys.readouterr().out
     losses = [float(found) for found in re.findall(r"\bloss'?:? +'?(\d+\.\d+)", out)]
     assert losses[-1] < losses[0]
     if name == "lora":
@@ -99,7 +101,7 @@ def test_an_example_with_transformers_learns_inside_its_budget(
         assert 0 < int(held.replace(",", "")) <= int(most.replace(",", ""))
 
 
-def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter() -> None:
+def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter(run: Run) -> None:
     pytest.importorskip("peft")
     out = run("qlora.py").splitlines()
 

@@ -489,6 +489,7 @@ def train_beside(reference: Reference, ours: Any, *, steps: int, follow: bool) -
         assert evicted(ours[0]) >= 3
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("case", ARITHMETIC, ids=str)
 def test_bf16_masters_stay_close_to_those_torch_steps(case: Case) -> None:
     """Both start from the same gradients; torch fuses here and there what the formulas round.
@@ -514,6 +515,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=atol)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_whole_tensor_rules_step_fp32_masters_bitwise(case: Case) -> None:
     reference, ours = Reference(case), prepared(case, hbm=SMALL_BYTES, precision="bf16")
