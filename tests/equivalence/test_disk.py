@@ -441,6 +441,7 @@ def run_with_masters(
     return found, copy.deepcopy(optimizer.state_dict()), seen
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("precision", "make", "device"),
     [

@@ -352,6 +352,7 @@ every_case = pytest.mark.parametrize("number", range(len(CASES)), ids=[str(c) fo
 PIECES = [1, 256, 1024]  # elements; the first cuts at every chunk border
 
 
+@pytest.mark.sample(60)
 @every_case
 def test_every_flag_set_steps_bitwise_cut_at_chunk_borders(
     number: int, monkeypatch: pytest.MonkeyPatch

@@ -685,6 +685,7 @@ def end(disk: Path, ending: str, delay: float) -> Ended:
     return Ended(sorted(path.name for path in (disk / "saves").iterdir()), done.stderr)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("ending", "delay"), [("return", 0.0), ("sys.exit", 0.0), ("exception", 0.003)]
 )
