@@ -11,9 +11,9 @@ setup_venv() {
   fi
   # shellcheck disable=SC1091
   source "$root/.venv/bin/activate"
-  if ! has_torch python; then python -m pip install -q "torch==2.13.0"; fi
+  if ! has_torch python; then python -m pip install -q --no-compile "torch==2.13.0"; fi
   if ! is_installed "$root" "$extra"; then
-    python -m pip install -q -e "$root${extra:+[$extra]}"
+    python -m pip install -q --no-compile -e "$root${extra:+[$extra]}"
     cp "$root/pyproject.toml" "$root/.venv/hetero-$extra.toml"
   fi
 }

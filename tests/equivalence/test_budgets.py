@@ -66,7 +66,7 @@ every_flavour_and_share = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(12)
 @every_flavour_and_share
 def test_an_optimizer_steps_bitwise_at_every_budget(flavour: str, share: str) -> None:
     """In two of the four scenes, so that each scene meets each flavour and each share."""

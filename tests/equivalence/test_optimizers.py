@@ -352,7 +352,7 @@ every_case = pytest.mark.parametrize("number", range(len(CASES)), ids=[str(c) fo
 PIECES = [1, 256, 1024]  # elements; the first cuts at every chunk border
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(40)
 @every_case
 def test_every_flag_set_steps_bitwise_cut_at_chunk_borders(
     number: int, monkeypatch: pytest.MonkeyPatch
@@ -490,7 +490,7 @@ def train_beside(reference: Reference, ours: Any, *, steps: int, follow: bool) -
         assert evicted(ours[0]) >= 3
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("case", ARITHMETIC, ids=str)
 def test_bf16_masters_stay_close_to_those_torch_steps(case: Case) -> None:
     """Both start from the same gradients; torch fuses here and there what the formulas round.
@@ -516,7 +516,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=atol)
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_whole_tensor_rules_step_fp32_masters_bitwise(case: Case) -> None:
     reference, ours = Reference(case), prepared(case, hbm=SMALL_BYTES, precision="bf16")

@@ -24,6 +24,7 @@ from accelerate.utils import ProjectConfiguration  # noqa: E402
 import hetero  # noqa: E402
 from hetero.errors import BudgetError, ConfigError, StateError  # noqa: E402
 from hetero.integrations.accelerate import HeteroAccelerator, HeteroPlugin  # noqa: E402
+from tests.integrations.models import Tied  # noqa: E402
 
 HBM = 60_000
 ORDERS = ["model first", "optimizer first", "three calls"]
@@ -44,23 +45,7 @@ def afresh_state() -> None:
 
 def tied() -> nn.Module:
     torch.manual_seed(0)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(32, 24)
-            blocks = (nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24)) for _ in "abc")
-            self.blocks = nn.ModuleList(blocks)
-            self.head = nn.Linear(24, 32, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.embed(x)
-            for block in self.blocks:
-                x = x + block(x)
-            return self.head(x)
-
-    return Model()
+    return Tied(blocks=3)
 
 
 def loader() -> DataLoader[Any]:

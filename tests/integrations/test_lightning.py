@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 import hetero  # noqa: E402
 from hetero.errors import ConfigError  # noqa: E402
 from hetero.integrations.lightning import HeteroFabricStrategy, HeteroStrategy  # noqa: E402
+from tests.integrations.models import Tied  # noqa: E402
 
 HBM = 45_000
 
@@ -30,29 +31,13 @@ def quiet() -> Any:
         yield
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(32, 24)
-        blocks = (nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24)) for _ in "abcdef")
-        self.blocks = nn.ModuleList(blocks)
-        self.head = nn.Linear(24, 32, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
 class Model(LightningModule):
     """Trains as users' modules do; it remembers what it saw."""
 
     def __init__(self, how: str = "automatic") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = Tied()
+        self.net = Tied(blocks=6)
         self.how = how
         self.automatic_optimization = how != "manual"
         self.seen: list[float] = []
@@ -277,7 +262,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 def fabric_run(fabric: Fabric, steps: int, path: Path | None = None) -> Any:
     """Train; returns losses and the state to save."""
     torch.manual_seed(0)
-    model = Tied()
+    model = Tied(blocks=6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
     model, optimizer = fabric.setup(model, optimizer)
