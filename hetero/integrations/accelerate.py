@@ -169,14 +169,25 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         if trains and MARK in model.__dict__ and engine_of(model).optimizer is None:
             release(model)  # it was for inference until now
         if MARK in model.__dict__:
+            self._refuse_alone(model)
             return
-        if self.num_processes > 1:
+        if self.num_processes > 1 and id(model) not in self._replicas:
             shares = self.ddp_handler is None or self.ddp_handler.broadcast_buffers
             self._replicas[id(model)] = Replicas(model, self._group, buffers=shares)
         if trains:
             self._waiting[id(model)] = Waiting(self, model)
         else:
             prepare(model, config=self.hetero_config)
+
+    def _refuse_alone(self, model: nn.Module) -> None:
+        """Refuse a model that trains on several processes, and of which the others know nothing."""
+        known = id(model) in self._replicas or engine_of(model).optimizer is None
+        if self.num_processes > 1 and not known:
+            raise StateError(
+                "the model was prepared by hetero.prepare: its gradients would not be averaged over"
+                f" {self.num_processes} processes",
+                advice="give the plain model and optimizer to accelerator.prepare",
+            )
 
     def _paired(self, optimizer: torch.optim.Optimizer) -> Optimizer:
         """Prepare the model that an optimizer is of, with it."""

@@ -429,6 +429,17 @@ def test_a_model_with_a_device_map_is_refused() -> None:
     assert "without device_map" in caught.value.advice
 
 
+def test_a_model_whose_gradients_nobody_would_average_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = ours()
+    parts = hetero.prepare(model := tied(), torch.optim.AdamW(model.parameters()), device="cpu")
+    monkeypatch.setattr(HeteroAccelerator, "num_processes", 2)
+
+    with pytest.raises(StateError, match="not be averaged over 2 processes"):
+        accelerator.prepare(*parts)
+
+
 def test_a_model_that_is_prepared_stays_as_it_is() -> None:
     accelerator = ours()
     model, optimizer, *_ = prepared(accelerator, "model first")
