@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hetero.errors import OutOfMemory
 from hetero.events import EventLog, What
@@ -79,6 +79,13 @@ class Choice(Protocol):
         """Return what holds for a unit's next forward."""
 
 
+class Tight(NamedTuple):
+    """A choice with which a step ran, though not with the margins that there should be."""
+
+    policies: dict[int, Policy]
+    peak_bytes: int
+
+
 class Fitting:
     """What fits, and who gives way.
 
@@ -118,8 +125,9 @@ class Fitting:
         self._chosen_for = 0  # bytes of inputs that policies were chosen for
         self._inputs: deque[int] = deque(maxlen=WINDOW)
         self._peaks: deque[int] = deque(maxlen=WINDOW)
-        self._failed: list[dict[int, Policy]] = []  # choices that were measured not to fit
+        self._tight: list[Tight] = []  # choices that were measured not to fit with the margins
         self._is_guess = False  # whether the last peak is expected, and not measured
+        self._has_room = False  # whether policies were found that fit
 
     # -- a forward -------------------------------------------------------------------------------
 
@@ -128,7 +136,7 @@ class Fitting:
         if self._spoiled:  # what an attempt took that came to nothing is not what steps take
             self.meter.restart()
         self.forecast.begin(anew=self._spoiled)
-        self._choice.overlaps = bool(self._chosen_for) or not self._choice.may_change
+        self._choice.overlaps = self._has_room or not self._choice.may_change
         self._spoiled = False
 
     @contextmanager
@@ -193,23 +201,34 @@ class Fitting:
         return self.budget.most_bytes - self._frames.limit * self.budget.plan.granule_bytes
 
     def _choose(self, units: Sequence[int], room_bytes: int) -> bool:
-        """Choose policies that fit; the smallest that are not known to fail, and False, where none
-        does."""
+        """Choose policies that fit; where none does, those that take least, and False."""
         uses = [self.forecast.use(unit) for unit in units]
         found = self._found(uses, room_bytes, goes_down=False)
         if found is None or any(policy.offload for policy in found):
             # something goes down in any case, and what is saved between units with it
             less = self._found(uses, room_bytes, goes_down=True)
             found = less if less and any(policy.offload for policy in less) else found
-        options = [found] if found is not None else self._smallest(uses)
-        for option in options:
+        for option in [found] if found is not None else self._smallest(uses):
             policies = {**self._choice.policies, **dict(zip(units, option, strict=True))}
-            if policies not in self._failed:
-                if policies != self._choice.policies:
-                    self._note(f"{shown(policies)} for {room_bytes} bytes")
-                self._choice.policies.update(policies)
-                return found is not None
-        return False
+            if not any(policies == tight.policies for tight in self._tight):
+                break
+        else:
+            if found is not None:
+                return False
+            policies = self._choice.policies
+        if found is None:
+            policies = self._least(units, policies)
+        if policies != self._choice.policies:
+            self._note(f"{shown(policies)} for {room_bytes} bytes")
+        self._choice.policies.update(policies)
+        return found is not None
+
+    def _least(self, units: Sequence[int], policies: dict[int, Policy]) -> dict[int, Policy]:
+        """Return ``policies``, or those with which a step ran that took no more than they would."""
+        ran = min(self._tight, key=lambda tight: tight.peak_bytes, default=None)
+        if ran is None or self.forecast.peak_bytes(units, policies) < ran.peak_bytes:
+            return policies
+        return ran.policies
 
     def _found(
         self, uses: Sequence[Use], room_bytes: int, *, goes_down: bool
@@ -255,14 +274,16 @@ class Fitting:
             forecast.scale = self._chosen_for / inputs
             self._choose_all(units)
             forecast.scale = 1.0
-        return max(self._peaks)
+        # 3. what fitted is no error, though margins are counted with what was measured
+        room = self.budget.most_bytes - self.budget.plan.least_bytes
+        return min(max(self._peaks), max(room, self.meter.seen_bytes()))
 
     def _is_due(self) -> bool:
         """Whether policies were chosen for other inputs, or do not fit."""
         top = max(self._inputs)
         fits = max(self._peaks) <= self.budget.most_bytes - self.budget.plan.least_bytes
         if fits:
-            self._failed.clear()
+            self._tight.clear()
         return not (SHRUNK * self._chosen_for <= top <= self._chosen_for and fits)
 
     def _choose_all(self, units: Sequence[int]) -> None:
@@ -279,8 +300,10 @@ class Fitting:
             rooms.insert(0, most - plan.home_bytes - ring)
         before = dict(self._choice.policies)
         if max(self._peaks) > rooms[-1]:
-            self._failed.append(before)
-        if not any(self._choose(units, room) for room in rooms):
+            self._tight = [tight for tight in self._tight if tight.policies != before]
+            self._tight.append(Tight(before, max(self._peaks)))
+        self._has_room = any(self._choose(units, room) for room in rooms)
+        if not self._has_room:
             self._choose(units, rooms[-1])
         if self._choice.policies == before:
             return

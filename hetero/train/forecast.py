@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from hetero.device import Device, Ticket
 from hetero.plan.activations import Policy, Use, peak_bytes
+from hetero.train.caches import is_cache
 from hetero.train.footprint import Footprint
 from hetero.train.recompute import versions
 from hetero.train.swizzle import plainly
@@ -214,7 +215,12 @@ class Forecast:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the distinct strided tensors in a value."""
-    found = {id(t): t for t in tree_iter(value) if isinstance(t, torch.Tensor)}
+    """Return the distinct strided tensors in a value.
+
+    What caches of keys and values hold is not among them (older transformers let pytrees see it):
+    it grows from unit to unit, and what a unit leaves does not grow with it.
+    """
+    leaves = tree_iter(value, is_leaf=is_cache)
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
     with plainly():
         return [t for t in found.values() if t.layout is torch.strided]

@@ -38,7 +38,10 @@ class Meter(Protocol):
         """The model's forward made this: a backward pass from it is to be measured."""
 
     def peak_bytes(self) -> int:
-        """Return the most bytes there were at once since `restart`."""
+        """Return the most bytes there were at once since `restart`, with margins."""
+
+    def seen_bytes(self) -> int:
+        """Return it without margins."""
 
     def restart(self) -> None:
         """Begin a new measurement."""
@@ -59,6 +62,9 @@ class BoundMeter:
 
     def peak_bytes(self) -> int:
         return self._footprint.bound_bytes + self._gradient_bytes
+
+    def seen_bytes(self) -> int:
+        return self.peak_bytes()
 
     def restart(self) -> None:
         self._footprint.restart()
@@ -81,8 +87,10 @@ class AllocatorMeter:
     def made(self, output: Any) -> None: ...
 
     def peak_bytes(self) -> int:
-        peak = (self._device.allocated_peak() or 0) - self._others()
-        return int((1 + MARGIN) * max(0, peak))
+        return int((1 + MARGIN) * self.seen_bytes())
+
+    def seen_bytes(self) -> int:
+        return max(0, (self._device.allocated_peak() or 0) - self._others())
 
     def restart(self) -> None:
         self._device.reset_peak()
@@ -212,6 +220,9 @@ class TracedMeter:
 
     def peak_bytes(self) -> int:
         return int((1 + MARGIN) * self._mode.peak) + self._footprint.output_bytes
+
+    def seen_bytes(self) -> int:
+        return self._mode.peak
 
     def restart(self) -> None:
         self._mode.peak = self._mode.counted()

@@ -26,6 +26,7 @@ from hetero.plan.schedule import Op
 from hetero.plan.trace import Access
 from hetero.train import fault, swizzle
 from hetero.train.activation import Saved, SavedTensors, foreign, guard_hooks
+from hetero.train.caches import is_cache
 from hetero.train.footprint import CHANGED
 from hetero.train.grads import GradStore
 from hetero.train.head import LateLogits
@@ -180,7 +181,7 @@ class Runtime:
 
     def leave_model(self, output: object, *, pushed: bool) -> None:
         """End a call of the whole model."""
-        n_bytes = sum(t.nbytes for t in tree_iter(output) if is_there(t))
+        n_bytes = sum(t.nbytes for t in tree_iter(output, is_leaf=is_cache) if is_there(t))
         self.saved.footprint.output_bytes = max(self.saved.footprint.output_bytes, n_bytes)
         if pushed:
             self.saved.pop()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 
 import hetero
 from hetero.api import engine_of, status
@@ -16,6 +17,8 @@ from hetero.bench.activations import held, peak_of
 from hetero.device import SimDevice
 from hetero.errors import BudgetError
 from hetero.plan.activations import KEEP, RECOMPUTE
+from hetero.train.fitting import Tight
+from hetero.train.forecast import tensors_of
 from hetero.train.meter import LiveBytes, meters_of
 from tests.equivalence.harness import adamw, same, values
 
@@ -43,6 +46,21 @@ class Writing(Block):
 def deep(block: type[nn.Module] = Block, blocks: int = 8) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(D, D), *(block() for _ in range(blocks)))
+
+
+class Cache:
+    """Of keys and values, and known to pytrees."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys = keys
+
+    def update(self) -> None: ...
+
+    def get_seq_length(self) -> int:
+        return len(self.keys)
+
+
+register_pytree_node(Cache, lambda cache: ([cache.keys], None), lambda keys, _: Cache(*keys))
 
 
 def prepared(model: nn.Module, **settings: Any) -> tuple[Any, Any]:
@@ -283,7 +301,7 @@ def test_a_choice_that_was_measured_not_to_fit_is_not_made_again() -> None:
 
     assert fitting._choose(units, 0) is False
     first = dict(policies)
-    fitting._failed.append(first)
+    fitting._tight.append(Tight(first, 2**40))
     fitting._choose(units, 0)
 
     assert policies != first
@@ -308,6 +326,27 @@ def test_auto_trains_wherever_computing_everything_again_would() -> None:
         else:
             too_small = middle
     assert trains(smallest, "auto")
+
+
+@pytest.mark.parametrize("hbm", [165_000, 180_000, 195_000])
+def test_where_a_first_step_ran_those_run_that_follow(hbm: int) -> None:
+    """So little that no choice is expected to fit with margins: what ran is kept to."""
+    plain = deep()
+    model, optimizer = prepared(copy.deepcopy(plain), hbm=hbm)
+
+    trains_alike(model, optimizer, plain, [64] * 5)
+
+    assert engine_of(model).activations.overlaps is False
+    assert status(model).tiers["HBM"]["peak"] <= hbm
+
+
+def test_what_a_cache_holds_is_no_input_that_units_leave_more_for() -> None:
+    """Older transformers let pytrees see into their caches, which grow from unit to unit."""
+    cache = Cache(torch.ones(3))
+
+    found = tensors_of(([torch.ones(2)], {"past_key_values": cache}))
+
+    assert [tensor.tolist() for tensor in found] == [[1.0, 1.0]]
 
 
 def test_bytes_that_others_count_or_that_are_not_ours_make_no_peak() -> None:
