@@ -189,7 +189,7 @@ def test_without_settings_the_line_to_paste_is_still_python() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "setting", "little"), [("HBM", "hbm", 190_000), ("HOST", "host", 300_000)]
+    ("name", "setting", "little"), [("HBM", "hbm", 150_000), ("HOST", "host", 300_000)]
 )
 def test_a_tier_that_is_too_small_is_named_with_what_it_lacks(
     name: str, setting: str, little: int
@@ -205,7 +205,7 @@ def test_a_tier_that_is_too_small_is_named_with_what_it_lacks(
 
 
 @pytest.mark.parametrize(
-    ("setting", "little"), [("hbm", 190_000), ("host", 300_000)], ids=["hbm", "host"]
+    ("setting", "little"), [("hbm", 150_000), ("host", 300_000)], ids=["hbm", "host"]
 )
 def test_what_was_missing_is_enough(setting: str, little: int) -> None:
     (short,) = planned(**{setting: little}).shortfalls
