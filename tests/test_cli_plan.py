@@ -74,7 +74,7 @@ def test_a_model_that_fits_ends_with_status_0_and_the_line_to_paste() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "tier", "have"), [("--hbm 190KB", "HBM", 190_000), ("--host 300KB", "HOST", 300_000)]
+    ("given", "tier", "have"), [("--hbm 150KB", "HBM", 150_000), ("--host 300KB", "HOST", 300_000)]
 )
 def test_a_model_that_does_not_fit_ends_with_status_1_and_names_tier_and_bytes(
     given: str, tier: str, have: int
@@ -94,7 +94,7 @@ def test_a_model_that_does_not_fit_ends_with_status_1_and_names_tier_and_bytes(
 
 def test_json_has_the_same_keys_whether_it_fits_or_not() -> None:
     fits = last_json(call(f"{SMALL} --hbm 560KB --json"))
-    short = last_json(call(f"{SMALL} --hbm 190KB --json"))
+    short = last_json(call(f"{SMALL} --hbm 150KB --json"))
 
     assert set(fits) == set(short) == KEYS
     assert set(fits["tiers"][0]) == {"tier", "budget_bytes", "peak_bytes", "kinds"}
