@@ -117,6 +117,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("where", "rule", "precision", "asynchronous"), RUNS)
 def test_a_run_goes_on_bit_for_bit_anywhere(
     disk: Path, where: str, rule: str, precision: str, asynchronous: bool
@@ -184,6 +185,7 @@ def write_data(model: nn.Module, optimizer: Any) -> None:
         param.data.zero_()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("write", [write_aliases, write_states, write_data])
 @pytest.mark.parametrize("where", ["resident", "paged", "disk"])
 def test_what_a_user_writes_behind_a_save_is_not_in_it(
@@ -343,6 +345,7 @@ def test_a_model_that_was_loaded_in_part_is_of_no_use_until_a_whole_load(
     train(model, optimizer, scheduler, 1)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("op", ["create", "reserve", "write", "sync", "rename", "sync_folder"])
 def test_a_save_that_fails_says_so_and_training_and_the_next_save_go_on(

@@ -34,7 +34,7 @@ LEFT = [  # "auto" chooses between the other two: by default it does so for ever
 ]
 
 
-@pytest.mark.sample(32)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(("case", "policy"), LEFT)
 def test_a_model_trains_bitwise_whatever_is_left_for_backward(case: Case, policy: str) -> None:
     budget = measure(case, adamw, 512)
@@ -224,7 +224,7 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("reentrant", [None, False, True])

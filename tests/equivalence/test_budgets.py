@@ -66,7 +66,7 @@ every_flavour_and_share = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @every_flavour_and_share
 def test_an_optimizer_steps_bitwise_at_every_budget(flavour: str, share: str) -> None:
     """In two of the four scenes, so that each scene meets each flavour and each share."""
@@ -110,6 +110,7 @@ def test_a_run_cut_at_every_chunk_border_steps_bitwise(
     assert compare(case, make, hbm=budget.of(0.3), chunk_bytes=256).mode == "paged"
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("flavour", OTHERS)
 def test_every_other_rule_steps_bitwise_while_paged(flavour: str) -> None:
     make = over(OTHERS[flavour])

@@ -321,6 +321,7 @@ def test_each_sync_that_is_left_out_is_missed(tmp_path: Path) -> None:
     assert found == MISSED
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "tell", [save_after_the_last_sync_failed, save_after_the_last_sync_failed_twice]
 )

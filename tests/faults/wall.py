@@ -16,7 +16,7 @@ from torch import nn
 import hetero
 from hetero.weights import Weights
 
-WIDTH, LAYERS, STEPS, BATCH = 2048, 24, 3, 4
+WIDTH, LAYERS, STEPS, BATCH = 2048, 24, 2, 4
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 STATE_BYTES = 16 * PARAMETERS  # parameter, gradient and two moments
 LIMIT_BYTES = STATE_BYTES // 3

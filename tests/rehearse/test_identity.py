@@ -183,6 +183,7 @@ def test_at_any_budget(hbm: int) -> None:
     assert_the_same(play)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(  # by default every other one
     "name", [*ZOO[::2], *(pytest.param(name, marks=pytest.mark.slow) for name in ZOO[1::2])]
 )

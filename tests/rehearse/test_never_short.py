@@ -125,6 +125,7 @@ def assert_never_short(number: int, disk: Path) -> None:
     run(as_planned(drawn(number), plan, disk))  # no BudgetError
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("number", SAMPLE)
 def test_what_is_planned_to_fit_runs(number: int, disk: Path) -> None:
     assert_never_short(number, disk)

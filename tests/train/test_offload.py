@@ -75,6 +75,7 @@ PLACES = [  # by default two of the seeds at each budget
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("hbm", "seed"), PLACES)
 def test_all_that_the_blocks_save_goes_down_once_and_comes_back_once(
     hbm: str | None, seed: int | None
@@ -127,6 +128,7 @@ def test_without_a_disk_a_full_host_is_a_budget_error_that_says_how_much() -> No
     assert refused.value.needed_bytes > 1900 * 1024
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4, 5))]
 )
