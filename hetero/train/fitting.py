@@ -167,7 +167,7 @@ class Fitting:
         """Nobody knows yet what fits: the first step has as little on the device as can be.
 
         Of each kind of unit the first goes down whole, which shows what it saves. Nothing overlaps
-        until policies are chosen.
+        until policies are found that fit: a step that ran so is not to end the next one.
         """
         if self._choice.may_change:
             alike = self.forecast.alike(unit)
@@ -184,9 +184,8 @@ class Fitting:
         if need + ring.limit_bytes <= self._beside_frames:
             return
         least = plan.least_bytes // plan.granule_bytes
-        room = self.budget.most_bytes - plan.least_bytes
-        if need > room and self._choice.may_change:
-            self._choose(ahead, room - held)
+        if need > self._room and self._choice.may_change:
+            self._choose(ahead, self._room - held)
             need = held + self.forecast.peak_bytes(ahead, self._choice.policies)
         limit = (self.budget.most_bytes - need - ring.limit_bytes) // plan.granule_bytes
         before = self._frames.limit
@@ -199,6 +198,11 @@ class Fitting:
     def _beside_frames(self) -> int:
         """HBM beside buffers and the frames that there are now."""
         return self.budget.most_bytes - self._frames.limit * self.budget.plan.granule_bytes
+
+    @property
+    def _room(self) -> int:
+        """HBM beside buffers and the fewest frames."""
+        return self.budget.most_bytes - self.budget.plan.least_bytes
 
     def _choose(self, units: Sequence[int], room_bytes: int) -> bool:
         """Choose policies that fit; where none does, those that take least, and False."""
@@ -275,13 +279,12 @@ class Fitting:
             self._choose_all(units)
             forecast.scale = 1.0
         # 3. what fitted is no error, though margins are counted with what was measured
-        room = self.budget.most_bytes - self.budget.plan.least_bytes
-        return min(max(self._peaks), max(room, self.meter.seen_bytes()))
+        return min(max(self._peaks), max(self._room, self.meter.seen_bytes()))
 
     def _is_due(self) -> bool:
         """Whether policies were chosen for other inputs, or do not fit."""
         top = max(self._inputs)
-        fits = max(self._peaks) <= self.budget.most_bytes - self.budget.plan.least_bytes
+        fits = max(self._peaks) <= self._room
         if fits:
             self._tight.clear()
         return not (SHRUNK * self._chosen_for <= top <= self._chosen_for and fits)
@@ -295,29 +298,28 @@ class Fitting:
         plan = self.budget.plan
         most, ring = self.budget.most_bytes, self._ring.useful_bytes
         rooms = [most - 2 * plan.least_bytes - ring, most - plan.least_bytes - ring]
-        rooms.append(most - plan.least_bytes)
+        rooms.append(self._room)
         if self._may_stay:
             rooms.insert(0, most - plan.home_bytes - ring)
         before = dict(self._choice.policies)
-        if max(self._peaks) > rooms[-1]:
+        if max(self._peaks) > self._room:
             self._tight = [tight for tight in self._tight if tight.policies != before]
             self._tight.append(Tight(before, max(self._peaks)))
         self._has_room = any(self._choose(units, room) for room in rooms)
         if not self._has_room:
-            self._choose(units, rooms[-1])
+            self._choose(units, self._room)
         if self._choice.policies == before:
             return
         # what nobody has tried yet is tried with as few frames as may be needed, and then known
         largest = max((self.forecast.use(unit).saved_bytes for unit in units), default=0)
         expected = self.forecast.peak_bytes(units, self._choice.policies)
         self._peaks.clear()
-        self._peaks.append(min(expected + largest, rooms[-1]))
+        self._peaks.append(min(expected + largest, self._room))
         self._is_guess = True
 
     def ring_bytes(self, activation_bytes: int) -> int:
         """Return what the gradient ring can have beside activations and the fewest frames."""
-        left = self.budget.most_bytes - self.budget.plan.least_bytes - activation_bytes
-        return max(0, min(self._ring.useful_bytes, left))
+        return max(0, min(self._ring.useful_bytes, self._room - activation_bytes))
 
     def charge(self, activation_bytes: int, ring_bytes: int) -> None:
         """Charge activations and the gradient ring, in place of what was charged before."""
