@@ -65,14 +65,16 @@ def peak_bytes(
     policies: Sequence[Policy],
     working_bytes: int = 0,
     *,
+    end_bytes: int = 0,
     overlaps: bool = True,
 ) -> int:
     """Return the most bytes on the device at once in forward and backward.
 
-    ``working_bytes`` come on top of what is held at any time. Of what goes down, two units' are on
-    the device at once: in forward one on its way and one that is being made, in backward one in use
-    and the next, unless nothing ``overlaps``. So a unit's backward has at least what its forward
-    had.
+    ``working_bytes`` come on top of what is held while a unit computes, ``end_bytes`` behind the
+    forward of the last one, where nothing has been given back yet: for a loss. Of what goes down,
+    two units' are on the device at once: in forward one on its way and one that is being made, in
+    backward one in use and the next, unless nothing ``overlaps``. So a unit's backward has at least
+    what its forward had.
     """
     held = top = next_bytes = 0  # that stay; at the peak; that come up for the unit before
     for use, policy in zip(uses, policies, strict=True):
@@ -85,7 +87,7 @@ def peak_bytes(
             held += left
         elif overlaps:
             next_bytes = left
-    return top + working_bytes
+    return max(top + working_bytes, held + next_bytes + end_bytes)
 
 
 def choose(
@@ -95,6 +97,7 @@ def choose(
     down: Seconds,
     up: Seconds,
     working_bytes: int = 0,
+    end_bytes: int = 0,
 ) -> list[Policy] | None:
     """Return a policy for each unit, in the order of forward; None where nothing fits.
 
@@ -103,7 +106,7 @@ def choose(
     ``down`` and ``up`` return the seconds in which the link moves bytes.
     """
     for policies in _candidates(uses, down, up):
-        if peak_bytes(uses, policies, working_bytes) <= room_bytes:
+        if peak_bytes(uses, policies, working_bytes, end_bytes=end_bytes) <= room_bytes:
             return policies
     return None
 

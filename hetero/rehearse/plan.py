@@ -465,6 +465,7 @@ def facts_of(scene: Scene, found: Rehearsal, needed: Mapping[str, int]) -> Facts
     return Facts(
         uses=found.uses,
         working_bytes=found.working_bytes,
+        end_bytes=found.end_bytes,
         fixed_hbm_bytes=found.buffer_bytes + blueprint.least_bytes,
         home_bytes=blueprint.home_bytes,
         state_bytes=states,

@@ -98,6 +98,8 @@ class Rehearsal:
     """What units leave for backward, in the order of forward; none of a model that stays."""
     working_bytes: int
     """At the peak, beside what units leave."""
+    end_bytes: int
+    """Behind the last unit's forward, beside what units leave."""
     buffer_bytes: int
     run: Run
     error: BudgetError | None = None
@@ -285,7 +287,7 @@ def outcome(
     names = engine.blueprint.layout.unit_names
     policies = {names[unit]: str(policy) for unit, policy in engine.activations.policies.items()}
     uses: tuple[Use, ...] = ()
-    working = 0
+    working = end = 0
     run = Run.of(meta_as_predicted(engine, profile), engine.log.drain())
     if engine.was_paged:
         forecast, seconds = engine.fitting.forecast, forward_seconds(run, engine.device.is_cuda)
@@ -294,6 +296,7 @@ def outcome(
             for unit in forecast.rows
         )
         working = forecast.working_bytes(goes_down=False)
+        end = forecast.behind_bytes(goes_down=False)
     return Rehearsal(
         steps=tuple(steps),
         peaks={t: ledger.peak(t) + beside_bytes * (t is Tier.HBM) for t in TIERS},
@@ -305,6 +308,7 @@ def outcome(
         policies=policies,
         uses=uses,
         working_bytes=working,
+        end_bytes=end,
         buffer_bytes=engine.budget.buffer_bytes,
         run=run,
         error=error,

@@ -32,6 +32,8 @@ class Facts:
 
     uses: tuple[Use, ...]
     working_bytes: int
+    end_bytes: int
+    """Behind the last unit's forward, beside what units leave."""
     fixed_hbm_bytes: int
     """Buffers and the fewest frames."""
     home_bytes: int
@@ -122,7 +124,8 @@ def estimate(label: str, facts: Facts, policies: Sequence[Policy] | None = None)
     """Return what comes of a setting, with the cheapest policies that fit where none are given."""
     room = facts.hbm_bytes - facts.fixed_hbm_bytes
     chosen = policies or choice(facts, room)
-    peak = peak_bytes(facts.uses, chosen, facts.working_bytes) + facts.fixed_hbm_bytes
+    live = peak_bytes(facts.uses, chosen, facts.working_bytes, end_bytes=facts.end_bytes)
+    peak = live + facts.fixed_hbm_bytes
     short = facts.home_bytes - facts.host_bytes - facts.disk_bytes
     problems = []
     if peak > facts.hbm_bytes:
@@ -142,6 +145,7 @@ def choice(facts: Facts, room_bytes: int) -> list[Policy]:
         down=facts.down,
         up=facts.up,
         working_bytes=facts.working_bytes,
+        end_bytes=facts.end_bytes,
     )
     return found or [use.may(RECOMPUTE) for use in facts.uses]
 
@@ -181,6 +185,7 @@ def scaled(facts: Facts, times: float) -> Facts:
         facts,
         uses=uses,
         working_bytes=int(facts.working_bytes * times),
+        end_bytes=int(facts.end_bytes * times),
         compute_seconds=facts.compute_seconds * times,
     )
 

@@ -157,6 +157,7 @@ class Fitting:
         try:
             yield
             self.forecast.note(self._choice.policy_of(unit))
+            self.meter.unit_done()
         except BaseException:
             self._spoiled = True
             raise
@@ -243,6 +244,7 @@ class Fitting:
             down=partial(self._copy_seconds, Lane.D2H),
             up=partial(self._copy_seconds, Lane.H2D),
             working_bytes=self.forecast.working_bytes(goes_down=goes_down),
+            end_bytes=self.forecast.behind_bytes(goes_down=goes_down),
         )
 
     def _note(self, why: str) -> None:
@@ -264,8 +266,8 @@ class Fitting:
         Where the choice is free, and was made for something else, it is made anew.
         """
         # 1. what the step had on the device, and how much of it is not explained by what units left
-        peak, forecast = self.meter.peak_bytes(), self.forecast
-        units = forecast.close(peak, self._choice.policies, overlaps=self._choice.overlaps)
+        peak, end, forecast = self.meter.peak_bytes(), self.meter.end_bytes(), self.forecast
+        units = forecast.close(peak, end, self._choice.policies, overlaps=self._choice.overlaps)
         if self._is_guess:  # now it is known
             self._peaks.clear()
             self._is_guess = False

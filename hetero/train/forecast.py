@@ -79,8 +79,10 @@ class Forecast:
         """Of what this forward leaves, by what the last one left."""
         self.beside_bytes = 0
         """On the device at the peak, beside what units left."""
+        self.end_bytes = 0
+        """On the device behind the last unit's forward, beside what graphs held there."""
         self.between_bytes = 0
-        """Of it, saved between units, which stays where nothing goes down."""
+        """Saved between units, which stays where nothing goes down."""
         self._device = device
         self._footprint = footprint
         self._names = names
@@ -88,6 +90,7 @@ class Forecast:
         self._order: list[int] = []  # units of the last forward
         self._now: list[int] = []  # and of this one, so far
         self._stamps: dict[int, tuple[Ticket, Ticket]] = {}  # of units seen for the first time
+        self._held_bytes = 0  # by graphs, when the last unit's forward ended
 
     # -- a forward -------------------------------------------------------------------------------
 
@@ -136,6 +139,7 @@ class Forecast:
                 self.scale = left / row.left_bytes
         self.rows[unit] = Row(policy, n_bytes, left, saved, seen.held_bytes, seconds, writes)
         self._now.append(unit)
+        self._held_bytes = self._footprint.live_bytes
 
     def _saved(self, unit: int, input_bytes: int) -> int:
         """Return what a unit would save, by what it did or what those of its kind did."""
@@ -176,30 +180,44 @@ class Forecast:
 
         ``goes_down`` says whether any unit's goes down, and what is saved between units with it.
         """
+        return self._scaled(self.beside_bytes, goes_down=goes_down)
+
+    def behind_bytes(self, *, goes_down: bool) -> int:
+        """Return what is expected behind the last unit's forward beside what units left."""
+        return self._scaled(self.end_bytes, goes_down=goes_down)
+
+    def _scaled(self, n_bytes: int, *, goes_down: bool) -> int:
         between = 0 if goes_down else self.between_bytes
-        return int(max(1.0, self.scale) * (self.beside_bytes + between))
+        return int(max(1.0, self.scale) * (n_bytes + between))
 
     def peak_bytes(
         self, units: Sequence[int], policies: Mapping[int, Policy], *, overlaps: bool = True
     ) -> int:
         """Return what units are expected to have on the device at once."""
         uses, chosen = [self.use(unit) for unit in units], [policies[unit] for unit in units]
-        working = self.working_bytes(goes_down=any(policy.offload for policy in policies.values()))
-        return peak_bytes(uses, chosen, working, overlaps=overlaps)
+        goes_down = any(policy.offload for policy in policies.values())
+        working, end = (of(goes_down=goes_down) for of in (self.working_bytes, self.behind_bytes))
+        return peak_bytes(uses, chosen, working, end_bytes=end, overlaps=overlaps)
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def close(self, peak: int, policies: Mapping[int, Policy], *, overlaps: bool) -> list[int]:
-        """A step is over, in which ``peak`` bytes were on the device; returns its units."""
+    def close(
+        self, peak: int, end: int, policies: Mapping[int, Policy], *, overlaps: bool
+    ) -> list[int]:
+        """A step is over; returns its units.
+
+        ``peak`` bytes were on the device, ``end`` of them behind the last unit's forward.
+        """
         for unit, (began, ended) in self._stamps.items():
             self.rows[unit].seconds = self._device.seconds_between(began, ended)
         self._stamps.clear()
         units = [unit for unit in self._now or self._order if unit in self.rows]
         if any(policy.offload for policy in policies.values()):
             self.between_bytes = self._footprint.between_bytes
-        self.scale, self.beside_bytes = 1.0, 0
+        self.scale, self.beside_bytes, self.end_bytes = 1.0, 0, 0
         expected = self.peak_bytes(units, policies, overlaps=overlaps)
         self.beside_bytes = max(0, peak - expected)
+        self.end_bytes = max(0, end - self._held_bytes)
         return units
 
     def where(self) -> str:

@@ -34,6 +34,9 @@ class Meter(Protocol):
     def watching(self) -> AbstractContextManager[None]:
         """Measure inside the block: the model's forward, or a backward."""
 
+    def unit_done(self) -> None:
+        """A unit's forward ended; what comes now is the model's end, if no other unit comes."""
+
     def made(self, output: Any) -> None:
         """The model's forward made this: a backward pass from it is to be measured."""
 
@@ -42,6 +45,9 @@ class Meter(Protocol):
 
     def seen_bytes(self) -> int:
         """Return it without margins."""
+
+    def end_bytes(self) -> int:
+        """Return the most bytes behind the last unit of the last forward; 0: nobody knows."""
 
     def restart(self) -> None:
         """Begin a new measurement."""
@@ -58,6 +64,8 @@ class BoundMeter:
     def watching(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def unit_done(self) -> None: ...
+
     def made(self, output: Any) -> None: ...
 
     def peak_bytes(self) -> int:
@@ -65,6 +73,9 @@ class BoundMeter:
 
     def seen_bytes(self) -> int:
         return self.peak_bytes()
+
+    def end_bytes(self) -> int:
+        return 0
 
     def restart(self) -> None:
         self._footprint.restart()
@@ -80,21 +91,35 @@ class AllocatorMeter:
         self._device = device
         self._footprint = footprint
         self._others = others
+        self._before = 0  # the peak, up to the last unit's end
+        self._end = 0
 
     def watching(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def made(self, output: Any) -> None: ...
+    def unit_done(self) -> None:
+        self._before = self.seen_bytes()
+        self._device.reset_peak()
+
+    def made(self, output: Any) -> None:
+        self._end = self._recent()
 
     def peak_bytes(self) -> int:
         return int((1 + MARGIN) * self.seen_bytes())
 
     def seen_bytes(self) -> int:
-        return max(0, (self._device.allocated_peak() or 0) - self._others())
+        return max(self._before, self._recent())
+
+    def end_bytes(self) -> int:
+        return self._end + self._footprint.output_bytes
 
     def restart(self) -> None:
+        self._before = 0
         self._device.reset_peak()
         self._footprint.restart()
+
+    def _recent(self) -> int:
+        return max(0, (self._device.allocated_peak() or 0) - self._others())
 
 
 class LiveBytes(TorchDispatchMode):
@@ -118,6 +143,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
+        self.recent = 0  # the peak, since somebody set it back
         self._grown = grown
         self._ours = ours
         self._passing = passing
@@ -153,7 +179,11 @@ class LiveBytes(TorchDispatchMode):
 
         self.live += n_bytes
         self._seen[key] = weakref.ref(storage, gone)
-        if self.live > self.peak and self._ours() and (counted := self.counted()) > self.peak:
+        if self.live <= self.recent or not self._ours():
+            return
+        counted = self.counted()
+        self.recent = max(self.recent, counted)
+        if counted > self.peak:
             self.peak = counted
             if self._grown is not None:
                 self._grown(counted)
@@ -192,6 +222,7 @@ class TracedMeter:
         self._footprint = footprint
         self._check = check
         self._mode = LiveBytes(grown=self._look, ours=ours, passing=passing)
+        self._end = 0
         _meters.add(self)
         guard_backward()
 
@@ -212,7 +243,11 @@ class TracedMeter:
         with self._mode:
             yield
 
+    def unit_done(self) -> None:
+        self._mode.recent = self._mode.counted()
+
     def made(self, output: Any) -> None:
+        self._end = self._mode.recent
         for tensor in tree_iter(output):
             node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
             if node is not None:
@@ -224,8 +259,11 @@ class TracedMeter:
     def seen_bytes(self) -> int:
         return self._mode.peak
 
+    def end_bytes(self) -> int:
+        return self._end + self._footprint.output_bytes
+
     def restart(self) -> None:
-        self._mode.peak = self._mode.counted()
+        self._mode.peak = self._mode.recent = self._mode.counted()
         self._footprint.restart()
 
 

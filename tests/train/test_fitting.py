@@ -340,6 +340,44 @@ def test_where_a_first_step_ran_those_run_that_follow(hbm: int) -> None:
     assert status(model).tiers["HBM"]["peak"] <= hbm
 
 
+class Long(nn.Module):
+    """Saves much, and takes little besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        for _ in range(12):
+            x = x.tanh()
+        return x
+
+
+class WideEnd(nn.Module):
+    """Behind its last unit, which saves little, it makes as much as a block saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(Long() for _ in range(6)))
+        self.last = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.blocks(x)).repeat(1, 8).tanh()
+
+
+@pytest.mark.parametrize("hbm", [236_000, 260_000])
+def test_what_comes_behind_the_last_unit_has_room_beside_what_all_left(hbm: int) -> None:
+    plain = WideEnd()
+    model, optimizer = prepared(copy.deepcopy(plain), hbm=hbm)
+
+    trains_alike(model, optimizer, plain, [64] * 4)
+
+    assert engine_of(model).fitting.forecast.end_bytes > 64 * 8 * D * 4
+    assert status(model).tiers["HBM"]["peak"] <= hbm
+
+
 def test_what_a_cache_holds_is_no_input_that_units_leave_more_for() -> None:
     """Older transformers let pytrees see into their caches, which grow from unit to unit."""
     cache = Cache(torch.ones(3))
