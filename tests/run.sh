@@ -8,8 +8,10 @@ setup_venv test
 
 python -m ruff check .
 python -m ruff format --check .
-python -m mypy
+python -m mypy >.venv/mypy.log 2>&1 & types=$!  # one process: the others have a core meanwhile
 
 export HETERO_PARANOID="${HETERO_PARANOID:-1}" OMP_NUM_THREADS=1
-python -m pytest -n 2 "$@"
 if [ $# -eq 0 ]; then bash tests/oldest.sh; fi
+wait $types || { cat .venv/mypy.log; exit 1; }
+cat .venv/mypy.log
+python -m pytest -n 2 "$@"
