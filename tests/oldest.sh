@@ -19,4 +19,4 @@ if [ $# -eq 0 ]; then  # without those that start processes
   set -- tests/integrations/test_{accelerate,trainer}.py "$loads"[{llama-1GB,bert-20KB,t5-20KB}] \
     -k "not processes and not launcher and not ranks and (not trainer or same_numbers or resumed)"
 fi
-python -m pytest -n 2 "$@"
+python -m pytest -n 2 --dist worksteal "$@"

@@ -14,4 +14,4 @@ export HETERO_PARANOID="${HETERO_PARANOID:-1}" OMP_NUM_THREADS=1
 if [ $# -eq 0 ]; then bash tests/oldest.sh; fi
 wait $types || { cat .venv/mypy.log; exit 1; }
 cat .venv/mypy.log
-python -m pytest -n 2 "$@"
+python -m pytest -n 2 --dist worksteal "$@"
