@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -222,10 +222,22 @@ class RunCommand(click.Command):
         rest = args[behind:]
         if rest[:1] == ["--"]:  # it says where the script's own begin
             rest = rest[1:]
+        else:
+            tell_of_late(word for word in rest if word.partition("=")[0] in self.BEHIND)
         return super().parse_args(ctx, [*args[at + 1 : behind], *args[: at + 1], *rest])
 
     def _options(self) -> Iterator[click.Option]:
         return (param for param in self.params if isinstance(param, click.Option))
+
+
+def tell_of_late(words: Iterable[str]) -> None:
+    """Say that words which look like budgets go to the script."""
+    for word in words:
+        click.echo(
+            f"{word} stands behind words of the script's own and goes to the script; options of"
+            " hetero's stand before it (a -- right behind it says that all is the script's)",
+            err=True,
+        )
 
 
 def taken(args: list[str], values: Mapping[str, bool]) -> int:

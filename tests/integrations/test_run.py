@@ -169,17 +169,17 @@ def test_a_plain_script_keeps_its_exit_status_and_is_told(status: int, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("behind", "own", "hbm"),
+    ("behind", "own", "hbm", "late"),
     [
-        (["--hbm", "7KiB", "--lr", "1", "--host", "x"], ["--lr", "1", "--host", "x"], 7168),
-        (["--hbm=7KiB", "--", "--host", "x"], ["--host", "x"], 7168),
-        (["--config", "own.yaml", "--hbm", "1"], ["--config", "own.yaml", "--hbm", "1"], None),
-        (["--", "--hbm", "1"], ["--hbm", "1"], None),
-        (["0", "--", "1"], ["0", "--", "1"], None),
+        (["--hbm", "7KiB", "--lr", "1", "--host", "x"], ["--lr", "1", "--host", "x"], 7168, 1),
+        (["--hbm=7KiB", "--", "--host", "x"], ["--host", "x"], 7168, 0),
+        (["--config", "own.yaml", "--hbm=1"], ["--config", "own.yaml", "--hbm=1"], None, 1),
+        (["--", "--hbm", "1"], ["--hbm", "1"], None, 0),
+        (["0", "--", "1"], ["0", "--", "1"], None, 0),
     ],
 )
 def test_budgets_may_stand_right_behind_the_script(
-    behind: list[str], own: list[str], hbm: int | None, tmp_path: Path
+    behind: list[str], own: list[str], hbm: int | None, late: int, tmp_path: Path
 ) -> None:
     text = "import sys, accelerate\n"
     text += "print(sys.argv[1:], accelerate.Accelerator(cpu=True).hetero_config.hbm)"
@@ -188,6 +188,7 @@ def test_budgets_may_stand_right_behind_the_script(
 
     assert result.exit_code == 0, result.output
     assert f"{own} {hbm}" in result.stdout
+    assert result.stderr.count("goes to the script") == late
 
 
 @pytest.mark.parametrize(
