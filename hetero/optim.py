@@ -7,6 +7,7 @@ bits. The others look at whole tensors.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ def _check(settings: dict[str, Any]) -> None:
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
 
-class _Rule(torch.optim.Optimizer):
+class _Rule(torch.optim.Optimizer, ABC):
     """What the four share: checked groups, and one update per parameter that has a gradient."""
 
     def __init__(self, params: ParamsT, **defaults: Any) -> None:
@@ -65,9 +66,9 @@ class _Rule(torch.optim.Optimizer):
                 self._update(p, -grad if group["maximize"] else grad, self.state[p], group)
         return loss
 
+    @abstractmethod
     def _update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Update one parameter in place from the gradient to descend along."""
-        raise NotImplementedError
 
 
 def _zero_step() -> Tensor:

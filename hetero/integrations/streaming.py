@@ -102,19 +102,20 @@ class Streaming:
 def streaming() -> Iterator[Streaming]:
     """Let what this thread loads with transformers stay in its files."""
     with LOADING:
-        before, thread = PreTrainedModel.__dict__["_load_pretrained_model"], threading.get_ident()
-        stock = PreTrainedModel._load_pretrained_model
+        owner: Any = PreTrainedModel
+        before, thread = owner.__dict__["_load_pretrained_model"], threading.get_ident()
+        stock = owner._load_pretrained_model
         what = Streaming(stock)
 
         def load(*args: Any, **kwargs: Any) -> Any:
             ours = threading.get_ident() == thread
             return (what.load if ours else stock)(*args, **kwargs)
 
-        PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[method-assign]
+        owner._load_pretrained_model = staticmethod(load)
         try:
             yield what
         finally:
-            PreTrainedModel._load_pretrained_model = before  # type: ignore[method-assign]
+            owner._load_pretrained_model = before
 
 
 def tensors_of(files: Iterable[str]) -> dict[str, InFile]:
@@ -173,8 +174,8 @@ def dtype_of(param: nn.Parameter, name: str, config: Any) -> torch.dtype:
 def wait(model: nn.Module, name: str, place: Place, dtype: torch.dtype) -> None:
     """Put an empty parameter that knows its place where a name says."""
     param = model.get_parameter(name)
-    empty = nn.Parameter(param.detach().to(dtype), requires_grad=True)
+    empty: Any = nn.Parameter(param.detach().to(dtype), requires_grad=True)
     promise(empty, place)
-    empty._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers looks for it
+    empty._is_hf_initialized = True  # transformers looks for it
     owner, _, last = name.rpartition(".")
     setattr(model.get_submodule(owner), last, empty)

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -42,6 +42,11 @@ from hetero.integrations.accelerate import (
 )
 from hetero.train.check import MARK, check_model
 from hetero.types import Tier
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Stock
+else:
+    Stock = object  # the class that a Trainer's class brings is behind it
 
 FOLDER = "hetero"  # of a checkpoint's directory
 STAGED = ".hetero-weights"  # while parameters come from disk
@@ -106,8 +111,7 @@ def enable(live: Any, config: Settings = None, **settings: Any) -> Any:
 def made(cls: Any) -> type:
     """Return the class that is HeteroTrainer before it is ``cls``."""
 
-    @functools.wraps(cls.__init__)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
         self.hetero_given = kwargs.pop("hetero", None)
         cls.__init__(self, *args, **kwargs)
 
@@ -115,12 +119,13 @@ def made(cls: Any) -> type:
     more = inspect.Parameter("hetero", inspect.Parameter.KEYWORD_ONLY, default=None)
     rest = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     last = [p for p in own.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-    __init__.__signature__ = own.replace(parameters=[*rest, more, *last])  # type: ignore[attr-defined]
-    names = {"__init__": __init__, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    shown: Any = functools.wraps(cls.__init__)(build)
+    shown.__signature__ = own.replace(parameters=[*rest, more, *last])
+    names = {"__init__": shown, "__module__": cls.__module__, "__doc__": cls.__doc__}
     return type(f"Hetero{cls.__name__}", (HeteroTrainer, cls), names)
 
 
-class HeteroTrainer:
+class HeteroTrainer(Stock):
     """What `trainer` puts before a Trainer class."""
 
     hetero_given: Settings = None
@@ -135,7 +140,7 @@ class HeteroTrainer:
             check_trainable(self.model)
         given = self.hetero_given or os.environ.get(SETTINGS) or None
         taken = settings_of(self.args, Config.load(given))
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         self._hetero_take(taken)
 
     def _hetero_take(self: Any, config: Config) -> None:
@@ -158,13 +163,13 @@ class HeteroTrainer:
                 " large: together they take hbm= and host= twice. Give half of what there is",
                 stacklevel=2,
             )
-        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        return super().create_optimizer(*args, **kwargs)
 
     # -- steps -----------------------------------------------------------------------------------
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Make a step, and see what Trainer's filter would hide."""
-        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
         if self.args.logging_nan_inf_filter:
             self._hetero_losses.saw(loss, self.state.global_step)
         return loss
@@ -175,7 +180,7 @@ class HeteroTrainer:
             logs = self._hetero_losses.told(logs)
             if MARK in self.model.__dict__:
                 logs = {**logs, **metrics(self.model)}
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -184,7 +189,7 @@ class HeteroTrainer:
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         reads = state_dict is None and self.args.should_save
         with plain_state(self.model, folder) if reads else nullcontext() as plain:
-            super()._save(output_dir, state_dict if plain is None else plain)  # type: ignore[misc]
+            super()._save(output_dir, state_dict if plain is None else plain)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         """See [Note: checkpoints]."""
@@ -193,7 +198,7 @@ class HeteroTrainer:
         folder = Path(output_dir)
         shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of a run that was here before
         if has_adapters(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            super()._save_optimizer_and_scheduler(output_dir)
             return
         (folder / STATES).unlink(missing_ok=True)
         optimizer = engine_of(self.model).optimizer
@@ -206,13 +211,13 @@ class HeteroTrainer:
         """Load what stock Trainer saved; ours is loaded when the model is prepared."""
         if not is_ours(resume_from_checkpoint):
             with mismatches(resume_from_checkpoint):
-                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         """Load model and states of ours, or what stock Trainer saved."""
         if checkpoint is None or not is_ours(checkpoint):
             with mismatches(checkpoint):
-                super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+                super()._load_optimizer_and_scheduler(checkpoint)
             return
         folder, engine = Path(checkpoint), engine_of(self.model)
         with same_generators(engine):  # Trainer sets them later, from its own file

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING
 from decimal import Decimal, DecimalException
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetero.errors import ConfigError
 from hetero.plan.lint import broken, doubtful
@@ -47,6 +47,9 @@ from hetero.plan.machine import (
     Table,
     Threads,
 )
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -90,7 +93,7 @@ FOLDERS = (PACKAGE / "profiles", PACKAGE.parent / "profiles")  # of a wheel, and
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 ADVICE = "hetero calibrate --lint FILE lists what is wrong with a profile"
 PLAIN = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-T = TypeVar("T")
+T = TypeVar("T", bound="DataclassInstance")
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ class Reader:
             self.problems.append(f"{where.rstrip('.')}: takes a table")
             return None
         hints = typing.get_type_hints(kind)
-        fields = {form_of(f).key: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        fields = {form_of(f).key: f for f in dataclasses.fields(kind)}
         self._unknown(given, list(fields), where)
         found: dict[str, Any] = {}
         whole = True
