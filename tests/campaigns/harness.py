@@ -89,7 +89,9 @@ VOCAB = 23
 class Net(nn.Module):
     """Embedding, blocks, norm, head."""
 
-    def __init__(self, n_blocks: int = 6, d: int = 32, block: Callable[[], nn.Module] | None = None):
+    def __init__(
+        self, n_blocks: int = 6, d: int = 32, block: Callable[[], nn.Module] | None = None
+    ):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, d)
         self.blocks = nn.ModuleList((block or (lambda: Block(d)))() for _ in range(n_blocks))
