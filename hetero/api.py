@@ -18,8 +18,8 @@ from hetero.train.blueprint import draw
 from hetero.train.check import MARK, check_codes, check_model, check_pair
 from hetero.train.empty import empty_parameters
 from hetero.train.engine import Engine
+from hetero.train.graph import leaves_of
 from hetero.train.optimizer import Optimizer
-from hetero.train.recompute import leaves_of
 from hetero.train.tuning import Tuning
 from hetero.types import Kind, Lane, Tier
 

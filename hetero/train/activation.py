@@ -8,14 +8,16 @@ innermost pair), or kept, with torch's own check against in-place changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hetero.errors import StateError
+from hetero.errors import HeteroError, StateError
 from hetero.train.footprint import Footprint, Held, Kept
 from hetero.train.offload import Offload
+from hetero.train.proof import Digests
 from hetero.train.swizzle import plainly
 
 _autograd = torch._C._autograd
@@ -38,6 +40,15 @@ class Delegated(NamedTuple):
     unpack: Callable[[Any], torch.Tensor]
     packed: Any
     held: Held | None
+    again: Again | None
+    """The unit's call that is made again to read it back."""
+
+
+class Again(Protocol):
+    """A unit's call that backward makes again."""
+
+    def refusal(self, what: str) -> StateError:
+        """Return the error that names the unit."""
 
 
 class Swizzled(Protocol):
@@ -53,17 +64,17 @@ class Swizzled(Protocol):
 class Pack:
     """The pack hook; an instance knows the pair that encloses it."""
 
-    __slots__ = ("_footprint", "_offload", "_swizzled", "outer")
+    __slots__ = ("_footprint", "_offload", "_owner", "_swizzled", "outer")
 
     def __init__(
         self,
-        swizzled: Swizzled,
-        footprint: Footprint,
+        owner: SavedTensors,
         outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None,
         offload: Offload | None = None,
     ) -> None:
-        self._swizzled = swizzled
-        self._footprint = footprint
+        self._owner = owner
+        self._swizzled = owner.swizzled
+        self._footprint = owner.footprint
         self._offload = offload
         self.outer = outer
 
@@ -74,6 +85,11 @@ class Pack:
             storage = tensor.untyped_storage()
         cdata = storage._cdata
         saved = self._swizzled.locate(tensor, cdata)
+        digests = self._owner.digests
+        if digests is not None:
+            digests.saw(tensor) if saved is None else digests.saw_view(saved)
+            if not digests.keeps:
+                return None
         if saved is not None:
             return saved
         return self._keep(tensor, cdata, storage.nbytes())
@@ -90,7 +106,7 @@ class Pack:
         # An enclosing checkpoint drops what it is given in forward and keeps it in recomputation.
         recomputed = torch._C._current_graph_task_id() != -1
         held = Held(self._footprint, key, n_bytes) if recomputed else None
-        return Delegated(self.outer[1], self.outer[0](tensor), held)
+        return Delegated(self.outer[1], self.outer[0](tensor), held, self._owner.again)
 
 
 class Unswizzled:
@@ -109,15 +125,40 @@ class SavedTensors:
 
     def __init__(self, swizzled: Swizzled) -> None:
         self.footprint = Footprint()
-        self._swizzled = swizzled
-        self._plain = Pack(swizzled, self.footprint, None)
+        self.swizzled = swizzled
+        self.digests: Digests | None = None
+        """What takes down the bits of all that is saved, for a proof."""
+        self.again: Again | None = None
+        """The unit's call that runs, where only its inputs stay."""
         self._offload: Offload | None = None
+        self._plain = Pack(self, None)
 
     def lower(self, offload: Offload) -> None:
         """Let what graphs hold go down, as far as ``offload`` wants it."""
         self._offload = offload
         offload.footprint = self.footprint
-        self._plain = Pack(self._swizzled, self.footprint, None, offload)
+        self._plain = Pack(self, None, offload)
+
+    @contextmanager
+    def watched(self, digests: Digests | None, again: Again | None = None) -> Iterator[None]:
+        """Let a block's saved tensors pass through our pair; ``digests`` takes them down."""
+        before = self.digests, self.again
+        self.digests, self.again = digests, again
+        pushed = self.push_where_differentiated()
+        try:
+            yield
+        finally:
+            if pushed:
+                self.pop()
+            self.digests, self.again = before
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Return what a graph would keep of tensors: they may go down."""
+        return [self._plain(tensor) for tensor in tensors]
+
+    def unpack(self, packed: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the tensors that were packed, detached; raises torch's error for a written one."""
+        return [self._unpack(one).detach() for one in packed]
 
     def push_where_differentiated(self) -> bool:
         """Make our hooks the innermost pair where gradients are enabled; False where they are not.
@@ -148,20 +189,31 @@ class SavedTensors:
         if top is None:
             return self._plain
         pack = top[0]
-        if isinstance(pack, Pack) and pack._swizzled is self._swizzled:
+        if isinstance(pack, Pack) and pack._swizzled is self.swizzled:
             return pack
-        return Pack(self._swizzled, self.footprint, top)
+        return Pack(self, top)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Saved):
-            return self._swizzled.resolve(packed)
+            return self.swizzled.resolve(packed)
         if self._offload is not None:
             self._offload.awake()
         if isinstance(packed, Kept):
             return packed.get()
         if isinstance(packed, Delegated):
-            return packed.unpack(packed.packed)
+            return self._delegated(packed)
         raise StateError(f"a saved tensor came back as {type(packed).__name__}")
+
+    @staticmethod
+    def _delegated(packed: Delegated) -> torch.Tensor:
+        if packed.again is None:
+            return packed.unpack(packed.packed)
+        try:
+            return packed.unpack(packed.packed)
+        except RuntimeError as error:  # torch's, of inputs that were written, or of other tensors
+            if isinstance(error, (HeteroError, torch.OutOfMemoryError)):
+                raise
+            raise packed.again.refusal(f"ended in {str(error).splitlines()[0]!r}") from error
 
 
 def foreign() -> bool:

@@ -8,7 +8,7 @@ made once, at prepare, and reported as the update place.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -30,7 +30,6 @@ from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
 from hetero.memory.parcel import ParcelStore
 from hetero.memory.slab import HomeStore
-from hetero.plan.activations import Policy
 from hetero.plan.hardware import find
 from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
@@ -284,6 +283,7 @@ class Engine:
             self.config.activations,
             self.config.micro_batch,
             place=self.device.torch_device,
+            saved=saved,
             offload=self.offload,
             enter=enter,
             leave=leave,
@@ -315,6 +315,7 @@ class Engine:
                 footprint,
                 names=[unit.name or "model" for unit in plan.units],
                 kinds=[UnitKind(*kind) for kind in zip(modules, weights, strict=True)],
+                may_recompute=self.activations.may_recompute,
             ),
             footprint=footprint,
             ring=flight,
@@ -375,11 +376,13 @@ class Engine:
             self.manager.clear_the_way({op.bucket: op.start for op in schedule.at(-1)})
         return True
 
-    def _shape_resident(self, policies: Mapping[int, Policy] | None = None) -> None:
+    def _shape_resident(self, before: Activations | None = None) -> None:
         """Let units whose parameters stay where they are leave what their policy says."""
         saved = SavedTensors(Unswizzled())
         self._shape(saved, _nothing_to_enter, _nothing_to_leave)
-        self.activations.policies.update(policies or {})
+        if before is not None:
+            self.activations.policies.update(before.policies)
+            self.activations.proofs.update(before.proofs)
         if self.activations.shapes:
             self.hooks.shape(self.model, self.blueprint.units, self.activations)
         if self.activations.offloads:
@@ -675,7 +678,7 @@ class Engine:
             for param in self.params:
                 if isinstance(param.grad, LazyGrad):
                     param.grad = param.grad.slot.keep()
-        self._shape_resident(self.activations.policies)
+        self._shape_resident(self.activations)
         self._rewrite()
         self.hooks.guard(self.model, self._state_dict_access)
         self.log.now(What.DECISION, tier=Tier.HBM, why="everything fits: the model stays")

@@ -75,8 +75,13 @@ class Choice(Protocol):
     def may_change(self) -> bool:
         """Whether they are free."""
 
-    def policy_of(self, unit: int) -> Policy:
-        """Return what holds for a unit's next forward."""
+    tries: bool
+    """Whether units are to be computed again, where their policies do not, for a proof."""
+    learned: bool
+    """Whether a proof came out since this was set to False."""
+
+    def used(self, unit: int) -> Policy:
+        """Return what held for a unit's last forward."""
 
 
 class Tight(NamedTuple):
@@ -127,6 +132,7 @@ class Fitting:
         self._peaks: deque[int] = deque(maxlen=WINDOW)
         self._tight: list[Tight] = []  # choices that were measured not to fit with the margins
         self._is_guess = False  # whether the last peak is expected, and not measured
+        self._tried = False  # whether units are computed again in this step, for a proof
         self._has_room = False  # whether policies were found that fit
 
     # -- a forward -------------------------------------------------------------------------------
@@ -136,7 +142,9 @@ class Fitting:
         if self._spoiled:  # what an attempt took that came to nothing is not what steps take
             self.meter.restart()
         self.forecast.begin(anew=self._spoiled)
-        self._choice.overlaps = self._has_room or not self._choice.may_change
+        self._tried = self._choice.tries  # which takes memory that later steps do not
+        has_room = self._has_room and not self._tried
+        self._choice.overlaps = has_room or not self._choice.may_change
         self._spoiled = False
 
     @contextmanager
@@ -156,7 +164,7 @@ class Fitting:
         self.forecast.enter(unit, inputs)
         try:
             yield
-            self.forecast.note(self._choice.policy_of(unit))
+            self.forecast.note(self._choice.used(unit))
             self.meter.unit_done()
         except BaseException:
             self._spoiled = True
@@ -165,15 +173,13 @@ class Fitting:
             self.forecast.open = None
 
     def _first_sight(self, unit: int) -> None:
-        """Nobody knows yet what fits: the first step has as little on the device as can be.
+        """A unit that was never seen goes down whole, which shows what it saves.
 
-        Of each kind of unit the first goes down whole, which shows what it saves. Nothing overlaps
-        until policies are found that fit: a step that ran so is not to end the next one.
+        Nothing overlaps until policies are found that fit: overlap needs more memory than this step
+        is known to have.
         """
         if self._choice.may_change:
-            alike = self.forecast.alike(unit)
-            known = bool(alike) and not any(row.writes for row in alike)
-            self._choice.policies[unit] = LEAST if known else OFFLOAD
+            self._choice.policies[unit] = OFFLOAD
 
     # -- room ------------------------------------------------------------------------------------
 
@@ -266,12 +272,18 @@ class Fitting:
         Where the choice is free, and was made for something else, it is made anew.
         """
         # 1. what the step had on the device, and how much of it is not explained by what units left
-        peak, end, forecast = self.meter.peak_bytes(), self.meter.end_bytes(), self.forecast
-        units = forecast.close(peak, end, self._choice.policies, overlaps=self._choice.overlaps)
-        if self._is_guess:  # now it is known
-            self._peaks.clear()
-            self._is_guess = False
-        self._peaks.append(peak)
+        forecast, peak = self.forecast, self.meter.peak_bytes()
+        if self._tried and self._peaks:  # what proofs took besides is not what steps take
+            units = forecast.units()
+        else:
+            units = forecast.close(
+                *(peak, self.meter.end_bytes(), self._choice.policies),
+                overlaps=self._choice.overlaps,
+            )
+            if self._is_guess:  # now it is known
+                self._peaks.clear()
+                self._is_guess = False
+            self._peaks.append(peak)
         # 2. choose for the largest inputs of the last steps
         inputs = sum(forecast.rows[unit].input_bytes for unit in units)
         self._inputs.append(inputs)
@@ -280,16 +292,19 @@ class Fitting:
             forecast.scale = self._chosen_for / inputs
             self._choose_all(units)
             forecast.scale = 1.0
+            self._choice.learned = False
+            self._choice.tries = any(p != KEEP for p in self._choice.policies.values())
         # 3. what fitted is no error, though margins are counted with what was measured
         return min(max(self._peaks), max(self._room, self.meter.seen_bytes()))
 
     def _is_due(self) -> bool:
-        """Whether policies were chosen for other inputs, or do not fit."""
+        """Whether policies were chosen for other inputs or other proofs, or do not fit."""
         top = max(self._inputs)
         fits = max(self._peaks) <= self._room
         if fits:
             self._tight.clear()
-        return not (SHRUNK * self._chosen_for <= top <= self._chosen_for and fits)
+        near = SHRUNK * self._chosen_for <= top <= self._chosen_for
+        return self._choice.learned or not (near and fits)
 
     def _choose_all(self, units: Sequence[int]) -> None:
         """Choose for all units, with room for as much else as there can be.

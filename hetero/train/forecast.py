@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ from hetero.device import Device, Ticket
 from hetero.plan.activations import Policy, Use, peak_bytes
 from hetero.train.caches import is_cache
 from hetero.train.footprint import Footprint
-from hetero.train.recompute import versions
 from hetero.train.swizzle import plainly
 from hetero.types import format_bytes
 
@@ -32,8 +31,6 @@ class Row:
     held_bytes: int
     """By graphs, when it began."""
     seconds: float
-    writes: bool
-    """To its inputs: it cannot be computed again."""
 
 
 class Open(NamedTuple):
@@ -42,8 +39,6 @@ class Open(NamedTuple):
     unit: int
     inputs: list[torch.Tensor]
     input_bytes: int
-    versions: list[int] | None
-    """Of the inputs, where it was never seen before."""
     held_bytes: int
     began: Ticket | None
 
@@ -62,6 +57,7 @@ class Forecast:
     Args:
         names: of the units.
         kinds: of the units; those of one kind are expected to save alike.
+        may_recompute: whether it is proven that a unit can be computed again.
     """
 
     def __init__(
@@ -71,6 +67,7 @@ class Forecast:
         *,
         names: Sequence[str],
         kinds: Sequence[UnitKind],
+        may_recompute: Callable[[int], bool],
     ) -> None:
         self.rows: dict[int, Row] = {}
         """By unit."""
@@ -87,6 +84,7 @@ class Forecast:
         self._footprint = footprint
         self._names = names
         self._kinds = kinds
+        self._may_recompute = may_recompute
         self._order: list[int] = []  # units of the last forward
         self._now: list[int] = []  # and of this one, so far
         self._stamps: dict[int, tuple[Ticket, Ticket]] = {}  # of units seen for the first time
@@ -114,7 +112,6 @@ class Forecast:
             unit,
             inputs,
             sum(tensor.nbytes for tensor in inputs),
-            versions(inputs) if first else None,
             self._footprint.live_bytes,
             self._device.stamp() if first else None,
         )
@@ -128,16 +125,16 @@ class Forecast:
         row, n_bytes = self.rows.get(unit), seen.input_bytes
         saved = self._saved(unit, n_bytes) if policy.recompute else left
         if row is None:
-            writes, seconds = versions(seen.inputs) != seen.versions, 0.0
+            seconds = 0.0
             if seen.began is not None:  # told when the step is over: nothing is waited for here
                 self._stamps[unit] = seen.began, self._device.stamp()
         else:
-            writes, seconds = row.writes, row.seconds
+            seconds = row.seconds
             if row.input_bytes:
                 seconds *= n_bytes / row.input_bytes
             if row.policy == policy and row.left_bytes:
                 self.scale = left / row.left_bytes
-        self.rows[unit] = Row(policy, n_bytes, left, saved, seen.held_bytes, seconds, writes)
+        self.rows[unit] = Row(policy, n_bytes, left, saved, seen.held_bytes, seconds)
         self._now.append(unit)
         self._held_bytes = self._footprint.live_bytes
 
@@ -147,10 +144,6 @@ class Forecast:
         alike = [row] if row is not None else self._of_kind(unit, self.rows)
         known = [r for r in alike if r.input_bytes]
         return int(max((r.saved_bytes * input_bytes / r.input_bytes for r in known), default=0))
-
-    def alike(self, unit: int) -> list[Row]:
-        """Return what units of the same kind left in this forward."""
-        return self._of_kind(unit, self._now)
 
     def _of_kind(self, unit: int, others: Iterable[int]) -> list[Row]:
         kind = self._kinds[unit]
@@ -172,7 +165,7 @@ class Forecast:
             int(scale * row.input_bytes),
             scale * row.seconds,
             self._kinds[unit].weight_bytes,
-            again=not row.writes,
+            again=self._may_recompute(unit),
         )
 
     def working_bytes(self, *, goes_down: bool) -> int:
@@ -211,7 +204,7 @@ class Forecast:
         for unit, (began, ended) in self._stamps.items():
             self.rows[unit].seconds = self._device.seconds_between(began, ended)
         self._stamps.clear()
-        units = [unit for unit in self._now or self._order if unit in self.rows]
+        units = self.units()
         if any(policy.offload for policy in policies.values()):
             self.between_bytes = self._footprint.between_bytes
         self.scale, self.beside_bytes, self.end_bytes = 1.0, 0, 0
@@ -219,6 +212,10 @@ class Forecast:
         self.beside_bytes = max(0, peak - expected)
         self.end_bytes = max(0, end - self._held_bytes)
         return units
+
+    def units(self) -> list[int]:
+        """Return the units of the last forward, in its order."""
+        return [unit for unit in self._now or self._order if unit in self.rows]
 
     def where(self) -> str:
         """Return the unit whose forward runs, for an error."""

@@ -18,7 +18,7 @@ from hetero.device import ALONE, Device, Ticket, use_count
 from hetero.errors import BudgetError, StateError
 from hetero.memory.parcel import Parcel, ParcelStore
 from hetero.train.footprint import Footprint, Held, Kept
-from hetero.train.recompute import NO_TASK, in_backward
+from hetero.train.graph import NO_TASK, in_backward
 
 MIN_BYTES = 16 * 2**10  # smaller storages stay: a transfer's launch costs more than they weigh
 PATIENCE = 4  # borders after which a storage that others still have stays for good

@@ -6,19 +6,24 @@ and inside a checkpoint of the model's own, everything is as the model says.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from hetero.plan.activations import KEEP, OFFLOAD, RECOMPUTE, Policy
-from hetero.train.activation import foreign
+from hetero.train.activation import SavedTensors, foreign
 from hetero.train.caches import has_rows
+from hetero.train.graph import in_backward
+from hetero.train.moment import Reach
 from hetero.train.offload import Offload
-from hetero.train.recompute import Call, in_backward, recomputed
-from hetero.train.slices import Sliced, batch_of, check_samples, check_unit
+from hetero.train.proof import Proof
+from hetero.train.recompute import Call, Forward
+from hetero.train.slices import Checked, Sliced, batch_of, check_unit, find_cut
 from hetero.train.units import Unit
 
 CHOICES = {"auto": KEEP, "keep": KEEP, "recompute": RECOMPUTE, "offload": OFFLOAD}
@@ -46,6 +51,7 @@ class Activations:
     Args:
         choice: "keep", "recompute", "offload", or "auto", which may be changed unit by unit.
         micro_batch: samples that a unit takes at once; None: all of them.
+        saved: the owner of the hooks that see what units save.
         offload: what sends down.
         enter, leave: begin and end a unit's access; `enter` returns what `leave` takes.
     """
@@ -57,6 +63,7 @@ class Activations:
         micro_batch: int | None,
         *,
         place: torch.device,
+        saved: SavedTensors,
         offload: Offload,
         enter: Callable[[int], bool],
         leave: Callable[[int, bool], None],
@@ -67,16 +74,26 @@ class Activations:
         self.watch: Watch | None = None
         self.evaluates: Callable[[Sequence[Any], dict[str, Any]], None] = _unwatched
         self.unit_begins: Callable[[], None] = _nothing
+        self.proofs = {unit: Proof() for unit in named}
+        """Of units that may be computed again."""
+        self.tries = False
+        """Whether units are to be computed again, where their policies do not, for a proof."""
+        self.learned = False
+        """Whether a proof came out since this was set to False."""
+        self.reach = Reach()
+        self._saved = saved
         self._units = units
         self._micro_batch = micro_batch
         self._place = place
         self._offload = offload
         self._enter = enter
         self._leave = leave
-        self._latest = max(named, default=-1)
-        self._final = self._latest  # whose forward comes last: it would be computed again at once
+        self._calls: Counter[int] = Counter()  # of each unit in this forward
+        self._latest = max(named, default=-1), 1  # unit, and which of its calls
+        self._final = self._latest  # what comes last would be computed again at once
+        self._used: dict[int, Policy] = {}
         self._batch = 0
-        self._checked: dict[tuple[int, tuple[bool, ...]], tuple[bool, ...]] = {}
+        self._checked: dict[tuple[Any, ...], Checked] = {}
 
     @property
     def shapes(self) -> bool:
@@ -98,8 +115,16 @@ class Activations:
         self._offload.overlaps = overlaps
 
     def policy_of(self, unit: int) -> Policy:
-        """Return what holds for a unit's next forward."""
-        return KEEP if unit == self._final else self.policies[unit]
+        """Return what is chosen for a unit's next forward."""
+        return KEEP if (unit, self._calls[unit] + 1) == self._final else self.policies[unit]
+
+    def used(self, unit: int) -> Policy:
+        """Return what held for a unit's last forward."""
+        return self._used.get(unit, KEEP)
+
+    def may_recompute(self, unit: int) -> bool:
+        """Whether it is proven that a unit computed again gives the same bits."""
+        return self.proofs[unit].holds
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A call of the whole model begins, on this batch."""
@@ -109,6 +134,7 @@ class Activations:
         self.evaluates(args, kwargs)
         if torch.is_grad_enabled():
             self._final = self._latest
+            self._calls.clear()
             self._offload.border()
             self._offload.active = self.offloads
             if self.watch is not None:
@@ -138,16 +164,44 @@ class Activations:
             self._offload.active, self._offload.inside = policy.offload, True
             if self._micro_batch and self._batch > self._micro_batch:
                 return self._run_sliced(index, module, call, args, kwargs)
-            self._latest = index
-            if not policy.recompute:
-                return self._access(index, call, args, kwargs)
-
-            def access(*args: Any, **kwargs: Any) -> Any:
-                return self._access(index, call, args, kwargs)
-
-            return recomputed(module, access, args, kwargs)
+            self._calls[index] += 1
+            self._latest = index, self._calls[index]
+            self._used[index] = policy
+            tries = self.tries and self.may_change and self.proofs[index].is_open
+            if policy.recompute or tries:
+                return self._run_proven(index, module, call, args, kwargs)
+            return self._access(index, call, args, kwargs)
         finally:
             self._offload.active, self._offload.inside = self.offloads, False
+
+    def _run_proven(
+        self, index: int, module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Compute a unit so that it can be computed again, where that gives the same bits."""
+        forward = Forward(
+            self._units[index].name or "model",
+            module,
+            lambda *args, **kwargs: self._access(index, call, args, kwargs),
+            args,
+            kwargs,
+            place=self._place,
+            reach=self.reach,
+            saved=self._saved,
+        )
+        proof, policy = self.proofs[index], self._used[index]
+        path = proof.take(forward.path())
+        conclude = partial(self._conclude, proof, path)
+        if policy.recompute and (proof.holds or not self.may_change):
+            return forward.recomputed(args, kwargs, None if proof.holds else conclude)
+        if policy.recompute:  # chosen for a path that the unit does not take
+            self._used[index], self._offload.active = OFFLOAD, True
+        if proof.is_open:
+            return forward.tried(args, kwargs, self._saved, conclude)
+        return self._access(index, call, args, kwargs)
+
+    def _conclude(self, proof: Proof, path: int, reason: str | None) -> None:
+        proof.conclude(path, reason)
+        self.learned = True
 
     def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with self._accessed(index):
@@ -170,20 +224,21 @@ class Activations:
             call,
             around=lambda: self._accessed(index),
             place=self._place,
+            reach=self.reach,
             batch=self._batch,
             size=self._micro_batch or self._batch,
             args=args,
             kwargs=kwargs,
         )
-        if not any(job.is_sliced(t) for t in job.tensors):
+        if not any(job.candidates):
             return self._access(index, call, args, kwargs)
         if not torch.is_grad_enabled():
             return self._evaluate_sliced(index, job, call, args, kwargs)
         job.refuse_caches()
-        which = index, tuple(t.requires_grad for t in job.tensors)
+        which = index, job.candidates, tuple(t.requires_grad for t in job.tensors)
         if which not in self._checked:
             self._checked[which] = check_unit(job)
-        job.differentiable = self._checked[which]
+        job.cut, job.differentiable = self._checked[which]
         return job()
 
     def _evaluate_sliced(
@@ -191,8 +246,8 @@ class Activations:
     ) -> Any:
         if not all(has_rows(cache) for cache in job.caches):
             return self._access(index, call, args, kwargs)
-        which = index, ()
+        which = index, job.candidates
         if which not in self._checked:
-            check_samples(job)
-            self._checked[which] = ()
+            self._checked[which] = Checked(find_cut(job, job.moment()))
+        job.cut = self._checked[which].cut
         return job.evaluated()

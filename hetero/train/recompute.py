@@ -1,161 +1,251 @@
 """Computing a unit again in backward, from its inputs (floor 2).
 
-Torch's own non-reentrant checkpoint at the unit's border restores its generators and autocast. What
-it does not restore are buffers: a batch norm would move its running averages twice. While a unit is
-computed again, copies stand in for its buffers, and for a cache that it adds keys and values to.
-Nor does it know of other generators: Python's, numpy's and those that modules have of their own
-draw again what they drew.
+Torch's own non-reentrant checkpoint at the unit's border keeps the inputs. What else the forward
+read is taken down as a `Moment` and had again, and what the second forward changes is put back, so
+that it moves no buffer, draws from no generator and adds to no container a second time.
 """
 
 from __future__ import annotations
 
-import operator
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from hetero.errors import StateError
+from hetero.errors import BudgetError, HeteroError, StateError
+from hetero.train.activation import SavedTensors
 from hetero.train.caches import is_cache, twin
+from hetero.train.graph import in_backward, versions
+from hetero.train.moment import Moment, Reach
+from hetero.train.proof import Digests
+from hetero.train.structure import flatten, told_apart
 
 Call = Callable[..., Any]
-NO_TASK = -1
-_task = torch._C._current_graph_task_id
+ADVICE = (
+    "use activations='auto', which computes again only what gave the same bits, or keep what such"
+    " units save with activations='keep' or 'offload'"
+)
 
 
-def in_backward() -> bool:
-    """Whether the calling thread is inside a backward pass."""
-    return bool(_task() != NO_TASK)
+class Forward:
+    """One call of a unit, which can be made again.
 
-
-def recomputed(module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return ``call(*args, **kwargs)``, of which only the inputs stay until backward."""
-    leaves, spec = tree_flatten((tuple(args), kwargs), is_leaf=is_cache)
-    distinct, places = told_apart(leaves)
-    caches = {at: twin(value) for at, value in enumerate(distinct) if is_cache(value)}
-
-    drawn: list[Drawn] = []
-
-    def run(*distinct: Any) -> Any:
-        again = in_backward()
-        given = [twin(caches[at]) if again and at in caches else distinct[at] for at in places]
-        args, kwargs = tree_unflatten(given, spec)
-        if not again:
-            with noting(module, drawn):
-                return call(*args, **kwargs)
-        with buffers_apart(module), drawing_again(drawn):
-            return call(*args, **kwargs)
-
-    before = versions(distinct)
-    found = checkpoint(run, *distinct, use_reentrant=False)
-    if versions(distinct) != before:
-        raise StateError(
-            f"this {type(module).__name__} writes to its inputs in place; what it was given is gone"
-            " when it is computed again",
-            advice="keep what it saves with activations='keep', or let it write to a copy",
-        )
-    return found
-
-
-def leaves_of(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the leaves that gradients of tensors flow to, nearest branches first."""
-    seen: set[Any] = set()
-    stack: list[Any] = [output.grad_fn for output in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        stack.extend(child for child, _ in node.next_functions)
-
-
-def versions(values: Sequence[Any]) -> list[int]:
-    """Return how often each tensor among values was written."""
-    return [v._version for v in values if isinstance(v, torch.Tensor) and not v.is_inference()]
-
-
-def told_apart(leaves: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """Return each object once, and the place of every leaf among them.
-
-    What a forward was given twice it is given twice again: modules ask whether query is key.
+    Args:
+        name: the unit's, for errors.
+        call: what is called, inside an access of the unit.
+        saved: the owner of the hooks that see what is saved; None inside of units, where they do
+            already.
     """
-    index: dict[int, int] = {}
-    places = [index.setdefault(id(leaf), len(index)) for leaf in leaves]
-    return list({id(leaf): leaf for leaf in leaves}.values()), places
 
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        call: Call,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        place: torch.device,
+        reach: Reach,
+        saved: SavedTensors | None,
+    ) -> None:
+        self.name = name
+        self._module = module
+        self._call = call
+        self._saved = saved
+        leaves, self._structure = flatten((tuple(args), kwargs))
+        self.distinct, self._places = told_apart(leaves)
+        self._caches = {
+            at: twin(value) for at, value in enumerate(self.distinct) if is_cache(value)
+        }
+        self.written = ""
+        """What the call changed of what it was given: it cannot be made again."""
+        self._leaves_inputs = False  # and nothing else, for backward
+        tensors = enumerate(self.distinct)
+        self._tensors_at = {at for at, leaf in tensors if isinstance(leaf, torch.Tensor)}
+        given = [leaf for leaf in self.distinct if not isinstance(leaf, torch.Tensor)]
+        self._moment = Moment(module, place, reach, given)
 
-@contextmanager
-def buffers_apart(module: nn.Module) -> Iterator[None]:
-    """Let copies stand in for a module's buffers; what a block does to them is forgotten."""
-    held = [(m, dict(m._buffers)) for m in module.modules() if m._buffers]
-    for owner, buffers in held:
-        owner._buffers.update(
-            {name: None if b is None else b.clone() for name, b in buffers.items()}
+    def path(self) -> list[Any]:
+        """Return what tells this call's way through the unit's code from another's."""
+        kinds = [
+            (leaf.dtype, leaf.dim(), leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            if leaf is None or type(leaf) in (bool, str)
+            else type(leaf)
+            for leaf in self.distinct
+        ]
+        return [*self._moment.path(), *kinds, *self._places]
+
+    # -- the first time --------------------------------------------------------------------------
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any], digests: Digests | None) -> Any:
+        """Make the call; ``digests`` takes down what it saves. Inputs have to stay as they are."""
+        weights = [] if digests is None else list(self._module.parameters())
+        before = versions(self.distinct), versions(weights)
+        with self._watched(digests):
+            found = self._call(*args, **kwargs)
+        self._moment.close()
+        if versions(self.distinct) != before[0]:
+            self.written = "writes to its inputs in place"
+        elif versions(weights) != before[1]:
+            self.written = "writes to its parameters in its forward"
+        return found
+
+    def recomputed(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        conclude: Callable[[str | None], None] | None,
+    ) -> Any:
+        """Make the call so that only its inputs stay until backward.
+
+        ``conclude`` is told how the second computation went, where that is not known yet.
+
+        Raises StateError, before a gradient is used, where the call cannot be made again.
+        """
+        digests = None if conclude is None else Digests()
+        self._leaves_inputs = True
+
+        def run(*distinct: Any) -> Any:
+            if not in_backward():
+                return self.run(args, kwargs, digests)
+            return self._verified(distinct, digests, conclude)
+
+        found = checkpoint(run, *self.distinct, use_reentrant=False, preserve_rng_state=False)
+        if self.written:
+            raise self.refusal(f"{self.written}: what it was given is gone")
+        self._forget_tensors()
+        return found
+
+    def tried(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        saved: SavedTensors,
+        conclude: Callable[[str | None], None],
+    ) -> Any:
+        """Make the call as ever, and once more when backward comes to it, to compare the bits.
+
+        ``conclude`` is told "" or what differed, or None where there was no room. No number depends
+        on it.
+        """
+        inputs = [leaf for leaf in self.distinct if isinstance(leaf, torch.Tensor)]
+        asks = [tensor.requires_grad for tensor in inputs]
+        packed, digests = saved.pack(inputs), Digests()
+        found = self.run(args, kwargs, digests)
+        self._forget_tensors()
+        if self.written:
+            conclude(self.written)
+            return found
+        trial = Trial(self, saved, packed, asks, digests, conclude)
+        leaves, _ = flatten(found)
+        nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        for node in nodes - {None}:
+            node.register_prehook(trial)
+        return found
+
+    def _forget_tensors(self) -> None:
+        """Inputs stay where autograd keeps them, and can go down from there."""
+        self.distinct = [None if isinstance(x, torch.Tensor) else x for x in self.distinct]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Return the arguments, each once, with these tensors among them."""
+        given = iter(tensors)
+        return [next(given) if at in self._tensors_at else x for at, x in enumerate(self.distinct)]
+
+    # -- once more -------------------------------------------------------------------------------
+
+    def again(self, distinct: Sequence[Any], digests: Digests | None) -> Any:
+        """Make the call a second time, with the tensors of ``distinct`` among its arguments."""
+        leaves = [
+            twin(self._caches[at]) if at in self._caches else distinct[at] for at in self._places
+        ]
+        args, kwargs = self._structure.build(iter(leaves))
+        with self._moment.again(), self._watched(digests):
+            return self._call(*args, **kwargs)
+
+    def _verified(
+        self,
+        distinct: Sequence[Any],
+        first: Digests | None,
+        conclude: Callable[[str | None], None] | None,
+    ) -> Any:
+        """Make the call a second time; raise StateError where it did not save the same."""
+        if first is None or conclude is None:
+            return self.again(distinct, None)
+        second = Digests()
+        try:
+            found = self.again(distinct, second)
+        except HeteroError:
+            raise
+        except Exception:  # torch's own as soon as it has all that it needs; or the call's
+            self._judge(first.difference(second, is_over=False), conclude)
+            raise
+        self._judge(first.difference(second), conclude)
+        return found
+
+    def _judge(self, reason: str, conclude: Callable[[str | None], None]) -> None:
+        conclude(reason)
+        if reason:
+            raise self.refusal(f"{reason} when it was computed again")
+
+    def _watched(self, digests: Digests | None) -> AbstractContextManager[None]:
+        if self._saved is None:
+            return nullcontext()
+        return self._saved.watched(digests, self if self._leaves_inputs else None)
+
+    def refusal(self, what: str) -> StateError:
+        """Return the error of a unit that cannot be computed again."""
+        kind = type(self._module).__name__
+        return StateError(
+            f"unit {self.name!r}, a {kind}, cannot be computed again: it {what}", advice=ADVICE
         )
-    try:
-        yield
-    finally:
-        for owner, buffers in held:
-            owner._buffers.update(buffers)
 
 
-class Source(NamedTuple):
-    """A generator that torch's checkpoint does not know."""
+class Trial:
+    """A hook before the first node of a unit's backward: it makes the call again, once."""
 
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-    same: Callable[[Any, Any], bool]
+    def __init__(
+        self,
+        forward: Forward,
+        saved: SavedTensors,
+        packed: Sequence[Any],
+        asks: Sequence[bool],
+        digests: Digests,
+        conclude: Callable[[str | None], None],
+    ) -> None:
+        self._forward = forward
+        self._saved = saved
+        self._packed = list(packed)
+        self._asks = asks
+        self._first = digests
+        self._conclude = conclude
+        self._is_over = False
 
+    def __call__(self, *_: Any) -> None:
+        if self._is_over or not in_backward():
+            return
+        self._is_over = True
+        reason = self._reason()
+        self._packed.clear()
+        self._conclude(reason)
 
-class Drawn(NamedTuple):
-    """A generator that was drawn from, and its state before."""
-
-    source: Source
-    state: Any
-
-
-def sources(module: nn.Module) -> Iterator[Source]:
-    """Yield the generators that a module may draw from, torch's global ones not among them."""
-    yield Source(random.getstate, random.setstate, operator.eq)
-    yield Source(np.random.get_state, np.random.set_state, _same_arrays)
-    found = {id(v): v for m in module.modules() for v in vars(m).values() if _is_generator(v)}
-    for generator in found.values():
-        yield Source(generator.get_state, generator.set_state, torch.equal)
-
-
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, torch.Generator)
-
-
-def _same_arrays(first: Any, second: Any) -> bool:
-    return bool(np.array_equal(first[1], second[1]) and first[2:] == second[2:])
-
-
-@contextmanager
-def noting(module: nn.Module, drawn: list[Drawn]) -> Iterator[None]:
-    """Note which generators a block draws from, and where they stood."""
-    before = [Drawn(source, source.get()) for source in sources(module)]
-    yield
-    drawn[:] = [one for one in before if not one.source.same(one.state, one.source.get())]
-
-
-@contextmanager
-def drawing_again(drawn: Sequence[Drawn]) -> Iterator[None]:
-    """Let generators stand where they stood; they go on afterwards as if the block had not run."""
-    after = [Drawn(source, source.get()) for source, _ in drawn]
-    for source, state in drawn:
-        source.set(state)
-    try:
-        yield
-    finally:
-        for source, state in after:
-            source.set(state)
+    def _reason(self) -> str | None:
+        """Return what differed, "" where nothing did, None where memory did not suffice."""
+        second = Digests(keeps=False)
+        try:
+            given = self._saved.unpack(self._packed)
+            for tensor, asks in zip(given, self._asks, strict=True):
+                tensor.requires_grad_(asks)
+            with torch.enable_grad():
+                self._forward.again(self._forward.with_tensors(given), second)
+        except (BudgetError, torch.OutOfMemoryError):
+            return None
+        except Exception as error:  # the call's own, which it did not raise in forward
+            return f"raised {type(error).__name__}"
+        return self._first.difference(second)

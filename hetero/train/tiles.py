@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
-from hetero.train.recompute import recomputed
+from hetero.train.moment import Reach
+from hetero.train.recompute import Forward
 
 M = TypeVar("M", bound=nn.Module)
 TILE = "_hetero_tile"
@@ -69,10 +70,15 @@ def _tiled(module: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any
     call = partial(type(module).forward, module)
     if x.shape[dim] <= size:
         return call(x, *args, **kwargs)
-    outputs = []
+    outputs, reach = [], Reach()
     for part in x.split(size, dim):
         if torch.is_grad_enabled():  # while the block around it is computed again, too
-            outputs.append(recomputed(module, call, (part, *args), kwargs))
+            name = f"tiled {type(module).__name__}"
+            given, place = (part, *args), part.device
+            forward = Forward(
+                *(name, module, call, given, kwargs), place=place, reach=reach, saved=None
+            )
+            outputs.append(forward.recomputed(given, kwargs, None))
         else:
             outputs.append(call(part, *args, **kwargs))
     for part, output in zip(x.split(size, dim), outputs, strict=True):

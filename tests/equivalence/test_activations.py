@@ -270,7 +270,7 @@ def test_a_unit_that_writes_to_its_input_is_refused_before_backward() -> None:
         model, adamw(model), device="cpu", hbm="8MiB", chunk_bytes=1024, activations="recompute"
     )
 
-    with pytest.raises(StateError, match="Writing writes to its inputs"):
+    with pytest.raises(StateError, match="a Writing, .* writes to its inputs"):
         model(torch.randn(4, D))
 
 
@@ -289,7 +289,7 @@ def test_what_gave_way_still_does_when_the_rest_of_the_model_fits() -> None:
         twin, adamw(twin), device="cpu", hbm=refused.value.needed_bytes - 1, chunk_bytes=1024
     )
 
-    for number in range(4):
+    for number in range(6):  # one is measured, one proves what may be computed again
         theirs = step_of(plain, reference, number)
         assert torch.equal(step_of(model, optimizer, number), theirs)
 

@@ -216,7 +216,7 @@ def test_fp16_scales_its_loss_through_slices() -> None:
 def test_a_step_fetches_each_weight_twice_however_many_slices_there_are() -> None:
     fetched = {}
     for size in (BATCH, BATCH // 2, 1):
-        model, optimizer = prepared(make(layers=8), size, hbm="100KiB", activations="recompute")
+        model, optimizer = prepared(make(layers=8), size, hbm="112KiB", activations="recompute")
         for step in range(4):
             one_step(model, optimizer, step)
         fetched[size] = fetches(model)
