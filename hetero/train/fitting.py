@@ -27,6 +27,7 @@ from hetero.types import Kind, Lane, Tier, format_bytes
 
 WINDOW = 16  # steps whose largest peak is what the next one is expected to need
 MARGIN = 1 / 16  # of a room, for what a choice that nobody has tried yet may take besides
+PATIENCE = 4  # steps in a row in which units are computed again for a proof
 SHRUNK = 0.75  # inputs of so small a part of those chosen for: units may keep again
 
 
@@ -80,6 +81,9 @@ class Choice(Protocol):
     learned: bool
     """Whether a proof came out since this was set to False."""
 
+    def is_open(self, unit: int) -> bool:
+        """Whether it is still to be proven that a unit can be computed again."""
+
     def used(self, unit: int) -> Policy:
         """Return what held for a unit's last forward."""
 
@@ -132,6 +136,7 @@ class Fitting:
         self._peaks: deque[int] = deque(maxlen=WINDOW)
         self._tight: list[Tight] = []  # choices that were measured not to fit with the margins
         self._is_guess = False  # whether the last peak is expected, and not measured
+        self._in_vain = 0  # steps in a row in which proofs were to be made
         self._tried = False  # whether units are computed again in this step, for a proof
         self._has_room = False  # whether policies were found that fit
 
@@ -293,9 +298,20 @@ class Fitting:
             self._choose_all(units)
             forecast.scale = 1.0
             self._choice.learned = False
-            self._choice.tries = any(p != KEEP for p in self._choice.policies.values())
+        self._try(units)
         # 3. what fitted is no error, though margins are counted with what was measured
         return min(max(self._peaks), max(self._room, self.meter.seen_bytes()))
+
+    def _try(self, units: Sequence[int]) -> None:
+        """Have proofs made in the next step where units give way and some may be computed again."""
+        self._in_vain = self._in_vain + 1 if self._tried else 0
+        choice = self._choice
+        choice.tries = (
+            choice.may_change
+            and self._in_vain < PATIENCE
+            and any(choice.policies[unit] != KEEP for unit in units)
+            and any(choice.is_open(unit) for unit in units)
+        )
 
     def _is_due(self) -> bool:
         """Whether policies were chosen for other inputs or other proofs, or do not fit."""

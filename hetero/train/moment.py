@@ -6,8 +6,8 @@ its code reads. What it changes then is put back: a side effect happens once.
 
 [Note: what code can reach]  Python has no list of what a function reads. Followed are the
 attributes of the unit's modules, the objects that these and the arguments hold, and the globals and
-closures that the modules' own methods name. What lies further away is not replayed: a unit that
-depends on it fails its proof (see proof.py).
+closures that the methods of their classes name. A moment that met something else, as an iterator,
+a lock, or code that lies further away, is not *whole*: to try such a unit could change it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from __future__ import annotations
 import functools
 import operator
 import random
+import re
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import CellType, CodeType, FunctionType, ModuleType
+from enum import Enum
+from pathlib import PurePath
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +36,23 @@ PLAIN = (int, float, bool, str, bytes, type(None))
 MANY = 4096  # entries of a container that are looked at; a vocabulary is no state
 DEPTH = 3  # containers and objects inside each other
 SMALL = 2**20  # bytes of a buffer on a device that are kept without asking whether it was written
-LIBRARIES = ("torch", "transformers", "numpy", "hetero", "builtins", "functools", "typing")
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "numpy",
+    "hetero",
+    "builtins",
+    "functools",
+    "typing",
+    "logging",
+)
+STATELESS = ("torch", "transformers", "hetero", "logging")  # whose objects keep no such state
+CONSTANT = (  # what code cannot change in place, or has no reason to
+    *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial, Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.nn.Parameter),
+    *(complex, frozenset, range, slice, np.generic, np.dtype, re.Pattern, PurePath, type(...)),
+    *(weakref.ref, type(NotImplemented)),
+)
 OWN = ("_parameters", "_buffers", "_modules")  # of a module's attributes, the tables
 _absent = object()
 
@@ -74,9 +94,13 @@ class Moment:
         self._tensors: dict[int, Buffer] = {}
         self._generators: dict[int, Source] = {}
         self._seen: set[int] = set()
-        for owner in (module, *(value for value in given if isinstance(value, nn.Module))):
-            for part in owner.modules():
-                self._look_at_module(part)
+        self.is_whole = True
+        """Whether all that the code may change was taken down."""
+        owners = (module, *(value for value in given if isinstance(value, nn.Module)))
+        parts = {id(part): part for owner in owners for part in owner.modules()}
+        self._seen.update(parts)
+        for part in parts.values():
+            self._look_at_module(part)
         for value in given:
             self._look_at(value, DEPTH)
         self._switches = [(switch, switch.get()) for switch in _switches()]
@@ -91,9 +115,6 @@ class Moment:
 
     def _look_at_module(self, module: nn.Module) -> None:
         space = vars(module)
-        if id(space) in self._seen:
-            return
-        self._seen.add(id(space))
         self._spaces.append((space, dict(space)))
         for name, value in space.items():
             if name in OWN:
@@ -102,8 +123,12 @@ class Moment:
                     self._look_at(tensor, DEPTH)
             elif not isinstance(value, PLAIN):
                 self._look_at(value, DEPTH)
-        for outside in self._reach.of(type(module)):
-            self._look_outside(*outside)
+        self._look_at_code(type(module))
+
+    def _look_at_code(self, kind: type) -> None:
+        for names, cells, is_whole in self._reach.of(kind):
+            self._look_outside(names, cells)
+            self.is_whole &= is_whole
 
     def _look_outside(self, names: Sequence[Name], cells: Sequence[CellType]) -> None:
         for space, name in names:
@@ -121,7 +146,12 @@ class Moment:
     def _look_at(self, value: Any, depth: int) -> None:
         """Note what a value holds that code may change in place."""
         kind = type(value)
-        if kind in PLAIN or id(value) in self._seen or not depth:
+        if kind in PLAIN or id(value) in self._seen:
+            return
+        if isinstance(value, CONSTANT):
+            return
+        if not depth:
+            self.is_whole = False
             return
         if kind is torch.Tensor:
             if not value.requires_grad and id(value) not in self._tensors:
@@ -129,11 +159,13 @@ class Moment:
             return
         self._seen.add(id(value))
         if kind in TABLES:
-            if len(value) <= MANY:
+            if len(value) > MANY:
+                self.is_whole = False
+            else:
                 self._tables.append((value, kind.copy(value)))
                 for inner in value.values() if isinstance(value, dict) else value:
                     self._look_at(inner, depth - 1)
-        elif kind is tuple:
+        elif isinstance(value, tuple):
             for inner in value:
                 self._look_at(inner, depth - 1)
         elif (source := _source_of(value)) is not None:
@@ -142,6 +174,9 @@ class Moment:
             self._spaces.append((vars(value), dict(vars(value))))
             for inner in vars(value).values():
                 self._look_at(inner, depth - 1)
+            self._look_at_code(kind)
+        elif (kind.__module__ or "").partition(".")[0] not in STATELESS:
+            self.is_whole = False
 
     def _sources(self) -> Iterator[Source]:
         """Yield every generator that the forward may draw from."""
@@ -339,7 +374,7 @@ def _is_object(value: Any) -> bool:
 
 
 Name = tuple[dict[str, Any], str]
-Outside = tuple[tuple[Name, ...], tuple[CellType, ...]]
+Outside = tuple[tuple[Name, ...], tuple[CellType, ...], bool]
 
 
 class Reach:
@@ -349,7 +384,8 @@ class Reach:
         self._of: dict[type, tuple[Outside, ...]] = {}
 
     def of(self, kind: type) -> tuple[Outside, ...]:
-        """Return the globals, and the cells of closures, that each method of a class names."""
+        """Return the globals and the cells that each method of a class names, and whether that is
+        all of them."""
         if kind not in self._of:
             seen: set[CodeType] = set()
             functions = [
@@ -366,11 +402,14 @@ class Reach:
 def _named(function: FunctionType, seen: set[CodeType], depth: int) -> Outside:
     """Return what a function, and the functions it names, read outside of their own frames."""
     home = (function.__module__ or "").partition(".")[0]
-    if function.__code__ in seen or home in LIBRARIES or not depth:
-        return (), ()
+    if function.__code__ in seen or home in LIBRARIES or _is_installed(function):
+        return (), (), True
+    if not depth:
+        return (), (), False
     seen.add(function.__code__)
     cells = tuple(cell for cell in function.__closure__ or () if _is_filled(cell))
     names: list[Name] = []
+    is_whole = True
     inner = [cell.cell_contents for cell in cells]
     for name in _names_in(function.__code__):
         value = function.__globals__.get(name, _absent)
@@ -381,10 +420,17 @@ def _named(function: FunctionType, seen: set[CodeType], depth: int) -> Outside:
     found = tuple(cell for cell in cells if not isinstance(cell.cell_contents, FunctionType))
     for value in inner:
         if isinstance(value, FunctionType):
-            more, deeper = _named(value, seen, depth - 1)
+            more, deeper, ends = _named(value, seen, depth - 1)
             names.extend(more)
             found += deeper
-    return tuple(names), found
+            is_whole &= ends
+    return tuple(names), found, is_whole
+
+
+def _is_installed(function: FunctionType) -> bool:
+    """Whether a function is a package's, and not of the program that trains."""
+    path = function.__code__.co_filename
+    return "site-packages" in path or "dist-packages" in path
 
 
 def _is_filled(cell: CellType) -> bool:

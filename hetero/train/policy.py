@@ -122,6 +122,10 @@ class Activations:
         """Return what held for a unit's last forward."""
         return self._used.get(unit, KEEP)
 
+    def is_open(self, unit: int) -> bool:
+        """Whether it is still to be proven that a unit can be computed again."""
+        return self.proofs[unit].is_open
+
     def may_recompute(self, unit: int) -> bool:
         """Whether it is proven that a unit computed again gives the same bits."""
         return self.proofs[unit].holds
@@ -195,6 +199,9 @@ class Activations:
             return forward.recomputed(args, kwargs, None if proof.holds else conclude)
         if policy.recompute:  # chosen for a path that the unit does not take
             self._used[index], self._offload.active = OFFLOAD, True
+            self.learned = True
+        if proof.is_open and not forward.is_whole:
+            conclude("reads what no snapshot holds")
         if proof.is_open:
             return forward.tried(args, kwargs, self._saved, conclude)
         return self._access(index, call, args, kwargs)

@@ -50,20 +50,16 @@ class Digests:
         """Note a view of a parameter that autograd saves."""
         self._seen.append((saved.param, saved.offset, saved.size, saved.stride))
 
-    def difference(self, other: Digests, *, is_over: bool = True) -> str:
-        """Return what the second computation did otherwise; "" where it did the same.
-
-        One that is not over may have saved less.
-        """
-        less = len(other._seen) < len(self._seen)
-        if len(self._seen) != len(other._seen) and (is_over or not less):
+    def difference(self, other: Digests) -> str:
+        """Return what the second computation did otherwise; "" where it did the same."""
+        if len(self._seen) != len(other._seen):
             return f"saved {len(other._seen)} tensors and not {len(self._seen)}"
-        for at, (first, second) in enumerate(zip(self._seen, other._seen, strict=False)):
+        for at, (first, second) in enumerate(zip(self._seen, other._seen, strict=True)):
             if first != second:
-                return f"saved other bits in tensor {at} of {len(self._seen)}"
-        pairs = zip(self._later, other._later, strict=False)
+                return f"made other bits in tensor {at} of {len(self._seen)}"
+        pairs = zip(self._later, other._later, strict=True)
         if any(not torch.equal(first, second) for first, second in pairs):
-            return "saved other bits"
+            return "made other bits"
         return ""
 
     def _digest(self, tensor: torch.Tensor) -> int:

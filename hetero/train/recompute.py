@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hetero.errors import BudgetError, HeteroError, StateError
 from hetero.train.activation import SavedTensors
@@ -66,8 +66,15 @@ class Forward:
         self._leaves_inputs = False  # and nothing else, for backward
         tensors = enumerate(self.distinct)
         self._tensors_at = {at for at, leaf in tensors if isinstance(leaf, torch.Tensor)}
-        given = [leaf for leaf in self.distinct if not isinstance(leaf, torch.Tensor)]
+        given = [
+            leaf for leaf in self.distinct if not (isinstance(leaf, torch.Tensor) or is_cache(leaf))
+        ]
         self._moment = Moment(module, place, reach, given)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the call can be tried without a trace."""
+        return self._moment.is_whole
 
     def path(self) -> list[Any]:
         """Return what tells this call's way through the unit's code from another's."""
@@ -90,6 +97,7 @@ class Forward:
         with self._watched(digests):
             found = self._call(*args, **kwargs)
         self._moment.close()
+        _digest_outputs(found, digests)
         if versions(self.distinct) != before[0]:
             self.written = "writes to its inputs in place"
         elif versions(weights) != before[1]:
@@ -116,7 +124,9 @@ class Forward:
                 return self.run(args, kwargs, digests)
             return self._verified(distinct, digests, conclude)
 
-        found = checkpoint(run, *self.distinct, use_reentrant=False, preserve_rng_state=False)
+        early = nullcontext() if digests is None else set_checkpoint_early_stop(False)
+        with early:  # a proof looks at the outputs, too
+            found = checkpoint(run, *self.distinct, use_reentrant=False, preserve_rng_state=False)
         if self.written:
             raise self.refusal(f"{self.written}: what it was given is gone")
         self._forget_tensors()
@@ -167,7 +177,9 @@ class Forward:
         ]
         args, kwargs = self._structure.build(iter(leaves))
         with self._moment.again(), self._watched(digests):
-            return self._call(*args, **kwargs)
+            found = self._call(*args, **kwargs)
+        _digest_outputs(found, digests)
+        return found
 
     def _verified(
         self,
@@ -183,8 +195,8 @@ class Forward:
             found = self.again(distinct, second)
         except HeteroError:
             raise
-        except Exception:  # torch's own as soon as it has all that it needs; or the call's
-            self._judge(first.difference(second, is_over=False), conclude)
+        except Exception as error:
+            self._judge(f"raised {type(error).__name__}", conclude)
             raise
         self._judge(first.difference(second), conclude)
         return found
@@ -205,6 +217,14 @@ class Forward:
         return StateError(
             f"unit {self.name!r}, a {kind}, cannot be computed again: it {what}", advice=ADVICE
         )
+
+
+def _digest_outputs(found: Any, digests: Digests | None) -> None:
+    """Take down what a call returned: state may show there alone."""
+    if digests is not None:
+        for leaf in flatten(found)[0]:
+            if isinstance(leaf, torch.Tensor):
+                digests.saw(leaf)
 
 
 class Trial:
