@@ -45,7 +45,7 @@ from hetero.train.fitting import CopySeconds, Fitting
 from hetero.train.flight import Flight
 from hetero.train.forecast import Forecast, UnitKind
 from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
-from hetero.train.hooks import Hooks
+from hetero.train.hooks import Hooks, before_node
 from hetero.train.meter import Meter, make_meter
 from hetero.train.offload import MIN_BYTES, Offload
 from hetero.train.optimizer import Optimizer
@@ -287,6 +287,7 @@ class Engine:
             offload=self.offload,
             enter=enter,
             leave=leave,
+            before_node=before_node,
         )
 
     def _make_fitting(self) -> Fitting:

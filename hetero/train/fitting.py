@@ -197,7 +197,8 @@ class Fitting:
             return
         least = plan.least_bytes // plan.granule_bytes
         if need > self._room and self._choice.may_change:
-            self._choose(ahead, self._room - held)
+            fits = self._choose(ahead, self._room - held)
+            self._choice.overlaps = self._choice.overlaps and fits
             need = held + self.forecast.peak_bytes(ahead, self._choice.policies)
         limit = (self.budget.most_bytes - need - ring.limit_bytes) // plan.granule_bytes
         before = self._frames.limit
@@ -300,16 +301,16 @@ class Fitting:
             self._choice.learned = False
         self._try(units)
         # 3. what fitted is no error, though margins are counted with what was measured
-        return min(max(self._peaks), max(self._room, self.meter.seen_bytes()))
+        seen = 0 if self._tried else self.meter.seen_bytes()
+        return min(max(self._peaks), max(self._room, seen))
 
     def _try(self, units: Sequence[int]) -> None:
-        """Have proofs made in the next step where units give way and some may be computed again."""
+        """Have proofs made in the next step, where they are missing: a later one may need them."""
         self._in_vain = self._in_vain + 1 if self._tried else 0
         choice = self._choice
         choice.tries = (
             choice.may_change
             and self._in_vain < PATIENCE
-            and any(choice.policies[unit] != KEEP for unit in units)
             and any(choice.is_open(unit) for unit in units)
         )
 

@@ -283,6 +283,11 @@ def before_forward(module: nn.Module, call: Callable[[], None]) -> Callable[[], 
     return module.register_forward_pre_hook(lambda *_: call()).remove
 
 
+def before_node(node: Any, call: Callable[..., None]) -> None:
+    """Call ``call`` before backward runs a node, for as long as its graph lives."""
+    node.register_prehook(call)
+
+
 def around_unit(activations: Activations, unit: int, call: Call) -> Call:
     """Return a unit's forward inside an access, under the unit's policy."""
 

@@ -22,7 +22,7 @@ from hetero.train.graph import in_backward
 from hetero.train.moment import Reach
 from hetero.train.offload import Offload
 from hetero.train.proof import Proof
-from hetero.train.recompute import Call, Forward
+from hetero.train.recompute import BeforeNode, Call, Forward
 from hetero.train.slices import Checked, Sliced, batch_of, check_unit, find_cut
 from hetero.train.units import Unit
 
@@ -54,6 +54,7 @@ class Activations:
         saved: the owner of the hooks that see what units save.
         offload: what sends down.
         enter, leave: begin and end a unit's access; `enter` returns what `leave` takes.
+        before_node: has something called before a node of a graph runs.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Activations:
         offload: Offload,
         enter: Callable[[int], bool],
         leave: Callable[[int, bool], None],
+        before_node: BeforeNode,
     ) -> None:
         named = [i for i, unit in enumerate(units) if unit.module is not None]
         self.may_change = choice == "auto"
@@ -88,6 +90,7 @@ class Activations:
         self._offload = offload
         self._enter = enter
         self._leave = leave
+        self._before_node = before_node
         self._calls: Counter[int] = Counter()  # of each unit in this forward
         self._latest = max(named, default=-1), 1  # unit, and which of its calls
         self._final = self._latest  # what comes last would be computed again at once
@@ -203,7 +206,7 @@ class Activations:
         if proof.is_open and not forward.is_whole:
             conclude("reads what no snapshot holds")
         if proof.is_open:
-            return forward.tried(args, kwargs, self._saved, conclude)
+            return forward.tried(args, kwargs, self._saved, self._before_node, conclude)
         return self._access(index, call, args, kwargs)
 
     def _conclude(self, proof: Proof, path: int, reason: str | None) -> None:

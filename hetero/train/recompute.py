@@ -24,6 +24,8 @@ from hetero.train.proof import Digests
 from hetero.train.structure import flatten, told_apart
 
 Call = Callable[..., Any]
+BeforeNode = Callable[[Any, Callable[..., None]], None]
+"""Has something called before a node of a graph runs."""
 ADVICE = (
     "use activations='auto', which computes again only what gave the same bits, or keep what such"
     " units save with activations='keep' or 'offload'"
@@ -118,10 +120,11 @@ class Forward:
         """
         digests = None if conclude is None else Digests()
         self._leaves_inputs = True
+        first = [(args, kwargs)]  # taken out once: backward is not to hold the tensors among them
 
         def run(*distinct: Any) -> Any:
-            if not in_backward():
-                return self.run(args, kwargs, digests)
+            if first:
+                return self.run(*first.pop(), digests)
             return self._verified(distinct, digests, conclude)
 
         early = nullcontext() if digests is None else set_checkpoint_early_stop(False)
@@ -137,6 +140,7 @@ class Forward:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         saved: SavedTensors,
+        before_node: BeforeNode,
         conclude: Callable[[str | None], None],
     ) -> Any:
         """Make the call as ever, and once more when backward comes to it, to compare the bits.
@@ -156,7 +160,7 @@ class Forward:
         leaves, _ = flatten(found)
         nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)}
         for node in nodes - {None}:
-            node.register_prehook(trial)
+            before_node(node, trial)
         return found
 
     def _forget_tensors(self) -> None:
