@@ -145,5 +145,8 @@ class Shuffled:
         return {"seen": self._seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where ``state_dict`` was taken."""
-        self._seen = state["seen"]
+        """Go on where ``state_dict`` was taken; ValueError for what is no count."""
+        seen = state["seen"]
+        if type(seen) is not int or seen < 0:
+            raise ValueError(f"{seen!r} sequences were seen")
+        self._seen = seen

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hetero.device import checked_rng
 from hetero.errors import ConfigError
 
 Row = Mapping[str, Any]
@@ -147,7 +148,7 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Go on where ``state_dict`` was taken."""
-        self._generator.set_state(state["generator"])
+        self._generator.set_state(checked_rng(state["generator"]))
 
 
 def unigram_entropy(tokens: torch.Tensor) -> float:

@@ -23,7 +23,7 @@ from hetero.checkpoint.reader import Reader
 from hetero.checkpoint.save import Save, save_checkpoint
 from hetero.config import Config
 from hetero.device import open_device
-from hetero.errors import BudgetError, ConfigError
+from hetero.errors import BudgetError, CheckpointCorrupt, ConfigError
 from hetero.recipes.options import TrainOptions
 from hetero.recipes.record import Recording, free_folder
 from hetero.recipes.task import Task, count, demo, loss_of
@@ -494,10 +494,17 @@ class Progress:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Progress:
-        """Return what a checkpoint kept."""
-        evaluations = [Evaluation(*each) for each in found["evaluations"]]
-        losses = list(found["losses"])
-        return cls(losses, evaluations, found["seconds"], found["tokens"], len(losses))
+        """Return what a checkpoint kept; CheckpointCorrupt for what no run keeps."""
+        try:
+            evaluations = [Evaluation(*each) for each in found["evaluations"]]
+            losses = [float(loss) for loss in found["losses"]]
+            seconds, tokens = float(found["seconds"]), int(found["tokens"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointCorrupt(
+                f"the checkpoint does not say how far its run has come: {error!r}",
+                advice="use another checkpoint of hetero train",
+            ) from error
+        return cls(losses, evaluations, seconds, tokens, len(losses))
 
 
 def fingerprint(options: TrainOptions, config: Config, task: Task) -> dict[str, Any]:
