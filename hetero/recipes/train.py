@@ -24,6 +24,7 @@ from hetero.checkpoint.save import Save, save_checkpoint
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import BudgetError, CheckpointCorrupt, ConfigError
+from hetero.io import make_folder
 from hetero.recipes.options import TrainOptions
 from hetero.recipes.record import Recording, free_folder
 from hetero.recipes.task import Task, count, demo, loss_of
@@ -318,7 +319,7 @@ def settings_for(
     if config.host is None and not unlimited:
         config = dataclasses.replace(config, host=host_of(model, optimizer, config))
     if not config.nvme and not unlimited:
-        Path(RUNS).mkdir(exist_ok=True)
+        make_folder(RUNS, mode=0o777).close()
         config = dataclasses.replace(config, nvme=(RUNS,))
     return config
 

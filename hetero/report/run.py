@@ -19,7 +19,7 @@ from typing import Any
 
 from hetero.errors import ConfigError, StorageError
 from hetero.events import Event, EventLog
-from hetero.io import failed
+from hetero.io import failed, make_folder
 
 SCHEMA = 1
 META, EVENTS = "meta.json", "events.jsonl.gz"
@@ -174,7 +174,7 @@ class Recorder:
         self._closed = threading.Event()
         self._failed: OSError | None = None
         with storing(self.directory):
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_folder(self.directory, mode=0o777).close()  # checkpoints may lie in it
             self.write_meta(meta)
             self._file = gzip.GzipFile(self.directory / EVENTS, "wb", compresslevel=1)
         self._thread = threading.Thread(target=self._go, name="hetero-events", daemon=True)
