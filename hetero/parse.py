@@ -36,12 +36,12 @@ class Unparsable(ValueError):
     """A text is not what it should be, or asks for more than its bounds; it says why."""
 
 
-def read_text(path: str | Path) -> str:
-    """Return a text file of settings; OSError where it cannot be read."""
+def read_text(path: str | Path, limit_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Return a text file; OSError where it cannot be read, Unparsable where it is too large."""
     with Path(path).open("rb") as file:
-        raw = file.read(MAX_TEXT_BYTES + 1)
-    if len(raw) > MAX_TEXT_BYTES:
-        raise Unparsable(f"it has more than {MAX_TEXT_BYTES} bytes")
+        raw = file.read(limit_bytes + 1)
+    if len(raw) > limit_bytes:
+        raise Unparsable(f"it has more than {limit_bytes} bytes")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import SGD, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hetero.api import engine_of
 from hetero.checkpoint.manifest import MAX_STEP, Entry
@@ -104,7 +106,7 @@ def load_through(
         with only_saved(reader):
             check_beside(engine, beside)
             check_states(engine, beside["groups"], states, beside["scalars"])
-            check_schedule(scheduler, beside["scheduler"])
+            check_schedule(engine, scheduler, beside["scheduler"])
         read_all(reader)
         settle(engine)
         empty = empty_states(engine, states)
@@ -223,10 +225,31 @@ def check_beside(engine: Engine, beside: Mapping[str, Any]) -> None:
                 raise ValueError(f"{key} of {name} is no number")
 
 
-def check_schedule(scheduler: HasState | None, saved: Any) -> None:
-    """Raise ValueError for what torch's schedulers would take, and break on at their next step."""
-    if isinstance(scheduler, LRScheduler) and not alike(scheduler.state_dict(), saved):
+def check_schedule(engine: Engine, scheduler: HasState | None, saved: Any) -> None:
+    """Raise one of `WRONG` for what torch's schedulers would take, and break on at their next step.
+
+    A copy of the scheduler makes that step, with a copy of the groups.
+    """
+    if not isinstance(scheduler, LRScheduler):
+        return
+    if not alike(scheduler.state_dict(), saved):
         raise ValueError("the scheduler's state is of another scheduler")
+    inside = [scheduler, *getattr(scheduler, "_schedulers", ())]
+    if any(
+        hasattr(each, "lr_lambdas") or type(each).__module__ != lr_scheduler.__name__
+        for each in inside
+    ):
+        return  # functions and classes of the user's own cannot be tried unseen
+    groups = [] if engine.optimizer is None else engine.optimizer.param_groups
+    stand_in = SGD([torch.zeros(1)], lr=1.0)
+    stand_in.param_groups = [
+        {k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in groups
+    ]
+    twin = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it misses the steps of an optimizer
+        twin.load_state_dict(copy.deepcopy(saved))
+        twin.step(0.0) if isinstance(twin, ReduceLROnPlateau) else twin.step()
 
 
 def alike(mine: Any, saved: Any) -> bool:
@@ -280,11 +303,17 @@ class Values:
         reader, number = self._reader, self._reader.find("extra", path)
         if number is None or number in self._taken:
             problem = "that is not there" if number is None else "twice"
-            raise CheckpointCorrupt(f"{reader.path} names a tensor {path[:200]!r} {problem}")
+            raise CheckpointCorrupt(
+                f"{reader.path} names a tensor {path[:200]!r} {problem}",
+                advice="use another checkpoint; hetero verify lists them",
+            )
         self._taken.add(number)
         entry = reader.entries[number]
         if entry.n_bytes > self._limit_bytes:
-            raise CheckpointMismatch(f"{path[:200]!r} is a tensor of {entry.n_bytes} bytes")
+            raise CheckpointMismatch(
+                f"{path[:200]!r} is a tensor of {entry.n_bytes} bytes, beside a model of fewer",
+                advice="save it in a file of its own",
+            )
         value = torch.empty(entry.shape, dtype=dtype_of(entry))
         view = memoryview(value.view(-1).view(torch.uint8).numpy())
         for start in range(0, len(view), PIECE_BYTES):
@@ -297,7 +326,10 @@ def matched(parts: Sequence[Part], reader: Reader) -> Iterator[tuple[Part, int]]
     for part in parts:
         number = reader.find(*part.name)
         if number is None:
-            raise CheckpointMismatch(f"{part.name} is not in {reader.path}")
+            raise CheckpointMismatch(
+                f"{part.name} is not in {reader.path}",
+                advice="build the model as it was when it was saved",
+            )
         yield part, number
 
 

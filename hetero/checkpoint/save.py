@@ -328,4 +328,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 def refuse(path: str, *_: Any) -> Any:
     """There are no tensors here."""
-    raise CheckpointCorrupt(f"{path} names a tensor where none is saved")
+    raise CheckpointCorrupt(
+        f"{path} names a tensor where none is saved",
+        advice="use another checkpoint; hetero verify lists them",
+    )

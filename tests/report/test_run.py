@@ -42,7 +42,7 @@ def write(folder: Path, n: int = 100, meta: Meta = FULL) -> EventLog:
             *(What.MOVE, number / 10, number / 10 + 0.05),
             lane=Lane.H2D,
             tier=Tier.HBM,
-            bucket=number % 3,
+            bucket=number % 2,
             n_bytes=number,
             category=Kind.PARAM,
             why='quotes " and é',
