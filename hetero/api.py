@@ -131,6 +131,9 @@ def gathered(
     Raises BudgetError when they do not fit the device at once: gather fewer.
     """
     if isinstance(what, nn.Module):
+        engine = what.__dict__.get(MARK)
+        if engine is not None:
+            engine.refuse_broken()
         params = list(what.parameters())
     else:
         params = [what] if isinstance(what, nn.Parameter) else list(what)
@@ -262,6 +265,7 @@ def release(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     """Turn a prepared model back into a plain one.
 
     Returns ``(model, plain optimizer with its states)``, or the model when it was prepared alone.
+    Raises StateError for a model that a failed load left with values of two checkpoints.
     """
     engine = engine_of(model)
     if optimizer is not None and optimizer is not engine.optimizer:
@@ -269,5 +273,6 @@ def release(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
             "the optimizer was not prepared with this model",
             advice="pass the optimizer that prepare returned with it",
         )
+    engine.refuse_broken()
     engine.release()
     return model if engine.inner is None else (model, engine.inner)

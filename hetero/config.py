@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -16,12 +16,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from hetero.errors import ConfigError
+from hetero.parse import Unparsable, read_text, toml_of, yaml_of
 from hetero.types import format_bytes
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 UNITS = {
     "B": 1,
@@ -34,7 +30,8 @@ UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(" + "|".join(UNITS) + ")")
+SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?) ?(" + "|".join(UNITS) + ")")
+MOST_BYTES = 2**62  # of anything
 DEVICES = ("cuda", "cpu", "cpu:sim")
 PRECISIONS = ("fp32", "bf16", "fp16")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
@@ -47,14 +44,14 @@ NOT_YET = {  # named in the public face; each arrives with its part of the libra
 def parse_bytes(value: object, key: str = "size") -> int:
     """Return a byte count from an int or a string such as ``"20GiB"`` or ``"1.5GB"``.
 
-    Raises ConfigError for anything else, zero and negative numbers included.
+    Raises ConfigError for anything else, zero, negative numbers and more than any machine has.
     """
     forms = "a positive int (bytes) or a string such as '20GiB', '512MiB' or '8GB'"
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
     match = SIZE.fullmatch(value) if isinstance(value, str) else None
     n_bytes = int(Fraction(match[1]) * UNITS[match[2]]) if match else 0
-    if n_bytes > 0:
+    if isinstance(value, int) and not isinstance(value, bool):
+        n_bytes = value
+    if 0 < n_bytes <= MOST_BYTES:
         return n_bytes
     understood = f"; understood {n_bytes} bytes" if match else "; no bytes understood"
     raise ConfigError(f"{key}={value!r} is not a size{understood}", advice=f"{key} takes {forms}")
@@ -142,37 +139,23 @@ class Config:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of a TOML or YAML file; ConfigError names the line of a mistake."""
-    parse = yaml_parser() if path.suffix in (".yaml", ".yml") else tomllib.loads
+    parse = yaml_of if path.suffix in (".yaml", ".yml") else toml_of
     try:
-        settings = parse(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path}: {error}", advice="check the path") from error
-    except ValueError as error:
+        settings = parse(read_text(path))
+    except ImportError as error:
+        raise ConfigError(
+            "YAML files need PyYAML", advice="pip install pyyaml, or write the settings as TOML"
+        ) from error
+    except Unparsable as error:
         raise ConfigError(f"config file {path}: {error}", advice="fix its syntax") from error
+    except (OSError, ValueError) as error:  # a path with a NUL in it
+        raise ConfigError(f"config file {path}: {error}", advice="check the path") from error
     if not isinstance(settings, dict) or not settings:
         raise ConfigError(
             f"config file {path} {'names no settings' if settings else 'is empty'}",
             advice='write settings, as hbm = "20GiB" in TOML or hbm: 20GiB in YAML',
         )
     return settings
-
-
-def yaml_parser() -> Callable[[str], Any]:
-    """Return what reads YAML; whoever has accelerate or transformers has it."""
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError(
-            "YAML files need PyYAML", advice="pip install pyyaml, or write the settings as TOML"
-        ) from error
-
-    def parse(text: str) -> Any:
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from error
-
-    return parse
 
 
 def checked(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
@@ -244,12 +227,21 @@ def check_paths(key: str, value: Any) -> tuple[str, ...]:
     found: list[str] = []
     for path in given if isinstance(given, (list, tuple)) else [given]:
         text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
-        if not text or any(c in text for c in "\0\n"):
+        if not text or any(c in text for c in "\0\n") or not is_encodable(text):
             raise ConfigError(f"{key}={path!r} is no path", advice=f"{key} takes a path")
         found.append(text)
     if len(set(found)) < len(found):
         raise ConfigError(f"{key}={value!r} names a directory twice", advice="name each once")
     return tuple(found)
+
+
+def is_encodable(text: str) -> bool:
+    """Whether a text is one that the system can be told: no half of a surrogate pair."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_activations(value: Any) -> None:
@@ -268,7 +260,7 @@ def check_count(key: str, value: Any) -> None:
 
 def check_norm(value: Any) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < float("inf"):
+    if not number or not 0 < value <= sys.float_info.max:
         raise ConfigError(
             f"max_grad_norm={value!r} is not a norm", advice="max_grad_norm takes a positive number"
         )

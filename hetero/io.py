@@ -46,6 +46,21 @@ CLOSED = -2  # a descriptor; -1 is the working directory to os.listdir
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+ADVICE = {  # where the drive is not to blame
+    errno.EROFS: "the file system is read-only: remount it, or name another directory",
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM),
+        "the directory's permissions do not allow it: name another one",
+    ),
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+        "the path leads to no directory: name another one",
+    ),
+    **dict.fromkeys(
+        (errno.EMFILE, errno.ENFILE),
+        "too many files are open: close some, or raise the limit (ulimit -n)",
+    ),
+}
 RAM_FILE_SYSTEMS = ("tmpfs", "ramfs")
 FAR_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "overlay", "fuse")
 
@@ -297,10 +312,8 @@ def failed(
             if wanted
             else ("free some space there, or name another directory")
         )
-    elif error.errno == errno.EROFS:
-        advice = "the file system is read-only: remount it, or name another directory"
-    elif error.errno in (errno.EACCES, errno.EPERM):
-        advice = "the directory's permissions do not allow it: name another one"
+    elif error.errno in ADVICE:
+        advice = ADVICE[error.errno]
     return kind(
         f"{op}{amount} failed on {path}: {error.strerror or error}",
         advice=advice,
@@ -359,9 +372,9 @@ class Folder:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
         return Folder(self._io, self._open("open", name, flags), self.where(name))
 
-    def make(self, name: str) -> Folder:
-        """Make a directory (mode 0700) and open it; an existing one is a DiskWriteError."""
-        self._call("mkdir", _mkdir, self.checked(name), self._fd, where=self.where(name))
+    def make(self, name: str, mode: int = 0o700) -> Folder:
+        """Make a directory and open it; an existing one is a DiskWriteError."""
+        self._call("mkdir", _mkdir, self.checked(name), mode, self._fd, where=self.where(name))
         return self.folder(name)
 
     def file(self, name: str, *, direct: bool = False) -> File:
@@ -502,8 +515,8 @@ def _open_at(name: str, flags: int, folder: int) -> int:
     return os.open(name, flags, 0o600, dir_fd=folder)
 
 
-def _mkdir(name: str, folder: int) -> None:
-    os.mkdir(name, 0o700, dir_fd=folder)
+def _mkdir(name: str, mode: int, folder: int) -> None:
+    os.mkdir(name, mode, dir_fd=folder)
 
 
 def _lstat(name: str, folder: int) -> os.stat_result:
@@ -559,6 +572,41 @@ def mount_of(path: str | Path, root: Path = Path("/")) -> Mount:
         if fields.split()[2:3] == [number]:
             return Mount(rest.split()[0])
     return Mount("")
+
+
+def make_folder(path: str | Path, io: IO | None = None, mode: int = 0o700) -> Folder:
+    """Open a directory, made durably with its parents where it is missing.
+
+    Other processes may make it meanwhile. Raises ConfigError for what is no path, StorageError
+    where it cannot be made or opened.
+    """
+    missing, place = [], Path(path)
+    while (folder := existing(place, io)) is None:
+        missing.append(place.name)
+        place = place.parent
+    for name in reversed(missing):
+        try:
+            child = folder.make(name, mode)
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            child = folder.folder(name)
+        folder.sync()  # also where another made it, who may not have come to this
+        folder.close()
+        folder = child
+    return folder
+
+
+def existing(place: Path, io: IO | None) -> Folder | None:
+    """Open a directory that a user named; None where there is none that could hold it."""
+    try:
+        return Folder.open(place, io)
+    except ValueError as error:  # a NUL, or half of a surrogate pair
+        raise ConfigError(f"{os.fspath(place)!r} is no path: {error}", advice="name one") from error
+    except StorageError as error:
+        if error.errno == errno.ENOENT and place != place.parent:
+            return None
+        raise
 
 
 def spill_folder(path: str | Path, io: IO | None = None) -> Folder:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 import errno
-import json
 import math
 import os
 import re
@@ -32,6 +31,7 @@ from hetero.errors import (
     UnsafeCheckpoint,
 )
 from hetero.io import IO, File, Folder, aligned_buffer
+from hetero.parse import Unparsable, json_of
 from hetero.types import format_bytes
 
 SUFFIX = ".safetensors"
@@ -355,12 +355,10 @@ def parsed(file: File, offset: int, n_bytes: int, where: str) -> dict[str, Any]:
     text = memoryview(bytearray(n_bytes))
     file.read(offset, text)
     try:
-        found = json.loads(
-            str(text, "utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
-        )
-    except (ValueError, RecursionError) as error:
+        found = json_of(bytes(text), constants=False)
+    except Unparsable as error:
         raise CheckpointCorrupt(
-            f"{where} has a header that is no JSON: {str(error)[:200]}",
+            f"{where} has a header that cannot be read: {error}",
             advice="it is damaged, or no safetensors at all: use another copy",
         ) from error
     if not isinstance(found, dict):
@@ -368,17 +366,6 @@ def parsed(file: File, offset: int, n_bytes: int, where: str) -> dict[str, Any]:
             f"{where} has a header that is no JSON object", advice="use another copy"
         )
     return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name comes twice")
-    return found
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
 
 
 def laid_out(where: str, declared: Mapping[str, Any], start: int, size: int) -> dict[str, Entry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hetero.device import (
     Slab,
     Ticket,
     allocated,
+    checked_rng,
     map_slab,
     open_device,
     release_slab,
@@ -594,3 +596,36 @@ def test_what_the_allocator_counts_goes_by_its_names(monkeypatch: pytest.MonkeyP
     stats = {"allocated_bytes.all.peak": 3, "reserved_bytes.all.current": 4, "active": 5}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
     assert allocated(torch.device("cuda", 0)) == Allocated(0, 3, 4)
+
+
+# -- states of generators ------------------------------------------------------------------------
+
+
+def positioned(left: int, place: int) -> torch.Tensor:
+    """Return a generator's state with these two numbers."""
+    state = bytearray(torch.Generator().get_state().tolist())
+    struct.pack_into("=iiQ", state, 8, left, 1, place)
+    return torch.frombuffer(state, dtype=torch.uint8).clone()
+
+
+def test_every_state_that_a_generator_has_is_taken() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(1300):
+        torch.rand(1, generator=generator)
+        state = generator.get_state()
+        assert checked_rng(state) is state
+
+
+@pytest.mark.parametrize(("left", "place"), [(624, 2), (624, 624), (2, 624), (300, 400)])
+def test_a_state_whose_draws_would_leave_its_words_is_refused(left: int, place: int) -> None:
+    state = positioned(left, place)
+    torch.Generator().set_state(state)  # torch itself takes it, and reads what lies beside it
+
+    with pytest.raises(ValueError, match=f"at word {place} of 624"):
+        checked_rng(state)
+
+
+@pytest.mark.parametrize("state", [torch.zeros(5), torch.zeros(5, dtype=torch.uint8)])
+def test_what_is_no_state_of_a_generator_is_refused(state: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="is no generator's"):
+        checked_rng(state)

@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "hetero"
 FLOORS = {
     **dict.fromkeys(("types", "config", "errors", "version", "events", "optim"), 0),
-    **dict.fromkeys(("device", "dry", "io", "weights"), 0),
+    **dict.fromkeys(("device", "dry", "io", "parse", "weights"), 0),
     **dict.fromkeys(("memory", "plan"), 1),
     "train": 2,
     "parallel": 3,

@@ -20,10 +20,17 @@ from torch import nn
 
 import hetero
 from hetero.api import engine_of, prepare_tuned, status
+from hetero.checkpoint.load import load_through
 from hetero.checkpoint.manifest import MANIFEST, decode, encode
 from hetero.checkpoint.save import save_through
 from hetero.config import Config
-from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, StateError
+from hetero.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    DiskReadError,
+    StateError,
+)
 from hetero.io import IO, FaultPlan
 from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
@@ -268,6 +275,16 @@ def first_scalars(meta: dict[str, Any]) -> dict[str, Any]:
     return scalars
 
 
+def numpy_state(meta: dict[str, Any]) -> list[Any]:
+    found: list[Any] = meta["rng"]["numpy"]["items"]
+    return found
+
+
+def python_words(meta: dict[str, Any]) -> list[Any]:
+    found: list[Any] = meta["rng"]["python"]["items"][1]["items"]
+    return found
+
+
 HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "a rate that is a string": lambda m: m["groups"][0].update(lr="fast"),
     "a rate that is a list": lambda m: m["groups"][0].update(lr=[0.1]),
@@ -290,6 +307,24 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "a tensor that is not there": lambda m: m.update(
         extra={"__hetero__": "tensor", "entry": "../../x"}
     ),
+    "a tensor twice": lambda m: m.update(extra=[m["rng"]["torch"]] * 2),
+    "steps that are a fraction": lambda m: m.update(steps=1.5),
+    "steps below none": lambda m: m.update(steps=-1),
+    "a word of Python's generator that is too long": lambda m: python_words(m).insert(0, 2**70),
+    "a spare number of Python's generator": lambda m: m["rng"]["python"]["items"].__setitem__(
+        2, "x"
+    ),
+    "no count of steps": lambda m: m["scalars"].pop(next(iter(m["scalars"]))),
+    "a count of steps before the first": lambda m: first_scalars(m)["step"].update(value=-1.0),
+    "a moment that is a number": lambda m: first_scalars(m).update(exp_avg={"value": 1.0}),
+    "a flag that the rule does not take": lambda m: m["groups"][0].update(capturable=True),
+    "states of what no group has": lambda m: m["scalars"].update(
+        table={"step": {"dtype": "float32", "value": 1.0}}
+    ),
+}
+HOSTILE |= {
+    f"numpy's generator at {place}": lambda m, place=place: numpy_state(m).__setitem__(2, place)
+    for place in (-1, 625, 10**6, 10**9, 2**31 - 1, -(2**31), 2**40, 1.5, True)
 }
 
 
@@ -319,30 +354,79 @@ def test_a_loss_scale_that_no_step_leaves_is_refused(disk: Path, scale: Any) -> 
         hetero.load_checkpoint(disk / "saved", model, optimizer)
 
 
-@pytest.mark.parametrize("where", ["paged", "disk"])
-def test_a_model_that_was_loaded_in_part_is_of_no_use_until_a_whole_load(
+def two_saves(disk: Path, where: str) -> tuple[nn.Module, Any, Any]:
+    """Return a model with checkpoints of steps 1 and 2 in ``saved``."""
+    model, optimizer, scheduler = make(disk, where)
+    for _ in range(2):
+        train(model, optimizer, scheduler, 1)
+        hetero.save_checkpoint(disk / "saved", model, optimizer)
+    return model, optimizer, scheduler
+
+
+def damage(shard: Path, at: float) -> None:
+    """Flip a bit of a file, ``at`` of the way through it."""
+    damaged = bytearray(shard.read_bytes())
+    damaged[int(len(damaged) * at)] ^= 1
+    shard.write_bytes(damaged)
+
+
+@pytest.mark.parametrize("where", ["resident", "paged", "disk"])
+def test_a_damaged_checkpoint_is_refused_before_the_model_is_touched(
     disk: Path, where: str
 ) -> None:
-    model, optimizer, scheduler = make(disk, where)
+    model, optimizer, scheduler = two_saves(disk, where)
     train(model, optimizer, scheduler, 1)
-    hetero.save_checkpoint(disk / "saved", model, optimizer)
-    train(model, optimizer, scheduler, 1)
-    hetero.save_checkpoint(disk / "saved", model, optimizer)
-    shard = disk / "saved" / "step-2" / "r00000.bin"
-    damaged = bytearray(shard.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    shard.write_bytes(damaged)
+    before = values(model)
+    damage(disk / "saved" / "step-2" / "r00000.bin", 0.9)
 
     with pytest.raises(CheckpointCorrupt, match="CRC") as refused:
         hetero.load_checkpoint(disk / "saved", model, optimizer)
 
     assert "step 1 is the newest good one" in refused.value.advice
-    with pytest.raises(StateError, match="loaded in part"):
-        model(torch.randn(8, WIDTH))
-    with pytest.raises(StateError, match="loaded in part"):
-        hetero.save_checkpoint(disk / "other", model, optimizer)
-    hetero.load_checkpoint(disk / "saved", model, optimizer, step=1)
+    assert same(values(model), before)
     train(model, optimizer, scheduler, 1)
+
+
+WAYS_OUT: dict[str, Callable[[Path, nn.Module, Any], Any]] = {
+    "forward": lambda disk, model, optimizer: model(torch.randn(8, WIDTH)),
+    "a unit's forward": lambda disk, model, optimizer: model.blocks[1](torch.randn(8, WIDTH)),
+    "step": lambda disk, model, optimizer: optimizer.step(),
+    "save": lambda disk, model, optimizer: hetero.save_checkpoint(disk / "x", model, optimizer),
+    "export": lambda disk, model, optimizer: hetero.export(model, disk / "x"),
+    "state_dict": lambda disk, model, optimizer: model.state_dict(),
+    "load_state_dict": lambda disk, model, optimizer: model.load_state_dict(
+        Net().state_dict(), strict=False
+    ),
+    "the optimizer's": lambda disk, model, optimizer: optimizer.state_dict(),
+    "gathered": lambda disk, model, optimizer: hetero.gathered(model).__enter__(),
+    "release": lambda disk, model, optimizer: hetero.release(model, optimizer),
+}
+
+
+@pytest.mark.parametrize("where", ["resident", "paged", "disk"])
+def test_a_model_that_was_loaded_in_part_gives_nothing_out_until_a_whole_load(
+    disk: Path, where: str
+) -> None:
+    model, optimizer, scheduler = two_saves(disk, where)
+    plan = FaultPlan()
+    load_through(plan, disk / "saved", model, optimizer)
+    reads = plan.seen["read"]
+    failing = FaultPlan()
+    failing.fail_at("read", reads - 3, errno.EIO, None)  # the last of the pass that writes
+
+    with pytest.raises(DiskReadError):
+        load_through(failing, disk / "saved", model, optimizer)
+
+    for use in WAYS_OUT.values():
+        with pytest.raises(StateError, match="loaded in part"):
+            use(disk, model, optimizer)
+    assert not (disk / "x").exists()
+    hetero.load_checkpoint(disk / "saved", model, optimizer, step=1)
+    twin, its, _ = make(disk, where)
+    hetero.load_checkpoint(disk / "saved", twin, its, step=1)
+    assert same(values(model), values(twin))
+    assert train(model, optimizer, scheduler, 1)
+    hetero.release(model, optimizer)
 
 
 @pytest.mark.sample(8)

@@ -176,11 +176,16 @@ def hide(root: Folder, name: str) -> str:
 
 
 def remove(root: Folder, name: str, folder: Folder) -> None:
-    """Remove our files from an unfinished checkpoint, and itself when nothing else is in it."""
-    there = folder.names()
+    """Remove our files from an unfinished checkpoint, and itself when nothing else is in it.
+
+    It opens nothing, so that it works where a process has no descriptor left.
+    """
     for ours in OURS:
-        if ours in there:
+        try:
             folder.unlink(ours)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
     root.rmdir(name)
 
 

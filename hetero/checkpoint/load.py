@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
+from torch.optim import SGD, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hetero.api import engine_of
-from hetero.checkpoint.manifest import Entry
+from hetero.checkpoint.manifest import MAX_STEP, Entry
 from hetero.checkpoint.reader import Reader
 from hetero.checkpoint.save import (
     HasState,
@@ -25,14 +30,23 @@ from hetero.checkpoint.save import (
     rng_state,
 )
 from hetero.checkpoint.values import decode
-from hetero.device import set_accelerator_rng
+from hetero.checkpoint.verify import read_all
+from hetero.device import check_accelerator_rng, checked_rng, set_accelerator_rng
 from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from hetero.io import IO
 from hetero.train.engine import Engine
 from hetero.train.optimizer import Optimizer
 from hetero.train.precision import LossScaler
 from hetero.train.snapshot import PIECE_BYTES, Name, Part
-from hetero.train.state import begin_again, loaded, parts_of, settle, take_scalars
+from hetero.train.state import (
+    begin_again,
+    check_states,
+    empty_states,
+    loaded,
+    parts_of,
+    settle,
+    take_scalars,
+)
 
 LOAD_THREADS = 2  # one reads while another checks
 SHOWN = 10  # differences that a message lists
@@ -86,15 +100,24 @@ def load_through(
         # 1. everything that can be refused is refused before anything is touched
         beside = understood(engine, reader)
         check_meta(engine, beside)
-        with only_saved(reader):
-            check_beside(engine, beside)
         check_entries(engine, reader.entries)
         check_given(beside, scheduler=scheduler, data=data)
+        states = [(name_of(e), dtype_of(e), e.shape) for e in reader.entries if e.kind == "state"]
+        with only_saved(reader):
+            check_beside(engine, beside)
+            check_states(engine, beside["groups"], states, beside["scalars"])
+            check_schedule(engine, scheduler, beside["scheduler"])
+        read_all(reader)
         settle(engine)
+        empty = empty_states(engine, states)
+        with only_saved(reader), all_or_none(scheduler, data):
+            if scheduler is not None:
+                scheduler.load_state_dict(beside["scheduler"])
+            if data is not None:
+                data.load_state_dict(beside["data"])
         # 2. the tensors; until all are there the model is of no use to anybody
-        engine.broken = f"{reader.path} was loaded in part"
-        states = (e for e in reader.entries if e.kind == "state")
-        begin_again(engine, ((name_of(e), dtype_of(e), e.shape) for e in states))
+        engine.begin_load(reader.path)
+        begin_again(engine, empty)
         todo = matched(parts_of(engine), reader)
         with ThreadPoolExecutor(LOAD_THREADS, "hetero-load") as executor:
             for _ in executor.map(lambda one: one[0].load(partial(reader.read, one[1])), todo):
@@ -103,32 +126,36 @@ def load_through(
         # 3. what is beside them
         take_scalars(engine, beside["scalars"])
         restore(engine, beside)
-        if scheduler is not None:
-            scheduler.load_state_dict(beside["scheduler"])
-        if data is not None:
-            data.load_state_dict(beside["data"])
-        engine.broken = ""
+        engine.end_load()
     return beside["extra"]
 
 
 OURS = ("extra", "scheduler", "data", "rng", "groups", "scaler")
 WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError)
+WRONG += (ArithmeticError, AssertionError)  # numbers that overflow; what torch's rules assert
 
 
 def understood(engine: Engine, reader: Reader) -> dict[str, Any]:
     """Return what a checkpoint says beside tensors; CheckpointCorrupt where no save wrote it."""
-    meta, values = reader.meta, partial(value_of, reader, engine.blueprint.layout.param_bytes)
+    meta, values = reader.meta, Values(reader, engine.blueprint.layout.param_bytes).take
     with only_saved(reader):
         found = {key: decode(meta[key], values) for key in OURS}
         found["scalars"] = decode_scalars(meta["scalars"])
         found.update({key: meta[key] for key in ("precision", "optimizer", "members")})
         found["frozen"] = meta.get("frozen", "keep")  # older checkpoints do not say
-        found["steps"] = int(meta["steps"])
+        found["steps"] = count_of(meta["steps"])
         members = [len(names) for names in found["members"]]
         if len(members) != len(found["groups"]) or not all(found["groups"]):
             raise ValueError("as many groups as there are settings of groups")
-        check_rng(found["rng"])
+        check_rng(engine, found["rng"])
     return found
+
+
+def count_of(steps: Any) -> int:
+    """Return a count of steps; ValueError for what is none."""
+    if type(steps) is not int or not 0 <= steps <= MAX_STEP:
+        raise ValueError(f"{steps!r} steps were made")
+    return steps
 
 
 @contextmanager
@@ -145,14 +172,38 @@ def only_saved(reader: Reader) -> Iterator[None]:
         ) from error
 
 
-def check_rng(rng: Mapping[str, Any]) -> None:
-    """Try generators' states on generators of our own."""
-    torch.Generator().set_state(rng["torch"])
+@contextmanager
+def all_or_none(*things: HasState | None) -> Iterator[None]:
+    """Give objects back the states they had where one of them does not take its new one."""
+    before = [(thing, copy.deepcopy(thing.state_dict())) for thing in things if thing is not None]
+    try:
+        yield
+    except BaseException:
+        for thing, state in before:
+            thing.load_state_dict(state)
+        raise
+
+
+def check_rng(engine: Engine, rng: Mapping[str, Any]) -> None:
+    """Try generators' states on generators of our own; raises one of `WRONG`.
+
+    Generators believe the position that a state names: beyond the state they would read memory
+    of others.
+    """
+    torch.Generator().set_state(checked_rng(rng["torch"]))
     random.Random().setstate(rng["python"])
+    *_, spare = rng["python"]
+    if not isinstance(spare, (float, NoneType)):
+        raise ValueError(f"Python's generator keeps a spare number {spare!r}")
+    _, words, position, *_ = rng["numpy"]
+    if type(position) is not int or not 0 <= position <= len(words):
+        raise ValueError(f"numpy's generator is at number {position!r} of {len(words)}")
     numpy.random.RandomState().set_state(rng["numpy"])
     device = rng["device"]
     if device is not None and (device.dtype, device.ndim) != (torch.uint8, 1):
         raise ValueError("the device's generator has a state of bytes")
+    if device is not None:
+        check_accelerator_rng(engine.device.torch_device, device)
 
 
 def check_beside(engine: Engine, beside: Mapping[str, Any]) -> None:
@@ -166,7 +217,7 @@ def check_beside(engine: Engine, beside: Mapping[str, Any]) -> None:
         return
     for group, saved in zip(engine.optimizer.param_groups, beside["groups"], strict=True):
         for key, value in saved.items():
-            if key in group and not alike(group[key], value):
+            if key == "params" or (key in group and not alike(group[key], value)):
                 raise ValueError(f"the setting {key} is {value!r}")
     for name, state in beside["scalars"].items():
         for key, value in state.items():
@@ -174,10 +225,41 @@ def check_beside(engine: Engine, beside: Mapping[str, Any]) -> None:
                 raise ValueError(f"{key} of {name} is no number")
 
 
+def check_schedule(engine: Engine, scheduler: HasState | None, saved: Any) -> None:
+    """Raise one of `WRONG` for what torch's schedulers would take, and break on at their next step.
+
+    A copy of the scheduler makes that step, with a copy of the groups.
+    """
+    if not isinstance(scheduler, LRScheduler):
+        return
+    if not alike(scheduler.state_dict(), saved):
+        raise ValueError("the scheduler's state is of another scheduler")
+    inside = [scheduler, *getattr(scheduler, "_schedulers", ())]
+    if any(
+        hasattr(each, "lr_lambdas") or type(each).__module__ != lr_scheduler.__name__
+        for each in inside
+    ):
+        return  # functions and classes of the user's own cannot be tried unseen
+    groups = [] if engine.optimizer is None else engine.optimizer.param_groups
+    stand_in = SGD([torch.zeros(1)], lr=1.0)
+    stand_in.param_groups = [
+        {k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in groups
+    ]
+    twin = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it misses the steps of an optimizer
+        twin.load_state_dict(copy.deepcopy(saved))
+        twin.step(0.0) if isinstance(twin, ReduceLROnPlateau) else twin.step()
+
+
 def alike(mine: Any, saved: Any) -> bool:
     """Whether a setting is of the kind of another: what is off may have been on."""
     if mine is None or saved is None:
         return mine is saved or isinstance(saved if mine is None else mine, (bool, int, float))
+    if isinstance(mine, Mapping):
+        return isinstance(saved, Mapping) and all(
+            alike(mine[key], saved[key]) for key in mine.keys() & saved.keys()
+        )
     if isinstance(mine, (tuple, list)):
         return (
             isinstance(saved, (tuple, list))
@@ -205,19 +287,38 @@ def dtype_of(entry: Entry) -> torch.dtype:
     return dtype_named(entry.dtype)
 
 
-def value_of(reader: Reader, limit_bytes: int, path: str) -> torch.Tensor:
-    """Return a tensor that stands among the values beside the model's own."""
-    number = reader.find("extra", path)
-    if number is None:
-        raise CheckpointCorrupt(f"{reader.path} names a tensor {path!r} that is not there")
-    entry = reader.entries[number]
-    if entry.n_bytes > max(limit_bytes, MAX_VALUE_BYTES):
-        raise CheckpointMismatch(f"{path!r} is a tensor of {entry.n_bytes} bytes")
-    value = torch.empty(entry.shape, dtype=dtype_of(entry))
-    view = memoryview(value.view(-1).view(torch.uint8).numpy())
-    for start in range(0, len(view), PIECE_BYTES):
-        reader.read(number, start, view[start : start + PIECE_BYTES])
-    return value
+class Values:
+    """The tensors that stand among the values beside the model's own, each read once.
+
+    So they take no more memory than the shard has bytes, most of which are no holes.
+    """
+
+    def __init__(self, reader: Reader, limit_bytes: int) -> None:
+        self._reader = reader
+        self._limit_bytes = max(limit_bytes, MAX_VALUE_BYTES)
+        self._taken: set[int] = set()
+
+    def take(self, path: str) -> torch.Tensor:
+        """Return the tensor that was saved under a path."""
+        reader, number = self._reader, self._reader.find("extra", path)
+        if number is None or number in self._taken:
+            problem = "that is not there" if number is None else "twice"
+            raise CheckpointCorrupt(
+                f"{reader.path} names a tensor {path[:200]!r} {problem}",
+                advice="use another checkpoint; hetero verify lists them",
+            )
+        self._taken.add(number)
+        entry = reader.entries[number]
+        if entry.n_bytes > self._limit_bytes:
+            raise CheckpointMismatch(
+                f"{path[:200]!r} is a tensor of {entry.n_bytes} bytes, beside a model of fewer",
+                advice="save it in a file of its own",
+            )
+        value = torch.empty(entry.shape, dtype=dtype_of(entry))
+        view = memoryview(value.view(-1).view(torch.uint8).numpy())
+        for start in range(0, len(view), PIECE_BYTES):
+            reader.read(number, start, view[start : start + PIECE_BYTES])
+        return value
 
 
 def matched(parts: Sequence[Part], reader: Reader) -> Iterator[tuple[Part, int]]:
@@ -225,7 +326,10 @@ def matched(parts: Sequence[Part], reader: Reader) -> Iterator[tuple[Part, int]]
     for part in parts:
         number = reader.find(*part.name)
         if number is None:
-            raise CheckpointMismatch(f"{part.name} is not in {reader.path}")
+            raise CheckpointMismatch(
+                f"{part.name} is not in {reader.path}",
+                advice="build the model as it was when it was saved",
+            )
         yield part, number
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from hetero.errors import CheckpointCorrupt, CheckpointTooNew, UnsafeCheckpoint
 from hetero.io import align_up
+from hetero.parse import MAX_DEPTH, Unparsable, json_of
 from hetero.types import format_bytes
 
 FORMAT = "hetero checkpoint"
@@ -34,10 +35,6 @@ BLOCK = 2**20  # bytes under one CRC
 
 # Limits of what a load believes. A save keeps them too: it reads its own manifest back.
 MAX_MANIFEST_BYTES = 64 * 2**20  # at 8 digits a MiB it still describes 8 TB
-MAX_DEPTH = 16
-MAX_BRACKETS = 2**21  # of any kind; they and commas keep what parsing allocates under 300 MiB
-MAX_COMMAS = 2**22
-MAX_DIGITS = 400  # of one integer: parsing takes the square of it
 MAX_ENTRIES = 2**17
 MAX_STEP = 10**18 - 1
 MAX_NAME = 4096  # characters of a parameter's name
@@ -58,8 +55,6 @@ KIND = re.compile(r"[a-z][a-z0-9_]{0,31}")
 CRCS = re.compile(r"[0-9a-f]*")
 HEAD = b'{"crc32":"%08x",'
 HEAD_BYTES = len(HEAD % 0)
-FOLD = bytes.maketrans(b"{}", b"[]")
-NEITHER_QUOTE_NOR_BRACKET = bytes(set(range(256)) - set(b'"[]{}'))
 UNSAFE = "no save of hetero writes this: do not use a checkpoint from there"
 
 
@@ -236,41 +231,10 @@ def _decode(raw: bytes) -> Manifest:
 
 def parse(raw: bytes) -> Any:
     """Return the JSON, after checks of what parsing it can take; refuses duplicate keys."""
-    brackets, commas = sum(map(raw.count, b"[]{}")), raw.count(b",")
-    if brackets > MAX_BRACKETS or commas > MAX_COMMAS:
-        raise Unfit(f"it has {brackets} brackets and {commas} commas: too many")
-    if deeper_than(raw, MAX_DEPTH):
-        raise Unfit(f"its brackets do not match, or are nested deeper than {MAX_DEPTH}")
     try:
-        return json.loads(raw, object_pairs_hook=unique, parse_int=integer)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise Unfit(f"it is no JSON: {str(error)[:200]}") from None
-
-
-def deeper_than(raw: bytes, depth: int) -> bool:
-    """Whether brackets are nested deeper, or something is left open; linear in the bytes."""
-    text = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # a quote now begins or ends a string
-    marks = text.translate(FOLD, NEITHER_QUOTE_NOR_BRACKET)
-    parts = marks.replace(b'""', b"").split(b'"')  # few: at least a bracket lies between two quotes
-    brackets = b"".join(parts[::2])
-    for _ in range(depth):
-        brackets = brackets.replace(b"[]", b"")  # the innermost of each nest
-    return bool(brackets) or len(parts) % 2 == 0
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        last = {key: number for number, (key, _) in enumerate(pairs)}
-        twice = next(key for number, (key, _) in enumerate(pairs) if last[key] > number)
-        raise Unfit(f"the key {twice[:80]!r} is there twice")
-    return found
-
-
-def integer(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise Unfit(f"a number of {len(digits)} digits is longer than {MAX_DIGITS}")
-    return int(digits)
+        return json_of(raw)
+    except Unparsable as error:
+        raise Unfit(str(error)) from None
 
 
 def check_version(record: Any) -> None:

@@ -22,8 +22,8 @@ from hetero.checkpoint.manifest import ITEM_BYTES, Entry
 from hetero.checkpoint.values import decode, encode
 from hetero.checkpoint.writer import Writer, retain
 from hetero.device import accelerator_rng
-from hetero.errors import CheckpointCorrupt, ConfigError, DiskWriteError, StateError
-from hetero.io import IO, Folder
+from hetero.errors import CheckpointCorrupt, ConfigError, StateError
+from hetero.io import IO, make_folder
 from hetero.memory.layout import Bucket
 from hetero.train.engine import Engine
 from hetero.train.optimizer import Optimizer
@@ -255,7 +255,7 @@ class Writing:
         self.path = directory / f"step-{step}"
         self._step = step
         self._meta = meta
-        self._root = make_directory(directory, io)
+        self._root = make_folder(directory, io)
         buckets = engine.blueprint.layout.buckets
         self._scalars: Scalars = {}
         for bucket in buckets:
@@ -328,23 +328,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 def refuse(path: str, *_: Any) -> Any:
     """There are no tensors here."""
-    raise CheckpointCorrupt(f"{path} names a tensor where none is saved")
-
-
-def make_directory(directory: Path, io: IO) -> Folder:
-    """Open the directory of checkpoints, made durably where it is missing."""
-    missing = []
-    while not directory.is_dir():
-        missing.append(directory.name)
-        if directory == directory.parent or directory.exists():
-            raise DiskWriteError(
-                f"{directory} is no directory", advice="name a directory for checkpoints"
-            )
-        directory = directory.parent
-    folder = Folder.open(directory, io)
-    for name in reversed(missing):
-        child = folder.make(name)
-        folder.sync()
-        folder.close()
-        folder = child
-    return folder
+    raise CheckpointCorrupt(
+        f"{path} names a tensor where none is saved",
+        advice="use another checkpoint; hetero verify lists them",
+    )

@@ -88,7 +88,10 @@ def decode(value: Any, find: Find) -> Any:
     try:
         return _MAKE[kind](value, find)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointCorrupt(f"a value is of kind {kind!r} and is not: {error}") from error
+        raise CheckpointCorrupt(
+            f"a value is of kind {str(kind)[:80]!r} and is not: {str(error)[:200]}",
+            advice="use another checkpoint; hetero verify lists them",
+        ) from error
 
 
 def _items(value: dict[str, Any], find: Find) -> list[Any]:

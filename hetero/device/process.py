@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import NamedTuple
 
 import torch
 
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
+MT_WORDS = 624  # of a Mersenne Twister's state
 
 
 def finish_compute() -> None:
@@ -60,6 +62,26 @@ def allocated(place: torch.device) -> Allocated | None:
 def accelerator_rng(place: torch.device) -> torch.Tensor | None:
     """Return the state of a CUDA device's generator; None for a CPU."""
     return torch.cuda.get_rng_state(place) if place.type == "cuda" else None
+
+
+def check_accelerator_rng(place: torch.device, state: torch.Tensor) -> None:
+    """Try a state on a CUDA generator of our own; RuntimeError for what is none."""
+    if place.type == "cuda":
+        torch.Generator(place).set_state(state)
+
+
+def checked_rng(state: torch.Tensor) -> torch.Tensor:
+    """Return the state of a CPU generator; ValueError for one that would read beyond itself.
+
+    It begins as ``at::mt19937`` is: a seed, then ``left`` (the draws until new words are made, and
+    one) and ``next`` (the word drawn next). torch checks that each alone is within the words.
+    """
+    if state.dtype is not torch.uint8 or state.numel() != torch.Generator().get_state().numel():
+        raise ValueError(f"a state of {state.dtype} {list(state.shape)} is no generator's")
+    _, left, _, place = struct.unpack_from("=QiiQ", bytes(state.flatten()[:24].tolist()))
+    if left + place > MT_WORDS + 1:
+        raise ValueError(f"a generator is at word {place} of {MT_WORDS}, with {left} left")
+    return state
 
 
 def set_accelerator_rng(place: torch.device, state: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, get_available_trackers
 
 from hetero.errors import ConfigError
+from hetero.io import make_folder
 
 FILE = "metrics.jsonl"
 PROJECT = "hetero"
@@ -24,7 +25,7 @@ class JsonLines(GeneralTracker):  # type: ignore[misc]  # accelerate has no type
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, mode=0o777).close()
         self._file = (folder / FILE).open("a", encoding="utf-8")
 
     @property

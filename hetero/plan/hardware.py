@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetero.errors import ConfigError
+from hetero.parse import Unparsable, read_text, toml_of
 from hetero.plan.lint import broken, doubtful
 from hetero.plan.machine import (
     DTYPES,
@@ -50,11 +50,6 @@ from hetero.plan.machine import (
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 __all__ = [
     "DTYPES",
@@ -102,18 +97,18 @@ T = TypeVar("T", bound="DataclassInstance")
 def load(path: str | Path) -> Profile:
     """Return the profile in a file; ConfigError names the file, the key and what is wrong."""
     try:
-        return parse(read_text(path))
+        return parse(text_in(path))
     except ConfigError as error:
         raise ConfigError(f"profile {path}: {error.args[0]}", advice=error.advice) from error
 
 
-def read_text(path: str | Path) -> str:
+def text_in(path: str | Path) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_text(path)
     except OSError as error:
         raise ConfigError(error.strerror or str(error), advice="check the path") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"not text: {error}", advice="check the path") from error
+    except ValueError as error:  # Unparsable, and a path with a NUL in it
+        raise ConfigError(str(error), advice="check the path") from error
 
 
 def parse(text: str) -> Profile:
@@ -138,7 +133,7 @@ def lint(text: str) -> list[str]:
 def lint_file(path: str | Path) -> list[str]:
     """Return what is wrong or doubtful in a file; that it cannot be read is such a problem."""
     try:
-        return lint(read_text(path))
+        return lint(text_in(path))
     except ConfigError as error:
         return [error.args[0]]
 
@@ -146,8 +141,8 @@ def lint_file(path: str | Path) -> list[str]:
 def read(text: str) -> tuple[Profile | None, list[str]]:
     """Return what a text says, as far as it can be understood, and what is wrong with its form."""
     try:
-        given = tomllib.loads(text, parse_float=Decimal)
-    except tomllib.TOMLDecodeError as error:
+        given = toml_of(text, parse_float=Decimal)
+    except Unparsable as error:
         return None, [f"not TOML: {error}"]
     problems = []
     schema = given.pop("schema", None)

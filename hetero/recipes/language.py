@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -23,7 +24,7 @@ from hetero.integrations.pretrained import from_pretrained
 from hetero.recipes.options import TrainOptions
 from hetero.recipes.sequences import Encode, Shuffled, Tokens, answered, packed, together
 from hetero.recipes.task import Task
-from hetero.recipes.text import rows_of, text_of
+from hetero.recipes.text import readable, rows_of, text_of
 
 WIDTH, LAYERS, HEADS = 64, 2, 4  # of a preset, where nobody says otherwise
 CALL = {"use_cache": False}  # training looks at every position once
@@ -41,7 +42,7 @@ def language_task(options: TrainOptions, config: Config) -> Task:
     try:
         tokenizer = tokenizer_of(options)
         model = model_of(options, config, len(tokenizer))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ConfigError(
             f"--model {options.model}: {error}".splitlines()[0],
             advice="name a directory with config.json, safetensors and a tokenizer, or a preset:"
@@ -181,7 +182,8 @@ def sequences(
         raise ConfigError("the tokenizer has no EOS", advice="name another one with --tokenizer")
 
     def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        found = tokenizer(readable(text), add_special_tokens=False, verbose=False)
+        ids: list[int] = found["input_ids"]
         return ids
 
     rows = rows_of(paths)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +13,14 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
+from hetero.parse import json_of, read_text
 from hetero.plan import shape
 from hetero.plan.shape import PRESETS, Decoder
 
 POSITIONS = 1024  # of the one sample that is planned with, where no batch is given
+MAX_CONFIG_BYTES = 2**22
+MAX_LAYERS = 2**14  # that are built: a configuration of a kilobyte may ask for billions
+UNFIT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 META = torch.device("meta")
 
 
@@ -131,7 +134,7 @@ def config_of(what: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], 
     path = Path(what)
     file = path / "config.json" if path.is_dir() else path
     try:
-        mapping: Mapping[str, Any] = json.loads(file.read_text())
+        mapping = json_of(read_text(file, MAX_CONFIG_BYTES).encode())
     except (OSError, ValueError) as error:
         near = difflib.get_close_matches(str(what), PRESETS, n=1, cutoff=0.4)
         hint = f", did you mean {near[0]}?" if near else f": {error}"
@@ -139,12 +142,17 @@ def config_of(what: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], 
             f"{what} is no model that hetero knows, and no configuration{hint}",
             advice=f"known models: {', '.join(PRESETS)}; or name a directory with config.json",
         ) from error
+    if not isinstance(mapping, dict):
+        raise ConfigError(
+            f"{file} is no JSON object", advice="name a model's directory, or its config.json"
+        )
     return mapping, path.resolve().name
 
 
 def from_config(mapping: Mapping[str, Any]) -> nn.Module:
     """Return a Hugging Face model for causal language modelling, without memory for it."""
     try:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError(
@@ -153,13 +161,16 @@ def from_config(mapping: Mapping[str, Any]) -> nn.Module:
         ) from error
     options = dict(mapping)
     kind = options.pop("model_type", None)
+    for key, value in options.items():
+        if "layer" in key and isinstance(value, int) and value > MAX_LAYERS:
+            raise ConfigError(f"{key} is {value}", advice=f"a model has {MAX_LAYERS} at most")
     try:
         config = AutoConfig.for_model(kind, **options)
         config.use_cache = False
         with META:
             build: Any = AutoModelForCausalLM.from_config
             model: nn.Module = build(config, dtype=torch.float32)
-    except (ValueError, KeyError, TypeError) as error:
+    except (*UNFIT, StrictDataclassError) as error:
         raise ConfigError(
             f"transformers makes no causal language model of model_type={kind!r}: {error}",
             advice="pass a module, or the name of a function that makes one",

@@ -7,9 +7,10 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from jinja2 import TemplateError
 
 from hetero.errors import ConfigError
-from hetero.recipes.text import Row
+from hetero.recipes.text import Row, readable
 
 IGNORED = -100  # the label of a position that no loss is of
 CHAT = (
@@ -47,26 +48,27 @@ def answered(row: Row, tokenizer: Any, encode: Encode, length: int) -> Tokens | 
         if "messages" in row
         else completion(row, tokenizer, encode)
     )
-    found = torch.tensor(ids[:length])
-    labels = torch.where(torch.tensor(learned[:length]), found, IGNORED)
+    found = torch.tensor(ids[:length], dtype=torch.long)
+    labels = torch.where(torch.tensor(learned[:length], dtype=torch.bool), found, IGNORED)
     return Tokens(found, labels) if bool((labels[1:] != IGNORED).any()) else None
 
 
 def completion(row: Row, tokenizer: Any, encode: Encode) -> tuple[list[int], list[bool]]:
     """Return the tokens of a prompt and its completion, and which are the completion's."""
-    try:
-        prompt, said = encode(row["prompt"]), encode(row["completion"])
-    except KeyError as error:
+    texts = [row.get(key) for key in ("prompt", "completion")]
+    if not all(isinstance(text, str) for text in texts):
         raise ConfigError(
-            f"a row has {', '.join(map(str, row))} and no {error}",
+            f"a row has {', '.join(map(str, row))[:200]} and no text as prompt and completion",
             advice='give rows as {"prompt": "...", "completion": "..."} or {"messages": [...]}',
-        ) from error
+        )
+    prompt, said = (encode(text) for text in texts)
     said = [*said, tokenizer.eos_token_id]
     return prompt + said, [False] * len(prompt) + [True] * len(said)
 
 
 def conversation(messages: Sequence[Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Return the tokens of a conversation, and which of them the assistant says."""
+    check_messages(messages)
     ids: list[int] = []
     learned: list[bool] = []
     for number, message in enumerate(messages, 1):
@@ -84,14 +86,30 @@ def conversation(messages: Sequence[Any], tokenizer: Any) -> tuple[list[int], li
     return ids, learned
 
 
+def check_messages(messages: Any) -> None:
+    """Raise ConfigError for what is no list of messages, each of somebody."""
+    rows = messages if isinstance(messages, (list, tuple)) else [None]
+    if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in rows):
+        raise ConfigError(
+            "a row's messages are no list of objects with a role",
+            advice='give rows as {"messages": [{"role": "user", "content": "..."}, ...]}',
+        )
+
+
 def templated(tokenizer: Any, messages: Sequence[Any], *, answer: bool) -> list[int]:
     """Return messages as the tokenizer's template, or ours, has them."""
     if not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = CHAT
-    text = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=answer
-    )
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=answer
+        )
+    except (TemplateError, TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"the tokenizer's chat template refuses a conversation: {str(error)[:300]}",
+            advice="give rows that it takes: every message with a role and a content that is text",
+        ) from error
+    ids: list[int] = tokenizer(readable(text), add_special_tokens=False)["input_ids"]
     return ids
 
 
@@ -145,5 +163,8 @@ class Shuffled:
         return {"seen": self._seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where ``state_dict`` was taken."""
-        self._seen = state["seen"]
+        """Go on where ``state_dict`` was taken; ValueError for what is no count."""
+        seen = state["seen"]
+        if type(seen) is not int or seen < 0:
+            raise ValueError(f"{seen!r} sequences were seen")
+        self._seen = seen

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hetero.device import checked_rng
 from hetero.errors import ConfigError
 
 Row = Mapping[str, Any]
@@ -59,7 +60,9 @@ def parsed(line: str, where: str) -> Row:
     """Return a row of a .jsonl file."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+        if "\\u" in line:  # escapes may stand for what no text has
+            bytes_of(json.dumps(row, ensure_ascii=False))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: {error}", advice="write one JSON object a line") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where} is no JSON object", advice='write a row as {"text": "..."}')
@@ -91,6 +94,18 @@ def text_of(row: Row) -> str:
             f"a row has {', '.join(map(str, row))} and no text",
             advice='give rows as {"text": "..."}, or --task sft for prompts and completions',
         )
+    return text
+
+
+def readable(text: str) -> str:
+    """Return a text that tokenizers take; ConfigError for bytes that are none, kept in it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the data has bytes that are no UTF-8, at {text[max(0, error.start - 20) :][:40]!r}",
+            advice="convert the files to UTF-8",
+        ) from error
     return text
 
 
@@ -147,7 +162,7 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Go on where ``state_dict`` was taken."""
-        self._generator.set_state(state["generator"])
+        self._generator.set_state(checked_rng(state["generator"]))
 
 
 def unigram_entropy(tokens: torch.Tensor) -> float:

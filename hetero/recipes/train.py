@@ -23,7 +23,8 @@ from hetero.checkpoint.reader import Reader
 from hetero.checkpoint.save import Save, save_checkpoint
 from hetero.config import Config
 from hetero.device import open_device
-from hetero.errors import BudgetError, ConfigError
+from hetero.errors import BudgetError, CheckpointCorrupt, ConfigError
+from hetero.io import make_folder
 from hetero.recipes.options import TrainOptions
 from hetero.recipes.record import Recording, free_folder
 from hetero.recipes.task import Task, count, demo, loss_of
@@ -318,7 +319,7 @@ def settings_for(
     if config.host is None and not unlimited:
         config = dataclasses.replace(config, host=host_of(model, optimizer, config))
     if not config.nvme and not unlimited:
-        Path(RUNS).mkdir(exist_ok=True)
+        make_folder(RUNS, mode=0o777).close()
         config = dataclasses.replace(config, nvme=(RUNS,))
     return config
 
@@ -494,10 +495,17 @@ class Progress:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Progress:
-        """Return what a checkpoint kept."""
-        evaluations = [Evaluation(*each) for each in found["evaluations"]]
-        losses = list(found["losses"])
-        return cls(losses, evaluations, found["seconds"], found["tokens"], len(losses))
+        """Return what a checkpoint kept; CheckpointCorrupt for what no run keeps."""
+        try:
+            evaluations = [Evaluation(*each) for each in found["evaluations"]]
+            losses = [float(loss) for loss in found["losses"]]
+            seconds, tokens = float(found["seconds"]), int(found["tokens"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointCorrupt(
+                f"the checkpoint does not say how far its run has come: {error!r}",
+                advice="use another checkpoint of hetero train",
+            ) from error
+        return cls(losses, evaluations, seconds, tokens, len(losses))
 
 
 def fingerprint(options: TrainOptions, config: Config, task: Task) -> dict[str, Any]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hetero.errors import ConfigError
+from hetero.parse import Unparsable, json_of, read_text
 from hetero.report.advice import Advice, advise, verdict
 from hetero.report.html import render
-from hetero.report.measure import Measured, Summary, measure, summarize
-from hetero.report.run import EVENTS, Run, storing
+from hetero.report.measure import Measured, Summary, figures, measure, summarize
+from hetero.report.run import EVENTS, MAX_META_BYTES, MAX_NUMBER, Run, known, storing
 from hetero.report.views import Beside, WhatIf
 
 PREDICTED, WHATIF, SUMMARY = "predicted.json", "whatif.json", "summary.json"
@@ -35,7 +36,7 @@ class Report:
         data = json.dumps(self.summary.as_json(), indent=1)
         with storing(page):
             page.parent.mkdir(parents=True, exist_ok=True)
-            page.write_text(text, "utf-8")
+            page.write_text(text, "utf-8", "backslashreplace")  # half a surrogate pair in a name
             page.with_name(SUMMARY).write_text(data + "\n", "utf-8")
 
 
@@ -97,12 +98,16 @@ def beside_of(folder: Path) -> Beside:
     log = folder / EVENTS
     digest = hashlib.sha256(log.read_bytes()).hexdigest() if log.exists() else ""
     try:
-        known = [field.name for field in fields(WhatIf)]
-        planned = tuple(WhatIf(**{name: row[name] for name in known}) for row in rows)
-    except (KeyError, TypeError) as error:
+        planned = tuple(known(WhatIf, row) for row in rows)
+    except Unparsable as error:
         raise ConfigError(
-            f"{folder / WHATIF} has a row without {error}", advice="write it anew: hetero plan"
+            f"{folder / WHATIF}: {error}", advice="write it anew: hetero plan"
         ) from error
+    odd = [key for key, value in figures(predicted).items() if not abs(value) < MAX_NUMBER]
+    if odd:
+        raise ConfigError(
+            f"{folder / PREDICTED}: {odd[0]} is no figure", advice="write it anew: hetero plan"
+        )
     return Beside(predicted, planned, digest)
 
 
@@ -111,8 +116,8 @@ def read_json(path: Path, default: Any) -> Any:
     if not path.exists():
         return default
     try:
-        data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        data = json_of(read_text(path, MAX_META_BYTES).encode())
+    except (OSError, Unparsable) as error:
         raise ConfigError(f"{path}: {error}", advice="write it anew: hetero plan") from error
     if not isinstance(data, type(default)):
         raise ConfigError(f"{path} is no {type(default).__name__}", advice="hetero plan writes it")

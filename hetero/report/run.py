@@ -11,20 +11,29 @@ import gzip
 import json
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hetero.errors import ConfigError, StorageError
-from hetero.events import Event, EventLog
-from hetero.io import failed
+from hetero.events import Event, EventLog, What
+from hetero.io import failed, make_folder
+from hetero.parse import Unparsable, json_of, read_text
+from hetero.report.words import COPY_LANES
 
 SCHEMA = 1
 META, EVENTS = "meta.json", "events.jsonl.gz"
 PERIOD_SECONDS = 0.05  # between two looks at the ring
 COLUMNS = Event._fields
+TYPES = tuple(get_type_hints(Event).values())
+MAX_META_BYTES = 2**24
+MAX_ROW_BYTES = 2**16
+MIN_TEXT_BYTES, MAX_RATIO = 2**23, 16  # of rows, and to a byte of their file, where 5 are usual
+MAX_NUMBER = 2**62
+T = TypeVar("T")
 encode = json.JSONEncoder(separators=(",", ":")).encode  # made once, not for every row
 
 
@@ -80,12 +89,18 @@ class Meta:
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> Meta:
-        """Return what `as_json` wrote, here or in a later version that has more keys."""
-        known = {f.name for f in fields(cls)}
-        given = {key: value for key, value in data.items() if key in known}
-        given["buckets"] = [BucketMeta(**row) for row in given.get("buckets", [])]
-        given["columns"] = tuple(given.get("columns", COLUMNS))
-        return cls(**given)
+        """Return what `as_json` wrote, here or in a later version that has more keys.
+
+        Raises Unparsable for what neither writes.
+        """
+        rows = data.get("buckets", [])
+        buckets = [known(BucketMeta, row) for row in rows] if isinstance(rows, list) else rows
+        columns = data.get("columns", COLUMNS)
+        columns = tuple(columns) if isinstance(columns, list) else columns
+        found = known(cls, {**data, "buckets": buckets, "columns": columns})
+        if any(not -1 <= bucket.unit < len(found.units) for bucket in found.buckets):
+            raise Unparsable("a bucket is of a unit that is not there")
+        return found
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -116,38 +131,105 @@ class Run:
         """Read a run's directory; ConfigError where it is none, or of a newer schema."""
         folder = Path(directory)
         try:
-            data = json.loads((folder / META).read_text())
+            data = json_of(read_text(folder / META, MAX_META_BYTES).encode())
             if not isinstance(data, dict):
-                raise ValueError(f"{META} is no object")
-        except (OSError, ValueError) as error:
+                raise Unparsable(f"{META} is no object")
+            schema = data.get("schema", 0)
+            if type(schema) is int and schema > SCHEMA:
+                raise ConfigError(
+                    f"{folder} has schema {schema}, this hetero reads up to {SCHEMA}",
+                    advice="install a newer hetero",
+                )
+            meta = Meta.parse(data)
+        except (OSError, Unparsable) as error:
             raise ConfigError(
                 f"{folder} is no run: {error}",
                 advice=f"name a directory with {META} and {EVENTS} in it",
             ) from error
-        if data.get("schema", 0) > SCHEMA:
-            raise ConfigError(
-                f"{folder} has schema {data['schema']}, this hetero reads up to {SCHEMA}",
-                advice="install a newer hetero",
-            )
-        meta = Meta.parse(data)
-        return cls.of(meta, read_events(folder / EVENTS, meta.columns))
+        return cls.of(meta, read_events(folder / EVENTS, meta))
 
 
-def read_events(path: Path, columns: tuple[str, ...]) -> Iterator[Event]:
-    """Yield the events of a file; one that was cut off, by a kill, ends where it is cut."""
+def read_events(path: Path, meta: Meta) -> Iterator[Event]:
+    """Yield the events of a file; one that was cut off, by a kill, ends where it is cut.
+
+    Raises ConfigError for rows that no recording has, and for more of them than a file of its size
+    has: a few bytes may stand for a gigabyte.
+    """
     try:
-        places = [columns.index(name) for name in COLUMNS]
+        places = [meta.columns.index(name) for name in COLUMNS]
     except ValueError as error:
         raise ConfigError(f"{path}: a column is missing: {error}", advice="record again") from error
+    texts: dict[str, str] = {}  # each word is there once, however many rows have it
+    left = MIN_TEXT_BYTES + MAX_RATIO * (path.stat().st_size if path.exists() else 0)
     try:
-        with gzip.open(path, "rt") as file:
-            for line in file:
+        with gzip.open(path, "rb") as file:
+            while line := file.readline(MAX_ROW_BYTES):
+                left -= len(line)
+                if left < 0:
+                    raise wrong_row(path, "there are more rows than its size is of")
                 row = json.loads(line)
-                yield Event(*(row[place] for place in places))
-    except (EOFError, ValueError, zlib.error):
+                if not is_row(row, places, meta):
+                    raise wrong_row(path, f"no recording has the row {str(row)[:200]}")
+                found = (row[place] for place in places)
+                yield Event(*(texts.setdefault(v, v) if type(v) is str else v for v in found))
+    except ConfigError:
+        raise
+    except (EOFError, ValueError, RecursionError, zlib.error):
         return
     except OSError as error:
         raise ConfigError(f"{path}: {error}", advice="check the run's directory") from error
+
+
+def wrong_row(path: Path, what: str) -> ConfigError:
+    """Return the refusal of a log that no recording wrote."""
+    return ConfigError(f"{path}: {what}", advice="record again")
+
+
+def is_row(row: Any, places: Sequence[int], meta: Meta) -> bool:
+    """Whether a row has the types of an event, and names units and buckets that there are."""
+    if type(row) is not list or len(row) <= max(places):
+        return False
+    event = Event(*(row[place] for place in places))
+    return (
+        tuple(map(type, event)) == TYPES
+        and event.dur_ns >= 0
+        and all(abs(value) < MAX_NUMBER for value in event if type(value) is int)
+        and -1 <= event.unit < len(meta.units)
+        and -1 <= event.bucket < len(meta.buckets)
+        and (event.what != What.MOVE.value or event.lane in COPY_LANES)
+    )
+
+
+def known(kind: type[T], row: Any) -> T:
+    """Return a dataclass from JSON, whose other keys are passed over; Unparsable for no such."""
+    if not isinstance(row, dict):
+        raise Unparsable(f"a {kind.__name__} is no object")
+    given: dict[str, Any] = {}
+    for key, hint in get_type_hints(kind).items():
+        if key in row and not fits(row[key], hint):
+            raise Unparsable(f"{key} is {str(row[key])[:80]!r}")
+        if key in row:
+            given[key] = row[key]
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise Unparsable(str(error)) from error
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type: of a class, a union, or a list, tuple or mapping of such."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin in (list, tuple):
+        return isinstance(value, origin) and all(fits(each, parts[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(each, parts[1]) for each in value.values())
+    if hint is float:
+        return type(value) in (int, float) and abs(value) < MAX_NUMBER
+    return type(value) is hint and (hint is not int or abs(value) < MAX_NUMBER)
 
 
 @contextmanager
@@ -174,7 +256,7 @@ class Recorder:
         self._closed = threading.Event()
         self._failed: OSError | None = None
         with storing(self.directory):
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_folder(self.directory, mode=0o777).close()  # checkpoints may lie in it
             self.write_meta(meta)
             self._file = gzip.GzipFile(self.directory / EVENTS, "wb", compresslevel=1)
         self._thread = threading.Thread(target=self._go, name="hetero-events", daemon=True)

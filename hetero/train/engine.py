@@ -105,6 +105,7 @@ class Engine:
         self.optimizer: Optimizer | None = None
         self.saver = Saver()
         self.broken = ""  # why the model must not be used: a load that failed half-way
+        self._barrier = Hooks()  # what refuses its forwards while it is broken
         self.stepper: Stepper | None = None
         self._index = {id(p): i for i, p in enumerate(self.params)}
         self.origin = Origin(model, self.params, blueprint.layout)
@@ -586,6 +587,17 @@ class Engine:
         """Return the update of a bucket that is under way, where there is one."""
         return self.manager.update_of(bucket_id) if self.mode == "paged" else None
 
+    def begin_load(self, source: str) -> None:
+        """From here on every use of the model is refused, until `end_load`."""
+        self.end_load()
+        self.broken = f"{source} was loaded in part"
+        self._barrier.refuse_forwards(self.model, self.refuse_broken)
+
+    def end_load(self) -> None:
+        """A load is complete: the model may be used."""
+        self.broken = ""
+        self._barrier.remove()
+
     def refuse_broken(self) -> None:
         """Raise StateError where a load failed half-way."""
         if self.broken:
@@ -775,6 +787,7 @@ class Engine:
 
     @contextmanager
     def _state_dict_access(self) -> Iterator[None]:
+        self.refuse_broken()
         if self.mode == "paged":
             with self.runtime.at_home():
                 yield

@@ -200,6 +200,20 @@ class Hooks:
                 for name in ("_save_to_state_dict", "_load_from_state_dict"):
                     self._replace(module, name, _at_home(reading, getattr(module, name)))
 
+    def refuse_forwards(self, model: nn.Module, check: Callable[[], None]) -> None:
+        """Let no module of a model compute: ``check`` raises, and says why."""
+
+        def around(call: Call) -> Call:
+            @functools.wraps(call)
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                check()
+                return call(*args, **kwargs)
+
+            return forward
+
+        for module in model.modules():
+            self._bracket(module, around)
+
     def refuse_saving(self, model: nn.Module) -> None:
         """Refuse ``save_pretrained`` of parameters on disk, unless a state dict is given."""
         save = getattr(model, "save_pretrained", None)

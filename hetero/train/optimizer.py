@@ -47,6 +47,9 @@ class Engine(Protocol):
     def finish(self) -> None:
         """Wait until every update is done; raises what one of them raised."""
 
+    def refuse_broken(self) -> None:
+        """Raise StateError where a load failed half-way."""
+
     def saved_masters(self) -> dict[int, torch.Tensor]:
         """Return what a state dict keeps of masters, by the parameter's id."""
 
@@ -145,6 +148,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this or of the plain torch optimizer; tensors are copied."""
+        self._engine.refuse_broken()
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
@@ -177,6 +181,7 @@ class Optimizer(torch.optim.Optimizer):
         Under "bf16" and "fp16" it also has, beside torch's keys, what the working weights leave of
         their masters ("masters", by parameter number) and the loss scale ("scaler").
         """
+        self._engine.refuse_broken()
         packed = super().state_dict()
         # Dicts of their own, and aliases, which are noticed by the storage's use count.
         packed["state"] = {

@@ -519,6 +519,7 @@ class Runtime:
     @contextmanager
     def gathered(self, params: Sequence[nn.Parameter], *, write: bool) -> Iterator[None]:
         """Hold parameters, full and current, for the length of a block."""
+        self.before_use()
         home, held = self.layout.home, self.swizzle.params
         indices = [self.swizzle.index[id(p)] for p in params]
         buckets = tuple(dict.fromkeys(home[i][0] for i in indices))

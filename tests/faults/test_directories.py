@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +18,8 @@ from hetero.checkpoint import folders
 from hetero.checkpoint.manifest import MANIFEST, SHARD
 from hetero.checkpoint.reader import State, steps
 from hetero.checkpoint.writer import Writer, retain
-from hetero.errors import CheckpointError, ConfigError
-from hetero.io import IO, Folder
+from hetero.errors import CheckpointError, ConfigError, StorageError
+from hetero.io import IO, FaultPlan, Folder, make_folder
 from tests.faults.saves import SMALL, Quick, contents, load, save, unfinished
 
 T = TypeVar("T")
@@ -40,11 +42,13 @@ def leave(path: Path, name: str = LEFT) -> Path:
 class Meanwhile(IO):
     """Lets something happen just before calls of one op, as another process would."""
 
-    def __init__(self, op: str, act: Callable[[], object], times: int = 1) -> None:
-        self.op, self.act, self.times = op, act, times
+    def __init__(
+        self, op: str, act: Callable[[], object], times: int = 1, ending: str = ".tmp"
+    ) -> None:
+        self.op, self.act, self.times, self.ending = op, act, times, ending
 
     def call(self, op: str, act: Callable[..., T], *args: Any, where: str, offset: int = 0) -> T:
-        if op == self.op and where.endswith(".tmp") and self.times:
+        if op == self.op and where.endswith(self.ending) and self.times:
             self.times -= 1
             self.act()
         return super().call(op, act, *args, where=where, offset=offset)
@@ -321,3 +325,69 @@ def test_what_there_is_is_listed_with_its_state(tmp_path: Path, root: Folder) ->
         (10, "step-10", State.DAMAGED),
     ]
     assert "r00000.bin is missing" in steps(tmp_path)[2].problem
+
+
+# -- the directory itself ------------------------------------------------------------------------
+
+
+def test_a_directory_that_another_job_makes_at_the_same_moment_is_taken(tmp_path: Path) -> None:
+    where = tmp_path / "a" / "b"
+    io = Meanwhile("mkdir", lambda: where.mkdir(parents=True), ending="a")
+
+    with make_folder(where, io) as folder:
+        assert folder.path == str(where)
+    assert io.times == 0
+
+
+def test_jobs_that_make_one_directory_all_get_it(tmp_path: Path) -> None:
+    for number in range(20):
+        where = tmp_path / str(number) / "a" / "b"
+        with ThreadPoolExecutor(4) as jobs:
+            made = list(jobs.map(lambda _, where=where: make_folder(where, Quick()), range(4)))
+        assert [folder.path for folder in made] == [str(where)] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("x" * 300, "leads to no directory"),
+        ("file/x", "leads to no directory"),
+        ("file", "leads to no directory"),
+        ("a\0b", "name one"),
+        ("\ud800", "name one"),
+    ],
+    ids=lambda value: repr(value)[:12],
+)
+def test_a_directory_that_cannot_be_is_a_typed_error(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+
+    with pytest.raises((StorageError, ConfigError)) as refused:
+        make_folder(tmp_path / name)
+
+    assert said in refused.value.advice
+
+
+def test_a_directory_that_may_not_be_looked_into_is_a_typed_error(tmp_path: Path) -> None:
+    io = FaultPlan()
+    io.fail_at("open", 0, errno.EACCES, None)
+
+    with pytest.raises(StorageError, match="Permission denied") as refused:
+        make_folder(tmp_path / "a", io)
+    assert "permissions" in refused.value.advice
+
+
+def test_a_save_without_a_descriptor_left_leaves_nothing(tmp_path: Path) -> None:
+    with Folder.open(tmp_path, Quick()) as root:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        spare = [os.open(tmp_path, os.O_RDONLY) for _ in range(2)]  # those of an attempt
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(spare) + 1, limits[1]))
+        os.close(spare.pop())
+        try:
+            with pytest.raises(StorageError, match="Too many open files") as refused:
+                Writer(root, 1, SMALL)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            os.close(spare.pop())
+
+    assert "ulimit" in refused.value.advice
+    assert not list(tmp_path.iterdir())

@@ -42,7 +42,7 @@ def write(folder: Path, n: int = 100, meta: Meta = FULL) -> EventLog:
             *(What.MOVE, number / 10, number / 10 + 0.05),
             lane=Lane.H2D,
             tier=Tier.HBM,
-            bucket=number % 3,
+            bucket=number % 2,
             n_bytes=number,
             category=Kind.PARAM,
             why='quotes " and é',
@@ -241,5 +241,5 @@ def test_a_disk_that_fills_up_is_told_when_the_recording_is_closed(
 
 def test_a_directory_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StorageError, match="write failed on"):
+    with pytest.raises(StorageError, match="Not a directory"):
         Recorder(EventLog(), tmp_path / "file" / "run", FULL)
