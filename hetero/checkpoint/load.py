@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +18,7 @@ from hetero.api import engine_of
 from hetero.checkpoint.manifest import Entry
 from hetero.checkpoint.reader import Reader
 from hetero.checkpoint.save import (
+    KINDS,
     HasState,
     check_pair,
     decode_scalars,
@@ -78,8 +79,12 @@ def load_through(
     scheduler: HasState | None = None,
     data: HasState | None = None,
     step: int | None = None,
+    kinds: Collection[str] = KINDS,
 ) -> Any:
-    """Carry out `load_checkpoint` through an `IO` (tests let it go wrong)."""
+    """Carry out `load_checkpoint` through an `IO` (tests let it go wrong), of some kinds of parts.
+
+    Parts of other kinds stay as they are, whether or not the checkpoint has them.
+    """
     engine = engine_of(model)
     check_pair(engine, optimizer)
     with Reader.open(directory, step, io) as reader:
@@ -88,18 +93,19 @@ def load_through(
         check_meta(engine, beside)
         with only_saved(reader):
             check_beside(engine, beside)
-        check_entries(engine, reader.entries)
+        check_entries(engine, reader.entries, kinds)
         check_given(beside, scheduler=scheduler, data=data)
         settle(engine)
         # 2. the tensors; until all are there the model is of no use to anybody
         engine.broken = f"{reader.path} was loaded in part"
         states = (e for e in reader.entries if e.kind == "state")
         begin_again(engine, ((name_of(e), dtype_of(e), e.shape) for e in states))
-        todo = matched(parts_of(engine), reader)
+        todo = matched([p for p in parts_of(engine) if p.name.kind in kinds], reader)
         with ThreadPoolExecutor(LOAD_THREADS, "hetero-load") as executor:
             for _ in executor.map(lambda one: one[0].load(partial(reader.read, one[1])), todo):
                 pass
-        loaded(engine)
+        if "param" in kinds:
+            loaded(engine)
         # 3. what is beside them
         take_scalars(engine, beside["scalars"])
         restore(engine, beside)
@@ -255,9 +261,9 @@ def check_meta(engine: Engine, beside: Mapping[str, Any]) -> None:
         )
 
 
-def check_entries(engine: Engine, entries: Sequence[Entry]) -> None:
+def check_entries(engine: Engine, entries: Sequence[Entry], kinds: Collection[str]) -> None:
     """Refuse tensors of other names, shapes or dtypes than the model has, listing the first."""
-    fixed = ("param", "master", "buffer")
+    fixed = [kind for kind in kinds if kind != "state"]
     here = {p.name: (p.shape, p.dtype) for p in parts_of(engine) if p.name.kind in fixed}
     there = {name_of(e): (e.shape, dtype_of(e)) for e in entries if e.kind in fixed}
     taken = {s.spec.name for _, s in engine.blueprint.layout.home}

@@ -22,7 +22,7 @@ from torch import nn
 
 from hetero.api import empty_init, engine_of, prepare, release
 from hetero.checkpoint.load import load_checkpoint
-from hetero.checkpoint.save import save_checkpoint
+from hetero.checkpoint.save import newest_step, save_latest
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import ConfigError, StateError
@@ -30,7 +30,6 @@ from hetero.train.check import MARK
 from hetero.train.optimizer import Optimizer
 
 NAME = "hetero"  # of both strategies
-STEP = "step-"  # of what a directory holds that `save_checkpoint` wrote
 OURS = ("state_dict", "optimizer_states")  # entries of a checkpoint whose tensors hetero writes
 
 
@@ -363,9 +362,7 @@ def save(path: str | Path, model: nn.Module, rest: dict[str, Any]) -> None:
     written = io.BytesIO()
     torch.save(rest, written)
     beside = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
-    save_checkpoint(
-        path, model, engine_of(model).optimizer, beside, step=newest(path) + 1, keep_last=1
-    )
+    save_latest(path, model, engine_of(model).optimizer, beside)
 
 
 def load(
@@ -379,15 +376,9 @@ def load(
     return rest
 
 
-def newest(path: str | Path) -> int:
-    """Return the number of the newest checkpoint in a directory; -1 where there is none."""
-    names = (p.name.removeprefix(STEP) for p in Path(path).glob(f"{STEP}*"))
-    return max((int(name) for name in names if name.isdigit()), default=-1)
-
-
 def is_ours(path: str | Path) -> bool:
     """Whether `save` wrote a checkpoint."""
-    return newest(path) >= 0
+    return newest_step(path) >= 0
 
 
 pytorch.StrategyRegistry.register(
