@@ -27,7 +27,7 @@ from hetero.errors import CheckpointCorrupt, ConfigError, DiskWriteError, StateE
 from hetero.io import IO, Folder
 from hetero.memory.layout import Bucket
 from hetero.train.engine import Engine
-from hetero.train.optimizer import Optimizer
+from hetero.train.optimizer import Optimizer, unwrapped
 from hetero.train.snapshot import Name, Part, Saving, of_tensor
 from hetero.train.state import Scalars, counted_at_close, parts_of, scalars_of
 from hetero.version import __version__
@@ -201,7 +201,7 @@ def finish_at_exit(reference: weakref.ref[Save]) -> None:
 
 def check_pair(engine: Engine, optimizer: Optimizer | None) -> None:
     """Refuse an optimizer that was not prepared with the model, and a missing one."""
-    if optimizer is not engine.optimizer:
+    if unwrapped(optimizer) is not engine.optimizer:
         raise StateError(
             "the optimizer was not prepared with this model"
             if optimizer is not None

@@ -199,6 +199,13 @@ class Optimizer(torch.optim.Optimizer):
         )
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """Return ours out of the wrappers that accelerate and Lightning put around optimizers."""
+    while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def _alias(value: Any) -> Any:
     """Return what a state dict shows of a state: numbers stay torch's own objects."""
     return value.detach() if isinstance(value, torch.Tensor) and value.dim() > 0 else value
