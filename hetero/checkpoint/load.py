@@ -219,11 +219,39 @@ def value_of(reader: Reader, limit_bytes: int, path: str) -> torch.Tensor:
     entry = reader.entries[number]
     if entry.n_bytes > max(limit_bytes, MAX_VALUE_BYTES):
         raise CheckpointMismatch(f"{path!r} is a tensor of {entry.n_bytes} bytes")
+    return tensor_at(reader, number)
+
+
+def tensor_at(reader: Reader, number: int) -> torch.Tensor:
+    """Return an entry as a tensor of its own."""
+    entry = reader.entries[number]
     value = torch.empty(entry.shape, dtype=dtype_of(entry))
     view = memoryview(value.view(-1).view(torch.uint8).numpy())
     for start in range(0, len(view), PIECE_BYTES):
         reader.read(number, start, view[start : start + PIECE_BYTES])
     return value
+
+
+def read_weights(directory: str | Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return the newest checkpoint's parameters and buffers by name, and its ``extra``.
+
+    They are in RAM as a whole, and are what `model.state_dict` showed when they were saved: working
+    weights without what these leave of masters. Raises CheckpointError for weights in code.
+    """
+    with Reader.open(directory) as reader:
+        weights: dict[str, torch.Tensor] = {}
+        for number, entry in enumerate(reader.entries):
+            if entry.kind not in ("param", "buffer"):
+                continue
+            if entry.key:
+                raise CheckpointError(
+                    f"{entry.name!r} in {reader.path} is {entry.key} code, and no tensor",
+                    advice="load it into a model that is prepared with the same frozen=",
+                )
+            weights[entry.name] = tensor_at(reader, number)
+        with only_saved(reader):
+            extra = decode(reader.meta["extra"], partial(value_of, reader, MAX_VALUE_BYTES))
+    return weights, extra
 
 
 def matched(parts: Sequence[Part], reader: Reader) -> Iterator[tuple[Part, int]]:

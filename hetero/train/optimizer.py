@@ -95,6 +95,11 @@ class Optimizer(torch.optim.Optimizer):
         self.known_state = value
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was prepared, by the name under which monitors look for it."""
+        return self.inner
+
+    @property
     def step_was_skipped(self) -> bool:
         """Whether loss scaling skipped the last step, because a gradient was not finite."""
         return self._engine.skipped

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("lightning")
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
