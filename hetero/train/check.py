@@ -19,9 +19,10 @@ from hetero.memory.slab import refusal
 from hetero.train.empty import promised
 from hetero.train.optimizer import Optimizer
 from hetero.train.rules import check_optimizer
+from hetero.train.units import has_params
 
 MARK = "_hetero_engine"  # on a prepared model
-PART = "_hetero_part"  # on every module of one
+PART = "_hetero_part"  # on every module of one: how many it is part of
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 _BITSANDBYTES = ("Params4bit", "Int8Params")
 _FLOAT8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_"))
@@ -37,7 +38,7 @@ def check_model(model: object, *, weights: bool = False) -> nn.Module:
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
     for name, module in model.named_modules():
         where = name or "the model"
-        if MARK in module.__dict__ or PART in module.__dict__:
+        if is_prepared(module):
             raise StateError(
                 f"{where} is prepared already, or part of a model that is",
                 advice="call hetero.release(model, optimizer) first",
@@ -62,7 +63,7 @@ def check_watchable(model: object) -> tuple[nn.Module, torch.device]:
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
     for name, module in model.named_modules():
         where = name or "the model"
-        if PART in module.__dict__:
+        if is_prepared(module):
             raise StateError(
                 f"{where} is part of a prepared model", advice="profile the model that was prepared"
             )
@@ -79,6 +80,14 @@ def check_watchable(model: object) -> tuple[nn.Module, torch.device]:
         check_plain(name, param)
     check_one_device(named)
     return model, named[0][1].device
+
+
+def is_prepared(module: nn.Module) -> bool:
+    """Whether a module is a prepared model, or part of one that no other model can have too.
+
+    One without parameters (an activation, a table of positions) may be part of several.
+    """
+    return PART in module.__dict__ and has_params(module)
 
 
 def check_unwrapped(where: str, module: nn.Module, verb: str) -> None:
