@@ -93,19 +93,23 @@ def load_through(
         check_meta(engine, beside)
         with only_saved(reader):
             check_beside(engine, beside)
-        check_entries(engine, reader.entries, kinds)
+        adapting = adapted(engine.model, reader) if "buffer" in kinds else None
+        check_entries(engine, reader.entries, kinds, adapting)
         check_given(beside, scheduler=scheduler, data=data)
         settle(engine)
         # 2. the tensors; until all are there the model is of no use to anybody
         engine.broken = f"{reader.path} was loaded in part"
         states = (e for e in reader.entries if e.kind == "state")
         begin_again(engine, ((name_of(e), dtype_of(e), e.shape) for e in states))
-        todo = matched([p for p in parts_of(engine) if p.name.kind in kinds], reader)
+        given = [kind for kind in kinds if kind != "buffer" or adapting is None]
+        todo = matched([p for p in parts_of(engine) if p.name.kind in given], reader)
         with ThreadPoolExecutor(LOAD_THREADS, "hetero-load") as executor:
             for _ in executor.map(lambda one: one[0].load(partial(reader.read, one[1])), todo):
                 pass
         if "param" in kinds:
             loaded(engine)
+        if adapting is not None:
+            adapt(engine, reader)
         # 3. what is beside them
         take_scalars(engine, beside["scalars"])
         restore(engine, beside)
@@ -289,8 +293,51 @@ def check_meta(engine: Engine, beside: Mapping[str, Any]) -> None:
         )
 
 
-def check_entries(engine: Engine, entries: Sequence[Entry], kinds: Collection[str]) -> None:
-    """Refuse tensors of other names, shapes or dtypes than the model has, listing the first."""
+def adapted(model: nn.Module, reader: Reader) -> set[str] | None:
+    """Return the buffers whose shapes a model's own methods of loading may change, by name.
+
+    None where it has none of its own: its buffers are read where they are. A ``load_state_dict`` of
+    the model's is called as stock loops do, that of a module for its own buffers.
+    """
+    own = overrides(model, "load_state_dict")
+    found: set[str] = set()
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        number = reader.find("buffer", name)
+        if number is not None and tuple(buffer.shape) != reader.entries[number].shape:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if own or overrides(owner, "_load_from_state_dict"):
+                found.add(name)
+    return found if own or found else None
+
+
+def overrides(module: nn.Module, method: str) -> bool:
+    """Whether a module's class has a method of its own in place of torch's."""
+    return getattr(type(module), method) is not getattr(nn.Module, method)
+
+
+def adapt(engine: Engine, reader: Reader) -> None:
+    """Let the model's own methods load the buffers; its parameters are loaded, and shown as well.
+
+    Raises CheckpointMismatch where they leave a buffer of another shape.
+    """
+    numbered = enumerate(reader.entries)
+    buffers = {e.name: tensor_at(reader, n) for n, e in numbered if e.kind == "buffer"}
+    model = engine.model
+    model.load_state_dict({**model.state_dict(), **buffers}, strict=False)
+    check_entries(engine, reader.entries, ("buffer",))
+
+
+def check_entries(
+    engine: Engine,
+    entries: Sequence[Entry],
+    kinds: Collection[str],
+    adapting: Collection[str] | None = None,
+) -> None:
+    """Refuse tensors of other names, shapes or dtypes than the model has, listing the first.
+
+    Args:
+        adapting: names of buffers whose shapes the model itself will change.
+    """
     fixed = [kind for kind in kinds if kind != "state"]
     here = {p.name: (p.shape, p.dtype) for p in parts_of(engine) if p.name.kind in fixed}
     there = {name_of(e): (e.shape, dtype_of(e)) for e in entries if e.kind in fixed}
@@ -298,6 +345,8 @@ def check_entries(engine: Engine, entries: Sequence[Entry], kinds: Collection[st
     problems = [f"{n.kind} {n.name!r} is not in the checkpoint" for n in here if n not in there]
     problems += [f"{n.kind} {n.name!r} is not in the model" for n in there if n not in here]
     for name in here:
+        if name.kind == "buffer" and name.name in (adapting or ()):
+            continue
         if name in there and there[name] != here[name]:
             (shape, dtype), (their_shape, their_dtype) = here[name], there[name]
             problems.append(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 import hetero
 from tests.campaigns.harness import Case, Side
@@ -85,9 +85,52 @@ def batch(number: int) -> dict[str, Any]:
     return {"input_ids": rows, "labels": rows}
 
 
+class Remembers(nn.Module):
+    """Keeps the order of its data in a buffer that grows, and loads one of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 64)
+        self.register_buffer("order", torch.empty(0, dtype=torch.long))
+        self.loads = 0
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+        self.loads += 1
+        self.order = state_dict["order"].clone()
+        return super().load_state_dict(state_dict, strict)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        logits = self.head(x)
+        if self.training:
+            self.order = torch.cat([self.order, input_ids[:, 0].detach().clone()])
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def a_run_is_resumed_by_the_models_own_method(side: Side) -> None:
+    def program(side: Side, folder: str) -> None:
+        saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        first = trainer(side, folder, Remembers(), **saving)
+        first.train()
+        record_run(side, "first", first)
+        again = trainer(side, folder, Remembers(), **saving)
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        record_run(side, "again", again)
+        side.record("loads", again.model.loads)
+
+    in_a_folder(program, side)
+
+
 SIM = {"device": "cpu:sim", "hbm": HBM}
 CASES = [
     Case(one_trains_and_another_evaluates, SIM),
     Case(two_train_in_turns, SIM),
     Case(a_model_is_released_with_the_optimizer_of_its_trainer, SIM),
+    Case(a_run_is_resumed_by_the_models_own_method, {**SIM, "hbm": 40_000}),
 ]
