@@ -23,6 +23,7 @@ from hetero.checkpoint.save import (
     check_pair,
     decode_scalars,
     dtype_named,
+    members_of,
     rng_state,
 )
 from hetero.checkpoint.values import decode
@@ -282,8 +283,7 @@ def check_meta(engine: Engine, beside: Mapping[str, Any]) -> None:
             )
     if engine.optimizer is None:
         return
-    names = {id(param): name for name, param in engine.model.named_parameters()}
-    groups = [[names[id(p)] for p in group["params"]] for group in engine.optimizer.param_groups]
+    groups = members_of(engine)
     if groups != beside["members"]:
         raise CheckpointMismatch(
             f"the checkpoint's parameter groups hold"

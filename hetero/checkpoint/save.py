@@ -230,7 +230,6 @@ def meta_of(
     def keep(path: str, tensor: torch.Tensor) -> None:
         extras.append(of_tensor(Name("extra", path), tensor.detach().cpu().clone()))
 
-    names = {id(param): name for name, param in engine.model.named_parameters()}
     optimizer = engine.optimizer
     groups = optimizer.param_groups if optimizer is not None else []
     beside: Mapping[str, Any] = {
@@ -249,9 +248,16 @@ def meta_of(
         "frozen": engine.config.frozen,
         "optimizer": None if engine.inner is None else type(engine.inner).__name__,
         "steps": engine.steps,
-        "members": [[names[id(p)] for p in group["params"]] for group in groups],
+        "members": members_of(engine),
         **{key: encode(value, key, keep) for key, value in beside.items()},
     }
+
+
+def members_of(engine: Engine) -> list[list[str]]:
+    """Return the names of each group's parameters; what the model has no more has none."""
+    names = {id(param): name for name, param in engine.model.named_parameters()}
+    groups = engine.optimizer.param_groups if engine.optimizer is not None else []
+    return [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
 
 
 def rng_state(engine: Engine) -> dict[str, Any]:

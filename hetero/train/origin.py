@@ -12,7 +12,7 @@ from hetero.memory.layout import Layout
 from hetero.memory.manager import PARAM
 from hetero.memory.slab import HomeStore
 from hetero.train import swizzle
-from hetero.train.check import PART, pageable
+from hetero.train.check import PART, tables
 from hetero.train.grads import LazyGrad
 from hetero.train.lazy import handle
 from hetero.train.precision import Masters
@@ -127,6 +127,6 @@ def move_buffers(modules: Iterable[nn.Module], place: torch.device) -> None:
 
 def move_tables(model: nn.Module, place: torch.device) -> None:
     """Put parameters that are not paged on a device."""
-    for param in model.parameters():
-        if not pageable(param) and param.device != place:
+    for _, param in tables(model):
+        if param.device != place:
             swizzle.point(param, param.detach().to(place))

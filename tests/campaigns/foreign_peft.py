@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import tempfile
+
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import hetero
+from hetero.errors import ConfigError, StateError
 from tests.campaigns.harness import Case, Net, Side, loss_of_tokens
 
 D = 16
@@ -56,9 +60,64 @@ def lora_by_target_parameters(side: Side) -> None:
     trained(side, config, Experts)
 
 
+class Attends(nn.Module):
+    """A block of torch's own attention, as open_clip's and the first ViTs have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.attn = nn.MultiheadAttention(D, 4, batch_first=True)
+        self.up = nn.Linear(D, 2 * D)
+        self.down = nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.attn(y, y, y, need_weights=False)[0]
+        return x + self.down(self.up(x).relu())
+
+
+def lora_on_multihead_attention(side: Side) -> None:
+    """PEFT registers other frozen weights whenever modules are listed, and in each forward.
+
+    What it computes for them drifts by rounding, in each forward: so it does here.
+    """
+    trained(side, LoraConfig(r=2, target_modules=["attn", "up", "head"]), Attends)
+
+
+def all_its_parameters_are_given_to_the_optimizer(side: Side) -> None:
+    """Those that were frozen when the optimizer was built are no parameters of the model now."""
+    torch.manual_seed(0)
+    model = get_peft_model(
+        Net(4, d=D, block=Attends), LoraConfig(r=2, target_modules=["attn", "up"])
+    )
+    model, optimizer = side.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    side.train(model, optimizer, steps=3)
+    if side.is_plain:
+        saved = model.state_dict(), optimizer.state_dict()
+        saved = copy.deepcopy(saved)
+        side.train(model, optimizer, steps=2)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            hetero.save_checkpoint(folder, model, optimizer)
+            side.train(model, optimizer, steps=2)
+            hetero.load_checkpoint(folder, model, optimizer)
+    side.train(model, optimizer, steps=2)
+    if not side.is_plain:
+        model, optimizer = hetero.release(model, optimizer)
+    side.train(model, optimizer, steps=2)
+
+
 SIM = {"device": "cpu:sim", "hbm": 74_000}
+WIDER = {**SIM, "hbm": 84_000}
 CASES = [
     Case(lora_by_target_parameters, SIM),
     Case(lora_by_target_parameters, {**SIM, "activations": "recompute"}),
     Case(lora_by_target_parameters, {**SIM, "hbm": 110_000, "units": ["*gate", "*embed", "*head"]}),
+    Case(lora_on_multihead_attention, WIDER),
+    Case(lora_on_multihead_attention, {**WIDER, "activations": "recompute"}, (StateError, "anew")),
+    Case(lora_on_multihead_attention, {**WIDER, "micro_batch": 1}, (StateError, "anew")),
+    Case(lora_on_multihead_attention, {**SIM, "precision": "bf16"}, (ConfigError, "made anew")),
+    Case(all_its_parameters_are_given_to_the_optimizer, WIDER),
 ]
