@@ -19,7 +19,7 @@ from hetero.train.check import MARK, check_codes, check_model, check_pair
 from hetero.train.empty import empty_parameters
 from hetero.train.engine import Engine
 from hetero.train.graph import leaves_of
-from hetero.train.optimizer import Optimizer
+from hetero.train.optimizer import Optimizer, unwrapped
 from hetero.train.tuning import Tuning
 from hetero.types import Kind, Lane, Tier
 
@@ -264,11 +264,14 @@ def status(model: nn.Module) -> Status:
 def release(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     """Turn a prepared model back into a plain one.
 
+    Args:
+        optimizer: as `prepare` returned it, or in a wrapper (``trainer.optimizer``, accelerate's).
+
     Returns ``(model, plain optimizer with its states)``, or the model when it was prepared alone.
     Raises StateError for a model that a failed load left with values of two checkpoints.
     """
     engine = engine_of(model)
-    if optimizer is not None and optimizer is not engine.optimizer:
+    if optimizer is not None and unwrapped(optimizer) is not engine.optimizer:
         raise StateError(
             "the optimizer was not prepared with this model",
             advice="pass the optimizer that prepare returned with it",

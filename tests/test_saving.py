@@ -488,3 +488,43 @@ def test_a_save_at_the_very_end_of_a_script_is_written(disk: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (disk / "saved").iterdir()] == ["step-1"]
+
+
+class Longest(nn.Module):
+    """Keeps the rows that it saw, as observers of ranges do, and takes as many as were saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows = x.detach().clone()
+        return x
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.rows.resize_(state[prefix + "rows"].shape)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_buffer_of_another_length_is_loaded_by_the_module_that_can(
+    takes: bool, tmp_path: Path
+) -> None:
+    def prepared() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        seen = Longest() if takes else nn.Module()
+        seen.register_buffer("rows", torch.empty(0))
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+        model.seen = seen
+        return hetero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu")
+
+    model, optimizer = prepared()
+    model.seen.rows = torch.arange(5.0)
+    hetero.save_checkpoint(tmp_path, model, optimizer)
+    again, optimizer = prepared()
+    if takes:
+        hetero.load_checkpoint(tmp_path, again, optimizer)
+        assert torch.equal(again.seen.rows, model.seen.rows)
+        return
+    with pytest.raises(CheckpointMismatch, match=r"seen\.rows"):
+        hetero.load_checkpoint(tmp_path, again, optimizer)

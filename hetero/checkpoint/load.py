@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -23,10 +23,12 @@ from hetero.api import engine_of
 from hetero.checkpoint.manifest import MAX_STEP, Entry
 from hetero.checkpoint.reader import Reader
 from hetero.checkpoint.save import (
+    KINDS,
     HasState,
     check_pair,
     decode_scalars,
     dtype_named,
+    members_of,
     rng_state,
 )
 from hetero.checkpoint.values import decode
@@ -92,15 +94,23 @@ def load_through(
     scheduler: HasState | None = None,
     data: HasState | None = None,
     step: int | None = None,
+    kinds: Collection[str] = KINDS,
 ) -> Any:
-    """Carry out `load_checkpoint` through an `IO` (tests let it go wrong)."""
+    """Carry out `load_checkpoint` through an `IO` (tests let it go wrong), of some kinds of parts.
+
+    Parts of other kinds stay as they are, whether or not the checkpoint has them.
+    """
     engine = engine_of(model)
     check_pair(engine, optimizer)
     with Reader.open(directory, step, io) as reader:
         # 1. everything that can be refused is refused before anything is touched
         beside = understood(engine, reader)
         check_meta(engine, beside)
-        check_entries(engine, reader.entries)
+        adapting = None
+        if "buffer" in kinds:
+            with only_saved(reader):
+                adapting = adapted(engine.model, reader)
+        check_entries(engine, reader.entries, kinds, adapting)
         check_given(beside, scheduler=scheduler, data=data)
         states = [(name_of(e), dtype_of(e), e.shape) for e in reader.entries if e.kind == "state"]
         with only_saved(reader):
@@ -118,11 +128,16 @@ def load_through(
         # 2. the tensors; until all are there the model is of no use to anybody
         engine.begin_load(reader.path)
         begin_again(engine, empty)
-        todo = matched(parts_of(engine), reader)
+        given = [kind for kind in kinds if kind != "buffer" or adapting is None]
+        todo = matched([p for p in parts_of(engine) if p.name.kind in given], reader)
         with ThreadPoolExecutor(LOAD_THREADS, "hetero-load") as executor:
             for _ in executor.map(lambda one: one[0].load(partial(reader.read, one[1])), todo):
                 pass
-        loaded(engine)
+        if "param" in kinds:
+            loaded(engine)
+        if adapting is not None:
+            with engine.loads_itself():
+                adapt(engine, reader)
         # 3. what is beside them
         take_scalars(engine, beside["scalars"])
         restore(engine, beside)
@@ -314,11 +329,39 @@ class Values:
                 f"{path[:200]!r} is a tensor of {entry.n_bytes} bytes, beside a model of fewer",
                 advice="save it in a file of its own",
             )
-        value = torch.empty(entry.shape, dtype=dtype_of(entry))
-        view = memoryview(value.view(-1).view(torch.uint8).numpy())
-        for start in range(0, len(view), PIECE_BYTES):
-            reader.read(number, start, view[start : start + PIECE_BYTES])
-        return value
+        return tensor_at(reader, number)
+
+
+def tensor_at(reader: Reader, number: int) -> torch.Tensor:
+    """Return an entry as a tensor of its own."""
+    entry = reader.entries[number]
+    value = torch.empty(entry.shape, dtype=dtype_of(entry))
+    view = memoryview(value.view(-1).view(torch.uint8).numpy())
+    for start in range(0, len(view), PIECE_BYTES):
+        reader.read(number, start, view[start : start + PIECE_BYTES])
+    return value
+
+
+def read_weights(directory: str | Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return the newest checkpoint's parameters and buffers by name, and its ``extra``.
+
+    They are in RAM as a whole, and are what `model.state_dict` showed when they were saved: working
+    weights without what these leave of masters. Raises CheckpointError for weights in code.
+    """
+    with Reader.open(directory) as reader:
+        weights: dict[str, torch.Tensor] = {}
+        for number, entry in enumerate(reader.entries):
+            if entry.kind not in ("param", "buffer"):
+                continue
+            if entry.key:
+                raise CheckpointError(
+                    f"{entry.name!r} in {reader.path} is {entry.key} code, and no tensor",
+                    advice="load it into a model that is prepared with the same frozen=",
+                )
+            weights[entry.name] = tensor_at(reader, number)
+        with only_saved(reader):
+            extra = decode(reader.meta["extra"], Values(reader, MAX_VALUE_BYTES).take)
+    return weights, extra
 
 
 def matched(parts: Sequence[Part], reader: Reader) -> Iterator[tuple[Part, int]]:
@@ -348,8 +391,7 @@ def check_meta(engine: Engine, beside: Mapping[str, Any]) -> None:
             )
     if engine.optimizer is None:
         return
-    names = {id(param): name for name, param in engine.model.named_parameters()}
-    groups = [[names[id(p)] for p in group["params"]] for group in engine.optimizer.param_groups]
+    groups = members_of(engine)
     if groups != beside["members"]:
         raise CheckpointMismatch(
             f"the checkpoint's parameter groups hold"
@@ -359,15 +401,60 @@ def check_meta(engine: Engine, beside: Mapping[str, Any]) -> None:
         )
 
 
-def check_entries(engine: Engine, entries: Sequence[Entry]) -> None:
-    """Refuse tensors of other names, shapes or dtypes than the model has, listing the first."""
-    fixed = ("param", "master", "buffer")
+def adapted(model: nn.Module, reader: Reader) -> set[str] | None:
+    """Return the buffers whose shapes a model's own methods of loading may change, by name.
+
+    None where it has none of its own: its buffers are read where they are. A ``load_state_dict`` of
+    the model's is called as stock loops do, that of a module for its own buffers.
+    """
+    own = overrides(model, "load_state_dict")
+    found: set[str] = set()
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        number = reader.find("buffer", name)
+        if number is not None and tuple(buffer.shape) != reader.entries[number].shape:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if own or overrides(owner, "_load_from_state_dict"):
+                found.add(name)
+    return found if own or found else None
+
+
+def overrides(module: nn.Module, method: str) -> bool:
+    """Whether a module's class has a method of its own in place of torch's."""
+    return getattr(type(module), method) is not getattr(nn.Module, method)
+
+
+def adapt(engine: Engine, reader: Reader) -> None:
+    """Let the model's own methods load the buffers; its parameters are loaded, and shown as well.
+
+    Raises CheckpointMismatch where they leave a buffer of another shape.
+    """
+    numbered = enumerate(reader.entries)
+    buffers = {e.name: tensor_at(reader, n) for n, e in numbered if e.kind == "buffer"}
+    model = engine.model
+    model.load_state_dict({**model.state_dict(), **buffers}, strict=False)
+    check_entries(engine, reader.entries, ("buffer",))
+
+
+def check_entries(
+    engine: Engine,
+    entries: Sequence[Entry],
+    kinds: Collection[str],
+    adapting: Collection[str] | None = None,
+) -> None:
+    """Refuse tensors of other names, shapes or dtypes than the model has, listing the first.
+
+    Args:
+        adapting: names of buffers whose shapes the model itself will change.
+    """
+    fixed = [kind for kind in kinds if kind != "state"]
     here = {p.name: (p.shape, p.dtype) for p in parts_of(engine) if p.name.kind in fixed}
     there = {name_of(e): (e.shape, dtype_of(e)) for e in entries if e.kind in fixed}
     taken = {s.spec.name for _, s in engine.blueprint.layout.home}
     problems = [f"{n.kind} {n.name!r} is not in the checkpoint" for n in here if n not in there]
     problems += [f"{n.kind} {n.name!r} is not in the model" for n in there if n not in here]
     for name in here:
+        if name.kind == "buffer" and name.name in (adapting or ()):
+            continue
         if name in there and there[name] != here[name]:
             (shape, dtype), (their_shape, their_dtype) = here[name], there[name]
             problems.append(

@@ -7,7 +7,7 @@ import random
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hetero.api import engine_of
+from hetero.checkpoint.folders import STEP
 from hetero.checkpoint.manifest import ITEM_BYTES, Entry
 from hetero.checkpoint.values import decode, encode
 from hetero.checkpoint.writer import Writer, retain
@@ -26,12 +27,14 @@ from hetero.errors import CheckpointCorrupt, ConfigError, StateError
 from hetero.io import IO, make_folder
 from hetero.memory.layout import Bucket
 from hetero.train.engine import Engine
-from hetero.train.optimizer import Optimizer
+from hetero.train.optimizer import Optimizer, unwrapped
 from hetero.train.snapshot import Name, Part, Saving, of_tensor
 from hetero.train.state import Scalars, counted_at_close, parts_of, scalars_of
 from hetero.version import __version__
 
 SAVE_THREADS = 2  # one checksums and copies while another writes
+KINDS = ("param", "master", "state", "buffer")  # of parts of a model
+STATES = ("state",)  # the optimizer's alone: a script keeps the weights by itself
 
 
 class HasState(Protocol):
@@ -131,8 +134,9 @@ def save_through(
     step: int | None = None,
     keep_last: int | None = None,
     asynchronous: bool = False,
+    kinds: Collection[str] = KINDS,
 ) -> Save:
-    """Carry out `save_checkpoint` through an `IO` (tests let it go wrong)."""
+    """Carry out `save_checkpoint` through an `IO` (tests let it go wrong), or of some ``kinds``."""
     engine = engine_of(model)
     check_pair(engine, optimizer)
     if keep_last is not None and keep_last < 1:
@@ -146,9 +150,8 @@ def save_through(
     meta = meta_of(engine, extra, scheduler, data, extras)
     number = engine.steps if step is None else step
     # 2. the tensors are read bucket by bucket, each behind its update and before its next one
-    writing = Writing(
-        engine, io, Path(directory), number, [*parts_of(engine, as_now=True), *extras], meta
-    )
+    parts = [part for part in parts_of(engine, as_now=True) if part.name.kind in kinds]
+    writing = Writing(engine, io, Path(directory), number, [*parts, *extras], meta)
     executor = ThreadPoolExecutor(1, "hetero-save")
     done = executor.submit(writing.run, keep_last)
     executor.shutdown(wait=False)
@@ -158,6 +161,27 @@ def save_through(
     else:
         save.wait()
     return save
+
+
+def save_latest(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Any = None,
+    *,
+    kinds: Collection[str] = KINDS,
+) -> Save:
+    """Save as the one checkpoint of a directory; it replaces what is there once it is durable."""
+    step = newest_step(directory) + 1
+    return save_through(
+        IO(), directory, model, optimizer, extra, step=step, keep_last=1, kinds=kinds
+    )
+
+
+def newest_step(directory: str | Path) -> int:
+    """Return the number of the newest checkpoint in a directory; -1 where there is none."""
+    names = (path.name for path in Path(directory).glob("step-*"))
+    return max((int(found[1]) for name in names if (found := STEP.fullmatch(name))), default=-1)
 
 
 def before_exit(call: Callable[[], None]) -> None:
@@ -177,7 +201,7 @@ def finish_at_exit(reference: weakref.ref[Save]) -> None:
 
 def check_pair(engine: Engine, optimizer: Optimizer | None) -> None:
     """Refuse an optimizer that was not prepared with the model, and a missing one."""
-    if optimizer is not engine.optimizer:
+    if unwrapped(optimizer) is not engine.optimizer:
         raise StateError(
             "the optimizer was not prepared with this model"
             if optimizer is not None
@@ -206,7 +230,6 @@ def meta_of(
     def keep(path: str, tensor: torch.Tensor) -> None:
         extras.append(of_tensor(Name("extra", path), tensor.detach().cpu().clone()))
 
-    names = {id(param): name for name, param in engine.model.named_parameters()}
     optimizer = engine.optimizer
     groups = optimizer.param_groups if optimizer is not None else []
     beside: Mapping[str, Any] = {
@@ -225,9 +248,16 @@ def meta_of(
         "frozen": engine.config.frozen,
         "optimizer": None if engine.inner is None else type(engine.inner).__name__,
         "steps": engine.steps,
-        "members": [[names[id(p)] for p in group["params"]] for group in groups],
+        "members": members_of(engine),
         **{key: encode(value, key, keep) for key, value in beside.items()},
     }
+
+
+def members_of(engine: Engine) -> list[list[str]]:
+    """Return the names of each group's parameters; what the model has no more has none."""
+    names = {id(param): name for name, param in engine.model.named_parameters()}
+    groups = engine.optimizer.param_groups if engine.optimizer is not None else []
+    return [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
 
 
 def rng_state(engine: Engine) -> dict[str, Any]:

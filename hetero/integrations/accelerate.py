@@ -6,8 +6,9 @@ No method here moves a byte or makes a number: they say to hetero what a script 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from hetero.api import backward, engine_of, prepare, release
-from hetero.checkpoint.load import load_checkpoint
-from hetero.checkpoint.save import save_checkpoint
+from hetero.checkpoint.load import load_through, same_generators
+from hetero.checkpoint.save import KINDS, STATES, save_latest
 from hetero.config import Config
 from hetero.errors import ConfigError, StateError
+from hetero.io import IO
 from hetero.train.check import MARK
 from hetero.train.hooks import before_next_forward
 from hetero.train.optimizer import Optimizer
@@ -255,34 +257,66 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     # -- states ----------------------------------------------------------------------------------
 
     @contextmanager
-    def _hidden(self) -> Iterator[tuple[list[nn.Module], list[Any]]]:
-        """Keep models from who would hold all their bytes at once."""
-        kept = self._models, self._optimizers
-        self._models, self._optimizers = [], []
+    def _hidden(self, hooks: str, *shown: list[Any]) -> Iterator[list[nn.Module]]:
+        """Keep models from who would hold all their bytes at once; ``hooks`` are told of them.
+
+        Hooks of scripts are called with ``shown`` in place of the lists that accelerate has made.
+        """
+        kept, own = (self._models, self._optimizers), getattr(self, hooks)
+        hidden: tuple[list[Any], list[Any]] = [], []
+
+        def call(hook: Callable[..., None], *args: Any) -> None:
+            self._models, self._optimizers = kept
+            try:
+                hook(*shown, args[-1])
+            finally:
+                self._models, self._optimizers = hidden
+
+        self._models, self._optimizers = hidden
+        setattr(self, hooks, {number: partial(call, hook) for number, hook in own.items()})
         try:
-            yield kept
+            yield kept[0]
         finally:
             self._models, self._optimizers = kept
+            setattr(self, hooks, own)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        """Save everything; each model with its optimizer as a checkpoint of hetero."""
-        with self._hidden() as (models, _):
+        """Save everything; each model with its optimizer as a checkpoint of hetero.
+
+        Hooks get the models and their state dicts. Of a model whose state dict one takes out of the
+        list, which says that the hook saves its weights, the optimizer's states are saved alone.
+        """
+        hooked = bool(self._save_model_state_pre_hook)
+        weights = [self.get_state_dict(m, unwrap=False) for m in self._models if hooked]
+        shown = Shown(weights)
+        with self._hidden("_save_model_state_pre_hook", self._models, weights) as models:
             folder: str = super().save_state(output_dir, *args, **kwargs)
-        for number, model in enumerate(models):
+        kinds_of = shown.kinds(weights) if hooked else [KINDS] * len(models)
+        for number, (model, kinds) in enumerate(zip(models, kinds_of, strict=True)):
             optimizer = self._settled(model)
-            if self.is_main_process:
-                save_checkpoint(Path(folder) / part(number), model, optimizer)
+            if self.is_main_process and (kinds is KINDS or optimizer is not None):
+                save_latest(Path(folder) / part(number), model, optimizer, kinds=kinds)
         self.wait_for_everyone()
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Load what `save_state` saved; without a directory the newest."""
+        """Load what `save_state` saved; without a directory the newest.
+
+        Of a model that a hook takes out of its list, which says that the hook loads its weights,
+        the optimizer's states are loaded alone.
+        """
         if input_dir is None:
             input_dir = newest(Path(self.project_dir) / "checkpoints")
-        with self._hidden() as (models, _):
+        shown = list(self._models)
+        with self._hidden("_load_model_state_pre_hook", shown) as models:
             super().load_state(input_dir, *args, **kwargs)
         for number, model in enumerate(models):
-            load_checkpoint(Path(input_dir) / part(number), model, self._settled(model))
+            optimizer = self._settled(model)
+            kinds = KINDS if is_in(model, shown) else STATES
+            if kinds is KINDS or optimizer is not None:
+                with same_generators(engine_of(model)):  # each process has its own, loaded above
+                    folder = Path(input_dir) / part(number)
+                    load_through(IO(), folder, model, optimizer, kinds=kinds)
 
     def _settled(self, model: nn.Module) -> Optimizer | None:
         """Return a model's optimizer; one whose optimizer has not come yet has none."""
@@ -331,6 +365,39 @@ class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate
     def step_was_skipped(self) -> bool:
         """Whether loss scaling skipped the last step, hetero's or accelerate's."""
         return bool(self.optimizer.step_was_skipped or super().step_was_skipped)
+
+
+class Shown:
+    """State dicts as they were when hooks were given them."""
+
+    def __init__(self, weights: list[dict[str, Any]]) -> None:
+        self._dicts = list(weights)
+        self._then = [dict(each) for each in weights]
+
+    def kinds(self, left: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+        """Return what to save of each model, where hooks ``left`` these dicts in their list.
+
+        Raises StateError where a hook changed what would be saved: hetero saves the model itself.
+        """
+        unchanged = [
+            mine for mine, then in zip(self._dicts, self._then, strict=True) if same(mine, then)
+        ]
+        if not all(is_in(each, unchanged) for each in left):
+            raise StateError(
+                "a hook of save_state changed the weights that are to be saved",
+                advice="save them in the hook, and take their dict out of the list of weights",
+            )
+        return [KINDS if is_in(mine, left) else STATES for mine in self._dicts]
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two dicts have the same values, not only equal ones, under the same names."""
+    return one.keys() == other.keys() and all(one[name] is value for name, value in other.items())
+
+
+def is_in(what: object, those: Iterable[object]) -> bool:
+    """Whether a list has this very object."""
+    return any(what is each for each in those)
 
 
 def is_plain(what: Any) -> bool:

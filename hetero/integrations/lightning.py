@@ -17,12 +17,13 @@ import lightning.pytorch.strategies as pytorch
 import torch
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDevice
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from hetero.api import empty_init, engine_of, prepare, release
-from hetero.checkpoint.load import load_checkpoint
-from hetero.checkpoint.save import save_checkpoint
+from hetero.checkpoint.load import load_checkpoint, read_weights, same_generators
+from hetero.checkpoint.save import newest_step, save_latest
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import ConfigError, StateError
@@ -30,7 +31,7 @@ from hetero.train.check import MARK
 from hetero.train.optimizer import Optimizer
 
 NAME = "hetero"  # of both strategies
-STEP = "step-"  # of what a directory holds that `save_checkpoint` wrote
+TIED = "hetero_tied"  # entry of what is saved beside a model
 OURS = ("state_dict", "optimizer_states")  # entries of a checkpoint whose tensors hetero writes
 
 
@@ -361,35 +362,63 @@ def move_metrics(model: nn.Module, place: torch.device) -> None:
 def save(path: str | Path, model: nn.Module, rest: dict[str, Any]) -> None:
     """Write a model, its optimizer and what is beside them; one that is there is replaced by it."""
     written = io.BytesIO()
-    torch.save(rest, written)
+    torch.save({**rest, TIED: second_names(model)}, written)
     beside = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
-    save_checkpoint(
-        path, model, engine_of(model).optimizer, beside, step=newest(path) + 1, keep_last=1
-    )
+    save_latest(path, model, engine_of(model).optimizer, beside)
 
 
-def load(
-    path: str | Path, model: nn.Module, weights_only: bool | None = None, **kwargs: Any
-) -> dict[str, Any]:
-    """Load a model and its optimizer; returns what is beside them."""
-    beside = load_checkpoint(path, model, engine_of(model).optimizer)
-    rest: dict[str, Any] = torch.load(
-        io.BytesIO(beside.numpy().tobytes()), weights_only=weights_only, **kwargs
-    )
+def load(path: str | Path, model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Load a model and its optimizer; returns what is beside them.
+
+    Generators stay as they are: a file of Lightning's has no states of theirs.
+    """
+    engine = engine_of(model)
+    with same_generators(engine):
+        beside = load_checkpoint(path, model, engine.optimizer)
+    rest = opened(beside, *args, **kwargs)
+    rest.pop(TIED, None)
     return rest
 
 
-def newest(path: str | Path) -> int:
-    """Return the number of the newest checkpoint in a directory; -1 where there is none."""
-    names = (p.name.removeprefix(STEP) for p in Path(path).glob(f"{STEP}*"))
-    return max((int(name) for name in names if name.isdigit()), default=-1)
+def opened(
+    beside: torch.Tensor, weights_only: bool | None = None, map_location: Any = None
+) -> dict[str, Any]:
+    """Return what `save` wrote beside a model."""
+    found: dict[str, Any] = torch.load(
+        io.BytesIO(beside.numpy().tobytes()), map_location, weights_only=weights_only
+    )
+    return found
+
+
+def second_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of whatever a state dict has under several, by the others."""
+    first: dict[int, str] = {}
+    params = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    named = {name: first.setdefault(id(t), name) for name, t in (*params, *buffers)}
+    return {name: origin for name, origin in named.items() if name != origin}
+
+
+def read(
+    path: Any, map_location: Any = None, weights_only: bool | None = None, **kwargs: Any
+) -> Any:
+    """Read a checkpoint for ``load_from_checkpoint``: a directory of ours as a file would be."""
+    if not (isinstance(path, (str, Path)) and is_ours(path)):
+        return plain_read(path, map_location=map_location, weights_only=weights_only, **kwargs)
+    weights, beside = read_weights(path)
+    found = opened(beside, weights_only, map_location)
+    weights.update({name: weights[first] for name, first in found.pop(TIED, {}).items()})
+    if isinstance(map_location, (str, torch.device)):
+        weights = {name: value.to(map_location) for name, value in weights.items()}
+    return {**found, "state_dict": weights}
 
 
 def is_ours(path: str | Path) -> bool:
     """Whether `save` wrote a checkpoint."""
-    return newest(path) >= 0
+    return newest_step(path) >= 0
 
 
 pytorch.StrategyRegistry.register(
     NAME, HeteroStrategy, description="virtual memory for training", override=True
 )
+plain_read, saving.pl_load = saving.pl_load, read

@@ -28,7 +28,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from hetero.api import engine_of, status
+from hetero.api import engine_of, release, status
 from hetero.checkpoint.load import load_checkpoint, same_generators
 from hetero.checkpoint.save import save_checkpoint
 from hetero.config import Config
@@ -156,6 +156,8 @@ class HeteroTrainer(Stock):
         """Build the optimizer; one that was released with its model goes on, states and all."""
         if isinstance(self.optimizer, HeteroOptimizer):
             self.optimizer = self.optimizer.optimizer.inner
+        if MARK in self.model.__dict__:  # another Trainer trained it, and may take it back so
+            release(self.model)
         held = (value for value in vars(self).values() if isinstance(value, nn.Module))
         if any(MARK in model.__dict__ for model in held if model is not self.model):
             warnings.warn(
@@ -371,7 +373,12 @@ def check_args(args: Any) -> None:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse, while nothing is built, a model that could not be prepared later."""
+    """Refuse, while nothing is built, a model that could not be prepared later.
+
+    One that is prepared can: it is released when this Trainer begins to train.
+    """
+    if MARK in model.__dict__:
+        return
     places = getattr(model, "hf_device_map", None) or {}
     if len(set(places.values())) > 1:
         raise ConfigError(

@@ -13,7 +13,7 @@ from hetero.config import Config
 from hetero.errors import ConfigError
 from hetero.memory.codec import CODECS, CODED, EXACT, Blocked, Codec, Workspace, slice_numel
 from hetero.memory.layout import Bucket, Layout, ParamSpec, build_layout, dense_stride
-from hetero.train.check import pageable
+from hetero.train.check import pageable, pages, tables
 from hetero.train.formulas import formula_of
 from hetero.train.precision import WORKING, low_dtype, named_by, working_dtypes
 from hetero.train.rules import Rule, is_elementwise, tiny
@@ -118,6 +118,7 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
     """Find the units, lay out the buckets and size the states; touches nothing."""
     owned = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
     units, home = assign(model, find_units(model, config.units))
+    check_tables(model, config)
     working = working_dtypes(model, config.precision, config.keep_fp32)
     codecs = codecs_of(model, config, working)
     specs = [
@@ -130,16 +131,27 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
             trainable=id(p) not in codecs and (p.requires_grad or id(p) in owned),
             codec=codecs.get(id(p), EXACT),
         )
-        for name, p in model.named_parameters()
-        if pageable(p)
+        for name, p in pages(model)
     ]
     layout = build_layout(specs, [unit.name or "model" for unit in units], config.chunk_bytes)
-    paged = [p for p in model.parameters() if pageable(p)]
-    bucket_of = {id(p): layout.home[i][0] for i, p in enumerate(paged)}
+    bucket_of = {id(p): layout.home[i][0] for i, (_, p) in enumerate(pages(model))}
     needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
     costs = cache(partial(costs_of, optimizer, config.precision))
     each = (costs(b.dtype, shapes(b), b.trainable) for b in layout.buckets)
     return Blueprint(tuple(units), layout, needs, tuple(each))
+
+
+def check_tables(model: nn.Module, config: Config) -> None:
+    """Refuse parameters that are not paged, and so are not converted, beside working weights."""
+    working = WORKING.get(config.precision)
+    for name, param in tables(model):
+        if working is not None and pageable(param) and param.dtype is not working:
+            raise ConfigError(
+                f"parameter {name!r} is made anew by its module each time (as PEFT's LoRA on"
+                f" nn.MultiheadAttention does): hetero leaves it {param.dtype}, beside weights that"
+                f" compute in {working}",
+                advice=f"convert the model before adapters are added: model.to({working})",
+            )
 
 
 def codecs_of(
@@ -157,7 +169,7 @@ def codecs_of(
     kept = named_by(model, "keep_exact", config.keep_exact)
     found = {
         id(p): codec
-        for p in model.parameters()
+        for _, p in pages(model)
         if not p.requires_grad
         and p.dim() >= 2
         and working[id(p)] in CODED
@@ -179,7 +191,7 @@ def unit_needs(
     """Return the buckets that a unit's access pins, those of parameters tied elsewhere too."""
     if unit.module is None:
         return tuple(b.id for b in layout.buckets if b.unit == index)
-    return tuple(sorted({bucket_of[id(p)] for p in unit.module.parameters() if pageable(p)}))
+    return tuple(sorted({bucket_of[id(p)] for p in unit.module.parameters() if id(p) in bucket_of}))
 
 
 def shapes(bucket: Bucket) -> frozenset[tuple[int, ...]]:

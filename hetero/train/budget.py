@@ -14,7 +14,7 @@ from hetero.config import Config, HostLimit, describe_limit
 from hetero.device import Device
 from hetero.errors import BudgetError, ConfigError, OutOfMemory
 from hetero.train.blueprint import Blueprint
-from hetero.train.check import pageable
+from hetero.train.check import pages, tables
 from hetero.train.spill import Spill, draw_spill, draw_way, passing_bytes
 from hetero.types import format_bytes
 
@@ -95,9 +95,8 @@ def decide(
         )
     if hbm is None and free is not None:
         hbm = int(CUDA_SHARE * free)
-    tables = (p for p in model.parameters() if not pageable(p))
     on_cuda = device.is_cuda
-    beside = sum(t.nbytes for t in (*model.buffers(), *tables))
+    beside = sum(t.nbytes for t in (*model.buffers(), *(param for _, param in tables(model))))
     budget = Budget(plan, hbm, beside + plan.workspace_bytes(is_cuda=on_cuda))
     host = host_bytes(model, config, device.host_limit())
     # one memory, and homes that are not, or cannot be, what computes
@@ -125,8 +124,7 @@ def decide(
 
 def host_bytes(model: nn.Module, config: Config, limit: HostLimit) -> int:
     """Return the RAM for homes: the budget, or what this process may take."""
-    params = [p for p in model.parameters() if pageable(p)]
-    held = sum(p.nbytes for p in params if p.device.type == "cpu")  # moved, not copied
+    held = sum(p.nbytes for _, p in pages(model) if p.device.type == "cpu")  # moved, not copied
     if config.host is None:
         return limit.n_bytes + held
     if config.host > limit.n_bytes + held:

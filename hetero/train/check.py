@@ -19,9 +19,10 @@ from hetero.memory.slab import refusal
 from hetero.train.empty import promised
 from hetero.train.optimizer import Optimizer
 from hetero.train.rules import check_optimizer
+from hetero.train.units import has_params
 
 MARK = "_hetero_engine"  # on a prepared model
-PART = "_hetero_part"  # on every module of one
+PART = "_hetero_part"  # on every module of one: how many it is part of
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 _BITSANDBYTES = ("Params4bit", "Int8Params")
 _FLOAT8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_"))
@@ -37,22 +38,28 @@ def check_model(model: object, *, weights: bool = False) -> nn.Module:
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
     for name, module in model.named_modules():
         where = name or "the model"
-        if MARK in module.__dict__ or PART in module.__dict__:
+        if is_prepared(module):
             raise StateError(
                 f"{where} is prepared already, or part of a model that is",
                 advice="call hetero.release(model, optimizer) first",
             )
         check_unwrapped(where, module, "prepare")
-    named = list(model.named_parameters())
-    if not any(pageable(param) for _, param in named):
+    if not pages(model):
         raise ConfigError(
             "the model has no parameters of floating point", advice="there is nothing to page"
         )
+    named = list(model.named_parameters())
     for name, param in named:
         if not (param.is_meta and (weights or promised(param))):
             check_param(name, param)
     check_one_device((name, param) for name, param in named if not promised(param))
     check_overlaps(named)
+    for name, param in tables(model):
+        if param.is_meta and pageable(param):
+            raise ConfigError(
+                f"parameter {name!r} is on the meta device, and its module makes it anew each time",
+                advice="load this model's weights before hetero.prepare",
+            )
     return model
 
 
@@ -62,7 +69,7 @@ def check_watchable(model: object) -> tuple[nn.Module, torch.device]:
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
     for name, module in model.named_modules():
         where = name or "the model"
-        if PART in module.__dict__:
+        if is_prepared(module):
             raise StateError(
                 f"{where} is part of a prepared model", advice="profile the model that was prepared"
             )
@@ -79,6 +86,14 @@ def check_watchable(model: object) -> tuple[nn.Module, torch.device]:
         check_plain(name, param)
     check_one_device(named)
     return model, named[0][1].device
+
+
+def is_prepared(module: nn.Module) -> bool:
+    """Whether a module is a prepared model, or part of one that no other model can have too.
+
+    One without parameters (an activation, a table of positions) may be part of several.
+    """
+    return PART in module.__dict__ and has_params(module)
 
 
 def check_unwrapped(where: str, module: nn.Module, verb: str) -> None:
@@ -133,6 +148,24 @@ def pageable(param: nn.Parameter) -> bool:
     return param.is_floating_point() or param.is_complex()
 
 
+def pages(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that hetero pages, by name, in the model's order.
+
+    [Note: made anew]  PEFT's LoRA on `nn.MultiheadAttention` registers other objects whenever its
+    modules are listed, and again in each forward, which computes their values. Nothing can be paged
+    under such a name: they stay on the device like buffers. They are found by listing twice.
+    """
+    first = dict(model.named_parameters())  # held, so that no other object takes the place of one
+    twice = ((name, param) for name, param in model.named_parameters() if first.get(name) is param)
+    return [(name, param) for name, param in twice if pageable(param)]
+
+
+def tables(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that are not paged, by name, as they are registered now."""
+    paged = {id(param) for _, param in pages(model)}
+    return [(name, p) for name, p in model.named_parameters() if id(p) not in paged]
+
+
 def check_param(name: str, param: nn.Parameter) -> None:
     """Refuse parameters whose bytes are not a plain dense tensor, by name and kind."""
     if hasattr(type(param), "hetero_runtime"):  # tied into this model from another one
@@ -170,7 +203,7 @@ def check_param(name: str, param: nn.Parameter) -> None:
 
 def check_codes(model: nn.Module, layout: Layout) -> None:
     """Refuse weights that their codec cannot hold, by name, while they are what they were."""
-    paged = [param for param in model.parameters() if pageable(param)]
+    paged = (param for _, param in pages(model))
     for param, (bucket, segment) in zip(paged, layout.home, strict=True):
         codec = layout.buckets[bucket].codec
         if not (codec.exact or is_finite(param)):
@@ -231,13 +264,25 @@ def check_whose(model: nn.Module, optimizer: object) -> torch.optim.Optimizer | 
         raise ConfigError(
             f"optimizer is a {type(optimizer).__name__}", advice="pass a torch.optim optimizer"
         )
-    names = {id(p): name for name, p in model.named_parameters()}
+    known = {id(param) for param in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
-            if id(param) not in names:
+            if id(param) not in known and not was_made_anew(model, param):
                 raise ConfigError(
                     f"parameter {position} of group {number} (shape {list(param.shape)}) is not of"
                     " the model",
                     advice="build the optimizer from model.parameters() of this very model",
                 )
     return optimizer
+
+
+def makes_anew(module: nn.Module) -> bool:
+    """Whether a module has other parameters whenever it is listed; see [Note: made anew]."""
+    first = list(module.parameters())
+    return any(one is not other for one, other in zip(first, module.parameters(), strict=True))
+
+
+def was_made_anew(model: nn.Module, param: torch.Tensor) -> bool:
+    """Whether a model had a frozen parameter until it was listed again; see [Note: made anew]."""
+    anew = [each for _, each in tables(model) if pageable(each)]
+    return not param.requires_grad and any(each.shape == param.shape for each in anew)

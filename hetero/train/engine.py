@@ -38,7 +38,7 @@ from hetero.train import kernel
 from hetero.train.activation import SavedTensors, Unswizzled
 from hetero.train.blueprint import Blueprint
 from hetero.train.budget import decide
-from hetero.train.check import MARK, pageable
+from hetero.train.check import MARK, pages
 from hetero.train.cores import Cores
 from hetero.train.evaluation import Evaluation
 from hetero.train.fitting import CopySeconds, Fitting
@@ -93,7 +93,7 @@ class Engine:
         self.device = device
         self.blueprint = blueprint
         self.tuning = tuning or Tuning()
-        self.params = [p for p in model.parameters() if pageable(p)]
+        self.params = [param for _, param in pages(model)]
         self.hooks = Hooks()
         self.log = EventLog(device.clock)
         self._step_began = 0.0  # or the step before it ended, in seconds of the log's clock
@@ -592,6 +592,15 @@ class Engine:
         self.end_load()
         self.broken = f"{source} was loaded in part"
         self._barrier.refuse_forwards(self.model, self.refuse_broken)
+
+    @contextmanager
+    def loads_itself(self) -> Iterator[None]:
+        """Let the model's own methods of loading use its state dict before a load is complete."""
+        said, self.broken = self.broken, ""
+        try:
+            yield
+        finally:
+            self.broken = said
 
     def end_load(self) -> None:
         """A load is complete: the model may be used."""

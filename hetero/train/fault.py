@@ -140,13 +140,19 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
             advice="call hetero.release(model, optimizer) first",
         )
 
+    def replace(self: nn.Parameter, *args: Any, **kwargs: Any) -> nn.Parameter:
+        if len(args) == 1 and args[0] is self and not kwargs:
+            return self  # a parametrization without a right inverse sets what it wraps to itself
+        return stay(self)
+
     class Refusing(nn.Parameter):
         """What neither a bound nor an unbound parameter may do."""
 
         hetero_runtime = owner
         __deepcopy__ = refuse
         __reduce_ex__ = refuse
-        set_ = resize_ = resize_as_ = share_memory_ = stay
+        set_ = replace
+        resize_ = resize_as_ = share_memory_ = stay
 
     class PinnedParameter(Refusing):
         """A parameter whose ``data`` lies in a frame that is held."""

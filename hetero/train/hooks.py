@@ -32,7 +32,7 @@ from hetero.train.policy import Activations
 from hetero.train.runtime import Runtime
 from hetero.train.swizzle import plainly
 from hetero.train.tiles import TILE, mlps, tile
-from hetero.train.units import Unit
+from hetero.train.units import Unit, has_params
 
 
 class Listener(Protocol):
@@ -194,7 +194,9 @@ class Hooks:
         self._replace(model, "__deepcopy__", functools.partial(_refuse, "copy.deepcopy"))
         self._replace(model, "__reduce_ex__", functools.partial(_refuse, "pickling"))
         for module in model.modules():
-            self._replace(module, PART, True)
+            self._mark(module)
+            if not has_params(module):
+                continue  # it may be part of other models too
             self._replace(module, "_apply", functools.partial(_guarded_apply, module))
             if any(p is not None for p in module._parameters.values()):
                 for name in ("_save_to_state_dict", "_load_from_state_dict"):
@@ -213,6 +215,11 @@ class Hooks:
 
         for module in model.modules():
             self._bracket(module, around)
+
+    def _mark(self, module: nn.Module) -> None:
+        """Count that a module is part of one more prepared model."""
+        module.__dict__[PART] = module.__dict__.get(PART, 0) + 1
+        self._undo.append(functools.partial(_unmark, module))
 
     def refuse_saving(self, model: nn.Module) -> None:
         """Refuse ``save_pretrained`` of parameters on disk, unless a state dict is given."""
@@ -243,6 +250,12 @@ class Hooks:
                 module.__dict__.pop(name, None)
 
         self._undo.append(undo)
+
+
+def _unmark(module: nn.Module) -> None:
+    module.__dict__[PART] -= 1
+    if not module.__dict__[PART]:
+        del module.__dict__[PART]
 
 
 Call = Callable[..., Any]

@@ -98,6 +98,11 @@ class Optimizer(torch.optim.Optimizer):
         self.known_state = value
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was prepared, by the name under which monitors look for it."""
+        return self.inner
+
+    @property
     def step_was_skipped(self) -> bool:
         """Whether loss scaling skipped the last step, because a gradient was not finite."""
         return self._engine.skipped
@@ -202,6 +207,13 @@ class Optimizer(torch.optim.Optimizer):
         raise ConfigError(
             "a prepared optimizer cannot be pickled", advice="save optimizer.state_dict()"
         )
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return ours out of the wrappers that accelerate and Lightning put around optimizers."""
+    while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _alias(value: Any) -> Any:

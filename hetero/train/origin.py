@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from hetero.memory.layout import Layout
 from hetero.memory.manager import PARAM
 from hetero.memory.slab import HomeStore
 from hetero.train import swizzle
-from hetero.train.check import pageable
+from hetero.train.check import PART, tables
 from hetero.train.grads import LazyGrad
 from hetero.train.lazy import handle
 from hetero.train.precision import Masters
@@ -51,7 +51,8 @@ class Origin:
         elif any(self._was_empty):
             self._source = Promises(self.params)
         source = self._source
-        move_buffers(self.model, place)
+        move_buffers(self.model.modules(), place)
+        move_tables(self.model, place)
         freed = 0
         for bucket in self._layout.buckets:
             home = store.get(Kind.PARAM, PARAM, bucket)
@@ -111,15 +112,21 @@ class Origin:
         if failed and self._source is not None:
             self._source.close()
             self._source.renew(self.params)
-        move_buffers(self.model, self.device)
+        # what is part of another prepared model too stays where that one computes
+        move_buffers((m for m in self.model.modules() if PART not in m.__dict__), self.device)
+        move_tables(self.model, self.device)
 
 
-def move_buffers(model: nn.Module, place: torch.device) -> None:
-    """Put buffers, and parameters that are not paged, on a device."""
-    for module in model.modules():
+def move_buffers(modules: Iterable[nn.Module], place: torch.device) -> None:
+    """Put modules' own buffers on a device."""
+    for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != place:
                 module._buffers[name] = buffer.to(place)
-    for param in model.parameters():
-        if not pageable(param) and param.device != place:
+
+
+def move_tables(model: nn.Module, place: torch.device) -> None:
+    """Put parameters that are not paged on a device."""
+    for _, param in tables(model):
+        if param.device != place:
             swizzle.point(param, param.detach().to(place))

@@ -104,6 +104,8 @@ class Forward:
             self.written = "writes to its inputs in place"
         elif versions(weights) != before[1]:
             self.written = "writes to its parameters in its forward"
+        elif weights and list(map(id, self._module.parameters())) != list(map(id, weights)):
+            self.written = "makes its parameters anew in its forward"
         return found
 
     def recomputed(

@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from hetero.errors import HeteroError, StateError
 from hetero.train.caches import is_cache, put_together, rows_of, twin
+from hetero.train.check import makes_anew
 from hetero.train.graph import leaves_of, versions
 from hetero.train.moment import Moment, Reach
 from hetero.train.structure import Structure, flatten, told_apart
@@ -367,6 +368,8 @@ def find_cut(job: Sliced, moment: Moment) -> tuple[bool, ...]:
     Raises StateError for a unit in which samples meet. It runs the whole batch a few times, and
     changes nothing.
     """
+    if makes_anew(job.module):
+        raise job.refusal("makes its parameters anew in each forward, which would be many")
     tensors = [t.detach().clone() for t in job.tensors]
     untouched = versions(tensors)
     clean = job.tried(tensors, moment)

@@ -9,7 +9,7 @@ from torch import nn
 
 from hetero.errors import ConfigError
 from hetero.memory.layout import Segment, contiguous_stride
-from hetero.train.check import pageable
+from hetero.train.check import pages
 from hetero.train.empty import Place, promise, promised
 from hetero.train.precision import Masters
 from hetero.train.swizzle import point
@@ -111,11 +111,12 @@ class Source:
         self._prefix = self._find_prefix()
         self._name: dict[int, str] = {}
         names: dict[int, list[str]] = {}
+        params = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(name)
+            params[id(param)] = param
         problems = []
-        params = list(model.parameters())
-        for param in params:
+        for param in params.values():
             problems += self._note(id(param), names[id(param)], param)
         for name, buffer in self._buffers():
             problems += self._note(id(buffer), [name], buffer)
@@ -125,9 +126,9 @@ class Source:
                 f"weights={path!r} do not fit the model: {len(problems)} differences: {shown}",
                 advice="name the directory of this very model's weights",
             )
-        paged = [param for param in params if pageable(param)]
-        self._of_index = [self._name[id(param)] for param in paged]
-        self._tables = [param for param in params if not pageable(param)]
+        paged = [id(param) for _, param in pages(model)]
+        self._of_index = [self._name[key] for key in paged]
+        self._tables = [param for key, param in params.items() if key not in paged]
 
     def into(self, masters: Masters, segment: Segment) -> None:
         """Read a parameter straight into its home, and into its master where it has one."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.manager import PARAM
-from hetero.train.check import pageable
+from hetero.train.check import tables
 from hetero.train.engine import Engine
 from hetero.train.formulas import Formula
 from hetero.train.grads import GRAD, WIDE
@@ -40,7 +40,7 @@ def parts_of(engine: Engine, *, as_now: bool = False) -> list[Part]:
     for bucket in ordered(engine):
         for segment in bucket.segments:
             found.extend(_of_parameter(engine, bucket, segment))
-    for name, tensor in tables(engine.model):
+    for name, tensor in at_hand(engine.model):
         found.append(of_tensor(name, tensor.detach().cpu().clone() if as_now else tensor))
     return found
 
@@ -95,11 +95,10 @@ def known_state(engine: Engine, param: torch.Tensor) -> dict[str, Any]:
     return engine.optimizer.known_state.get(param, {})
 
 
-def tables(model: nn.Module) -> Iterator[tuple[Name, torch.Tensor]]:
+def at_hand(model: nn.Module) -> Iterator[tuple[Name, torch.Tensor]]:
     """Yield the persistent buffers, and the parameters that are never paged."""
-    for name, param in model.named_parameters():
-        if not pageable(param):
-            yield Name("param", name), param
+    for name, param in tables(model):
+        yield Name("param", name), param
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:

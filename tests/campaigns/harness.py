@@ -57,7 +57,7 @@ class Side:
         self.record(f"{name}: state", *(v.clone() for v in model.state_dict().values()))
         self.record(f"{name}: gradients", *(p.grad for p in model.parameters()))
         if optimizer is not None:
-            for state in optimizer.state_dict()["state"].values():
+            for _, state in sorted(optimizer.state_dict()["state"].items()):
                 found = (v for _, v in sorted(state.items()) if v is not None)
                 self.record(f"{name}: optimizer", *(torch.as_tensor(v) for v in found))
 

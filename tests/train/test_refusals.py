@@ -15,6 +15,7 @@ from torch import nn
 
 import hetero
 from hetero import BudgetError, ConfigError, StateError
+from hetero.train import origin
 from tests.equivalence.harness import adamw, same, values
 from tests.equivalence.zoo import Stack, loss_of, tokens
 
@@ -342,3 +343,21 @@ def test_a_failure_while_moving_in_leaves_the_plain_model(monkeypatch: pytest.Mo
         same(values(plain), values(model), step)
         loss_of(model, DATA).backward()
         adamw(model).step()
+
+
+def test_a_buffer_that_another_prepared_model_has_too_stays_where_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared = nn.Module()
+    shared.register_buffer("table", torch.ones(3))
+    models = [nn.ModuleDict({"shared": shared, "own": nn.Linear(3, 3)}) for _ in range(2)]
+    first, second = (hetero.prepare(model, device="cpu") for model in models)
+    moved: list[nn.Module] = []
+    monkeypatch.setattr(origin, "move_buffers", lambda modules, place: moved.extend(modules))
+
+    hetero.release(first)
+    assert first["own"] in moved
+    assert shared not in moved
+
+    hetero.release(second)
+    assert shared in moved
