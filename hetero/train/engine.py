@@ -511,6 +511,7 @@ class Engine:
         self.refuse_broken()
         if self.mode != "paged":
             self.saver.finish()  # what is saved is what is trained
+        self._take_copies()
         clip = self._clip if self.config.max_grad_norm is not None else None
         if self.stepper is None:
             if clip is not None:
@@ -570,12 +571,21 @@ class Engine:
             self.manager.hand_over(update.bucket.id, job)
         if update.fresh or seen:
             job.wait()
+            for _, home in self.store.of_bucket(update.bucket.id):
+                self.store.refresh(home)
         if self.mode != "paged":
             self.resident.updated(update.bucket)
             self.grads.let_go(update.bucket)
 
+    def _take_copies(self) -> None:
+        """Write home what was written to states through views of copies that stand for them."""
+        if any(home.copies for home in self.store.homes.values()):
+            self.finish()
+            self.store.take_all()
+
     def save(self, saving: Saving) -> None:
         """From here on, homes change only behind what a save reads of them."""
+        self._take_copies()
         self.saver.begin(saving, self.store, paged=self.mode == "paged")
 
     def update_of(self, bucket_id: int) -> Job | None:
@@ -593,7 +603,7 @@ class Engine:
     def _is_seen(self, bucket: Bucket) -> bool:
         """Whether somebody outside holds a state's tensor, and would watch it change."""
         return any(
-            home.held or home.objects_held
+            home.held or home.objects_held or home.copies
             for name, home in self.store.of_bucket(bucket.id)
             if name not in NOT_STATES
         )
@@ -610,6 +620,7 @@ class Engine:
                 if self.mode == "paged":
                     self.manager.home(bucket.id)
                 self.grads.let_go(bucket)
+        self.store.take_all(held=False)
 
     def _border(self) -> None:
         """Between two steps: count, fit the frames to what was measured, begin to prefetch."""

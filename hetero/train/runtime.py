@@ -30,7 +30,7 @@ from hetero.train.caches import is_cache
 from hetero.train.footprint import CHANGED
 from hetero.train.grads import GradStore
 from hetero.train.head import LateLogits
-from hetero.train.lazy import DiskSlot, OnDisk
+from hetero.train.lazy import HomeSlot, shown
 from hetero.train.meter import unmeasured
 from hetero.train.precision import Masters, Scaling
 from hetero.train.swizzle import Swizzle
@@ -417,17 +417,23 @@ class Runtime:
 
     def _on_disk(self, param: nn.Parameter, segment: Segment) -> torch.Tensor:
         """Return what a state dict shows of a parameter that memory does not hold as it is."""
-        bucket, spec = self.layout.home[self.swizzle.index[id(param)]][0], segment.spec
+        bucket = self.layout.home[self.swizzle.index[id(param)]][0]
 
         def read() -> torch.Tensor:
             self.manager.settle(bucket)
             return self.manager.read_home(bucket, segment)
 
+        def keep() -> torch.Tensor:
+            self.before_load()  # what is shown can be written unseen
+            self.manager.follow_homes(held=False)
+            self.manager.settle(bucket)
+            return self.manager.alias_home(bucket, segment)
+
         def write(value: torch.Tensor) -> None:
             self._reach_home(torch.Tensor.copy_, (param, value))
 
-        slot = DiskSlot(read, write)
-        return OnDisk(slot, spec.shape, spec.stride, spec.dtype, torch.device("cpu"))
+        view = self.manager.home(bucket).segments[segment.position]
+        return shown(HomeSlot(view, read=read, keep=keep, write=write), segment)
 
     def fault(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
