@@ -28,7 +28,14 @@ import torch
 
 from hetero.config import paranoid
 from hetero.device import Device, Slab, Ticket, use_count
-from hetero.errors import BudgetError, ConfigError, OutOfMemory, StateError, StorageError, TransferError
+from hetero.errors import (
+    BudgetError,
+    ConfigError,
+    OutOfMemory,
+    StateError,
+    StorageError,
+    TransferError,
+)
 from hetero.events import What
 from hetero.memory.chunk import CopyTable
 from hetero.memory.codec import ENCODED_AT_ONCE, Workspace, is_finite

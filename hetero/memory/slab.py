@@ -15,9 +15,9 @@ copy is given too. Bits are compared, by their digest: numpy and ``.data`` move 
 from __future__ import annotations
 
 import sys
-from hashlib import blake2b
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from hashlib import blake2b
 
 import torch
 
