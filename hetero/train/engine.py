@@ -627,6 +627,7 @@ class Engine:
         self._count()
         if self.mode != "paged":
             return
+        self.hooks.mend()
         self._take_stats()
         if self._fit():
             return
@@ -824,7 +825,7 @@ class Engine:
         self.model.__dict__.pop(MARK, None)
 
     def _unhook(self) -> None:
-        self.hooks.remove()
+        self.hooks.rest()
         self.grads.reset()
         self.manager.close()
 

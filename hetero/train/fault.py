@@ -14,6 +14,7 @@ import torch
 import torch._functorch.eager_transforms
 import torch._functorch.vmap
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from hetero.errors import StateError
 from hetero.train.swizzle import plainly
@@ -22,6 +23,11 @@ FUNCTORCH = (
     "functorch transforms (torch.func.grad, vmap, ...) do not see paged parameters",
     "use plain autograd, transform inside hetero.gathered(...), or hetero.release the model first",
 )
+TRACING = (
+    "torch.jit.trace of a paged model would keep the memory of this moment for its weights",
+    "hetero.release the model first, or trace a copy that has loaded model.state_dict()",
+)
+_functorch = torch._C._functorch.peek_interpreter_stack
 
 
 class Faults(Protocol):
@@ -198,6 +204,30 @@ def read_data(param: nn.Parameter) -> torch.Tensor:
     """Return the plain ``data`` of a bound parameter."""
     data: torch.Tensor = _get_data(param)
     return data
+
+
+def refuse_transforms() -> None:
+    """Raise StateError inside of what does not see paged parameters: transforms and tracers."""
+    if _functorch() is not None:
+        raise StateError(FUNCTORCH[0], advice=FUNCTORCH[1])
+    if torch._C._get_tracing_state() is not None:
+        raise StateError(TRACING[0], advice=TRACING[1])
+
+
+def guard_scripts() -> None:
+    """Make script functions, which ask no ``__torch_function__``, see the parameters' bytes."""
+    plain: Any = torch.jit.ScriptFunction.__call__
+    if hasattr(plain, "hetero_guard"):
+        return
+
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for value in tree_iter((args, kwargs)):
+            if getattr(type(value), "hetero_paged", False):
+                return type(value).hetero_runtime.fault(plain, (self, *args), kwargs)
+        return plain(self, *args, **kwargs)
+
+    guarded.hetero_guard = True  # type: ignore[attr-defined]
+    torch.jit.ScriptFunction.__call__ = guarded
 
 
 def guard_functorch() -> None:
