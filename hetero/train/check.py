@@ -159,6 +159,8 @@ def check_param(name: str, param: nn.Parameter) -> None:
         kind = f"a tensor subclass ({type(param).__name__})"
     elif type(param) is not nn.Parameter:
         kind = f"a Parameter subclass ({type(param).__name__})"
+    elif param.is_inference():
+        kind = "an inference tensor, which torch does not train (made in torch.inference_mode)"
     elif param.dtype in _FLOAT8 and param.requires_grad:
         kind = f"a trainable {param.dtype}"
     if kind:

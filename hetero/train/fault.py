@@ -7,10 +7,12 @@ class is that of a bound parameter, whose ``__torch_function__`` is switched off
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
+import torch._dynamo
 import torch._functorch.eager_transforms
 import torch._functorch.vmap
 from torch import nn
@@ -152,6 +154,10 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
         hetero_runtime = owner
         __deepcopy__ = refuse
         __reduce_ex__ = refuse
+
+        def __repr__(self) -> str:  # type: ignore[override]
+            return str(owner.fault(_shown, (self,), {}))
+
         set_ = resize_ = resize_as_ = share_memory_ = stay
 
     class PinnedParameter(Refusing):
@@ -197,7 +203,21 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
                         return args[0].type()
             return owner.fault(func, args, kwargs)
 
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            """Never called; a class that has it is not traced by torch.compile, which would guard
+            the placeholder's geometry: the graph breaks where an unbound parameter comes in."""
+            return func(*args, **(kwargs or {}))
+
     return PagedParameter, PinnedParameter
+
+
+def _shown(param: nn.Parameter) -> str:
+    """Return what a bound parameter looks like in torch."""
+    with plainly():
+        return repr(nn.Parameter(_get_data(param), param.requires_grad))
 
 
 def read_data(param: nn.Parameter) -> torch.Tensor:
@@ -228,6 +248,12 @@ def guard_scripts() -> None:
 
     guarded.hetero_guard = True  # type: ignore[attr-defined]
     torch.jit.ScriptFunction.__call__ = guarded
+
+
+@functools.cache
+def guard_compiler() -> None:
+    """Make compiled functions break their graph where our code is called."""
+    torch._dynamo.trace_rules.add(__name__.partition(".")[0])
 
 
 def guard_functorch() -> None:

@@ -160,6 +160,9 @@ class Hooks:
                     lend = functools.partial(around_encoder, runtime, runtime.needs[first])
                     self._surround_forward(module, lend)
         self._surround_forward(model, functools.partial(around_model, runtime, meter))
+        for module in model.modules():  # asked by torch.jit.script
+            refuse = functools.partial(_refuse, "torch.jit.script")
+            self._replace(module, "__prepare_scriptable__", refuse)
 
     def shape(self, model: nn.Module, units: Sequence[Unit], activations: Activations) -> None:
         """Let every unit's forward leave for backward what its policy says."""

@@ -125,6 +125,7 @@ class Runtime:
         """Take the parameters over as placeholders; their homes hold the values already."""
         fault.guard_functorch()
         fault.guard_scripts()
+        fault.guard_compiler()
         guard_hooks()
         paged, pinned = fault.paged_classes(self)
         place = self._device.torch_device
