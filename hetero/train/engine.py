@@ -19,7 +19,7 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
-from hetero.errors import ConfigError, StateError, StorageError
+from hetero.errors import BudgetError, ConfigError, StateError, StorageError
 from hetero.events import EventLog, What
 from hetero.io import Folder, spill_folder
 from hetero.memory.codec import Workspace
@@ -62,7 +62,7 @@ from hetero.train.tracer import Cursor
 from hetero.train.tuning import Tuning
 from hetero.train.updater import Update, Updater
 from hetero.train.worker import Job, Worker, thread_budget, uninterrupted
-from hetero.types import Kind, Lane, Tier
+from hetero.types import Kind, Lane, Tier, format_bytes
 
 NOT_STATES = (PARAM, GRAD, WIDE)  # homes that are looked after elsewhere
 WARM_STEPS = 3  # steps in which states appear and the heap has to settle
@@ -144,7 +144,7 @@ class Engine:
             self._rewrite()
             if self.inner is not None:
                 self._wrap_optimizer(self.inner)
-            self.hooks.guard(self.model, self._state_dict_access)
+            self.hooks.guard(self.model, self._state_dict_access, self._check_copy)
             if any(home.extents is not None for home in self.store.homes.values()):
                 self.hooks.refuse_saving(self.model)
             self.store.before_use = self.finish
@@ -689,7 +689,7 @@ class Engine:
                     param.grad = param.grad.slot.keep()
         self._shape_resident(self.activations.policies)
         self._rewrite()
-        self.hooks.guard(self.model, self._state_dict_access)
+        self.hooks.guard(self.model, self._state_dict_access, self._check_copy)
         self.log.now(What.DECISION, tier=Tier.HBM, why="everything fits: the model stays")
         return True
 
@@ -780,6 +780,20 @@ class Engine:
         if self.mode == "paged":  # a write that is on its way would come home behind this
             self.manager.settle(self.blueprint.layout.home[self._index[id(param)]][0])
         self.masters.load(self._segment(param), low)
+
+    def _check_copy(self, n_bytes: int) -> None:
+        """Refuse a copy in RAM for which there is no room."""
+        free, limit = self.ledger.free(Tier.HOST), self.device.host_limit().n_bytes
+        room = limit if free is None else min(free, limit)
+        if n_bytes > room:
+            raise BudgetError(
+                f"a copy of the model takes {format_bytes(n_bytes)} of HOST;"
+                f" {format_bytes(room)} are there",
+                advice="raise host=; or keep averages of your own on disk, one tensor of"
+                " model.state_dict() at a time",
+                tier="HOST",
+                needed_bytes=n_bytes,
+            )
 
     @contextmanager
     def _state_dict_access(self) -> Iterator[None]:

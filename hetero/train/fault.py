@@ -137,8 +137,7 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
 
     def refuse(self: nn.Parameter, *_: Any) -> NoReturn:
         raise StateError(
-            f"parameter {owner.name(self)!r} cannot be copied or pickled while its model is"
-            " prepared",
+            f"parameter {owner.name(self)!r} cannot be pickled while its model is prepared",
             advice="use model.state_dict(), or hetero.release(model, optimizer) first",
         )
 
@@ -152,8 +151,12 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
         """What neither a bound nor an unbound parameter may do."""
 
         hetero_runtime = owner
-        __deepcopy__ = refuse
         __reduce_ex__ = refuse
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            if id(self) not in memo:
+                memo[id(self)] = owner.fault(_copied, (self,), {})
+            return memo[id(self)]
 
         def __repr__(self) -> str:  # type: ignore[override]
             return str(owner.fault(_shown, (self,), {}))
@@ -218,6 +221,13 @@ def _shown(param: nn.Parameter) -> str:
     """Return what a bound parameter looks like in torch."""
     with plainly():
         return repr(nn.Parameter(_get_data(param), param.requires_grad))
+
+
+def _copied(param: nn.Parameter) -> nn.Parameter:
+    """Return a plain parameter, in RAM, with a bound one's value."""
+    with plainly(), torch.no_grad():
+        value = _get_data(param).to("cpu", copy=True)
+        return nn.Parameter(value, param.requires_grad)
 
 
 def read_data(param: nn.Parameter) -> torch.Tensor:

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ConfigError, StateError
 from hetero.train.activation import SavedTensors
-from hetero.train.check import PART
+from hetero.train.check import MARK, PART
 from hetero.train.head import causal_loss, head_of, late
 from hetero.train.meter import Meter
 from hetero.train.policy import Activations
@@ -72,6 +72,7 @@ class Hooks:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
         self._brackets: dict[tuple[int, str], Bracket] = {}
+        self._replaced: dict[tuple[int, str], tuple[Any, Any]] = {}  # what it is, and was
         self._reached: list[RemovableHandle] = []  # on nodes of graphs that may be alive
         self._many = MANY
 
@@ -215,16 +216,52 @@ class Hooks:
                 if frozen:
                     param.requires_grad_(False)
 
-    def guard(self, model: nn.Module, reading: Callable[[], Any]) -> None:
-        """Guard moves and copies; let state dicts read and write the homes inside ``reading()``."""
-        self._replace(model, "__deepcopy__", functools.partial(_refuse, "copy.deepcopy"))
+    def guard(
+        self, model: nn.Module, reading: Callable[[], Any], fits: Callable[[int], None]
+    ) -> None:
+        """Guard moves and copies; let state dicts read and write the homes inside ``reading()``.
+
+        A deep copy is a plain module in RAM; ``fits(n_bytes)`` refuses one that is too large.
+        """
         self._replace(model, "__reduce_ex__", functools.partial(_refuse, "pickling"))
         for module in model.modules():
             self._replace(module, PART, True)
+            self._replace(module, "__deepcopy__", functools.partial(self._copied, module, fits))
             self._bracket(module, "_apply", functools.partial(_guarding, module))
             if any(p is not None for p in module._parameters.values()):
                 for name in ("_save_to_state_dict", "_load_from_state_dict"):
                     self._bracket(module, name, functools.partial(_at_home, reading))
+
+    def _copied(
+        self, module: nn.Module, fits: Callable[[int], None], memo: dict[int, Any]
+    ) -> nn.Module:
+        """Return a deep copy of a module as it would be without us."""
+        with plainly():
+            fits(sum(p.nbytes for p in module.parameters() if id(p) not in memo))
+        own = getattr(type(module), "__deepcopy__", None)
+        if own is not None:
+            found: nn.Module = own(module, memo)
+            return found
+        make, args, state = type(module).__reduce_ex__(module, 4)[:3]
+        twin = memo[id(module)] = make(*args)
+        state = copy.deepcopy(self._without_ours(module, state), memo)
+        if hasattr(twin, "__setstate__"):
+            twin.__setstate__(state)
+        else:
+            twin.__dict__.update(state)
+        return twin
+
+    def _without_ours(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a module's state with what stood there before us in place of what is ours."""
+        found = {}
+        for name, value in state.items():
+            bracket = self._brackets.get((id(module), name))
+            ours, before = self._replaced.get((id(module), name), (ABSENT, ABSENT))
+            if bracket is not None and bracket.is_placed:
+                found[name] = bracket.before
+            else:
+                found[name] = before if value is ours else value
+        return {k: v for k, v in found.items() if v is not ABSENT and k != MARK}
 
     def refuse_saving(self, model: nn.Module) -> None:
         """Refuse ``save_pretrained`` of parameters on disk, unless a state dict is given."""
@@ -266,13 +303,14 @@ class Hooks:
         self._undo.append(handle.remove)
 
     def _replace(self, module: nn.Module, name: str, value: Any) -> None:
-        had = name in module.__dict__
-        old = module.__dict__.get(name)
+        old = module.__dict__.get(name, ABSENT)
+        self._replaced[id(module), name] = value, old
         object.__setattr__(module, name, value)
 
         def undo() -> None:
+            self._replaced.pop((id(module), name), None)
             if module.__dict__.get(name) is value:  # else it is the user's
-                put(module, name, old if had else ABSENT)
+                put(module, name, old)
 
         self._undo.append(undo)
 
@@ -293,10 +331,10 @@ class Bracket:
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = module
         self._name = name
-        self._before = module.__dict__.get(name, ABSENT)
+        self.before = module.__dict__.get(name, ABSENT)
         self._found: Call = getattr(module, name)
         functools.update_wrapper(self, self._found)
-        own = self._before is ABSENT and isinstance(getattr(type(module), name), FunctionType)
+        own = self.before is ABSENT and isinstance(getattr(type(module), name), FunctionType)
         self.call = self.run = self._of_class if own else self._found
         self.layers: list[Callable[[Call], Call]] = []
         self._stand_in = torch.compiler.disable(self, reason=EAGER) if name in CALLS else self
@@ -319,6 +357,11 @@ class Bracket:
         if self._name not in self._module.__dict__:
             put(self._module, self._name, self._stand_in)
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether this is what the module has, and not a patch of the user's."""
+        return self._module.__dict__.get(self._name) is self._stand_in
+
     def add(self, around: Callable[[Call], Call]) -> None:
         """Put something around what is called."""
         self.layers.append(around)
@@ -328,10 +371,10 @@ class Bracket:
         """Be the call that was there before, for a patch that holds this; without one be gone."""
         self.layers.clear()
         self.run = self.call
-        ours = self._module.__dict__.get(self._name) is self._stand_in
-        if ours:
-            put(self._module, self._name, self._before)
-        return ours
+        is_placed = self.is_placed
+        if is_placed:
+            put(self._module, self._name, self.before)
+        return is_placed
 
 
 def put(module: nn.Module, name: str, value: Any) -> None:
