@@ -64,8 +64,9 @@ def prepare_tuned(
     device = open_device(config.device)
     blueprint = draw(model, inner, config)
     check_codes(model, blueprint.layout)
-    engine = Engine(model, inner, config, device, blueprint, tuning)
-    engine.build()
+    with torch.inference_mode(False):  # what is made here outlives the caller's mode
+        engine = Engine(model, inner, config, device, blueprint, tuning)
+        engine.build()
     return model if inner is None else (model, engine.optimizer)
 
 
@@ -277,5 +278,6 @@ def release(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
             advice="pass the optimizer that prepare returned with it",
         )
     engine.refuse_broken()
-    engine.release()
+    with torch.inference_mode(False):
+        engine.release()
     return model if engine.inner is None else (model, engine.inner)

@@ -28,7 +28,14 @@ import torch
 
 from hetero.config import paranoid
 from hetero.device import Device, Slab, Ticket, use_count
-from hetero.errors import BudgetError, OutOfMemory, StateError, StorageError, TransferError
+from hetero.errors import (
+    BudgetError,
+    ConfigError,
+    OutOfMemory,
+    StateError,
+    StorageError,
+    TransferError,
+)
 from hetero.events import What
 from hetero.memory.chunk import CopyTable
 from hetero.memory.codec import ENCODED_AT_ONCE, Workspace, is_finite
@@ -230,6 +237,7 @@ class ChunkManager:
     def settle(self, bucket_id: int) -> None:
         """Bring the home up to date and wait until it is; the replica stays."""
         self._claim(bucket_id)
+        self._take_copies(bucket_id)
         replica = self.replicas.get(bucket_id)
         if replica is not None:
             if replica.ready is not None:
@@ -254,10 +262,11 @@ class ChunkManager:
             self.table.transition(chunk, Tier.HOST, CopyState.FILLING, "update")
         self._updates[bucket_id] = work
         replica = self.replicas.get(bucket_id)
+        home = self._store.homes[PARAM, bucket_id]
         seen = replica is not None and (replica.pins or replica.leased)
-        if bucket_id in self._shown_homes and not self._store.homes[PARAM, bucket_id].held:
+        if bucket_id in self._shown_homes and not home.held:
             del self._shown_homes[bucket_id]  # no state dict refers to it any more
-        if seen or bucket_id in self._shown_homes:
+        if seen or bucket_id in self._shown_homes or home.copies:
             self._claim(bucket_id)
         elif replica is not None:
             if replica.ready is not None:
@@ -308,7 +317,8 @@ class ChunkManager:
             self.table.transition(chunk, Tier.HOST, CopyState.CLEAN, "ready")
         self._digest(bucket_id)
         self.claimed(bucket)
-        if bucket_id in self.replicas or bucket_id in self._shown_homes:
+        shown = bucket_id in self._shown_homes or self._store.homes[PARAM, bucket_id].copies
+        if bucket_id in self.replicas or shown:
             try:
                 self.renew(bucket_id)
             except StorageError:  # who looks at the replica next tries again
@@ -317,15 +327,21 @@ class ChunkManager:
                     self.table.transition(chunk, Tier.HOST, CopyState.FILLING, "update")
                 raise
 
-    def follow_homes(self) -> None:
-        """Take what was written to homes through state dicts."""
-        for bucket_id in list(self._shown_homes):
+    def follow_homes(self, *, held: bool = True) -> None:
+        """Take what was written to homes through state dicts.
+
+        Without ``held`` only copies that nobody holds any more are looked at, and let go of.
+        """
+        for bucket_id in list(self._shown_homes) if held else ():
             if bucket_id not in self._updates:
                 self._follow_home(bucket_id)
+        for bucket in self.layout.buckets:
+            self._take_copies(bucket.id, held=held)
 
     def renew(self, bucket_id: int) -> None:
         """The home was written: discard the replica, or refresh it where somebody looks at it."""
         self._digest(bucket_id)
+        self._store.refresh(self.home(bucket_id))
         if self.home(bucket_id).held:
             if bucket_id in self._shown_homes:
                 self._shown_homes[bucket_id] = self._home_version(bucket_id)
@@ -366,6 +382,10 @@ class ChunkManager:
     def read_home(self, bucket_id: int, segment: Segment) -> torch.Tensor:
         """Return a copy of a parameter's value at home."""
         return self._store.read(self.home(bucket_id), segment)
+
+    def alias_home(self, bucket_id: int, segment: Segment) -> torch.Tensor:
+        """Return an alias of the copy that stands for a parameter whose home shows no value."""
+        return self._store.alias(self.home(bucket_id), segment)
 
     def resize(self, limit: int) -> bool:
         """Change the number of frames; False, and nothing changed, while replicas are held."""
@@ -440,8 +460,8 @@ class ChunkManager:
             for bucket_id in ids:
                 if bucket_id in self._updates and bucket_id in self.replicas:
                     self._claim(bucket_id)
-                if self._shown_homes:
-                    self._follow_home(bucket_id)
+                self._follow_home(bucket_id)
+                self._look_again(bucket_id)
                 replica = self.replicas.get(bucket_id)
                 if replica is not None and replica.shown and not replica.bucket.codec.exact:
                     self.settle(bucket_id)  # see [Note: written codes]
@@ -590,6 +610,7 @@ class ChunkManager:
                 values = self._brought(replica, start, min(start + ENCODED_AT_ONCE, whole))
                 self._store.recode(home, start, values)
             self._digest(bucket.id)
+            self._store.refresh(home)
         for chunk in dirty:
             self.table.transition(chunk, Tier.HBM, CopyState.FLUSHING, "flush")
             self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "ready")
@@ -653,6 +674,7 @@ class ChunkManager:
             if self.table.state(chunk, Tier.HBM) is CopyState.FLUSHING:
                 self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "ready")
         self._digest(bucket_id)
+        self._store.refresh(self._store.homes[PARAM, bucket_id])
         for done in self._landed.pop(bucket_id, ()):
             done()
 
@@ -749,6 +771,7 @@ class ChunkManager:
 
     def _follow_home(self, bucket_id: int) -> None:
         """Drop a replica whose home was written through a tensor of a state dict."""
+        self._take_copies(bucket_id)
         seen = self._shown_homes.get(bucket_id)
         if seen is None or seen == self._home_version(bucket_id):
             return
@@ -762,6 +785,48 @@ class ChunkManager:
             if then != later:
                 self.home_written(segment)
         self.renew(bucket_id)
+
+    def _look_again(self, bucket_id: int) -> None:
+        """Fetch a replica anew whose home a state dict shows, or showed since it was fetched.
+
+        What numpy writes, or who writes through ``.data``, moves no version.
+        """
+        if bucket_id not in self._shown_homes:
+            return
+        self._digest(bucket_id)
+        if not self.home(bucket_id).held:
+            del self._shown_homes[bucket_id]  # no state dict refers to it any more: the last time
+        replica = self.replicas.get(bucket_id)
+        if replica is None:
+            return
+        if not (replica.pins or replica.leased or replica.shown or self._dirty(replica)):
+            if replica.ready is not None:
+                self._arrive(replica)
+            self._fill(replica, (self.device.mark(),), "refresh")
+
+    def _take_copies(self, bucket_id: int, *, held: bool = True) -> None:
+        """Take what was written to copies of a home (see [Note: copies that are shown])."""
+        home = self._store.homes[PARAM, bucket_id]
+        if not home.copies or bucket_id in self._updates:
+            return
+        written = self._store.written(home, held=held)
+        if not written:
+            return
+        self.writing(bucket_id)
+        replica = self.replicas.get(bucket_id)
+        if replica is not None and (replica.shown or self._dirty(replica)):
+            if replica.ready is not None:
+                self._arrive(replica)
+            self._flush(replica)  # the other segments: these are written over it
+        self._land(bucket_id)
+        try:
+            for segment in written:
+                self._store.take(home, segment)
+                self.home_written(segment)
+        except ConfigError as error:
+            raise StateError(str(error), advice=error.advice) from None
+        finally:
+            self.renew(bucket_id)
 
     def _merge(self, replica: Replica, seen: tuple[int, ...]) -> None:
         """Both copies were written: bring home the segments that were not written there."""

@@ -5,6 +5,11 @@ of a slab is its own storage, so that saving a state dict writes a tensor's byte
 neighbours'. A home on NVME has the same views, which mean something while they are pinned (see
 [Note: addresses stay] in pool.py); `HomeStore.held` and `runs` cost nothing for one on HOST. A home
 of parameters that are coded (codec.py) counts in items of the codec, and has no views of values.
+
+[Note: copies that are shown]  A home on disk, or in code, cannot be aliased. A view of one of its
+segments is a view of a private copy, which stands for the segment while a view is alive: what was
+written to it goes home before anything reads or writes the home, and what the home is given the
+copy is given too. Bits are compared, by their digest: numpy and ``.data`` move no version.
 """
 
 from __future__ import annotations
@@ -12,17 +17,47 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from hashlib import blake2b
 
 import torch
 
-from hetero.device import Device, Slab, release_slab, use_count
+from hetero.device import ALONE, Device, Slab, release_slab, use_count
 from hetero.errors import ConfigError
 from hetero.io import align_up
-from hetero.memory.codec import ENCODED_AT_ONCE, EXACT, Codec, NotFinite
+from hetero.memory.codec import ENCODED_AT_ONCE, EXACT, Codec, NotFinite, is_finite
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.pool import Extents, Pool, Request, Span, Use
 from hetero.types import Kind, Tier
+
+
+class Copy:
+    """What stands for a segment of a home that cannot be aliased; dense, on HOST."""
+
+    __slots__ = ("_digest", "value")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+        self._digest = self._now()
+
+    @property
+    def held(self) -> bool:
+        """Whether an alias of it is alive."""
+        return use_count(self.value) > ALONE
+
+    @property
+    def written(self) -> bool:
+        """Whether it is not what was shown last."""
+        return self._now() != self._digest
+
+    def show(self, value: torch.Tensor) -> None:
+        """Become another value."""
+        self.value.copy_(value)
+        self._digest = self._now()
+
+    def _now(self) -> bytes:
+        flat = torch.as_strided(self.value, (self.value.numel(),), (1,)).view(torch.uint8)
+        return blake2b(memoryview(flat.numpy()), digest_size=16).digest()
 
 
 class Home:
@@ -32,7 +67,10 @@ class Home:
     of its items, and segments are of the right shape and dtype but one NaN.
     """
 
-    __slots__ = ("_baseline", "_slab", "bytes", "codec", "dtype", "extents", "flat", "segments")
+    __slots__ = (
+        *("_baseline", "_slab", "bytes", "codec", "copies", "dtype", "extents", "flat"),
+        "segments",
+    )
 
     def __init__(
         self,
@@ -46,6 +84,7 @@ class Home:
         self.extents = extents
         self.codec = codec
         self.dtype = dtype
+        self.copies: dict[Segment, Copy] = {}  # see [Note: copies that are shown]
         self.bytes = slab.carve(0, codec.n_bytes(bucket.numel, dtype))
         self.flat = self.bytes.view(codec.dtype(dtype))
         self.segments = [
@@ -225,6 +264,56 @@ class HomeStore:
             copy[run.start - where.start : run.stop - where.start].copy_(home.flat[run])
         return copy
 
+    def alias(self, home: Home, segment: Segment) -> torch.Tensor:
+        """Return an alias of a segment's copy, made where there is none yet."""
+        if segment not in home.copies:
+            with torch.inference_mode(False):  # it outlives the user's mode
+                home.copies[segment] = Copy(self.read(home, segment))
+        return home.copies[segment].value.detach()
+
+    def written(self, home: Home, *, held: bool = True) -> list[Segment]:
+        """Return the segments whose copies were written; other copies that nobody holds go.
+
+        Without ``held`` the copies that somebody holds are not looked at.
+        """
+        for segment, copy in list(home.copies.items()):
+            if not (copy.held or copy.written):
+                del home.copies[segment]
+        return [s for s, copy in home.copies.items() if (held or not copy.held) and copy.written]
+
+    def take(self, home: Home, segment: Segment) -> None:
+        """Write home what was written to a segment's copy, which then shows what became of it.
+
+        Raises ConfigError, with the write undone, for values that a codec cannot hold.
+        """
+        value = home.copies[segment].value
+        if home.codec.exact:
+            self.write(home, segment, value)
+            return
+        finite = is_finite(value)
+        if finite:
+            whole = torch.zeros(
+                -(-value.numel() // home.codec.block) * home.codec.block, dtype=value.dtype
+            )
+            whole[: value.numel()] = torch.as_strided(value, (value.numel(),), (1,))
+            self.recode(home, segment.offset, whole)
+        home.copies[segment].show(self.read(home, segment))
+        if not finite:
+            raise refusal(segment, home.codec)
+
+    def refresh(self, home: Home) -> None:
+        """A home was written: let its copies show that, except those that were written too."""
+        for segment, copy in home.copies.items():
+            if not copy.written:
+                copy.show(self.read(home, segment))
+
+    def take_all(self, *, held: bool = True) -> None:
+        """Write home what was written to copies of anything but parameters (see `written`)."""
+        for (name, _), home in self.homes.items():
+            if home.copies and name != Kind.PARAM.value:
+                for segment in self.written(home, held=held):
+                    self.take(home, segment)
+
     def write(self, home: Home, segment: Segment, value: torch.Tensor) -> None:
         """Copy ``value`` (the segment's shape; any dtype and strides) into a segment."""
         if home.shows:
@@ -249,6 +338,8 @@ class HomeStore:
                 raise refusal(segment, home.codec) from None
             self._put(home, home.codec.items(at), items)
             at += piece.numel()
+        if segment in home.copies:
+            home.copies[segment].show(self.read(home, segment))
 
     def _put(self, home: Home, start: int, items: torch.Tensor) -> None:
         for run in self.runs(start, start + items.numel(), (home, Use.FRESH)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from hetero.config import Config, HostLimit, describe_limit
@@ -96,7 +97,7 @@ def decide(
     if hbm is None and free is not None:
         hbm = int(CUDA_SHARE * free)
     on_cuda = device.is_cuda
-    beside = sum(t.nbytes for t in (*model.buffers(), *(param for _, param in tables(model))))
+    beside = sum(bytes_of(t) for t in (*model.buffers(), *(param for _, param in tables(model))))
     budget = Budget(plan, hbm, beside + plan.workspace_bytes(is_cuda=on_cuda))
     host = host_bytes(model, config, device.host_limit())
     # one memory, and homes that are not, or cannot be, what computes
@@ -120,6 +121,18 @@ def decide(
         whole = plan.home_bytes + passing_bytes(plan)
         budget.host_bytes = whole if budget.spill is None else budget.spill.host_bytes
     return budget, "resident" if resident else "paged"
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a buffer, which may be sparse."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    at = tensor.crow_indices() if by_rows else tensor.ccol_indices()
+    inside = tensor.col_indices() if by_rows else tensor.row_indices()
+    return at.nbytes + inside.nbytes + tensor.values().nbytes
 
 
 def host_bytes(model: nn.Module, config: Config, limit: HostLimit) -> int:

@@ -5,13 +5,18 @@ Every check raises before the first allocation, so a refused model is the plain 
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
 
+from hetero.device import ALONE
 from hetero.errors import ConfigError, StateError
 from hetero.memory.codec import is_finite
 from hetero.memory.layout import Layout
@@ -25,6 +30,7 @@ MARK = "_hetero_engine"  # on a prepared model
 PART = "_hetero_part"  # on every module of one: how many it is part of
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 _BITSANDBYTES = ("Params4bit", "Int8Params")
+OF_MODULES = {"_parameters", "_buffers", "_modules"}
 _FLOAT8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_"))
 
 
@@ -60,6 +66,7 @@ def check_model(model: object, *, weights: bool = False) -> nn.Module:
                 f"parameter {name!r} is on the meta device, and its module makes it anew each time",
                 advice="load this model's weights before hetero.prepare",
             )
+    check_aliases(model, named)
     return model
 
 
@@ -192,6 +199,8 @@ def check_param(name: str, param: nn.Parameter) -> None:
         kind = f"a tensor subclass ({type(param).__name__})"
     elif type(param) is not nn.Parameter:
         kind = f"a Parameter subclass ({type(param).__name__})"
+    elif param.is_inference():
+        kind = "an inference tensor, which torch does not train (made in torch.inference_mode)"
     elif param.dtype in _FLOAT8 and param.requires_grad:
         kind = f"a trainable {param.dtype}"
     if kind:
@@ -219,18 +228,90 @@ def check_one_device(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         raise ConfigError(f"parameters are on several devices: {listed}", advice="use one device")
 
 
+class Span(NamedTuple):
+    """Bytes [first, end) of a storage."""
+
+    first: int
+    end: int
+    name: str
+
+
+def span_of(name: str, tensor: torch.Tensor) -> tuple[int, Span] | None:
+    """Return a tensor's storage and its part of it; None where it has no bytes of its own."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+        return None
+    if is_traceable_wrapper_subclass(tensor):
+        return None
+    last: int = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    end = first + (last + 1) * tensor.element_size()
+    return int(tensor.untyped_storage()._cdata), Span(first, end, name)
+
+
+def spans_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[int, list[Span]]:
+    """Return the parts of every storage that tensors have, in order."""
+    found: dict[int, list[Span]] = {}
+    for name, tensor in named:
+        span = span_of(name, tensor)
+        if span is not None:
+            found.setdefault(span[0], []).append(span[1])
+    for spans in found.values():
+        spans.sort()
+    return found
+
+
+def check_aliases(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse what shares a parameter's memory, by name, and warn of what has none.
+
+    In torch it shows every step; from `prepare` on the parameter's bytes are elsewhere.
+    """
+    spans = spans_of((name, param) for name, param in named if pageable(param))
+    known = {id(param) for _, param in named}
+    for name, tensor in held_by(model):
+        span = None if id(tensor) in known else span_of(name, tensor)
+        for first, end, other in spans.get(span[0], ()) if span is not None else ():
+            if span is not None and first < span[1].end and span[1].first < end:
+                raise ConfigError(
+                    f"{name!r} shares memory with parameter {other!r}, which lies elsewhere once it"
+                    " is prepared: the two would part at the first step",
+                    advice="compute it from the parameter in forward, or make it a clone",
+                )
+    warn_of_aliases(spans)
+
+
+def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that modules have beside their parameters: buffers and attributes."""
+    for prefix, module in model.named_modules():
+        held = {**module._buffers, **module.__dict__}
+        for key, value in held.items():
+            if key not in OF_MODULES:
+                for tensor in tree_iter(value):
+                    if isinstance(tensor, torch.Tensor):
+                        yield f"{prefix}.{key}" if prefix else key, tensor
+
+
+def warn_of_aliases(spans: Mapping[int, Sequence[Span]]) -> None:
+    """Warn of parameters whose memory something outside the model holds, too."""
+    if any(use_count_of(storage) > len(parts) for storage, parts in spans.items()):
+        gc.collect()  # a graph that is garbage holds what it saved
+    held = [p for s, parts in spans.items() if use_count_of(s) > len(parts) for p in parts]
+    if held:
+        warnings.warn(
+            f"the memory of {len(held)} parameters, as {held[0].name!r}, is held outside the model"
+            " (a state dict, a view, p.data, a graph): what holds it keeps the values that it has"
+            " now, and no longer follows the training; take it again after hetero.prepare",
+            stacklevel=2,
+        )
+
+
+def use_count_of(storage: int) -> int:
+    """Return how many tensors have a storage, by its address."""
+    return int(torch._C._storage_Use_Count(storage)) - (ALONE - 1)
+
+
 def check_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse parameters that share part of a storage; tied ones are one parameter."""
-    spans: dict[int, list[tuple[int, int, str]]] = {}
-    for name, param in named:
-        if param.numel() == 0 or param.is_meta:
-            continue
-        last: int = sum((n - 1) * s for n, s in zip(param.shape, param.stride(), strict=True))
-        first = int(param.storage_offset()) * param.element_size()
-        end = first + (last + 1) * param.element_size()
-        spans.setdefault(param.untyped_storage()._cdata, []).append((first, end, name))
-    for rows in spans.values():
-        rows.sort()
+    for rows in spans_of(named).values():
         for (_, end, name), (first, _, other) in itertools.pairwise(rows):
             if first < end:
                 raise ConfigError(

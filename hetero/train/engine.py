@@ -19,7 +19,7 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
-from hetero.errors import ConfigError, StateError, StorageError
+from hetero.errors import BudgetError, ConfigError, StateError, StorageError
 from hetero.events import EventLog, What
 from hetero.io import Folder, spill_folder
 from hetero.memory.codec import Workspace
@@ -61,7 +61,7 @@ from hetero.train.tracer import Cursor
 from hetero.train.tuning import Tuning
 from hetero.train.updater import Update, Updater
 from hetero.train.worker import Job, Worker, thread_budget, uninterrupted
-from hetero.types import Kind, Lane, Tier
+from hetero.types import Kind, Lane, Tier, format_bytes
 
 NOT_STATES = (PARAM, GRAD, WIDE)  # homes that are looked after elsewhere
 WARM_STEPS = 3  # steps in which states appear and the heap has to settle
@@ -144,7 +144,7 @@ class Engine:
             self._rewrite()
             if self.inner is not None:
                 self._wrap_optimizer(self.inner)
-            self.hooks.guard(self.model, self._state_dict_access)
+            self.hooks.guard(self.model, self._state_dict_access, self._check_copy)
             if any(home.extents is not None for home in self.store.homes.values()):
                 self.hooks.refuse_saving(self.model)
             self.store.before_use = self.finish
@@ -516,6 +516,7 @@ class Engine:
         self.refuse_broken()
         if self.mode != "paged":
             self.saver.finish()  # what is saved is what is trained
+        self._take_copies()
         clip = self._clip if self.config.max_grad_norm is not None else None
         if self.stepper is None:
             if clip is not None:
@@ -575,12 +576,21 @@ class Engine:
             self.manager.hand_over(update.bucket.id, job)
         if update.fresh or seen:
             job.wait()
+            for _, home in self.store.of_bucket(update.bucket.id):
+                self.store.refresh(home)
         if self.mode != "paged":
             self.resident.updated(update.bucket)
             self.grads.let_go(update.bucket)
 
+    def _take_copies(self) -> None:
+        """Write home what was written to states through views of copies that stand for them."""
+        if any(home.copies for home in self.store.homes.values()):
+            self.finish()
+            self.store.take_all()
+
     def save(self, saving: Saving) -> None:
         """From here on, homes change only behind what a save reads of them."""
+        self._take_copies()
         self.saver.begin(saving, self.store, paged=self.mode == "paged")
 
     def update_of(self, bucket_id: int) -> Job | None:
@@ -618,7 +628,7 @@ class Engine:
     def _is_seen(self, bucket: Bucket) -> bool:
         """Whether somebody outside holds a state's tensor, and would watch it change."""
         return any(
-            home.held or home.objects_held
+            home.held or home.objects_held or home.copies
             for name, home in self.store.of_bucket(bucket.id)
             if name not in NOT_STATES
         )
@@ -635,12 +645,14 @@ class Engine:
                 if self.mode == "paged":
                     self.manager.home(bucket.id)
                 self.grads.let_go(bucket)
+        self.store.take_all(held=False)
 
     def _border(self) -> None:
         """Between two steps: count, fit the frames to what was measured, begin to prefetch."""
         self._count()
         if self.mode != "paged":
             return
+        self.hooks.mend()
         self._take_stats()
         if self._fit():
             return
@@ -702,7 +714,7 @@ class Engine:
                     param.grad = param.grad.slot.keep()
         self._shape_resident(self.activations)
         self._rewrite()
-        self.hooks.guard(self.model, self._state_dict_access)
+        self.hooks.guard(self.model, self._state_dict_access, self._check_copy)
         self.log.now(What.DECISION, tier=Tier.HBM, why="everything fits: the model stays")
         return True
 
@@ -794,6 +806,20 @@ class Engine:
             self.manager.settle(self.blueprint.layout.home[self._index[id(param)]][0])
         self.masters.load(self._segment(param), low)
 
+    def _check_copy(self, n_bytes: int) -> None:
+        """Refuse a copy in RAM for which there is no room."""
+        free, limit = self.ledger.free(Tier.HOST), self.device.host_limit().n_bytes
+        room = limit if free is None else min(free, limit)
+        if n_bytes > room:
+            raise BudgetError(
+                f"a copy of the model takes {format_bytes(n_bytes)} of HOST;"
+                f" {format_bytes(room)} are there",
+                advice="raise host=; or keep averages of your own on disk, one tensor of"
+                " model.state_dict() at a time",
+                tier="HOST",
+                needed_bytes=n_bytes,
+            )
+
     @contextmanager
     def _state_dict_access(self) -> Iterator[None]:
         self.refuse_broken()
@@ -839,7 +865,7 @@ class Engine:
         self.model.__dict__.pop(MARK, None)
 
     def _unhook(self) -> None:
-        self.hooks.remove()
+        self.hooks.rest()
         self.grads.reset()
         self.manager.close()
 

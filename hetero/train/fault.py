@@ -7,13 +7,16 @@ class is that of a bound parameter, whose ``__torch_function__`` is switched off
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
+import torch._dynamo
 import torch._functorch.eager_transforms
 import torch._functorch.vmap
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from hetero.errors import StateError
 from hetero.train.swizzle import plainly
@@ -22,6 +25,11 @@ FUNCTORCH = (
     "functorch transforms (torch.func.grad, vmap, ...) do not see paged parameters",
     "use plain autograd, transform inside hetero.gathered(...), or hetero.release the model first",
 )
+TRACING = (
+    "torch.jit.trace of a paged model would keep the memory of this moment for its weights",
+    "hetero.release the model first, or trace a copy that has loaded model.state_dict()",
+)
+_functorch = torch._C._functorch.peek_interpreter_stack
 
 
 class Faults(Protocol):
@@ -129,8 +137,7 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
 
     def refuse(self: nn.Parameter, *_: Any) -> NoReturn:
         raise StateError(
-            f"parameter {owner.name(self)!r} cannot be copied or pickled while its model is"
-            " prepared",
+            f"parameter {owner.name(self)!r} cannot be pickled while its model is prepared",
             advice="use model.state_dict(), or hetero.release(model, optimizer) first",
         )
 
@@ -149,8 +156,16 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
         """What neither a bound nor an unbound parameter may do."""
 
         hetero_runtime = owner
-        __deepcopy__ = refuse
         __reduce_ex__ = refuse
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            if id(self) not in memo:
+                memo[id(self)] = owner.fault(_copied, (self,), {})
+            return memo[id(self)]
+
+        def __repr__(self) -> str:  # type: ignore[override]
+            return str(owner.fault(_shown, (self,), {}))
+
         set_ = replace
         resize_ = resize_as_ = share_memory_ = stay
 
@@ -197,13 +212,64 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
                         return args[0].type()
             return owner.fault(func, args, kwargs)
 
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            """Never called; a class that has it is not traced by torch.compile, which would guard
+            the placeholder's geometry: the graph breaks where an unbound parameter comes in."""
+            return func(*args, **(kwargs or {}))
+
     return PagedParameter, PinnedParameter
+
+
+def _shown(param: nn.Parameter) -> str:
+    """Return what a bound parameter looks like in torch."""
+    with plainly():
+        return repr(nn.Parameter(_get_data(param), param.requires_grad))
+
+
+def _copied(param: nn.Parameter) -> nn.Parameter:
+    """Return a plain parameter, in RAM, with a bound one's value."""
+    with plainly(), torch.no_grad():
+        value = _get_data(param).to("cpu", copy=True)
+        return nn.Parameter(value, param.requires_grad)
 
 
 def read_data(param: nn.Parameter) -> torch.Tensor:
     """Return the plain ``data`` of a bound parameter."""
     data: torch.Tensor = _get_data(param)
     return data
+
+
+def refuse_transforms() -> None:
+    """Raise StateError inside of what does not see paged parameters: transforms and tracers."""
+    if _functorch() is not None:
+        raise StateError(FUNCTORCH[0], advice=FUNCTORCH[1])
+    if torch._C._get_tracing_state() is not None:
+        raise StateError(TRACING[0], advice=TRACING[1])
+
+
+def guard_scripts() -> None:
+    """Make script functions, which ask no ``__torch_function__``, see the parameters' bytes."""
+    plain: Any = torch.jit.ScriptFunction.__call__
+    if hasattr(plain, "hetero_guard"):
+        return
+
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for value in tree_iter((args, kwargs)):
+            if getattr(type(value), "hetero_paged", False):
+                return type(value).hetero_runtime.fault(plain, (self, *args), kwargs)
+        return plain(self, *args, **kwargs)
+
+    guarded.hetero_guard = True  # type: ignore[attr-defined]
+    torch.jit.ScriptFunction.__call__ = guarded
+
+
+@functools.cache
+def guard_compiler() -> None:
+    """Make compiled functions break their graph where our code is called."""
+    torch._dynamo.trace_rules.add(__name__.partition(".")[0])
 
 
 def guard_functorch() -> None:

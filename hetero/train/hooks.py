@@ -3,6 +3,11 @@
 Brackets stand around each unit's forward and the whole model's, a hook on each parameter hears of
 its gradient, and the methods that would move or copy parameters behind our back are guarded; all
 per instance, and put back on `remove`.
+
+[Note: brackets stay]  A user may patch a forward that we bracketed: the patch holds our bracket and
+calls it. So there is one bracket for each call of a module, from `prepare` to `release`; what it
+does changes while it stands (the model becomes resident), and it is taken off only where it is
+still what the module has. Elsewhere it goes on as the call that it was put around.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -25,13 +31,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ConfigError, StateError
 from hetero.train.activation import SavedTensors
-from hetero.train.check import PART
+from hetero.train.check import MARK, PART
 from hetero.train.head import causal_loss, head_of, late
 from hetero.train.meter import Meter
 from hetero.train.policy import Activations
 from hetero.train.runtime import Runtime
 from hetero.train.swizzle import plainly
-from hetero.train.tiles import TILE, mlps, tile
+from hetero.train.tiles import TILE, mlps, tile, untile
 from hetero.train.units import Unit, has_params
 
 
@@ -65,6 +71,8 @@ class Hooks:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._brackets: dict[tuple[int, str], Bracket] = {}
+        self._replaced: dict[tuple[int, str], tuple[Any, Any]] = {}  # what it is, and was
         self._reached: list[RemovableHandle] = []  # on nodes of graphs that may be alive
         self._many = MANY
 
@@ -119,8 +127,21 @@ class Hooks:
 
     def remove(self) -> None:
         """Take everything off, newest first."""
+        self.rest()
+        self._brackets.clear()
+
+    def rest(self) -> None:
+        """Take everything off but brackets in a user's patch, which do nothing from here on."""
         while self._undo:
             self._undo.pop()()
+        for key, bracket in list(self._brackets.items()):
+            if bracket.remove():
+                del self._brackets[key]
+
+    def mend(self) -> None:
+        """Put brackets back that went with a patch which the user has deleted."""
+        for bracket in self._brackets.values():
+            bracket.place()
 
     def watch(
         self,
@@ -138,35 +159,41 @@ class Hooks:
                 first = index_of.get(id(next(iter(module.layers), None)))
                 if first is not None:
                     lend = functools.partial(around_encoder, runtime, runtime.needs[first])
-                    self._bracket(module, lend)
-        self._bracket(model, functools.partial(around_model, runtime, meter))
+                    self._surround_forward(module, lend)
+        self._surround_forward(model, functools.partial(around_model, runtime, meter))
+        for module in model.modules():  # asked by torch.jit.script
+            refuse = functools.partial(_refuse, "torch.jit.script")
+            self._replace(module, "__prepare_scriptable__", refuse)
 
     def shape(self, model: nn.Module, units: Sequence[Unit], activations: Activations) -> None:
         """Let every unit's forward leave for backward what its policy says."""
         for index, unit in enumerate(units):
             if unit.module is not None:
-                self._bracket(unit.module, functools.partial(around_unit, activations, index))
-        self._bracket(model, functools.partial(around_batch, activations))
+                around = functools.partial(around_unit, activations, index)
+                self._surround_forward(unit.module, around)
+        self._surround_forward(model, functools.partial(around_batch, activations))
 
     def save_through(self, model: nn.Module, saved: SavedTensors) -> None:
         """Let what the whole model's forward saves pass through our pair of hooks."""
-        self._bracket(model, functools.partial(around_saving, saved))
+        self._surround_forward(model, functools.partial(around_saving, saved))
 
     def tile(self, units: Sequence[Unit], size: int) -> int:
         """Let the MLPs of blocks take ``size`` positions at a time; returns how many there are."""
         found = [m for unit in units if unit.module is not None for m in mlps(unit.module)]
         for module in found:
-            self._replace(module, TILE, None)  # so that `remove` takes both off again
-            self._replace(module, "forward", module.forward)
-            del module.__dict__[TILE], module.__dict__["forward"]
-            tile(module, size=size)
+            before = module.__dict__.get(TILE)
+            if before is None:
+                tile(module, size=size)
+            else:
+                put(module, TILE, (before[0], size))
+            self._undo.append(functools.partial(untile, module, before))
         return len(found)
 
     def fuse_loss(self, model: nn.Module) -> None:
         """Let a causal language model's head leave its logits to its loss."""
         head = head_of(model)
         loss: Any = model.loss_function
-        self._replace(head, "forward", late(head, head.forward))
+        self._bracket(head, "forward", functools.partial(late, head))
         self._replace(model, "_loss_function", causal_loss(head, loss))
 
     def gradients(
@@ -189,18 +216,54 @@ class Hooks:
                 if frozen:
                     param.requires_grad_(False)
 
-    def guard(self, model: nn.Module, reading: Callable[[], Any]) -> None:
-        """Guard moves and copies; let state dicts read and write the homes inside ``reading()``."""
-        self._replace(model, "__deepcopy__", functools.partial(_refuse, "copy.deepcopy"))
+    def guard(
+        self, model: nn.Module, reading: Callable[[], Any], fits: Callable[[int], None]
+    ) -> None:
+        """Guard moves and copies; let state dicts read and write the homes inside ``reading()``.
+
+        A deep copy is a plain module in RAM; ``fits(n_bytes)`` refuses one that is too large.
+        """
         self._replace(model, "__reduce_ex__", functools.partial(_refuse, "pickling"))
         for module in model.modules():
             self._mark(module)
             if not has_params(module):
                 continue  # it may be part of other models too
-            self._replace(module, "_apply", functools.partial(_guarded_apply, module))
+            self._replace(module, "__deepcopy__", functools.partial(self._copied, module, fits))
+            self._bracket(module, "_apply", functools.partial(_guarding, module))
             if any(p is not None for p in module._parameters.values()):
                 for name in ("_save_to_state_dict", "_load_from_state_dict"):
-                    self._replace(module, name, _at_home(reading, getattr(module, name)))
+                    self._bracket(module, name, functools.partial(_at_home, reading))
+
+    def _copied(
+        self, module: nn.Module, fits: Callable[[int], None], memo: dict[int, Any]
+    ) -> nn.Module:
+        """Return a deep copy of a module as it would be without us."""
+        with plainly():
+            fits(sum(p.nbytes for p in module.parameters() if id(p) not in memo))
+        own = getattr(type(module), "__deepcopy__", None)
+        if own is not None:
+            found: nn.Module = own(module, memo)
+            return found
+        make, args, state = type(module).__reduce_ex__(module, 4)[:3]
+        twin = memo[id(module)] = make(*args)
+        state = copy.deepcopy(self._without_ours(module, state), memo)
+        if hasattr(twin, "__setstate__"):
+            twin.__setstate__(state)
+        else:
+            twin.__dict__.update(state)
+        return twin
+
+    def _without_ours(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a module's state with what stood there before us in place of what is ours."""
+        found = {}
+        for name, value in state.items():
+            bracket = self._brackets.get((id(module), name))
+            ours, before = self._replaced.get((id(module), name), (ABSENT, ABSENT))
+            if bracket is not None and bracket.is_placed:
+                found[name] = bracket.before
+            else:
+                found[name] = before if value is ours else value
+        return {k: v for k, v in found.items() if v is not ABSENT and k not in (MARK, PART)}
 
     def refuse_forwards(self, model: nn.Module, check: Callable[[], None]) -> None:
         """Let no module of a model compute: ``check`` raises, and says why."""
@@ -214,7 +277,7 @@ class Hooks:
             return forward
 
         for module in model.modules():
-            self._bracket(module, around)
+            self._surround_forward(module, around)
 
     def _mark(self, module: nn.Module) -> None:
         """Count that a module is part of one more prepared model."""
@@ -223,31 +286,52 @@ class Hooks:
 
     def refuse_saving(self, model: nn.Module) -> None:
         """Refuse ``save_pretrained`` of parameters on disk, unless a state dict is given."""
-        save = getattr(model, "save_pretrained", None)
-        if callable(save):
-            self._replace(model, "save_pretrained", functools.partial(_on_disk, save))
+        if callable(getattr(model, "save_pretrained", None)):
+            around = functools.partial(functools.partial, _on_disk)
+            self._bracket(model, "save_pretrained", around)
 
-    def _bracket(self, module: nn.Module, around: Callable[[Call], Call]) -> None:
+    def _surround_forward(self, module: nn.Module, around: Callable[[Call], Call]) -> None:
         # Around forward and not as hooks: torch skips hooks on KeyboardInterrupt, and some modules
         # (the transformer layers' fast path) compute differently when hooks hang on them. A module
         # compiled in place is bracketed around its compiled callable, so that ours is not traced.
-        compiled = getattr(module, "_compiled_call_impl", None)
-        name = "forward" if compiled is None else "_compiled_call_impl"
-        self._replace(module, name, around(getattr(module, name)))
+        if (id(module), "compile") not in self._brackets:
+            self._bracket(module, "compile", functools.partial(self._following, module))
+        is_compiled = module.__dict__.get(COMPILED) is not None
+        self._bracket(module, COMPILED if is_compiled else FORWARD, around)
+
+    def _following(self, module: nn.Module, call: Call) -> Call:
+        """Return a module's ``compile`` that leaves what we put around it out of compiled code."""
+
+        def compile(*args: Any, **kwargs: Any) -> None:
+            call(*args, **kwargs)
+            bracket = self._brackets.pop((id(module), FORWARD), None)
+            for around in list(bracket.layers) if bracket is not None else ():
+                self._bracket(module, COMPILED, around)
+            if bracket is not None:
+                bracket.remove()
+
+        return compile
+
+    def _bracket(self, module: nn.Module, name: str, around: Callable[[Call], Call]) -> None:
+        """Put something around a call of a module, and around what is there already."""
+        bracket = self._brackets.get((id(module), name))
+        if bracket is None:
+            bracket = self._brackets[id(module), name] = Bracket(module, name)
+        bracket.add(around)
+        bracket.place()
 
     def _keep(self, handle: RemovableHandle) -> None:
         self._undo.append(handle.remove)
 
     def _replace(self, module: nn.Module, name: str, value: Any) -> None:
-        had = name in module.__dict__
-        old = module.__dict__.get(name)
+        old = module.__dict__.get(name, ABSENT)
+        self._replaced[id(module), name] = value, old
         object.__setattr__(module, name, value)
 
         def undo() -> None:
-            if had:
-                object.__setattr__(module, name, old)
-            else:
-                module.__dict__.pop(name, None)
+            self._replaced.pop((id(module), name), None)
+            if module.__dict__.get(name) is value:  # else it is the user's
+                put(module, name, old)
 
         self._undo.append(undo)
 
@@ -259,7 +343,73 @@ def _unmark(module: nn.Module) -> None:
 
 
 Call = Callable[..., Any]
+ABSENT = object()
+FORWARD, COMPILED = CALLS = "forward", "_compiled_call_impl"
+EAGER = "hetero fetches what a unit computes with: compile what is inside a unit, or a unit"
 MANY = 256  # hooks on nodes, among which those of dead graphs are looked for
+
+
+class Bracket:
+    """One call of one module, in whose place ``run`` is called (see [Note: brackets stay]).
+
+    A copy of the module that has this for a call, or a pickle of it, has the call alone.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = module
+        self._name = name
+        self.before = module.__dict__.get(name, ABSENT)
+        self._found: Call = getattr(module, name)
+        functools.update_wrapper(self, self._found)
+        own = self.before is ABSENT and isinstance(getattr(type(module), name), FunctionType)
+        self.call = self.run = self._of_class if own else self._found
+        self.layers: list[Callable[[Call], Call]] = []
+        self._stand_in = torch.compiler.disable(self, reason=EAGER) if name in CALLS else self
+        put(module, name, self._stand_in)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def _of_class(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self._module), self._name)(self._module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._found, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._found.__reduce_ex__(protocol)
+
+    def place(self) -> None:
+        """Stand where nothing stands: the user has deleted a patch."""
+        if self._name not in self._module.__dict__:
+            put(self._module, self._name, self._stand_in)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether this is what the module has, and not a patch of the user's."""
+        return self._module.__dict__.get(self._name) is self._stand_in
+
+    def add(self, around: Callable[[Call], Call]) -> None:
+        """Put something around what is called."""
+        self.layers.append(around)
+        self.run = around(self.run)
+
+    def remove(self) -> bool:
+        """Be the call that was there before, for a patch that holds this; without one be gone."""
+        self.layers.clear()
+        self.run = self.call
+        is_placed = self.is_placed
+        if is_placed:
+            put(self._module, self._name, self.before)
+        return is_placed
+
+
+def put(module: nn.Module, name: str, value: Any) -> None:
+    """Give a module an attribute past its own ``__setattr__``, or take it off: ABSENT."""
+    if value is ABSENT:
+        module.__dict__.pop(name, None)
+    else:
+        object.__setattr__(module, name, value)
 
 
 class Within:
@@ -400,6 +550,10 @@ def _on_disk(save: Call, *args: Any, **kwargs: Any) -> Any:
         " disk",
         advice="write it with hetero.export(model, directory), which streams them",
     )
+
+
+def _guarding(module: nn.Module, _: Call) -> Call:
+    return functools.partial(_guarded_apply, module)
 
 
 def _guarded_apply(

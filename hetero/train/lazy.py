@@ -27,7 +27,7 @@ class Slot(Protocol):
         """Write back what an operation left in the tensor that `exact` gave."""
 
     def keep(self) -> torch.Tensor:
-        """Return a tensor of its own that aliases may refer to."""
+        """Return a tensor that aliases may refer to: what is written to them counts."""
 
 
 class Lazy(torch.Tensor):
@@ -137,29 +137,32 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return tree_map(lambda value: back.get(id(value), value), out) if back else out
 
 
-class DiskSlot:
+class HomeSlot:
     """A tensor that is at home on disk, or in code: read, and written back, as a whole.
 
-    ``keep`` gives a copy: what is written to it through an alias is not written to the home.
+    ``keep`` gives an alias of the copy that stands for it (see [Note: copies that are shown] in
+    slab.py).
     """
 
     def __init__(
         self,
+        view: torch.Tensor,
+        *,
         read: Callable[[], torch.Tensor],
+        keep: Callable[[], torch.Tensor],
         write: Callable[[torch.Tensor], None],
-        view: torch.Tensor | None = None,
     ) -> None:
         self.view = view  # which part of a home it is
         self.read = read
         self.exact = read
-        self.keep = read
+        self.keep = keep
         self.store = write
 
 
-class OnDisk(Lazy):
+class Shown(Lazy):
     """A parameter or a state, in a state dict, that is read, or decoded, when it is used."""
 
-    slot: DiskSlot
+    slot: HomeSlot
 
 
 def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
@@ -173,16 +176,24 @@ def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
         store.before_use()
         return store.read(home, segment)
 
+    def keep() -> torch.Tensor:
+        store.before_use()
+        return store.alias(home, segment)
+
     def write(value: torch.Tensor) -> None:
         store.before_use()
         store.write(home, segment, value)
 
-    slot = DiskSlot(read, write, view)
-    spec = segment.spec
-    return OnDisk(slot, spec.shape, spec.stride, home.dtype, home.flat.device)
+    return shown(HomeSlot(view, read=read, keep=keep, write=write), segment)
+
+
+def shown(slot: HomeSlot, segment: Segment) -> Lazy:
+    """Return a tensor of a slot, with the geometry of its segment."""
+    spec, view = segment.spec, slot.view
+    return Shown(slot, spec.shape, spec.stride, view.dtype, view.device)
 
 
 def is_handle(value: torch.Tensor, home: Home, segment: Segment) -> bool:
     """Whether a tensor is what `handle` returns of a home's part, and not a copy of it."""
     view = home.segments[segment.position]
-    return value is view or (isinstance(value, OnDisk) and value.slot.view is view)
+    return value is view or (isinstance(value, Shown) and value.slot.view is view)

@@ -30,7 +30,7 @@ from hetero.train.caches import is_cache
 from hetero.train.footprint import CHANGED
 from hetero.train.grads import GradStore
 from hetero.train.head import LateLogits
-from hetero.train.lazy import DiskSlot, OnDisk
+from hetero.train.lazy import HomeSlot, shown
 from hetero.train.meter import unmeasured
 from hetero.train.precision import Masters, Scaling
 from hetero.train.swizzle import Swizzle
@@ -38,7 +38,6 @@ from hetero.train.tracer import Cursor
 from hetero.types import Kind, Phase, Tier
 
 _task = torch._C._current_graph_task_id
-_functorch = torch._C._functorch.peek_interpreter_stack
 NO_TASK = -1
 NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.EVAL: "eval"}
 _HOMEWARD = (torch.Tensor.detach, torch.Tensor.copy_)
@@ -125,6 +124,8 @@ class Runtime:
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Take the parameters over as placeholders; their homes hold the values already."""
         fault.guard_functorch()
+        fault.guard_scripts()
+        fault.guard_compiler()
         guard_hooks()
         paged, pinned = fault.paged_classes(self)
         place = self._device.torch_device
@@ -136,8 +137,7 @@ class Runtime:
 
     def enter(self, unit: int) -> bool:
         """Begin a unit's forward: pin, bind, look ahead. Returns whether hooks were pushed."""
-        if _functorch() is not None:
-            raise self._functorch_refusal()
+        fault.refuse_transforms()
         buckets = self.needs[unit]
         if _task() == NO_TASK or self._open is None or self._open.buckets != buckets:
             self._settle_backward()
@@ -167,8 +167,7 @@ class Runtime:
     def enter_model(self) -> bool:
         """Begin a call of the whole model: decide the phase, see what is saved between units."""
         self.before_use()
-        if _functorch() is not None:
-            raise self._functorch_refusal()
+        fault.refuse_transforms()
         self._settle_backward()
         phase = self._phase()
         if not self._phases and (phase is Phase.EVAL or not self._stepped):
@@ -417,24 +416,29 @@ class Runtime:
 
     def _on_disk(self, param: nn.Parameter, segment: Segment) -> torch.Tensor:
         """Return what a state dict shows of a parameter that memory does not hold as it is."""
-        bucket, spec = self.layout.home[self.swizzle.index[id(param)]][0], segment.spec
+        bucket = self.layout.home[self.swizzle.index[id(param)]][0]
 
         def read() -> torch.Tensor:
             self.manager.settle(bucket)
             return self.manager.read_home(bucket, segment)
 
+        def keep() -> torch.Tensor:
+            self.before_load()  # what is shown can be written unseen
+            self.manager.follow_homes(held=False)
+            self.manager.settle(bucket)
+            return self.manager.alias_home(bucket, segment)
+
         def write(value: torch.Tensor) -> None:
             self._reach_home(torch.Tensor.copy_, (param, value))
 
-        slot = DiskSlot(read, write)
-        return OnDisk(slot, spec.shape, spec.stride, spec.dtype, torch.device("cpu"))
+        view = self.manager.home(bucket).segments[segment.position]
+        return shown(HomeSlot(view, read=read, keep=keep, write=write), segment)
 
     def fault(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run a function on parameters that are not bound (see fault.py)."""
-        if _functorch() is not None:
-            raise self._functorch_refusal()
+        fault.refuse_transforms()
         if self._at_home and func in _HOMEWARD:
             return self._reach_home(func, args)
         index = self.swizzle.index
@@ -566,9 +570,6 @@ class Runtime:
         """Mark what was written to a bucket while it is still bound."""
         for position in self.swizzle.written(bucket):
             self._note_write(self.layout.buckets[bucket].segments[position])
-
-    def _functorch_refusal(self) -> StateError:
-        return StateError(fault.FUNCTORCH[0], advice=fault.FUNCTORCH[1])
 
 
 def is_there(value: object) -> bool:

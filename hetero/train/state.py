@@ -309,6 +309,7 @@ def settle(engine: Engine) -> None:
     elif engine.has_masters:
         engine.resident.quiesce()
     engine.finish()
+    engine.store.take_all()
 
 
 def loaded(engine: Engine) -> None:
@@ -316,6 +317,8 @@ def loaded(engine: Engine) -> None:
     for param in engine.params:
         torch.autograd.graph.increment_version(param)
     engine.masters.forget()
+    for home in engine.store.homes.values():
+        engine.store.refresh(home)
     for bucket in engine.blueprint.layout.buckets:
         if engine.mode == "paged":
             engine.manager.renew(bucket.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from functools import partial
 from types import MethodType
@@ -48,6 +49,15 @@ def tile(module: M, dim: int = 1, *, size: int) -> M:
     # a bound method: copies of the module call their own
     object.__setattr__(module, "forward", MethodType(_tiled, module))
     return module
+
+
+def untile(module: nn.Module, before: tuple[int, int] | None) -> None:
+    """Let a module take as many positions as before; None: all at once."""
+    found = module.__dict__.get("forward")
+    if before is None and isinstance(found, MethodType) and found.__func__ is _tiled:
+        del module.__dict__["forward"], module.__dict__[TILE]
+    else:  # with None, a patch of the user's holds what is tiled
+        object.__setattr__(module, TILE, before or (1, sys.maxsize))
 
 
 def mlps(block: nn.Module) -> Iterator[nn.Module]:

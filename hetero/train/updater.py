@@ -30,7 +30,7 @@ from hetero.train import kernel
 from hetero.train.cores import Cores
 from hetero.train.formulas import Coefficients, Formula, formula_of
 from hetero.train.grads import NONE, Factors, GradSlot, GradStore
-from hetero.train.lazy import OnDisk, handle, is_handle
+from hetero.train.lazy import Shown, handle, is_handle
 from hetero.train.precision import Masters
 from hetero.train.rules import BLOCK_SCALES, Group, Rule, State, is_elementwise, tiny
 from hetero.train.worker import Slice
@@ -425,7 +425,7 @@ class Updater:
         for segment, state, _, _ in piece.rows:
             for key, value in after.items():
                 if isinstance(value, _Shaped):
-                    if not isinstance(state.get(key), OnDisk):
+                    if not isinstance(state.get(key), Shown):
                         home = self._store.homes[key, bucket.id]
                         state[key] = handle(self._store, home, segment)
                 elif isinstance(state.get(key), torch.Tensor):
@@ -535,7 +535,7 @@ class Updater:
                 raise StateError(f"state {key!r} of {row.segment.spec.name!r} was not foreseen")
             if value is not view:
                 view.copy_(value)
-            if not isinstance(row.state.get(key), OnDisk):
+            if not isinstance(row.state.get(key), Shown):
                 row.state[key] = handle(self._store, home, row.segment)
 
     def adopt(self, segment: Segment, state: State, *, own: bool = False) -> State:

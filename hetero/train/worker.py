@@ -35,8 +35,8 @@ class Job:
     """
 
     __slots__ = (
-        *("_after", "_changed", "_clock", "_closed", "_error", "_finish", "_left", "_slices"),
-        *("_stuck", "began", "ended", "then"),
+        *("_after", "_changed", "_clock", "_closed", "_error", "_finish", "_flushes", "_left"),
+        *("_slices", "_stuck", "began", "ended", "then"),
     )
 
     def __init__(
@@ -48,6 +48,7 @@ class Job:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
+        self._flushes = flushes_denormals()  # as the thread that gives the job computes
         self.began: float | None = None
         """When its first slice was begun, in seconds of ``clock``."""
         self.ended: float | None = None
@@ -83,7 +84,7 @@ class Job:
         try:
             for job in self._after:
                 job.wait()
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), flushing(self._flushes):
                 work()
                 work = _nothing  # what is done is not done again, should the finish fail
                 self._complete()
@@ -149,6 +150,28 @@ class Job:
 
 
 def _nothing() -> None: ...
+
+
+_DENORMAL = 5e-324
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread takes denormals for zero: torch sets that, and does not tell it."""
+    return _DENORMAL == 0.0
+
+
+@contextmanager
+def flushing(flush: bool) -> Iterator[None]:
+    """Take denormals for zero, or do not, inside: `torch.set_flush_denormal` is of a thread."""
+    before = flushes_denormals()
+    if before == flush:
+        yield
+        return
+    torch.set_flush_denormal(flush)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
 
 
 @contextmanager

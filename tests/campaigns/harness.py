@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,7 @@ class Case:
     @property
     def name(self) -> str:
         """The program's name with what it is prepared with."""
-        return "-".join([self.program.__name__, *(str(v) for v in self.settings.values())])
+        return "-".join([self.program.__name__, *(f"{k}={v}" for k, v in self.settings.items())])
 
 
 def ran(program: Program, settings: dict[str, Any] | None) -> Side:
@@ -171,6 +172,9 @@ def smallest(program: Program, settings: dict[str, Any]) -> Side:
 def prepared(case: Case) -> Side:
     """Run a case's prepared side; without ``hbm`` among its settings at the smallest that works."""
     settings = {"device": "cpu", **case.settings}
+    if settings.get("nvme") is True:  # somewhere
+        with TemporaryDirectory() as directory:
+            return prepared(replace(case, settings={**settings, "nvme": directory}))
     return ran(case.program, settings) if "hbm" in settings else smallest(case.program, settings)
 
 

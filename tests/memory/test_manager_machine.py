@@ -678,8 +678,9 @@ def test_a_home_written_through_a_state_dict_refreshes_a_lease() -> None:
 def test_a_write_on_the_device_and_one_through_a_state_dict_are_both_kept(read: str) -> None:
     world = World()
     world.manager.show_home(0)
+    alias = world.manager.home(0).segments[1].detach()  # of a state dict
     world.scribble(0, 0, 10)  # segment 0, on HBM, in chunk 0
-    world.manager.home(0).segments[1].mul_(2)  # segment 1, at home, in chunk 2
+    alias.mul_(2)  # segment 1, at home, in chunk 2
     world.model[0][32:39] *= 2
     if read == "settle":
         world.manager.settle(0)
@@ -690,8 +691,9 @@ def test_a_write_on_the_device_and_one_through_a_state_dict_are_both_kept(read: 
 def test_a_write_on_the_device_and_one_through_a_state_dict_may_share_a_chunk() -> None:
     world = World()
     world.manager.show_home(2)
+    alias = world.manager.home(2).segments[2].detach()  # of a state dict
     world.scribble(2, 0, 10)
-    world.manager.home(2).segments[2].mul_(2)
+    alias.mul_(2)
     world.model[2][32:52] *= 2
     world.manager.settle(2)
 

@@ -227,7 +227,9 @@ def test_whoever_looks_sees_what_computes_and_changes_nothing(codec: str) -> Non
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("codec", CODES)
 @pytest.mark.parametrize("hbm", [50_000, 400_000])
-@pytest.mark.parametrize("how", ["gathered", "in place", "data", "copied", "alias", "assigned"])
+@pytest.mark.parametrize(
+    "how", ["gathered", "in place", "data", "copied", "alias", "shown", "assigned"]
+)
 def test_a_write_is_rounded_the_same_whether_or_not_the_frames_were_given_up(
     how: str, hbm: int, codec: str
 ) -> None:
@@ -253,10 +255,31 @@ def test_a_write_is_rounded_the_same_whether_or_not_the_frames_were_given_up(
             alias = weight.data
             alias.copy_(new)
             del alias
+        elif how == "shown":
+            model.state_dict()["1.base.weight"].view(-1)[:].copy_(new.view(-1))
         else:
             weight.data = new.clone()
     assert train(plain, theirs, 2, first=1) == train(model, optimizer, 2, first=1)
     same(values(plain), values(model), "weights")
+
+
+@pytest.mark.parametrize("codec", CODES)
+def test_a_write_through_a_view_of_a_code_leaves_the_other_blocks_their_codes(codec: str) -> None:
+    model, optimizer = prepared(codec)
+    train(model, optimizer, 1)
+    shown = model.state_dict()["1.base.weight"]
+    before = shown.clone()
+    row = shown[0]
+    row[:3] = before[0, :3] * 0.5
+    after = model.state_dict()["1.base.weight"].clone()
+    assert torch.equal(after.view(-1)[37 * 4 :], before.view(-1)[37 * 4 :])
+    assert not torch.equal(after[0], before[0])
+    assert torch.equal(row, after[0])  # what the code stands for
+    row[0] = float("nan")
+    with pytest.raises(StateError, match=r"1\.base\.weight"):
+        train(model, optimizer, 1)
+    train(model, optimizer, 1, first=1)
+    assert torch.equal(model.state_dict()["1.base.weight"].clone(), after)
 
 
 def test_a_write_inside_a_read_only_block_is_undone() -> None:

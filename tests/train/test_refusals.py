@@ -232,9 +232,7 @@ def test_preparing_twice_is_refused() -> None:
 
 
 FORBIDDEN: list[tuple[str, type[Exception], Callable[[nn.Module], Any]]] = [
-    ("deepcopy", StateError, copy.deepcopy),
-    ("deepcopy of a block", StateError, lambda m: copy.deepcopy(m.blocks[0])),
-    ("deepcopy of a parameter", StateError, lambda m: copy.deepcopy(m.head.weight)),
+    ("copy of a parameter", StateError, lambda m: copy.copy(m.head.weight)),
     ("pickle", StateError, pickle.dumps),
     ("torch.save", StateError, lambda m: torch.save(m, io.BytesIO())),
     ("half", ConfigError, lambda m: m.half()),
