@@ -11,7 +11,6 @@ import errno
 import queue
 import struct
 import threading
-import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,6 +18,7 @@ from contextlib import contextmanager, suppress
 from itertools import accumulate
 
 from hetero.checkpoint.manifest import BLOCK, SHARD, Entry, layout
+from hetero.crc import crc32
 from hetero.errors import CheckpointError, StorageError
 from hetero.io import ALIGN, File, Folder, align_up, aligned_buffer
 
@@ -35,11 +35,11 @@ def block_crcs(entry: int, start: int, data: memoryview) -> list[int]:
     Zeros pad the last one to a multiple of `ALIGN`. The seed makes bytes of another place wrong.
     """
     crcs = [
-        zlib.crc32(data[at : at + BLOCK], zlib.crc32(SEED.pack(entry, (start + at) // BLOCK)))
+        crc32(data[at : at + BLOCK], crc32(SEED.pack(entry, (start + at) // BLOCK)))
         for at in range(0, len(data), BLOCK)
     ]
     padding = -len(data) % ALIGN
-    return crcs[:-1] + [zlib.crc32(bytes(padding), crcs[-1])] if padding else crcs
+    return crcs[:-1] + [crc32(bytes(padding), crcs[-1])] if padding else crcs
 
 
 def check_range(entry: Entry, start: int, n_bytes: int) -> None:
