@@ -22,7 +22,7 @@ import stat
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 ALIGN = 4096  # bytes: serves logical blocks of 512 and of 4096
 MAX_CALL = 2**30  # bytes of one system call; Linux moves at most 2^31 - 4096
+MAX_PARTS = 1024  # pieces of memory of one system call: IOV_MAX
 WINDOW = 32 * 2**20  # bytes written through the page cache before they are pushed out of it
 PATIENCE = 64  # calls in a row without progress
 CLOSED = -2  # a descriptor; -1 is the working directory to os.listdir
@@ -85,7 +86,8 @@ class IO:
         """Return ``act(*args)``; ``where`` names the file or folder, ``offset`` is for transfers.
 
         ``op`` is one of open, create, private, mkdir, list, stat, lock, read, write, reserve, sync,
-        sync_folder, rename, unlink, rmdir.
+        sync_folder, rename, unlink, rmdir. A read or write has the arguments (descriptor, pieces of
+        memory, offset).
         """
         return act(*args)
 
@@ -128,11 +130,11 @@ class FaultPlan(IO):
         """Let a read or write move at most ``got`` bytes."""
 
         def shorten(act: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-            fd, buffer, offset = args
+            fd, parts, offset = args
             try:
-                return act(fd, buffer[:got], offset)
+                return act(fd, within(parts, 0, got), offset)
             except OSError:  # a direct file: no less than whole blocks can really be moved
-                return min(act(fd, buffer[: align_up(got)], offset), got)
+                return min(act(fd, within(parts, 0, align_up(got)), offset), got)
 
         self._rules.append((op, k, times, shorten))
 
@@ -140,15 +142,16 @@ class FaultPlan(IO):
         """Let the ``k``-th write claim success and do something else."""
 
         def lie(act: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-            fd, buffer, offset = args
+            fd, parts, offset = args
+            n_bytes = sum(map(len, parts))
             if how == "misdirect":
-                act(fd, buffer, offset + ALIGN)
+                act(fd, parts, offset + ALIGN)
             elif how == "flip":
-                wrong = aligned_buffer(len(buffer))
-                wrong[: len(buffer)] = buffer
-                wrong[len(buffer) // 2] ^= 1
-                act(fd, wrong[: len(buffer)], offset)
-            return len(buffer)
+                wrong = aligned_buffer(n_bytes)[:n_bytes]
+                wrong[:] = b"".join(parts)
+                wrong[n_bytes // 2] ^= 1
+                act(fd, [wrong], offset)
+            return n_bytes
 
         self._rules.append(("write", k, 1, lie))
 
@@ -172,7 +175,8 @@ class FaultPlan(IO):
                 self.seen["any"] += 1
         result = act(*args) if wrong is None else wrong(act, args)
         with self._lock:
-            data = bytes(args[1][:result]) if op == "write" and self._keep_data else b""
+            kept = op == "write" and self._keep_data
+            data = b"".join(args[1])[:result] if kept else b""
             to = str(args[1]) if op == "rename" else ""
             self.log.append(Op(op, where, offset, data, to))
         return result
@@ -204,18 +208,20 @@ class File:
         Raises TruncatedChunk at the end of the file, DiskReadError otherwise.
         """
         try:
-            self._transfer("read", _read, offset, into)
+            self._transfer("read", os.preadv, offset, [into])
         except DiskReadError as error:
             if error.errno != errno.EIO:
                 raise
-            self._transfer("read", _read, offset, into)
+            self._transfer("read", os.preadv, offset, [into])
         if not self.direct:
             self._uncache(offset, len(into))
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Write all of ``data`` from byte ``offset`` on; raises DiskFull or DiskWriteError."""
-        self._transfer("write", _write, offset, data)
-        self._window += len(data)
+    def write(self, offset: int, *parts: memoryview) -> None:
+        """Write pieces of memory, one after the other, from byte ``offset`` on, in one call.
+
+        Raises DiskFull or DiskWriteError.
+        """
+        self._window += self._transfer("write", os.pwritev, offset, parts)
         if not self.direct and self._window >= WINDOW:
             self._window = 0
             self._call("sync", os.fdatasync, self._fd)
@@ -260,34 +266,41 @@ class File:
         self.close()
 
     def _transfer(
-        self, op: str, act: Callable[[int, memoryview, int], int], offset: int, data: memoryview
-    ) -> None:
+        self,
+        op: str,
+        act: Callable[[int, Sequence[memoryview], int], int],
+        offset: int,
+        parts: Sequence[memoryview],
+    ) -> int:
+        """Move all of some pieces of memory; returns how many bytes they are."""
+        wanted = sum(map(len, parts))
         done = idle = 0
-        while done < len(data):
-            at, part = offset + done, data[done : done + MAX_CALL]
+        while done < wanted:
+            at, left = offset + done, within(parts, done, done + MAX_CALL)
             try:
-                got = self._io.call(op, act, self._fd, part, at, where=self.path, offset=at)
+                got = self._io.call(op, act, self._fd, left, at, where=self.path, offset=at)
             except (InterruptedError, BlockingIOError):
                 got = -1
             except OSError as error:
-                raise failed(op, error, self.path, offset=at, wanted=len(data), got=done) from error
+                raise failed(op, error, self.path, offset=at, wanted=wanted, got=done) from error
             if got == 0 and op == "read":
                 raise TruncatedChunk(
-                    f"{self.path} ends at byte {at}; {len(data)} bytes from {offset} were wanted",
+                    f"{self.path} ends at byte {at}; {wanted} bytes from {offset} were wanted",
                     advice="the file was cut short: use another copy",
                     path=self.path,
                     op=op,
                     offset=offset,
-                    wanted=len(data),
+                    wanted=wanted,
                     got=done,
                 )
             # a short direct transfer goes on from the last aligned byte
-            step = got - got % ALIGN if self.direct and done + got < len(data) else got
+            step = got - got % ALIGN if self.direct and done + got < wanted else got
             idle = 0 if step > 0 else idle + 1
             if idle > PATIENCE:
                 stuck = OSError(errno.EIO, f"no progress in {idle} calls")
-                raise failed(op, stuck, self.path, offset=at, wanted=len(data), got=done)
+                raise failed(op, stuck, self.path, offset=at, wanted=wanted, got=done)
             done += max(step, 0)
+        return wanted
 
     def _call(self, op: str, act: Callable[..., T], *args: Any, wanted: int = 0) -> T:
         return patiently(self._io, op, act, *args, where=self.path, wanted=wanted)
@@ -339,12 +352,16 @@ def patiently(io: IO, op: str, act: Callable[..., T], *args: Any, where: str, wa
     raise failed(op, stuck, where, wanted=wanted)
 
 
-def _read(fd: int, part: memoryview, offset: int) -> int:
-    return os.preadv(fd, [part], offset)
-
-
-def _write(fd: int, part: memoryview, offset: int) -> int:
-    return os.pwritev(fd, [part], offset)
+def within(parts: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
+    """Return bytes [start, end) of pieces of memory as pieces, as many as one call may have."""
+    found: list[memoryview] = []
+    for part in parts:
+        if end <= 0 or len(found) == MAX_PARTS:
+            break
+        if start < len(part):
+            found.append(part[max(start, 0) : end])
+        start, end = start - len(part), end - len(part)
+    return found
 
 
 class Folder:

@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "hetero"
 FLOORS = {
-    **dict.fromkeys(("types", "config", "errors", "version", "events", "optim"), 0),
+    **dict.fromkeys(("types", "config", "crc", "errors", "version", "events", "optim"), 0),
     **dict.fromkeys(("device", "dry", "io", "parse", "weights"), 0),
     **dict.fromkeys(("memory", "plan"), 1),
     "train": 2,
@@ -185,6 +185,10 @@ def names_distributed(trees: Trees) -> list[str]:
     return naming(trees, "torch.distributed", only_in("train.zero", "parallel", "checkpoint"))
 
 
+def names_crc(trees: Trees) -> list[str]:
+    return [b for n in ("zlib.crc32", "zlib_ng") for b in naming(trees, n, only_in("crc"))]
+
+
 ECOSYSTEM = ("accelerate", "transformers", "peft", "datasets", "lightning")
 
 
@@ -325,6 +329,7 @@ RULES: dict[str, Rule] = {
     "memory never imports plan, torch.nn or torch.distributed": memory_imports_upwards,
     "only device names torch.cuda": names_cuda,
     "only zero, parallel and checkpoint name torch.distributed": names_distributed,
+    "only crc.py names zlib's CRC-32, or zlib-ng": names_crc,
     "what is built on torch stays in its rooms": names_ecosystem,
     "only swizzle.py assigns param.data": assigns_data,
     "only manager.py and pool.py change a pin count": assigns_pins,
@@ -377,6 +382,9 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
         "only zero, parallel and checkpoint name torch.distributed",
         {"train.a": "import torch.distributed as dist"},
     ),
+    ("only crc.py names zlib's CRC-32, or zlib-ng", {"io": "import zlib\nzlib.crc32(b'')"}),
+    ("only crc.py names zlib's CRC-32, or zlib-ng", {"io": "from zlib import crc32"}),
+    ("only crc.py names zlib's CRC-32, or zlib-ng", {"io": "from zlib_ng import zlib_ng"}),
     ("what is built on torch stays in its rooms", {"api": "import transformers"}),
     ("what is built on torch stays in its rooms", {"api": "import lightning"}),
     ("only swizzle.py assigns param.data", {"train.a": "param.data = x"}),
@@ -429,6 +437,7 @@ def test_a_planted_violation_is_caught(rule: str, sources: dict[str, str]) -> No
         {"memory.manager": "table.transition(0, t, s, 'w')\nreplica.pins -= 1"},
         {"cli": "from hetero.report import x\nprint(x)", "report": ""},
         {"train.a": "from hetero.memory import b", "memory.b": "import torch"},
+        {"crc": "from zlib_ng.zlib_ng import crc32", "report.run": "import zlib\nzlib.error"},
         {"plan.a": "from hetero.types import Tier", "types": "", "plan": ""},
         {"report.html": "print('x')", "bench.run": "import hetero", "recipes.t": "import peft"},
     ],

@@ -227,7 +227,7 @@ class Slowed(IO):
         result = act(*args)
         if op in ("read", "write"):
             with self._lock:
-                self._free_at = max(self._free_at, asked) + len(args[1]) / self.rate
+                self._free_at = max(self._free_at, asked) + sum(map(len, args[1])) / self.rate
                 wait = self._free_at - time.perf_counter()
             time.sleep(max(0.0, wait))
         return result

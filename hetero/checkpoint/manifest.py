@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import Any
 
+from hetero.crc import crc32
 from hetero.errors import CheckpointCorrupt, CheckpointTooNew, UnsafeCheckpoint
 from hetero.io import align_up
 from hetero.parse import MAX_DEPTH, Unparsable, json_of
@@ -128,7 +128,7 @@ def encode(manifest: Manifest) -> bytes:
         body = json.dumps(record, separators=(",", ":"))[1:].encode("ascii")
     except ValueError as error:  # an integer of thousands of digits
         raise Unfit(f"a value is no JSON: {error}") from None
-    raw = HEAD % zlib.crc32(body) + body
+    raw = HEAD % crc32(body) + body
     found = _decode(raw)
     if found.entries != manifest.entries or repr(found.meta) != repr(record["meta"]):
         raise Unfit("a string does not survive JSON: it has surrogates that form a pair")
@@ -203,7 +203,7 @@ def check_crc(raw: bytes) -> None:
     """Raise Unfit unless the first member of the JSON is the CRC of all that follows."""
     if len(raw) <= HEAD_BYTES or raw[:10] != HEAD[:10]:
         raise Unfit(f"at byte 0, it does not begin as a manifest does but with {raw[:16]!r}")
-    expected = HEAD % zlib.crc32(memoryview(raw)[HEAD_BYTES:])
+    expected = HEAD % crc32(memoryview(raw)[HEAD_BYTES:])
     if raw[:HEAD_BYTES] != expected:
         raise Unfit(f"its CRC is {raw[10:18]!r}, that of its bytes is {expected[10:18]!r}")
 

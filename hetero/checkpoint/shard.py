@@ -1,7 +1,8 @@
 """The file that holds a checkpoint's bytes: aligned pieces in and out, a CRC on every block.
 
-Writing is a pipeline of two: one thread of the shard writes pieces, and callers stage and sum them
-meanwhile, so one stream of large direct writes reaches the drive while CRCs are computed.
+Writing is a pipeline of two: one thread of the shard writes, and callers stage and sum pieces
+meanwhile, so one stream of large direct writes reaches the drive while CRCs are computed. What is
+staged is gathered: pieces share a buffer, and neighbours in the file go to it in one call.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ import errno
 import queue
 import struct
 import threading
-import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import accumulate
+from operator import itemgetter
+from typing import Any
 
 from hetero.checkpoint.manifest import BLOCK, SHARD, Entry, layout
-from hetero.errors import CheckpointError, StorageError
+from hetero.crc import crc32
+from hetero.errors import CheckpointError, StorageError, afresh
 from hetero.io import ALIGN, File, Folder, align_up, aligned_buffer
 
 PIECE = 8 * 2**20  # bytes of one call: eight blocks
 BUFFERS = 2  # for staging: one is filled while the other is written
+GATHERED = 4 * 2**20  # bytes of a piece that is written alone, from where it lies
 SEED = struct.Struct("<QQ")  # number of the entry, number of the block
 UNWRITTEN, CLAIMED = -1, -2  # in place of a CRC
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL)  # file systems that allocate as one writes
@@ -35,11 +39,11 @@ def block_crcs(entry: int, start: int, data: memoryview) -> list[int]:
     Zeros pad the last one to a multiple of `ALIGN`. The seed makes bytes of another place wrong.
     """
     crcs = [
-        zlib.crc32(data[at : at + BLOCK], zlib.crc32(SEED.pack(entry, (start + at) // BLOCK)))
+        crc32(data[at : at + BLOCK], crc32(SEED.pack(entry, (start + at) // BLOCK)))
         for at in range(0, len(data), BLOCK)
     ]
     padding = -len(data) % ALIGN
-    return crcs[:-1] + [zlib.crc32(bytes(padding), crcs[-1])] if padding else crcs
+    return crcs[:-1] + [crc32(bytes(padding), crcs[-1])] if padding else crcs
 
 
 def check_range(entry: Entry, start: int, n_bytes: int) -> None:
@@ -92,8 +96,49 @@ class Buffers:
             self.give(buffer)
 
 
+class Stage:
+    """A buffer that pieces are copied to, to be written together."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self.buffer = buffer
+        self.copying = 0
+        """Pieces that have a place and whose bytes are not there yet."""
+        self.closed = False
+        """Whether no more pieces come."""
+        self._used = 0
+        self._pieces: list[tuple[int, memoryview]] = []
+
+    def place(self, offset: int, n_bytes: int) -> memoryview | None:
+        """Return room for bytes that go to ``offset`` of the file, or for the first of them.
+
+        None where there is no room left. ``n_bytes`` is a multiple of `ALIGN`.
+        """
+        room = self.buffer[self._used : self._used + n_bytes]
+        if not room:
+            return None
+        self._used += len(room)
+        self._pieces.append((offset, room))
+        return room
+
+    def runs(self) -> Iterator[tuple[int, list[memoryview]]]:
+        """Yield (offset, pieces that follow each other in the file from there on)."""
+        run: list[memoryview] = []
+        begin = end = 0
+        for offset, piece in sorted(self._pieces, key=itemgetter(0)):
+            if run and offset != end:
+                yield begin, run
+                run = []
+            begin, end = begin if run else offset, offset + len(piece)
+            run.append(piece)
+        if run:
+            yield begin, run
+
+
 class ShardWriter:
-    """A new shard, reserved whole; every block of it is written once, in any order."""
+    """A new shard, reserved whole; every block of it is written once, in any order.
+
+    A failure of the drive is raised by a later call: by the last one, `finish`, at the latest.
+    """
 
     def __init__(self, folder: Folder, entries: Sequence[Entry]) -> None:
         self._entries = entries
@@ -102,9 +147,11 @@ class ShardWriter:
         self._crcs = array("q", [UNWRITTEN]) * self._blocks[-1]
         self._buffers = Buffers()
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="hetero-checkpoint")
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of counts and claims
+        self._placing = threading.Lock()  # who holds it may wait for a buffer
+        self._stage: Stage | None = None
         self._stopped = False
-        self._failed = False
+        self._failure: BaseException | None = None
         self._file = folder.create(SHARD, direct=True)
         try:
             self._file.reserve(self._offsets[-1])
@@ -115,10 +162,11 @@ class ShardWriter:
     def write(self, entry: int, start: int, data: memoryview) -> None:
         """Write whole blocks of an entry, and return when ``data`` may change again."""
         check_range(self._entries[entry], start, len(data))
+        self._check_failure()
         writes: list[Future[None]] = []
         try:
             for at in range(0, len(data), PIECE):
-                writes.append(self._send(entry, start + at, data[at : at + PIECE]))
+                self._send(entry, start + at, data[at : at + PIECE], writes)
         finally:
             wait(writes)
         for write in writes:
@@ -127,9 +175,10 @@ class ShardWriter:
     def finish(self) -> tuple[str, ...]:
         """Make the shard durable; returns the CRCs of each entry as hexadecimal digits."""
         self.check_complete()
+        with self._placing:
+            self._close_stage()
         self._lane.shutdown()
-        if self._failed:
-            raise CheckpointError("a write failed", advice="commit after every write has returned")
+        self._check_failure()
         self._file.sync()
         self._file.close()
         digits = [f"{crc:08x}" for crc in self._crcs]
@@ -155,14 +204,24 @@ class ShardWriter:
             advice="write every block of every entry before commit",
         )
 
-    def _send(self, entry: int, start: int, piece: memoryview) -> Future[None]:
-        """Let a piece be written, and compute its CRCs meanwhile."""
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise afresh(self._failure)
+
+    def _send(self, entry: int, start: int, piece: memoryview, writes: list[Future[None]]) -> None:
+        """Let a piece be written, and compute its CRCs meanwhile.
+
+        Adds to ``writes`` what reads it until it is done.
+        """
         first = self._blocks[entry] + start // BLOCK
         self._claim(entry, first, -(-len(piece) // BLOCK))
-        write = self._submit(self._offsets[entry] + start, piece)
+        offset = self._offsets[entry] + start
+        if len(piece) >= GATHERED and fits(self._file, piece):
+            writes.append(self._submit(self._put, offset, piece))
+        else:
+            self._gather(offset, piece)
         crcs = block_crcs(entry, start, piece)
         self._crcs[first : first + len(crcs)] = array("q", crcs)
-        return write
 
     def _claim(self, entry: int, first: int, n_blocks: int) -> None:
         with self._lock:
@@ -173,37 +232,75 @@ class ShardWriter:
                 )
             self._crcs[first : first + n_blocks] = array("q", [CLAIMED]) * n_blocks
 
-    def _submit(self, offset: int, piece: memoryview) -> Future[None]:
-        try:
-            if fits(self._file, piece):
-                return self._lane.submit(self._put, offset, piece)
-            buffer = self._buffers.take()
+    def _gather(self, offset: int, piece: memoryview) -> None:
+        """Copy a piece to a buffer that is written when it is full, or when all is there."""
+        done, size = 0, align_up(len(piece))
+        while done < size:
+            stage, room = self._place(offset + done, size - done)
             try:
-                return self._lane.submit(self._put, offset, padded_copy(piece, buffer), buffer)
-            except BaseException:
-                self._buffers.give(buffer)
-                raise
+                padded_copy(piece[done : done + len(room)], room)
+            finally:
+                with self._lock:
+                    stage.copying -= 1
+                    last = stage.closed and not stage.copying
+                if last:
+                    self._send_stage(stage)
+            done += len(room)
+
+    def _place(self, offset: int, n_bytes: int) -> tuple[Stage, memoryview]:
+        with self._placing:
+            stage = self._stage
+            while stage is None or (room := stage.place(offset, n_bytes)) is None:
+                self._close_stage()
+                stage = self._stage = Stage(self._buffers.take())
+            with self._lock:
+                stage.copying += 1
+            return stage, room
+
+    def _close_stage(self) -> None:
+        """Let the stage be written, by whoever copies to it last."""
+        stage, self._stage = self._stage, None
+        if stage is None:
+            return
+        with self._lock:
+            stage.closed = True
+            last = not stage.copying
+        if last:
+            self._send_stage(stage)
+
+    def _send_stage(self, stage: Stage) -> None:
+        try:
+            self._submit(self._put_stage, stage)
+        except CheckpointError:
+            self._buffers.give(stage.buffer)  # others may wait for it
+            raise
+
+    def _submit(self, put: Callable[..., None], *what: Any) -> Future[None]:
+        try:
+            return self._lane.submit(put, *what)
         except RuntimeError as error:  # the lane is shut
             raise CheckpointError(f"this save is over: {error}") from None
 
-    def _put(self, offset: int, piece: memoryview, buffer: memoryview | None = None) -> None:
+    def _put(self, offset: int, *pieces: memoryview) -> None:
         try:
-            if not self._stopped:
-                self._file.write(offset, piece)
-        except BaseException:
-            self._failed = True
+            if not self._stopped and self._failure is None:
+                self._file.write(offset, *pieces)
+        except BaseException as error:
+            self._failure = error
             raise
+
+    def _put_stage(self, stage: Stage) -> None:
+        try:
+            for offset, pieces in stage.runs():
+                self._put(offset, *pieces)
         finally:
-            if buffer is not None:
-                self._buffers.give(buffer)
+            self._buffers.give(stage.buffer)
 
 
-def padded_copy(piece: memoryview, buffer: memoryview) -> memoryview:
-    """Return a copy of ``piece`` in ``buffer``, with zeros up to a multiple of `ALIGN`."""
-    size = align_up(len(piece))
-    copy(buffer[: len(piece)], piece)
-    buffer[len(piece) : size] = bytes(size - len(piece))
-    return buffer[:size]
+def padded_copy(piece: memoryview, room: memoryview) -> None:
+    """Copy ``piece`` to ``room``, with zeros behind it."""
+    copy(room[: len(piece)], piece)
+    room[len(piece) :] = bytes(len(room) - len(piece))
 
 
 def copy(to: memoryview, source: memoryview) -> None:

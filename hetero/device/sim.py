@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-import zlib
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from hetero.crc import crc32
 from hetero.device.cpu import CpuDevice
 from hetero.device.face import ALONE, COPY_LANES, POISON, Stall, Ticket, use_count
 from hetero.errors import TransferError
@@ -208,7 +208,7 @@ class SimDevice(CpuDevice):
 
 
 def _crc(piece: torch.Tensor) -> int:
-    return zlib.crc32(memoryview(piece.detach().contiguous().view(torch.uint8).numpy()))
+    return crc32(memoryview(piece.detach().contiguous().view(torch.uint8).numpy()))
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

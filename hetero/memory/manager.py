@@ -19,7 +19,6 @@ waits for that work alone, and raises what the work raised.
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -27,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from hetero.config import paranoid
+from hetero.crc import crc32
 from hetero.device import Device, Slab, Ticket, use_count
 from hetero.errors import (
     BudgetError,
@@ -866,7 +866,7 @@ class ChunkManager:
 
 
 def _crc(home: Home) -> int:
-    return zlib.crc32(memoryview(home.bytes.numpy()))
+    return crc32(memoryview(home.bytes.numpy()))
 
 
 def _runs(chunks: Sequence[int]) -> list[tuple[int, int]]:

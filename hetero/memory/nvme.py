@@ -12,12 +12,12 @@ import os
 import struct
 import threading
 import time
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from hetero.crc import crc32
 from hetero.errors import ChunkCorrupt
 from hetero.events import EventLog, What, go_behind
 from hetero.io import File, Folder, align_up, aligned_buffer
@@ -196,7 +196,7 @@ def fewest(rates: Mapping[int, float]) -> int:
 
 
 def _crc(data: memoryview, number: int, generation: int) -> int:
-    return zlib.crc32(data, zlib.crc32(struct.pack("<QQ", number, generation)))
+    return crc32(data, crc32(struct.pack("<QQ", number, generation)))
 
 
 # -- who carries transfers out -------------------------------------------------------------------

@@ -10,7 +10,8 @@ that an update pins the same run of all of them. What one thread needs is pinned
 all; only the thread that launches work may pin more while it holds some: nobody waits in a circle.
 
 Dirty extents are written before their room is needed, the least recently used first, and announced
-ones are read before they are pinned. Both stand still while somebody waits for room.
+ones are read before they are pinned. Both stand still while somebody waits for room. What is
+announced for later is read while nothing else is, and gives way to whatever is pinned.
 
 A read that fails leaves an extent ABSENT, a write that fails leaves it DIRTY: nothing is lost, the
 error goes to whoever needs the bytes or the room, and the next who asks tries again.
@@ -134,6 +135,15 @@ class Request:
                     self.needs[extent] = use if self.needs.get(extent, use) is use else Use.WRITE
         self.n_bytes = sum(extent.n_bytes for extent in self.needs)
 
+    def again(self) -> Request:
+        """Return what the same work needs the next time, without what it only reads: that is new
+        then."""
+        request = Request(())
+        changed = (extent for extent, use in self.needs.items() if use is not Use.READ)
+        request.needs = dict.fromkeys(changed, Use.WRITE)
+        request.n_bytes = sum(extent.n_bytes for extent in request.needs)
+        return request
+
 
 class Window:
     """What was announced, and the extents that are kept in memory for the first of it."""
@@ -201,6 +211,7 @@ class Pool:
         self.peak = 0
         self._bytes = dict.fromkeys(CopyState, 0)  # of the extents in each state
         self._window = Window(n_bytes // AHEAD_SHARE)
+        self._later = Window(n_bytes - n_bytes // AHEAD_SHARE)
         self._executor = executor or Threads(n_threads)
         self._changed: threading.Condition = threading.Condition()
         self._resident: OrderedDict[Extent, None] = OrderedDict()  # least recently used first
@@ -279,12 +290,28 @@ class Pool:
                 self._window.requests.append(request)
             self._pump()
 
+    def later(self, requests: Iterable[Request]) -> None:
+        """Announce what will be pinned once other work is done, in place of what was so before.
+
+        It is read while nothing is left to read ahead, and given up, the last of it first, as soon
+        as a pin needs its room. A forked process, which must not read, announces nothing.
+        """
+        if self._pid != os.getpid():
+            return
+        with self._changed:
+            self._later.requests.clear()
+            for request in requests:
+                request.asked_at = self._clock
+                self._later.requests.append(request)
+            self._pump()
+
     def forget_ahead(self) -> None:
         """Nothing that was announced is needed any more."""
         with self._changed:
-            self._window.requests.clear()
-            while self._window.let_go_last():
-                pass
+            for window in (self._window, self._later):
+                window.requests.clear()
+                while window.let_go_last():
+                    pass
             self._changed.notify_all()
 
     def discard(self, extents: Extents) -> None:
@@ -308,6 +335,7 @@ class Pool:
             return
         with self._changed:
             self._window.requests.clear()
+            self._later.requests.clear()
             while self._in_flight:
                 self._changed.wait()
 
@@ -337,7 +365,7 @@ class Pool:
             for extent in request.needs:
                 extent.pins += 1
                 extent.used_at = self._clock
-                self._window.let_go(extent)
+                self._let_go(extent)
             try:
                 ahead = {e for e in request.needs if self._state(e) is FILLING}
                 for extent, use in request.needs.items():
@@ -386,6 +414,13 @@ class Pool:
         self._pump()
         self._changed.notify_all()
 
+    def _let_go(self, extent: Extent) -> None:
+        self._window.let_go(extent)
+        self._later.let_go(extent)
+
+    def _is_kept(self, extent: Extent) -> bool:
+        return extent in self._window or extent in self._later
+
     def _state(self, extent: Extent) -> CopyState:
         return self.table.state(extent.id, Tier.HOST)
 
@@ -415,7 +450,10 @@ class Pool:
         for extent, use in request.needs.items():
             if use is not Use.READ and self._state(extent) is FLUSHING:
                 return False  # it must not change while it is written
-        return self._evict(self._missing(request), request.needs)
+        while not self._evict(self._missing(request), request.needs):
+            if not self._later.let_go_last():
+                return False
+        return True
 
     def _missing(self, request: Request) -> int:
         return sum(e.n_bytes for e in request.needs if self._state(e) is ABSENT)
@@ -444,7 +482,7 @@ class Pool:
     def _loose(self, state: CopyState, keep: Container[Extent]) -> Iterator[Extent]:
         """Yield extents in a state that nobody holds or waits for, least recently used first."""
         for extent in self._resident:
-            held = extent.pins or extent in keep or extent in self._window
+            held = extent.pins or extent in keep or self._is_kept(extent)
             if self._state(extent) is state and not held:
                 yield extent
 
@@ -469,7 +507,7 @@ class Pool:
         """Give an extent's memory back."""
         self._move(extent, ABSENT, why)
         del self._resident[extent]
-        self._window.let_go(extent)
+        self._let_go(extent)
         extent.blank = False
         if self._paranoid:  # who reads it without a pin reads NaN
             extent.view[:] = bytes([POISON]) * extent.n_bytes
@@ -499,8 +537,12 @@ class Pool:
         if self._n_waiting:
             return
         self._flush(self._bytes[DIRTY] - self.n_bytes // DIRTY_SHARE)
-        window = self._window
-        window.let_go_before(self._clock - FORGET_AFTER * self.n_bytes)
+        self._window.let_go_before(self._clock - FORGET_AFTER * self.n_bytes)
+        if self._read_ahead(self._window):
+            self._read_ahead(self._later)
+
+    def _read_ahead(self, window: Window) -> bool:
+        """Begin to read what a window has room for; whether that is all that was announced."""
         while window.requests:
             request = window.requests[0]
             coming = [e for e, use in request.needs.items() if self._is_due(e, use, request)]
@@ -509,20 +551,21 @@ class Pool:
                 continue
             n_bytes = sum(extent.n_bytes for extent in coming)
             if window.kept_bytes and window.kept_bytes + n_bytes > window.n_bytes:
-                return
+                return False
             missing = sum(e.n_bytes for e in coming if self._state(e) is ABSENT)
             if not self._evict(missing, request.needs):
                 self._flush(self._short(missing), request.needs)
-                return
+                return False
             window.requests.popleft()
             for extent in coming:
                 window.keep(extent, self._clock)
                 if self._state(extent) is ABSENT:
                     self._bring(extent, Use.READ)
+        return True
 
     def _is_due(self, extent: Extent, use: Use, request: Request) -> bool:
         """Whether an extent is to be in memory for a request, and nothing sees to that yet."""
-        if use is Use.FRESH or extent in self._window or extent.used_at > request.asked_at:
+        if use is Use.FRESH or self._is_kept(extent) or extent.used_at > request.asked_at:
             return False  # pinned since it was announced: that may have been this very use
         return extent.stored or self._state(extent) is not ABSENT
 

@@ -23,6 +23,7 @@ import psutil
 import torch
 
 from hetero.config import HostLimit, host_limit
+from hetero.crc import crc32
 from hetero.device import CudaDevice, Device, release_slab
 from hetero.errors import ConfigError, StorageError
 from hetero.io import Folder, aligned_buffer, mount_of
@@ -83,6 +84,7 @@ def examine() -> Report:
         check_python(),
         check_torch(),
         check_kernel(),
+        check_crc(),
         *check_cuda(limit),
         check_ram(limit),
         check_cgroup(limit),
@@ -122,6 +124,12 @@ def check_kernel() -> Check:
     found = "compiled" if kernel.load() is not None else "missing: torch does its work, same bits"
     fix = "for faster bf16 and fp16 updates, reinstall hetero where there is a C compiler"
     return graded("update kernel", kernel.load() is not None, found, fix)
+
+
+def check_crc() -> Check:
+    fast = crc32.__module__ != "zlib"
+    found = "zlib-ng" if fast else "zlib, a tenth of zlib-ng's rate"
+    return graded("checksums", fast, found, "for disks, pip install 'hetero[disk]'")
 
 
 def build() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from hetero.crc import crc32
 from hetero.errors import ConfigError
 from hetero.export import export
 from hetero.recipes.gpt import GPT, GPTConfig
@@ -64,7 +64,7 @@ class Task:
 
     def digest(self) -> int:
         """Return a checksum of what is learned."""
-        return zlib.crc32(self.targets.contiguous().numpy().data)
+        return crc32(self.targets.contiguous().numpy().data)
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -29,6 +29,7 @@ from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
 from hetero.memory.parcel import ParcelStore
+from hetero.memory.pool import Request
 from hetero.memory.slab import HomeStore
 from hetero.plan.hardware import find
 from hetero.plan.planner import Planner
@@ -99,6 +100,7 @@ class Engine:
         self._step_began = 0.0  # or the step before it ended, in seconds of the log's clock
         self.stats = StepStats()
         self.steps = 0
+        self._again: list[Request] = []  # what the next step's updates will need from disk
         for folder in self._folders():  # a wrong name is told even where nothing has to go there
             folder.close()
         self.budget, self.mode = decide(model, config, device, blueprint, self.tuning.extent_numel)
@@ -247,6 +249,7 @@ class Engine:
         self.runtime.on_idle = self._after_evaluation
         self.runtime.before_load = self.saver.finish
         self.runtime.before_use = self.refuse_broken
+        self.runtime.backward_begins = self._read_ahead
         self.runtime.attach(self.params)
         self.origin.give_back_grads()
         self._shape(self.runtime.saved, self.runtime.enter, self.runtime.leave)
@@ -537,6 +540,12 @@ class Engine:
             self._hand_over_all(self.stepper, self._in_order(updates))
         self._border()
 
+    def _read_ahead(self) -> None:
+        """Have states read for the next step's first updates, while backward leaves the drive."""
+        again, self._again = self._again, []
+        if again and self.store.pool is not None:
+            self.store.pool.later(again)
+
     def _step_in_place(self, optimizer: Optimizer) -> None:
         """Run the user's rule on plain parameters, as torch would."""
         self.rule.step_in_place(optimizer.param_groups, optimizer.known_state)
@@ -554,8 +563,10 @@ class Engine:
 
     def _hand_over_all(self, stepper: Stepper, updates: list[Update]) -> None:
         """Begin all updates, then raise what a disk raised: a step is begun as a whole."""
+        requests = [request for update in updates for request in update.requests]
         if self.store.pool is not None:
-            self.store.pool.ahead(request for update in updates for request in update.requests)
+            self.store.pool.ahead(requests)
+            self._again = [request.again() for request in requests]
         errors = []
         for update in updates:
             try:

@@ -86,6 +86,7 @@ class Runtime:
         self.active = train
         self.on_idle: Callable[[], None] = lambda: None
         self.before_load: Callable[[], None] = lambda: None  # a state dict replaces a value at home
+        self.backward_begins: Callable[[], None] = lambda: None
         self.before_use: Callable[[], None] = lambda: None  # raises where the model must not be
         self.swizzle: Swizzle  # set by attach: its classes fault into this runtime
         self.saved = SavedTensors(self)
@@ -342,6 +343,7 @@ class Runtime:
             self._graph_task = task
             self._backward_began, self._log.phase = self._log.clock(), NAMES[Phase.BACKWARD]
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self.backward_begins()
 
     def _end_backward(self) -> None:
         self._graph_task = NO_TASK

@@ -29,7 +29,7 @@ from hetero.io import ALIGN, IO, FaultPlan
 from hetero.train.blueprint import draw
 from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
-from hetero.types import Kind, Tier
+from hetero.types import Kind, Lane, Tier
 from tests.equivalence import zoo
 from tests.equivalence.harness import (
     Budget,
@@ -278,6 +278,39 @@ def test_what_models_and_loops_do_is_the_same_on_disk(number: int, disk: Path) -
     make = (sgd, adamw)[number % 2]
     device = "cpu" if number % 3 == 0 else SimDevice(seed=number, checked=True)
     compare_on_disk(OTHERS[number], make, disk, device)
+
+
+def test_backward_reads_states_for_the_first_updates_of_its_step(disk: Path) -> None:
+    torch.manual_seed(11)
+    model = Wide()
+    plain = copy.deepcopy(model)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    host = least_host(model, optimizer, disk, device="cpu", hbm=2**24)
+    parameters = sum(p.nbytes for p in model.parameters())
+    config = Config.load(device="cpu", hbm=2**24, host=host + 5 * parameters // 2, nvme=disk)
+    model, optimizer = prepare_tuned(model, optimizer, config, Tuning(extent_numel=EXTENT))
+    store, read = engine_of(model).store, []
+    assert store.pool is not None
+    assert {kind for kind, _ in engine_of(model).budget.spill.on_disk} == {Kind.STATE}
+    for step in range(STEPS):
+        tokens = torch.randint(0, WORDS, (3, 7), generator=torch.Generator().manual_seed(step))
+        loss = model(tokens).square().mean()
+        engine_of(model).finish()
+        store.pool.nvme.take_counts()
+        loss.backward()
+        with store.pool._changed:  # until what was begun has landed
+            store.pool._changed.wait_for(lambda: not store.pool._in_flight)
+        read.append(store.pool.nvme.take_counts()[Lane.READ])
+        optimizer.step()
+        optimizer.zero_grad()
+        plain(tokens).square().mean().backward()
+        theirs.step()
+        theirs.zero_grad()
+
+    same(values(model), values(plain), "values")
+    same(states(model, optimizer), states(plain, theirs), "states")
+    assert read[0] == 0 and all(n > 0 for n in read[1:])
 
 
 # -- one number, however it is placed ------------------------------------------------------------

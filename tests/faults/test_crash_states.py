@@ -22,7 +22,7 @@ from hetero.checkpoint.reader import State, steps
 from hetero.checkpoint.shard import ShardReader
 from hetero.checkpoint.writer import retain
 from hetero.errors import HeteroError, NoCheckpoint
-from hetero.io import Folder, Op
+from hetero.io import ALIGN, Folder, Op
 from tests.faults.crash import OPS, Drive, Model, Tree, frozen
 from tests.faults.saves import Quick, contents, load, save, unfinished
 
@@ -141,6 +141,14 @@ def wrong(verdict: Verdict, acknowledged: int) -> str:
     return "HALF" if verdict.half else ""  # a visible checkpoint that is not whole
 
 
+def blocks(op: Op) -> Iterator[Op]:
+    """Yield an operation, a write block by block: a crash may keep any of what one call wrote."""
+    if op.op != "write":
+        yield op
+    for start in range(0, len(op.data), ALIGN):
+        yield op._replace(offset=op.offset + start, data=op.data[start : start + ALIGN])
+
+
 # -- stories -------------------------------------------------------------------------------------
 
 
@@ -172,7 +180,7 @@ class Teller:
             path = f"{path}/".removeprefix(f"{self.path}/").rstrip("/")
             return ID.sub(lambda found: ids.setdefault(found[0], f"{len(ids) + 1:032x}"), path)
 
-        done = [op for op in self.plan.log if op.op in OPS]
+        done = [each for op in self.plan.log if op.op in OPS for each in blocks(op)]
         return [op._replace(where=told(op.where), to=told(op.to)) for op in done]
 
     def story(self) -> Story:

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from hetero.checkpoint.manifest import SHARD
+from hetero.checkpoint.manifest import SHARD, Entry
 from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.shard import GATHERED
 from hetero.checkpoint.verify import verify
 from hetero.checkpoint.writer import Writer, retain
 from hetero.errors import (
@@ -26,7 +27,7 @@ from hetero.errors import (
     HeteroError,
     StorageError,
 )
-from hetero.io import ALIGN, IO, FaultPlan, Folder
+from hetero.io import ALIGN, IO, FaultPlan, Folder, aligned_buffer
 from tests.faults.saves import SMALL, Quick, contents, everything, load, save, unfinished
 
 T = TypeVar("T")
@@ -199,17 +200,50 @@ def test_a_drive_that_lies_about_a_write_is_found_out_by_the_load(fresh: Fresh, 
         assert load(path, 2) == contents(2)
 
 
+LARGE = (Entry("param", "large", "", "uint8", (GATHERED,)), SMALL[0])
+
+
 def test_a_failed_write_ends_the_save_for_every_thread(fresh: Fresh) -> None:
     path, plan = fresh(), Quick()
     plan.fail_at("write", 0, errno.EIO)
     with Folder.open(path, plan) as root:
-        writer = Writer(root, 3, SMALL)
+        writer = Writer(root, 3, LARGE)
         with pytest.raises(DiskWriteError):
-            writer.write(0, 0, memoryview(bytes(SMALL[0].n_bytes)))
+            writer.write(0, 0, aligned_buffer(GATHERED))
         with pytest.raises(HeteroError, match="abandoned"):
-            writer.write(1, 0, memoryview(bytes(SMALL[1].n_bytes)))
+            writer.write(1, 0, memoryview(bytes(SMALL[0].n_bytes)))
 
     assert not unfinished(path)
+
+
+def test_a_gathered_write_that_fails_is_told_by_a_later_write_or_the_commit(fresh: Fresh) -> None:
+    path, plan = fresh(), Quick()
+    plan.fail_at("write", 0, errno.EIO)
+    many = [Entry("param", f"{n}", "", "uint8", (GATHERED - 1,)) for n in range(5)]
+    with Folder.open(path, plan) as root:
+        with Writer(root, 3, SMALL[:1]) as writer:
+            writer.write(0, 0, memoryview(bytes(SMALL[0].n_bytes)))
+            with pytest.raises(DiskWriteError):
+                writer.commit({})
+        plan.fail_at("write", plan.seen["write"], errno.EIO)
+        with Writer(root, 4, many) as writer, pytest.raises(DiskWriteError):
+            for n in range(5):  # two of them fill a buffer, and there are two buffers
+                writer.write(n, 0, memoryview(bytearray(GATHERED - 1)))
+
+    assert not unfinished(path)
+
+
+def test_many_small_tensors_go_to_the_drive_together(fresh: Fresh) -> None:
+    path, plan = fresh(), Quick()
+    many = [Entry("param", f"{n}", "", "uint8", (ALIGN + n,)) for n in range(300)]
+    with Folder.open(path, plan) as root, Writer(root, 3, many) as writer:
+        for n in reversed(range(300)):  # in whatever order they come
+            writer.write(n, 0, memoryview(bytes([n % 251]) * (ALIGN + n)))
+        writer.commit({})
+
+    writes = [op for op in plan.log if op.op == "write" and op.where.endswith(SHARD)]
+    assert len(writes) == 1
+    assert load(path, 3)[2] == tuple(bytes([n % 251]) * (ALIGN + n) for n in range(300))
 
 
 class Stuck(IO):
@@ -229,8 +263,8 @@ class Stuck(IO):
 def test_a_commit_before_a_write_has_returned_does_not_outrun_its_failure(fresh: Fresh) -> None:
     path, drive = fresh(), Stuck()
     with Folder.open(path, drive) as root, ThreadPoolExecutor(2) as threads:
-        writer = Writer(root, 3, SMALL[:1])
-        writing = threads.submit(writer.write, 0, 0, memoryview(bytes(SMALL[0].n_bytes)))
+        writer = Writer(root, 3, LARGE[:1])
+        writing = threads.submit(writer.write, 0, 0, aligned_buffer(GATHERED))
         drive.reached.wait()
         while min(writer._shard._crcs) < 0:  # its CRCs are there, its bytes are not
             pass

@@ -677,6 +677,70 @@ def test_forgetting_what_was_announced_frees_its_memory(disk: Path, late: Late) 
     assert resident(pool, home) == [3, 4, 5, 6, 7, 8]
 
 
+def test_what_is_for_later_is_read_when_nothing_is_left_to_read_ahead(
+    disk: Path, late: Late
+) -> None:
+    pool = make_pool(disk, 6, executor=late)
+    home = make_home(pool, 20)
+    fill(pool, home)
+    flushed(pool, home)
+    pool.ahead([home.request(i) for i in (0, 1, 2)])  # one more than the window holds
+    pool.later([home.request(i) for i in (10, 11, 12)])
+    assert resident(pool, home) == [0, 1]
+
+    touch(pool, home, 0)
+    late.finish()
+    assert {1, 2, 10, 11} <= set(resident(pool, home))
+    pool.nvme.take_counts()
+    pool.ahead([home.request(i) for i in (10, 11)])
+    touch(pool, home, 10, 11)
+    assert not pool.nvme.take_counts()
+
+
+def test_what_is_for_later_gives_way_to_a_pin_the_last_of_it_first(disk: Path, late: Late) -> None:
+    pool = make_pool(disk, 6, executor=late)
+    home = make_home(pool, 20)
+    fill(pool, home)
+    flushed(pool, home)
+    pool.later([home.request(i) for i in (10, 11)])
+    late.finish()
+    assert resident(pool, home) == [10, 11]
+
+    with pool.pin(home.request(0, 5)):
+        assert resident(pool, home) == [0, 1, 2, 3, 4, 10]
+        with pool.pin(home.request(5)):
+            assert resident(pool, home) == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_is_announced_for_later_anew_takes_the_place_of_the_old(
+    disk: Path, late: Late
+) -> None:
+    pool = make_pool(disk, 3, executor=late)
+    home = make_home(pool, 20)
+    fill(pool, home)
+    flushed(pool, home)
+    pool.later([home.request(i) for i in (0, 1, 2)])
+    pool.later([home.request(i) for i in (0, 7)])
+    late.finish()
+    assert resident(pool, home) == [0, 1]
+
+    touch(pool, home, 0)
+    late.finish()
+    assert resident(pool, home) == [0, 1, 7]
+
+
+def test_a_request_again_is_without_what_was_only_read(disk: Path, late: Late) -> None:
+    pool = make_pool(disk, 6, executor=late)
+    home = make_home(pool, 6)
+    spans = [home.span(0), home.span(1, use=Use.WRITE), home.span(2, use=Use.FRESH)]
+
+    again = Request(spans).again()
+
+    extents = home.extents.all
+    assert again.needs == {extents[1]: Use.WRITE, extents[2]: Use.WRITE}
+    assert again.n_bytes == 2 * NUMEL
+
+
 def test_reading_ahead_stands_still_while_somebody_waits_for_room(disk: Path, late: Late) -> None:
     pool = make_pool(disk, 6, executor=late)
     home = make_home(pool, 20)
@@ -1212,7 +1276,7 @@ class PoolMachine(RuleBasedStateMachine):
     def announce(self, data: st.DataObject, n: int) -> None:
         requests = [Request([self.span(data)]) for _ in range(n)]
         self.announced += requests
-        self.pool.ahead(requests)
+        data.draw(st.sampled_from([self.pool.ahead, self.pool.later]))(requests)
 
     @precondition(lambda self: self.announced)
     @rule(data=st.data())
