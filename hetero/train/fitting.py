@@ -10,7 +10,7 @@ What even that does not hold is a BudgetError with the unit that leaves most.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -67,7 +67,10 @@ class Ring(Protocol):
 class Choice(Protocol):
     """The policies of units."""
 
-    policies: dict[int, Policy]
+    @property
+    def policies(self) -> MutableMapping[int, Policy]:
+        """By unit."""
+
     overlaps: bool
     """Whether what goes down or comes up for one unit does so while the next one computes."""
 
