@@ -93,7 +93,7 @@ class Forecast:
     # -- a forward -------------------------------------------------------------------------------
 
     def begin(self, *, anew: bool) -> None:
-        """A forward of the whole model begins, or a step; ``anew`` after one that came to nothing."""
+        """A forward of the whole model, or a step, begins; ``anew`` after one in vain."""
         if self._now and not anew:
             self._order = self._now
         self._now, self.open, self.scale = [], None, 1.0
