@@ -189,14 +189,13 @@ class Fitting:
     def _make_room(self, unit: int) -> None:
         """Before a unit that leaves more than it did: let others give way, and frames."""
         plan, held, ring = self.budget.plan, self._footprint.live_bytes, self._ring
-        ahead = self.forecast.ahead(unit)
-        need = held + self.forecast.peak_bytes(ahead, self._choice.policies)
+        need = held + self.forecast.peak_ahead(unit, self._choice.policies)
         if need + ring.limit_bytes <= self._beside_frames:
             return
         least = plan.least_bytes // plan.granule_bytes
         if need > self._room and self._choice.may_change:
-            self._choose(ahead, self._room - held)
-            need = held + self.forecast.peak_bytes(ahead, self._choice.policies)
+            self._choose(self.forecast.ahead(unit), self._room - held)
+            need = held + self.forecast.peak_ahead(unit, self._choice.policies)
         limit = (self.budget.most_bytes - need - ring.limit_bytes) // plan.granule_bytes
         before = self._frames.limit
         self._frames.resize(max(least, min(limit, before)))
@@ -235,6 +234,7 @@ class Fitting:
         if policies != self._choice.policies:
             self._note(f"{shown(policies)} for {room_bytes} bytes")
         self._choice.policies.update(policies)
+        self.forecast.chosen()
         return found is not None
 
     def _least(self, units: Sequence[int], policies: dict[int, Policy]) -> dict[int, Policy]:

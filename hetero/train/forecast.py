@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from hetero.device import Device, Ticket
-from hetero.plan.activations import Policy, Use, peak_bytes
+from hetero.plan.activations import Policy, Use, peaks
 from hetero.train.caches import is_cache
 from hetero.train.footprint import Footprint
 from hetero.train.swizzle import plainly
@@ -86,6 +86,8 @@ class Forecast:
         self._kinds = kinds
         self._may_recompute = may_recompute
         self._order: list[int] = []  # units of the last forward
+        self._places: dict[int, int] = {}  # of each among these, the first
+        self._ahead: dict[float, list[int]] = {}  # by scale: the peak from each of them on
         self._now: list[int] = []  # and of this one, so far
         self._stamps: dict[int, tuple[Ticket, Ticket]] = {}  # of units seen for the first time
         self._held_bytes = 0  # by graphs, when the last unit's forward ended
@@ -96,7 +98,10 @@ class Forecast:
         """A forward of the whole model, or a step, begins; ``anew`` after one in vain."""
         if self._now and not anew:
             self._order = self._now
+            places = zip(reversed(self._order), reversed(range(len(self._order))), strict=True)
+            self._places = dict(places)
         self._now, self.open, self.scale = [], None, 1.0
+        self._ahead.clear()
 
     def grows(self, unit: int, input_bytes: int) -> bool:
         """Whether this forward leaves more than the last one did, as a known unit's inputs show."""
@@ -153,9 +158,8 @@ class Forecast:
 
     def ahead(self, unit: int) -> list[int]:
         """Return the units from this one on, as the last forward had them."""
-        order = self._order
-        units = order[order.index(unit) :] if unit in order else [unit]
-        return [unit for unit in units if unit in self.rows]
+        at = self._places.get(unit)
+        return [unit] if at is None else self._order[at:]
 
     def use(self, unit: int) -> Use:
         """Return what a unit is expected to leave in a forward of the present scale."""
@@ -187,10 +191,31 @@ class Forecast:
         self, units: Sequence[int], policies: Mapping[int, Policy], *, overlaps: bool = True
     ) -> int:
         """Return what units are expected to have on the device at once."""
+        return self._peaks(units, policies, overlaps=overlaps)[0]
+
+    def peak_ahead(self, unit: int, policies: Mapping[int, Policy]) -> int:
+        """Return `peak_bytes` of the units from this one on, as long as policies do not change.
+
+        All units ask it one after another: it is found for all at once.
+        """
+        at = self._places.get(unit)
+        if at is None:
+            return self.peak_bytes([unit], policies)
+        if self.scale not in self._ahead:
+            self._ahead[self.scale] = self._peaks(self._order, policies)
+        return self._ahead[self.scale][at]
+
+    def chosen(self) -> None:
+        """Policies are others from here on."""
+        self._ahead.clear()
+
+    def _peaks(
+        self, units: Sequence[int], policies: Mapping[int, Policy], *, overlaps: bool = True
+    ) -> list[int]:
         uses, chosen = [self.use(unit) for unit in units], [policies[unit] for unit in units]
         goes_down = any(policy.offload for policy in policies.values())
         working, end = (of(goes_down=goes_down) for of in (self.working_bytes, self.behind_bytes))
-        return peak_bytes(uses, chosen, working, end_bytes=end, overlaps=overlaps)
+        return peaks(uses, chosen, working, end_bytes=end, overlaps=overlaps)
 
     # -- a step ----------------------------------------------------------------------------------
 
