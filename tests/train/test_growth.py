@@ -12,10 +12,13 @@ from torch import nn
 import hetero
 from hetero.api import engine_of
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE
-from hetero.plan.trace import Trace
+from hetero.plan.schedule import Schedule
+from hetero.plan.trace import Access, Trace
 from hetero.train.policy import Policies
+from hetero.train.tracer import Cursor
 from hetero.types import Phase
 from tests.campaigns.harness import Net, adamw, tokens_of
+from tests.counting import lines_of
 
 
 class ByMethod(Net):
@@ -115,3 +118,41 @@ def test_whether_anything_goes_down_is_counted_and_not_looked_for(
     monkeypatch.setattr(Policies, "__iter__", lambda self: looked.append(0) or iter(self.data))
     model(tokens_of(5))
     assert not looked
+
+
+def chain(n: int) -> Trace:
+    return Trace(tuple(Access(Phase.FORWARD, unit, (unit,)) for unit in range(n)))
+
+
+def planned(cursor: Cursor, trace: Trace) -> None:
+    for access in trace.accesses:
+        cursor.observe(access)
+    cursor.border()
+
+
+def test_a_schedule_is_planned_anew_once_it_is_followed_however_often_limits_changed() -> None:
+    built: list[Trace] = []
+
+    def build(trace: Trace) -> Schedule:
+        built.append(trace)
+        return Schedule(trace, ((),) * (len(trace.accesses) + 1), 0)
+
+    cursor = Cursor(build)
+    planned(cursor, chain(5))
+    for _ in range(3):
+        cursor.replan()
+    assert len(built) == 1
+    cursor.observe(chain(1).accesses[0])
+    cursor.observe(chain(2).accesses[1])
+    assert len(built) == 2 and cursor.deviations == 0
+
+
+def test_an_access_out_of_turn_is_found_without_a_search() -> None:
+    def work(n: int) -> int:
+        cursor = Cursor(lambda trace: Schedule(trace, ((),) * (len(trace.accesses) + 1), 0))
+        planned(cursor, chain(n))
+        cursor.observe(chain(n).accesses[n // 2])  # the first one finds all places
+        cursor.observe(chain(1).accesses[0])
+        return lines_of(lambda: cursor.observe(chain(1).accesses[0]))
+
+    assert work(400) <= work(40) + 5
