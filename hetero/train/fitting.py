@@ -141,7 +141,7 @@ class Fitting:
     # -- a forward -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A forward of the whole model begins."""
+        """A forward of the whole model begins, or a step."""
         if self._spoiled:  # what an attempt took that came to nothing is not what steps take
             self.meter.restart()
         self.forecast.begin(anew=self._spoiled)

@@ -95,7 +95,7 @@ class Forecast:
     # -- a forward -------------------------------------------------------------------------------
 
     def begin(self, *, anew: bool) -> None:
-        """A forward of the whole model, or a step, begins; ``anew`` after one in vain."""
+        """A forward of the whole model begins; ``anew`` after one that came to nothing."""
         if self._now and not anew:
             self._order = self._now
             places = zip(reversed(self._order), reversed(range(len(self._order))), strict=True)
@@ -236,7 +236,6 @@ class Forecast:
         expected = self.peak_bytes(units, policies, overlaps=overlaps)
         self.beside_bytes = max(0, peak - expected)
         self.end_bytes = max(0, end - self._held_bytes)
-        self.begin(anew=False)  # a model that trains by another method has no forward to begin one
         return units
 
     def units(self) -> list[int]:
