@@ -219,8 +219,11 @@ class Activations:
         self.learned = True
 
     def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        with self._accessed(index):
+        pushed = self._enter(index)
+        try:
             return call(*args, **kwargs)
+        finally:
+            self._leave(index, pushed)
 
     @contextmanager
     def _accessed(self, index: int) -> Iterator[None]:
