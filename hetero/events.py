@@ -145,11 +145,27 @@ class EventLog:
                 )
             )
 
-    def now(self, what: What, **columns: Any) -> None:
+    def now(
+        self,
+        what: What,
+        *,
+        lane: Lane | None = None,
+        tier: Tier | None = None,
+        unit: int = -1,
+        bucket: int = -1,
+        n_bytes: int = 0,
+        category: Kind | str | None = None,
+        why: str = "",
+    ) -> None:
         """Append an instant; see `add`."""
         if self.enabled:
             t = self.clock()
-            self.add(what, t, t, **columns)
+            self.append(
+                (
+                    *(next(self._count), t, t, what, self.step, self.phase),
+                    *(lane, tier, unit, bucket, n_bytes, category, why, self.access),
+                )
+            )
 
     @contextmanager
     def during(self, what: What, **columns: Any) -> Iterator[None]:

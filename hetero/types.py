@@ -17,6 +17,8 @@ class Tier(IntEnum):
 class Kind(Enum):
     """What bytes are for; PARAM, GRAD, MASTER and STATE of one bucket share its index space."""
 
+    __hash__ = object.__hash__  # not of their names, in Python: they are keys on the hot path
+
     PARAM = "param"
     GRAD = "grad"
     MASTER = "master"
@@ -29,6 +31,8 @@ class Kind(Enum):
 class Lane(Enum):
     """One direction of a link, or one engine: the rows of every timeline."""
 
+    __hash__ = object.__hash__  # not of their names, in Python: they are keys on the hot path
+
     COMPUTE = "compute"
     UPDATE = "update"
     H2D = "h2d"
@@ -39,6 +43,8 @@ class Lane(Enum):
 
 class Phase(Enum):
     """The part of a step in which a unit is accessed; the value is what schedules print."""
+
+    __hash__ = object.__hash__  # not of their names, in Python: they are keys on the hot path
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -13,11 +13,13 @@ from hetero.device.face import (
     OPPOSITE,
     POISON,
     PROBE_BYTES,
+    SMALL,
     Accelerator,
     Move,
     Slab,
     Stall,
     Ticket,
+    heap_slab,
     map_slab,
 )
 from hetero.types import Lane
@@ -39,7 +41,7 @@ class CpuDevice:
         self._bytes_per_second: float | None = None
 
     def slab(self, n_bytes: int) -> Slab:
-        return map_slab(n_bytes)
+        return map_slab(n_bytes) if n_bytes >= SMALL else heap_slab(n_bytes)
 
     def paged_slab(self, n_bytes: int) -> Slab:
         return map_slab(n_bytes, huge=False)  # a huge page would span several extents

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hetero.config import HostLimit
@@ -20,6 +22,7 @@ from hetero.types import Lane
 
 POISON = 0xFF  # a NaN in every float format, -1 in every int format
 ALONE = 2  # uses of a storage: the tensor asked about, and the handle asked through
+SMALL = 64 * 2**10  # bytes of a slab that is not worth a mapping
 HUGE = 4 * 2**20  # bytes of a slab from which huge pages are asked for
 PROBE_BYTES = 16 * 2**20  # a copy of so many bytes tells a link's rate
 COPY_LANES = (Lane.H2D, Lane.D2H)
@@ -200,6 +203,8 @@ class Slab:
     block: torch.Tensor
     mapping: mmap.mmap | None = None
     registered: bool = False
+    heap: npt.NDArray[np.uint8] | None = None
+    """The memory of a small one, which is not mapped."""
 
     def __del__(self) -> None:
         # Registered pages must be given back before the mapping goes; at exit the driver is gone.
@@ -214,8 +219,9 @@ class Slab:
         """
         if n_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.block.device)
-        if self.mapping is not None:
-            return torch.frombuffer(self.mapping, dtype=torch.uint8, count=n_bytes, offset=offset)
+        memory = self.mapping if self.heap is None else self.heap
+        if memory is not None:
+            return torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes, offset=offset)
         piece = self.block[offset : offset + n_bytes]
         return torch.utils.dlpack.from_dlpack(piece)
 
@@ -230,6 +236,12 @@ def map_slab(n_bytes: int, *, huge: bool = True) -> Slab:
         except OSError:  # a kernel built without them
             pass
     return Slab(n_bytes, torch.frombuffer(mapping, dtype=torch.uint8), mapping)
+
+
+def heap_slab(n_bytes: int) -> Slab:
+    """Return zeroed memory of the heap: to map a few pages takes longer than to use them."""
+    block = torch.zeros(n_bytes, dtype=torch.uint8)
+    return Slab(n_bytes, block, heap=block.numpy())
 
 
 def release_slab(slab: Slab) -> None:

@@ -60,6 +60,8 @@ class SimDevice(CpuDevice):
     ) -> None:
         super().__init__()
         self.rates = {Lane.H2D: h2d_bytes_per_second, Lane.D2H: d2h_bytes_per_second}
+        self.is_timed = any(self.rates.values())
+        """Whether links have rates: time is what they and `compute` take then."""
         self.shared_link = shared_link
         self.checked = checked
         self.clock_seconds = 0.0
@@ -122,11 +124,6 @@ class SimDevice(CpuDevice):
 
     def now(self) -> float:
         return self.clock_seconds
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether links have rates: time is what they and `compute` take then."""
-        return any(self.rates.values())
 
     def is_busy(self, lane: Lane) -> bool:
         """Whether a lane copies now."""

@@ -7,12 +7,13 @@ An address is a frame of the 1-byte class (a *granule*, ``chunk_numel`` bytes); 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from hetero.errors import StateError
 
-Worth = Callable[[int], "tuple[float, float] | None"]
+Leaving = Iterable[tuple[object, int]]
+"""(worth, owner) of those who may leave, those first who are to leave first."""
 
 
 class Run(NamedTuple):
@@ -37,13 +38,14 @@ class Place(NamedTuple):
 class FrameMap:
     """Which owner holds which run; finds room for a new one."""
 
-    __slots__ = ("_runs", "_starts", "_where", "limit")
+    __slots__ = ("_gaps", "_runs", "_starts", "_where", "limit")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._starts: list[int] = []
         self._runs: dict[int, Run] = {}
         self._where: dict[int, int] = {}
+        self._gaps: dict[int, list[int]] = {}  # length -> where free frames before a run begin
 
     @property
     def runs(self) -> list[Run]:
@@ -57,22 +59,51 @@ class FrameMap:
     @property
     def end(self) -> int:
         """The first address behind every run."""
-        return self._runs[self._starts[-1]].end if self._starts else 0
+        return self._end_before(len(self._starts))
 
     def take(self, owner: int, start: int, length: int) -> None:
         """Give [start, start + length) to ``owner``; an overlap is a StateError."""
         hit = self.overlapping(start, length)
         if hit or start < 0 or owner in self._where:
             raise StateError(f"frames {start}+{length} for bucket {owner} overlap {hit}")
+        at = bisect_left(self._starts, start)
+        before = self._end_before(at)
+        if at < len(self._starts):
+            after = self._starts[at]
+            self._shut(before, after)
+            self._open(start + length, after)
+        self._open(before, start)
         self._runs[start] = Run(start, length, owner)
         self._where[owner] = start
-        insort(self._starts, start)
+        self._starts.insert(at, start)
 
     def drop(self, owner: int) -> None:
         """Free the run of ``owner``."""
         start = self._where.pop(owner)
-        del self._runs[start]
-        self._starts.pop(bisect_left(self._starts, start))
+        end = self._runs.pop(start).end
+        at = bisect_left(self._starts, start)
+        del self._starts[at]
+        before = self._end_before(at)
+        self._shut(before, start)
+        if at < len(self._starts):
+            after = self._starts[at]
+            self._shut(end, after)
+            self._open(before, after)
+
+    def _end_before(self, at: int) -> int:
+        """Return where the run before the one at a position ends, 0 where there is none."""
+        return self._runs[self._starts[at - 1]].end if at else 0
+
+    def _open(self, start: int, end: int) -> None:
+        if start < end:
+            insort(self._gaps.setdefault(end - start, []), start)
+
+    def _shut(self, start: int, end: int) -> None:
+        if start < end:
+            starts = self._gaps[end - start]
+            del starts[bisect_left(starts, start)]
+            if not starts:
+                del self._gaps[end - start]
 
     def overlapping(self, start: int, length: int) -> list[Run]:
         """Return the runs that share frames with [start, start + length)."""
@@ -85,30 +116,69 @@ class FrameMap:
             at += 1
         return found
 
-    def place(self, length: int, worth: Worth, *, high: bool = False) -> Place | None:
+    def place(self, length: int, leaving: Leaving, *, high: bool = False) -> Place | None:
         """Find a run of ``length`` frames whose present owners are worth least.
 
-        ``worth(owner)`` is how far away the owner's next use is (larger: evict rather), or None
-        when the owner may not leave. Free frames come first, lowest address first (``high``:
-        highest first); then the window whose nearest next use is furthest away, then the one that
-        evicts fewest frames.
+        ``leaving`` is asked for as many owners as it takes. Free frames come first, lowest address
+        first (``high``: highest first); then the window that can be had with the fewest of
+        ``leaving``, and of those whose last one is worth the same the one that evicts fewest
+        frames.
         """
-        starts = {0, self.limit - length}
-        for run in self._runs.values():
-            starts.update((run.start, run.end, run.start - length))
-        best: tuple[tuple[float, float], int, int] | None = None
-        chosen: Place | None = None
-        for start in sorted(starts, reverse=high):
-            if start < 0 or start + length > self.limit:
-                continue
-            runs = self.overlapping(start, length)
-            if not runs:
-                return Place(start, ())
-            values = [worth(run.owner) for run in runs]
-            if any(value is None for value in values):
-                continue
-            least = min(v for v in values if v is not None)
-            score = (least, -sum(r.length for r in runs), start if high else -start)
-            if best is None or score > best:
-                best, chosen = score, Place(start, tuple(run.owner for run in runs))
+        start = self._free(length, high=high)
+        if start is not None:
+            return Place(start, ())
+        best: tuple[int, int] | None = None
+        chosen = last = None
+        may: set[int] = set()
+        for worth, owner in leaving:
+            if chosen is not None and worth != last:
+                break
+            last, run = worth, self._runs[self._where[owner]]
+            may.add(run.start)
+            for start, runs in self._windows(run, length, may, high=high):
+                score = (-sum(r.length for r in runs), start if high else -start)
+                if best is None or score > best:
+                    best, chosen = score, Place(start, tuple(r.owner for r in runs))
         return chosen
+
+    def _free(self, length: int, *, high: bool) -> int | None:
+        """Return the lowest, or the highest, start of so many free frames."""
+        fit = [(n, starts) for n, starts in self._gaps.items() if n >= length]
+        if self.limit - self.end >= length and (high or not fit):
+            return self.limit - length if high else self.end
+        if high:
+            return max((starts[-1] + n - length for n, starts in fit), default=None)
+        return min((starts[0] for _, starts in fit), default=None)
+
+    def _windows(
+        self, run: Run, length: int, may: set[int], *, high: bool
+    ) -> Iterator[tuple[int, list[Run]]]:
+        """Yield the windows, and their runs, that take frames of ``run`` and else of those at
+        starts in ``may``."""
+        first, last = self._stretch(run, length, may)
+        low, top = self._end_before(first), self._start_behind(last) - length
+        if run.length >= length:  # no window takes less than this one run
+            yield (top if high else low), [run]
+            return
+        among = [self._runs[start] for start in self._starts[first : last + 1]]
+        ends = {at for r in among for at in (r.start, r.end, r.start - length)}
+        for start in {low, top, *ends}:
+            if low <= start <= top and run.start - length < start < run.end:
+                yield start, [r for r in among if r.start < start + length and start < r.end]
+
+    def _stretch(self, run: Run, length: int, may: set[int]) -> tuple[int, int]:
+        """Return the positions of the first and the last run that may leave with ``run``, as far
+        as a window reaches that has frames of it."""
+        starts = self._starts
+        first = last = bisect_left(starts, run.start)
+        if run.length >= length:
+            return first, last
+        while first and starts[first - 1] in may and self._end_before(first) > run.start - length:
+            first -= 1
+        while (behind := self._start_behind(last)) in may and behind < run.end + length:
+            last += 1
+        return first, last
+
+    def _start_behind(self, at: int) -> int:
+        """Return where the run behind the one at a position begins, the limit where none is."""
+        return self._starts[at + 1] if at + 1 < len(self._starts) else self.limit

@@ -9,7 +9,7 @@ parameters lie at home is its codec's business (codec.py); a tensor begins a blo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -76,6 +76,15 @@ class Bucket:
     chunk_numel: int
     first_chunk: int
     codec: Codec = EXACT
+    granules: int = field(init=False)
+    """Frames of the 1-byte class that the bucket's PARAM chunks fill."""
+    chunks: range = field(init=False)
+    """Ids of its chunks."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "granules", self.n_chunks * self.dtype.itemsize)
+        chunks = range(self.first_chunk, self.first_chunk + self.n_chunks)
+        object.__setattr__(self, "chunks", chunks)
 
     @property
     def numel(self) -> int:
@@ -92,21 +101,12 @@ class Bucket:
         """Bytes of the PARAM chunks at home, on the link and on disk."""
         return self.codec.n_bytes(self.numel, self.dtype)
 
-    @property
-    def granules(self) -> int:
-        """Frames of the 1-byte class that the bucket's PARAM chunks fill."""
-        return self.n_chunks * self.dtype.itemsize
-
     def chunks_of(self, start: int, end: int) -> range:
         """Return the chunk ids that elements [start, end) of the index space touch."""
         if end <= start:
             return range(0)
         first = self.first_chunk + start // self.chunk_numel
         return range(first, self.first_chunk + (end - 1) // self.chunk_numel + 1)
-
-    @property
-    def chunks(self) -> range:
-        return range(self.first_chunk, self.first_chunk + self.n_chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ class Ledger:
         self.budgets = dict(budgets)
         self._log = log
         self._used: Counter[tuple[Tier, Kind]] = Counter()
+        self._of_tier: Counter[Tier] = Counter()
         self._peak: Counter[tuple[Tier, Kind | None]] = Counter()
 
     def charge(self, tier: Tier, kind: Kind, n_bytes: int, what: str) -> None:
@@ -32,9 +33,12 @@ class Ledger:
                 tier=tier.name,
                 needed_bytes=used + n_bytes,
             )
-        self._used[tier, kind] += n_bytes
-        self._peak[tier, None] = max(self._peak[tier, None], used + n_bytes)
-        self._peak[tier, kind] = max(self._peak[tier, kind], self._used[tier, kind])
+        self._of_tier[tier] = used + n_bytes
+        of_kind = self._used[tier, kind] = self._used[tier, kind] + n_bytes
+        if used + n_bytes > self._peak[tier, None]:
+            self._peak[tier, None] = used + n_bytes
+        if of_kind > self._peak[tier, kind]:
+            self._peak[tier, kind] = of_kind
         self._note(tier, kind)
 
     def credit(self, tier: Tier, kind: Kind, n_bytes: int) -> None:
@@ -42,6 +46,7 @@ class Ledger:
         if self._used[tier, kind] < n_bytes:
             raise StateError(f"{tier.name} {kind.value}: gave back {n_bytes} bytes, more than held")
         self._used[tier, kind] -= n_bytes
+        self._of_tier[tier] -= n_bytes
         self._note(tier, kind)
 
     def _note(self, tier: Tier, kind: Kind) -> None:
@@ -55,9 +60,7 @@ class Ledger:
 
     def used(self, tier: Tier, kind: Kind | None = None) -> int:
         """Return the bytes charged now, of one kind or of all."""
-        if kind is not None:
-            return self._used[tier, kind]
-        return sum(n for (t, _), n in self._used.items() if t is tier)
+        return self._of_tier[tier] if kind is None else self._used[tier, kind]
 
     def peak(self, tier: Tier, kind: Kind | None = None) -> int:
         """Return the most bytes ever charged to a tier at once, of one kind or of all."""

@@ -19,8 +19,9 @@ waits for that work alone, and raises what the work raised.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,7 @@ from hetero.memory.slab import Home, HomeStore
 from hetero.types import CopyState, Kind, Lane, Tier, format_bytes
 
 PARAM = Kind.PARAM.value
+FEW = 32  # replicas among which the one that is to leave is looked for
 Done = Callable[[], None]
 
 
@@ -129,7 +131,7 @@ class ChunkManager:
         self.log = link.log
         self.frames = FrameMap(limit)
         self.table = CopyTable(layout.n_chunks)
-        self.replicas: dict[int, Replica] = {}
+        self.replicas: dict[int, Replica] = {}  # those last that were used last
         self.counts: Counter[str] = Counter()
         self.next_use = next_use
         self.by_storage: dict[int, Replica] = {}
@@ -168,6 +170,7 @@ class ChunkManager:
         self._clock += 1
         for replica in held:
             replica.stamp = self._clock
+            self.replicas[replica.bucket.id] = self.replicas.pop(replica.bucket.id)
             if replica.ready is not None:
                 self._arrive(replica)
             if self._paranoid:
@@ -491,8 +494,16 @@ class ChunkManager:
             return None
         return (self.next_use(bucket_id), -replica.stamp)
 
+    def _leaving(self) -> Iterator[tuple[object, int]]:
+        """Yield who may leave, of a few that were used longest ago those first whose next use is
+        furthest away: to ask all of them would make a miss dearer the more there are."""
+        order = iter(list(self.replicas))
+        while few := list(itertools.islice(order, FEW)):
+            found = [(worth, b) for b in few if (worth := self._worth(b)) is not None]
+            yield from sorted(found, reverse=True)
+
     def _fetch_anywhere(self, bucket: Bucket, why: str) -> Replica:
-        place = self.frames.place(bucket.granules, self._worth)
+        place = self.frames.place(bucket.granules, self._leaving())
         if place is None:
             raise self._no_room(bucket)
         return self._fetch(bucket, place, why)

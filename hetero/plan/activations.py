@@ -8,7 +8,8 @@ ranks choices, it does not predict a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,18 +77,31 @@ def peak_bytes(
     backward one in use and the next, unless nothing ``overlaps``. So a unit's backward has at least
     what its forward had.
     """
-    held = top = next_bytes = 0  # that stay; at the peak; that come up for the unit before
-    for use, policy in zip(uses, policies, strict=True):
+    return peaks(uses, policies, working_bytes, end_bytes=end_bytes, overlaps=overlaps)[0]
+
+
+def peaks(
+    uses: Sequence[Use],
+    policies: Sequence[Policy],
+    working_bytes: int = 0,
+    *,
+    end_bytes: int = 0,
+    overlaps: bool = True,
+) -> list[int]:
+    """Return `peak_bytes` of the units from each one on, and of none."""
+    near, far = end_bytes, 0  # at the peak: up to the next unit that goes down, and behind it
+    found = [max(working_bytes, near)]
+    for use, policy in zip(reversed(uses), reversed(policies), strict=True):
         left = use.left_bytes(policy)
-        here = held + next_bytes + left
+        here = left + working_bytes
         if policy.recompute:  # its inputs are among what it saves
             here += max(0, use.saved_bytes - use.input_bytes)
-        top = max(top, here)
         if not policy.offload:
-            held += left
-        elif overlaps:
-            next_bytes = left
-    return max(top + working_bytes, held + next_bytes + end_bytes)
+            near, far = max(here, left + near), left + far
+        else:  # it comes up while those before the next that goes down compute
+            near, far = here, max(near + left * overlaps, far)
+        found.append(max(near, far))
+    return found[::-1]
 
 
 def choose(
@@ -105,40 +119,59 @@ def choose(
     comes late in forward is needed first in backward. The last one keeps: it is needed at once.
     ``down`` and ``up`` return the seconds in which the link moves bytes.
     """
-    for policies in _candidates(uses, down, up):
-        if peak_bytes(uses, policies, working_bytes, end_bytes=end_bytes) <= room_bytes:
-            return policies
-    return None
 
-
-def _candidates(uses: Sequence[Use], down: Seconds, up: Seconds) -> Iterator[list[Policy]]:
-    """Yield choices, dearer and smaller ones later."""
+    def fits(policies: list[Policy]) -> bool:
+        return peak_bytes(uses, policies, working_bytes, end_bytes=end_bytes) <= room_bytes
 
     def total_seconds(policies: list[Policy]) -> float:
         pairs = zip(uses, policies, strict=True)
         return sum(cost_seconds(use, policy, down, up) for use, policy in pairs)
 
-    # 1. units give way one by one, each to what is cheapest for it
+    # 1. units give way one by one, each to what is cheapest for it; with none does the peak rise
+    ways = _ways(uses, down, up)
+
+    def given(n: int) -> list[Policy]:
+        chosen = dict(ways[:n])
+        return [chosen.get(at, KEEP) for at in range(len(uses))]
+
+    found = _first(len(ways), lambda n: fits(given(n)))
+    if found is not None:
+        return given(found)
+    # 2. two units of what goes down are on the device, maybe more than inputs; or inputs go too
+    n_before = max(0, len(uses) - 1)
+
+    def smallest(n: int) -> list[Policy]:
+        return _with(uses, [LEAST] * n + [RECOMPUTE] * (n_before - n))
+
+    n = _first(n_before, lambda n: fits(smallest(n)))
+    others = [smallest(0), _with(uses, [OFFLOAD] * n_before), smallest(n or 0)]
+    return min(filter(fits, others), key=total_seconds, default=None)
+
+
+def _first(most: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the smallest of 0 to ``most`` that fits, where all larger ones do."""
+    found = bisect_left(range(most + 1), True, key=fits)
+    return found if found <= most else None
+
+
+def _with(uses: Sequence[Use], policies: Sequence[Policy]) -> list[Policy]:
+    """Return policies as units may have them; the last one keeps."""
+    may = [use.may(policy) for use, policy in zip(uses[:-1], policies, strict=True)]
+    return may + [KEEP] * bool(uses)
+
+
+def _ways(uses: Sequence[Use], down: Seconds, up: Seconds) -> list[tuple[int, Policy]]:
+    """Return (unit, policy) in the order in which units give way."""
     options = []
     for at, use in enumerate(uses[:-1]):
         for policy in (RECOMPUTE, OFFLOAD):
             freed = use.saved_bytes - (use.input_bytes if policy.recompute else 0)
             if freed > 0 and use.may(policy) == policy:
                 options.append((cost_seconds(use, policy, down, up) / freed, at, policy))
-    policies = [KEEP] * len(uses)
-    yield list(policies)
+    ways: dict[int, Policy] = {}
     for _, at, policy in sorted(options, key=lambda option: option[:2]):
-        if policies[at] is KEEP:
-            policies[at] = policy
-            yield list(policies)
-    # 2. two units of what goes down are on the device, maybe more than inputs; or inputs go too
-    before = len(uses) - 1
-    last = [KEEP] * bool(uses)
-    others = [[policy] * before + last for policy in (RECOMPUTE, OFFLOAD)]
-    others += [[LEAST] * n + [RECOMPUTE] * (before - n) + last for n in range(1, before + 1)]
-    for found in others:
-        found[:] = [use.may(policy) for use, policy in zip(uses, found, strict=True)]
-    yield from sorted(others, key=total_seconds)
+        ways.setdefault(at, policy)
+    return list(ways.items())
 
 
 def cost_seconds(use: Use, policy: Policy, down: Seconds, up: Seconds) -> float:

@@ -8,8 +8,8 @@ not only bytes, with the frame map that the runtime uses (handed in as ``space``
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from hetero.plan.schedule import Op, Schedule, Shape
@@ -41,7 +41,7 @@ class Space(Protocol):
     def drop(self, owner: int) -> None: ...
 
     def place(
-        self, length: int, worth: Callable[[int], tuple[float, float] | None], *, high: bool = False
+        self, length: int, leaving: Iterable[tuple[object, int]], *, high: bool = False
     ) -> Place | None: ...
 
 
@@ -87,6 +87,9 @@ class Planner:
         self.depth = FARTHEST if depth is None else depth
         self.uses = trace.uses()
         self.resident: dict[int, int] = {}
+        self._next: dict[int, float] = {}  # use of every resident bucket that does not stand
+        self._order: list[tuple[float, int]] = []  # (next use, bucket) of these, ascending
+        self._near = 0  # all accesses between the present one and this have what they need
         self._high = False
         self._cyclic = may_stand(trace, shapes)
         self._standing: tuple[int, ...] = ()
@@ -117,7 +120,8 @@ class Planner:
         self._standing = stand
         at = window(self.trace, self.shapes, {*stand}) if stand else self.limit
         for bucket in stand:
-            self._take(bucket, at)
+            self.space.take(bucket, at, self.shapes[bucket].granules)
+            self.resident[bucket] = at
             at += self.shapes[bucket].granules
         if at < self.limit:
             self.space.take(NOBODY, at, self.limit - at)
@@ -147,10 +151,12 @@ class Planner:
         )
 
     def _step(self, survivors: Mapping[int, int]) -> tuple[tuple[Op, ...], ...]:
-        self._high = False
+        self._high, self._near = False, 0
+        self._rank(survivors, -1)
         border = tuple(Op(bucket, start) for bucket, start in sorted(survivors.items()))
         ops = [border + self._look_ahead(-1, ())]
         for point, access in enumerate(self.trace.accesses):
+            self._rank(access.buckets, point)
             demand = self._demand(point, access.buckets)
             ops.append(demand + self._look_ahead(point, access.buckets))
         return tuple(ops)
@@ -160,18 +166,35 @@ class Planner:
             if everything or self.shapes[bucket].rewritten:
                 self._drop(bucket)
 
-    def _take(self, bucket: int, start: int) -> None:
+    def _take(self, bucket: int, start: int, point: int) -> None:
         self.space.take(bucket, start, self.shapes[bucket].granules)
         self.resident[bucket] = start
+        use = self._next[bucket] = self._next_use(bucket, point)
+        insort(self._order, (use, bucket))
 
     def _drop(self, bucket: int) -> None:
         self.space.drop(bucket)
         del self.resident[bucket]
+        use = self._next.pop(bucket, None)
+        if use is not None:
+            del self._order[bisect_left(self._order, (use, bucket))]
+            self._near = min(self._near, use)
+
+    def _rank(self, buckets: Iterable[int], point: int) -> None:
+        """The next uses of buckets are others from a point on."""
+        for bucket in buckets:
+            use = self._next.get(bucket)
+            if use is not None:
+                del self._order[bisect_left(self._order, (use, bucket))]
+                use = self._next[bucket] = self._next_use(bucket, point)
+                insort(self._order, (use, bucket))
 
     def _demand(self, point: int, needed: Sequence[int]) -> tuple[Op, ...]:
         """Fetch what look-ahead could not; where it is too scattered, start from empty frames."""
-        gone = tuple(sorted(self.resident))
         missing = [b for b in dict.fromkeys(needed) if b not in self.resident]
+        if not missing:
+            return ()
+        gone = tuple(sorted(self.resident))
         ops = [self._fetch(bucket, point, needed, deadline=-1) for bucket in missing]
         if None not in ops:
             return tuple(op._replace(demand=True) for op in ops if op)
@@ -184,7 +207,8 @@ class Planner:
         ops: list[Op] = []
         n = len(self.trace.accesses)
         last = point + 1 + min(self.depth, n) if self._cyclic else min(n, point + 1 + self.depth)
-        for ahead in range(point + 1, last):
+        for ahead in range(max(point + 1, int(self._near)), last):
+            self._near = ahead
             for bucket in self.trace.accesses[ahead % n].buckets:
                 if bucket in self.resident:
                     continue
@@ -192,23 +216,27 @@ class Planner:
                 if op is None:
                     return tuple(ops)
                 ops.append(op)
+        self._near = max(self._near, last)
         return tuple(ops)
 
     def _fetch(self, bucket: int, point: int, pinned: Sequence[int], *, deadline: int) -> Op | None:
-        def worth(owner: int) -> tuple[float, float] | None:
-            use = self._next_use(owner, point)
-            stays = owner in (*pinned, *self._standing, NOBODY) or use <= deadline
-            return None if stays else (use, 0.0)
-
         granules = self.shapes[bucket].granules
-        place = self.space.place(granules, worth, high=self._high)
+        place = self.space.place(granules, self._leaving(pinned, deadline), high=self._high)
         if place is None:
             return None
         for owner in place.evict:
             self._drop(owner)
-        self._take(bucket, place.start)
+        self._take(bucket, place.start, point)
         self._high = not self._high
         return Op(bucket, place.start, place.evict)
+
+    def _leaving(self, pinned: Sequence[int], deadline: int) -> Iterator[tuple[object, int]]:
+        """Yield what is needed later than a deadline, last first."""
+        for use, bucket in reversed(self._order):
+            if use <= deadline:
+                return
+            if bucket not in pinned:
+                yield use, bucket
 
     def _next_use(self, bucket: int, point: int) -> float:
         """Positions of the next step count too, for what survives the update."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hetero.plan.schedule import Shape
 from hetero.plan.trace import Trace
@@ -46,13 +46,70 @@ def _filled(
 ) -> tuple[int, ...]:
     """Let stand what fits beside what the rest streams through."""
     found: list[int] = []
-    held = 0
+    held, stream = 0, Stream(trace, shapes)
     for bucket in order:
         more = held + shapes[bucket].granules
-        if more <= limit and more + window(trace, shapes, {*found, bucket}) <= limit:
+        if more > limit:
+            continue
+        stream.take_out(bucket)
+        if more + stream.window <= limit:
             found.append(bucket)
             held = more
+        else:
+            stream.put_back(bucket)
     return tuple(found)
+
+
+class Stream:
+    """What streams while buckets are taken out, one by one, to stand: accesses in a ring."""
+
+    def __init__(self, trace: Trace, shapes: Mapping[int, Shape]) -> None:
+        self._shapes = shapes
+        self._needs = [set(access.buckets) for access in trace.accesses if access.buckets]
+        n = len(self._needs)
+        self._before = [(at - 1) % n for at in range(n)]
+        self._behind = [(at + 1) % n for at in range(n)]
+        self._uses: dict[int, list[int]] = {}
+        for at, need in enumerate(self._needs):
+            for bucket in need:
+                self._uses.setdefault(bucket, []).append(at)
+        self._pairs: Counter[int] = Counter()  # how many accesses take so much with the next one
+        self._count(range(n), 1)
+
+    @property
+    def window(self) -> int:
+        """The frames that two accesses in a row take; see `window`."""
+        return max(self._pairs, default=0)
+
+    def take_out(self, bucket: int) -> None:
+        """A bucket streams no more."""
+        for at in self._uses[bucket]:
+            before, behind, near = self._before[at], self._behind[at], {self._before[at], at}
+            self._count(near, -1)
+            self._needs[at].remove(bucket)
+            if not self._needs[at]:
+                self._behind[before], self._before[behind] = behind, before
+                near.remove(at)
+            self._count(near, 1)
+
+    def put_back(self, bucket: int) -> None:
+        """Undo the last `take_out`."""
+        for at in reversed(self._uses[bucket]):
+            before, behind, near = self._before[at], self._behind[at], {self._before[at], at}
+            gone = not self._needs[at]
+            self._count(near - {at} if gone else near, -1)
+            self._needs[at].add(bucket)
+            if gone:
+                self._behind[before] = self._before[behind] = at
+            self._count(near, 1)
+
+    def _count(self, places: Iterable[int], n: int) -> None:
+        for at in places:
+            need = self._needs[at] | self._needs[self._behind[at]]
+            takes = sum(self._shapes[b].granules for b in need)
+            self._pairs[takes] += n
+            if not self._pairs[takes]:
+                del self._pairs[takes]
 
 
 def window(trace: Trace, shapes: Mapping[int, Shape], stand: set[int]) -> int:

@@ -668,6 +668,7 @@ class Engine:
         if self._fit():
             return
         self.fitting.meter.restart()
+        self.fitting.begin()  # a model that trains by another method has no forward to begin one
         self.runtime.border()
 
     def _take_stats(self) -> None:

@@ -10,7 +10,7 @@ What even that does not hold is a BudgetError with the unit that leaves most.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -68,7 +68,10 @@ class Ring(Protocol):
 class Choice(Protocol):
     """The policies of units."""
 
-    policies: dict[int, Policy]
+    @property
+    def policies(self) -> MutableMapping[int, Policy]:
+        """By unit."""
+
     overlaps: bool
     """Whether what goes down or comes up for one unit does so while the next one computes."""
 
@@ -143,7 +146,7 @@ class Fitting:
     # -- a forward -------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A forward of the whole model begins."""
+        """A forward of the whole model begins, or a step."""
         if self._spoiled:  # what an attempt took that came to nothing is not what steps take
             self.meter.restart()
         self.forecast.begin(anew=self._spoiled)
@@ -191,15 +194,14 @@ class Fitting:
     def _make_room(self, unit: int) -> None:
         """Before a unit that leaves more than it did: let others give way, and frames."""
         plan, held, ring = self.budget.plan, self._footprint.live_bytes, self._ring
-        ahead = self.forecast.ahead(unit)
-        need = held + self.forecast.peak_bytes(ahead, self._choice.policies)
+        need = held + self.forecast.peak_ahead(unit, self._choice.policies)
         if need + ring.limit_bytes <= self._beside_frames:
             return
         least = plan.least_bytes // plan.granule_bytes
         if need > self._room and self._choice.may_change:
-            fits = self._choose(ahead, self._room - held)
+            fits = self._choose(self.forecast.ahead(unit), self._room - held)
             self._choice.overlaps = self._choice.overlaps and fits
-            need = held + self.forecast.peak_bytes(ahead, self._choice.policies)
+            need = held + self.forecast.peak_ahead(unit, self._choice.policies)
         limit = (self.budget.most_bytes - need - ring.limit_bytes) // plan.granule_bytes
         before = self._frames.limit
         self._frames.resize(max(least, min(limit, before)))
@@ -238,6 +240,7 @@ class Fitting:
         if policies != self._choice.policies:
             self._note(f"{shown(policies)} for {room_bytes} bytes")
         self._choice.policies.update(policies)
+        self.forecast.chosen()
         return found is not None
 
     def _least(self, units: Sequence[int], policies: dict[int, Policy]) -> dict[int, Policy]:

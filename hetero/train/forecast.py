@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,11 +12,13 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from hetero.device import Device, Ticket
-from hetero.plan.activations import Policy, Use, peak_bytes
+from hetero.plan.activations import Policy, Use, peaks
 from hetero.train.caches import is_cache
 from hetero.train.footprint import Footprint
 from hetero.train.swizzle import plainly
 from hetero.types import format_bytes
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 @dataclass(slots=True)
@@ -86,6 +88,8 @@ class Forecast:
         self._kinds = kinds
         self._may_recompute = may_recompute
         self._order: list[int] = []  # units of the last forward
+        self._places: dict[int, int] = {}  # of each among these, the first
+        self._ahead: dict[float, list[int]] = {}  # by scale: the peak from each of them on
         self._now: list[int] = []  # and of this one, so far
         self._stamps: dict[int, tuple[Ticket, Ticket]] = {}  # of units seen for the first time
         self._held_bytes = 0  # by graphs, when the last unit's forward ended
@@ -96,7 +100,10 @@ class Forecast:
         """A forward of the whole model begins; ``anew`` after one that came to nothing."""
         if self._now and not anew:
             self._order = self._now
+            places = zip(reversed(self._order), reversed(range(len(self._order))), strict=True)
+            self._places = dict(places)
         self._now, self.open, self.scale = [], None, 1.0
+        self._ahead.clear()
 
     def grows(self, unit: int, input_bytes: int) -> bool:
         """Whether this forward leaves more than the last one did, as a known unit's inputs show."""
@@ -153,9 +160,8 @@ class Forecast:
 
     def ahead(self, unit: int) -> list[int]:
         """Return the units from this one on, as the last forward had them."""
-        order = self._order
-        units = order[order.index(unit) :] if unit in order else [unit]
-        return [unit for unit in units if unit in self.rows]
+        at = self._places.get(unit)
+        return [unit] if at is None else self._order[at:]
 
     def use(self, unit: int) -> Use:
         """Return what a unit is expected to leave in a forward of the present scale."""
@@ -187,10 +193,31 @@ class Forecast:
         self, units: Sequence[int], policies: Mapping[int, Policy], *, overlaps: bool = True
     ) -> int:
         """Return what units are expected to have on the device at once."""
+        return self._peaks(units, policies, overlaps=overlaps)[0]
+
+    def peak_ahead(self, unit: int, policies: Mapping[int, Policy]) -> int:
+        """Return `peak_bytes` of the units from this one on, as long as policies do not change.
+
+        All units ask it one after another: it is found for all at once.
+        """
+        at = self._places.get(unit)
+        if at is None:
+            return self.peak_bytes([unit], policies)
+        if self.scale not in self._ahead:
+            self._ahead[self.scale] = self._peaks(self._order, policies)
+        return self._ahead[self.scale][at]
+
+    def chosen(self) -> None:
+        """Policies are others from here on."""
+        self._ahead.clear()
+
+    def _peaks(
+        self, units: Sequence[int], policies: Mapping[int, Policy], *, overlaps: bool = True
+    ) -> list[int]:
         uses, chosen = [self.use(unit) for unit in units], [policies[unit] for unit in units]
         goes_down = any(policy.offload for policy in policies.values())
         working, end = (of(goes_down=goes_down) for of in (self.working_bytes, self.behind_bytes))
-        return peak_bytes(uses, chosen, working, end_bytes=end, overlaps=overlaps)
+        return peaks(uses, chosen, working, end_bytes=end, overlaps=overlaps)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -235,7 +262,22 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     What caches of keys and values hold is not among them (older transformers let pytrees see it):
     it grows from unit to unit, and what a unit leaves does not grow with it.
     """
-    leaves = tree_iter(value, is_leaf=is_cache)
-    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    found = {id(leaf): leaf for leaf in _leaves(value)}
     with plainly():
         return [t for t in found.values() if t.layout is torch.strided]
+
+
+def _leaves(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value; of usual values without torch's pytrees, for speed."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        yield value
+    elif kind is tuple or kind is list:
+        for item in value:
+            yield from _leaves(item)
+    elif kind is dict:
+        for item in value.values():
+            yield from _leaves(item)
+    elif kind not in _PLAIN:
+        leaves = tree_iter(value, is_leaf=is_cache)
+        yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -299,9 +299,12 @@ class GradStore:
             indices = list(dict.fromkeys((*pending, *self._leased)))
             self._leased.clear()
             # Siblings made in one piece (the halves of a concatenation) hold each other's storage.
-            storages = (self._storage(index) for index in indices)
-            siblings = Counter(storage for storage in storages if storage is not None)
-            seen = [self._is_held(index, siblings) for index in indices]
+            storages = [self._storage(index) for index in indices]
+            siblings = Counter(storages)
+            seen = [
+                storage is not None and self._is_held(index, storage, siblings[storage])
+                for index, storage in zip(indices, storages, strict=True)
+            ]
             with unmeasured():  # what is made here is made on HOST
                 for index, held in zip(indices, seen, strict=True):
                     self.flush(index, held=held)
@@ -342,14 +345,10 @@ class GradStore:
             return None
         return int(grad.untyped_storage()._cdata)
 
-    def _is_held(self, index: int, siblings: Mapping[int, int]) -> bool:
+    def _is_held(self, index: int, storage: int, n_siblings: int) -> bool:
         """Whether somebody else refers to a gradient, or to bytes of its storage."""
-        storage = self._storage(index)
-        if storage is None:
-            return False
         uses = int(torch._C._storage_Use_Count(storage))
-        alone = ALONE - 1 + siblings[storage]
-        return holders(self._params[index]) > self._alone or uses > alone
+        return holders(self._params[index]) > self._alone or uses > ALONE - 1 + n_siblings
 
     def _refuse_scaled(self, index: int, grad: torch.Tensor) -> None:
         if self.scaling is not None and grad.requires_grad:

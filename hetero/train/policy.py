@@ -6,8 +6,8 @@ and inside a checkpoint of the model's own, everything is as the model says.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -27,6 +27,21 @@ from hetero.train.slices import Checked, Sliced, batch_of, check_unit, find_cut
 from hetero.train.units import Unit
 
 CHOICES = {"auto": KEEP, "keep": KEEP, "recompute": RECOMPUTE, "offload": OFFLOAD}
+
+
+class Policies(UserDict[int, Policy]):
+    """The policy of every unit; whether any lets something go down is counted as they change."""
+
+    def __init__(self, policies: Mapping[int, Policy]) -> None:
+        self.n_offload = 0
+        super().__init__(policies)
+
+    def __setitem__(self, unit: int, policy: Policy) -> None:
+        self.n_offload += policy.offload - self.data.get(unit, KEEP).offload
+        self.data[unit] = policy
+
+    def __delitem__(self, unit: int) -> None:
+        self.n_offload -= self.data.pop(unit).offload
 
 
 class Watch(Protocol):
@@ -72,7 +87,7 @@ class Activations:
     ) -> None:
         named = [i for i, unit in enumerate(units) if unit.module is not None]
         self.may_change = choice == "auto"
-        self.policies = dict.fromkeys(named, CHOICES[choice])
+        self.policies = Policies(dict.fromkeys(named, CHOICES[choice]))
         self.watch: Watch | None = None
         self.evaluates: Callable[[Sequence[Any], dict[str, Any]], None] = _unwatched
         self.unit_begins: Callable[[], None] = _nothing
@@ -106,7 +121,7 @@ class Activations:
     @property
     def offloads(self) -> bool:
         """Whether anything goes down."""
-        return any(policy.offload for policy in self.policies.values())
+        return self.policies.n_offload > 0
 
     @property
     def overlaps(self) -> bool:
@@ -214,8 +229,11 @@ class Activations:
         self.learned = True
 
     def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        with self._accessed(index):
+        pushed = self._enter(index)
+        try:
             return call(*args, **kwargs)
+        finally:
+            self._leave(index, pushed)
 
     @contextmanager
     def _accessed(self, index: int) -> Iterator[None]:

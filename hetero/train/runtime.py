@@ -233,6 +233,11 @@ class Runtime:
         self._masters.written(segment)
 
     def _look_ahead(self, phase: Phase, unit: int, buckets: tuple[int, ...]) -> None:
+        """Follow the plan, unless this is no part of a step: who reads weights between forwards
+        that nobody trains (an average of them under `no_grad`) is not planned for."""
+        stepped = self._stepped and phase is not Phase.EVAL
+        if not (stepped or self._phases or phase is Phase.BACKWARD):
+            return
         self.active = self.evaluate if phase is Phase.EVAL else self.train
         self.issue(self.active.observe(Access(phase, unit, buckets)))
 

@@ -20,13 +20,22 @@ class Cursor:
     """Follows accesses along a schedule and resynchronises after a deviation."""
 
     def __init__(self, build: Callable[[Trace], Schedule]) -> None:
-        self.schedule: Schedule | None = None
         self.deviations = 0
+        self._schedule: Schedule | None = None
+        self._is_stale = False  # planned for other limits
         self._build = build
         self._seen: list[Access] = []
         self._before: tuple[Access, ...] = ()
         self._uses: dict[int, list[int]] = {}
+        self._places: dict[Access, list[int]] = {}  # of equal ones, in the schedule
         self._at = -1
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What is followed; where limits changed, however often, it is planned when it is asked."""
+        if self._is_stale and self._schedule is not None:
+            self.plan(self._schedule.trace)
+        return self._schedule
 
     def observe(self, access: Access) -> tuple[Op, ...]:
         """Record an access and return the ops to issue, none when off plan."""
@@ -47,21 +56,23 @@ class Cursor:
         trace = Trace(tuple(self._seen))
         self._seen.clear()
         self._at = -1
-        known = self.schedule.trace.accesses if self.schedule else None
-        due = self.schedule is None or trace.accesses == self._before
+        known = self._schedule.trace.accesses if self._schedule else None
+        due = known is None or trace.accesses == self._before
         if trace.accesses and trace.accesses != known and due:
             self.plan(trace)
         self._before = trace.accesses
-        return self.schedule.at(-1) if self.schedule else ()
+        schedule = self.schedule
+        return schedule.at(-1) if schedule else ()
 
     def plan(self, trace: Trace) -> None:
         """Follow a new schedule from the next step on."""
-        self.schedule = self._build(trace)
+        self._schedule, self._is_stale = self._build(trace), False
         self._uses = trace.uses()
+        self._places = {}
 
     def order(self) -> dict[int, int]:
         """Return for every bucket of this step, or of the planned one, which comes how early."""
-        accesses = self.schedule.trace.accesses if self.schedule else tuple(self._seen)
+        accesses = self._schedule.trace.accesses if self._schedule else tuple(self._seen)
         found: dict[int, int] = {}
         for access in accesses:
             for bucket in access.buckets:
@@ -69,13 +80,12 @@ class Cursor:
         return found
 
     def replan(self) -> None:
-        """The limits changed: plan again for the trace that is being followed."""
-        if self.schedule is not None:
-            self.plan(self.schedule.trace)
+        """The limits changed: what is followed is planned anew before it is followed further."""
+        self._is_stale = True
 
     def next_use(self, bucket: int) -> float:
         """Return how far away a bucket's next use is; 0 when nothing is planned (then: LRU)."""
-        if self.schedule is None:
+        if self._schedule is None:
             return 0.0
         use = next_use(self._uses.get(bucket, ()), self._at)
         return use - self._at if math.isfinite(use) else math.inf
@@ -83,10 +93,12 @@ class Cursor:
     def _resynchronise(self, schedule: Schedule, access: Access) -> tuple[Op, ...]:
         """Jump forward to the access, with the skipped ops; stay when it is not there."""
         self.deviations += 1
-        accesses = schedule.trace.accesses
-        for there in range(self._at + 2, len(accesses)):
-            if accesses[there] == access:
-                skipped = range(self._at + 1, there + 1)
-                self._at = there
-                return tuple(op for point in skipped for op in schedule.at(point))
-        return ()
+        if not self._places:
+            for at, other in enumerate(schedule.trace.accesses):
+                self._places.setdefault(other, []).append(at)
+        places = self._places.get(access, ())
+        there = next_use(places, self._at)
+        if math.isinf(there):
+            return ()
+        skipped, self._at = range(self._at + 1, int(there) + 1), int(there)
+        return tuple(op for point in skipped for op in schedule.at(point))

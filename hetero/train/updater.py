@@ -140,9 +140,10 @@ class Updater:
         try:
             for group, rows in ready:
                 settings = {k: _frozen(v) for k, v in group.items() if k != "params"}
+                kinds = _kinds(settings)
                 for bucket, members in self._by_bucket(rows):
                     update = updates.setdefault(bucket.id, Update(bucket))
-                    self._draft(update, settings, members)
+                    self._draft(update, settings, kinds, members)
         except BaseException:
             for row in self._begun:
                 row.state.clear()
@@ -176,7 +177,7 @@ class Updater:
                 sorted(members, key=lambda row: row.segment.position),
             )
 
-    def _draft(self, update: Update, group: Group, rows: list[Ready]) -> None:
+    def _draft(self, update: Update, group: Group, known: str, rows: list[Ready]) -> None:
         bucket = update.bucket
         draft: Callable[[Update, Group, list[Ready]], None]
         if self._masters.has(bucket):
@@ -186,7 +187,6 @@ class Updater:
         else:
             draft = self._draft_whole
         made_here = self._masters.has(bucket) and self.formula is not None
-        known = repr([(key, _kind(value)) for key, value in group.items()])
         fresh = any(self._stepped.get(row.segment.index) != known for row in rows)
         fresh |= any(self._lost_state(row) for row in rows)
         update.fresh |= fresh and not made_here
@@ -265,6 +265,8 @@ class Updater:
     ) -> Request | None:
         """Return what a slice needs from disk: weights, gradients, and the other homes given."""
         bucket = update.bucket
+        if self._store.pool is None:
+            return None
         request = self._store.request(
             Span(self._store.homes[PARAM, bucket.id], start, end, Use.WRITE),
             Span(self._grads.home(bucket), start, end),
@@ -381,7 +383,7 @@ class Updater:
 
         A tiny parameter is stepped to see: rules tell by dtype, dimensions and ones among them.
         """
-        known = repr([(key, _kind(value)) for key, value in group.items()]), dtype, shape
+        known = _kinds(group), dtype, shape
         if known not in self._probed:
             probe = torch.zeros(shape, dtype=dtype)
             probe.grad = torch.zeros_like(probe)
@@ -600,6 +602,11 @@ def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _kinds(group: Group) -> str:
+    """Return what of a group's settings decides which states there are."""
+    return repr([(key, _kind(value)) for key, value in group.items()])
 
 
 def _kind(value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +20,17 @@ from hetero.memory.frame import FrameMap, Place, Run
 
 FREE = -1
 Worths = dict[int, "tuple[float, float] | None"]
+
+
+def ranked(worths: Worths) -> list[Any]:
+    """Return who may leave, worth most first."""
+    pairs = ((worth, owner) for owner, worth in worths.items() if worth is not None)
+    return sorted(pairs, reverse=True)
+
+
+def by_use(*uses: float) -> list[Any]:
+    """Return owners 0, 1, ..., by their next uses, furthest first."""
+    return ranked({owner: (use, 0.0) for owner, use in enumerate(uses)})
 
 
 class Painted:
@@ -86,10 +99,11 @@ class FrameMachine(RuleBasedStateMachine):
     def place(self, length: int, data: st.DataObject) -> None:
         values = st.one_of(st.none(), st.tuples(st.integers(0, 4), st.integers(-4, 0)))
         worth = {owner: data.draw(values) for owner in sorted(self.held)}
-        place = self.map.place(length, worth.__getitem__)
+        high = data.draw(st.booleans())
+        place = self.map.place(length, ranked(worth), high=high)
         free = self.model.free_starts(length)
         if free:
-            assert place == Place(free[0], ())
+            assert place == Place(free[-1 if high else 0], ())
             return
         best = self.model.best(length, worth)
         if best is None:
@@ -128,23 +142,19 @@ TestFrameMachine.settings = settings(
 )
 
 
-def never(owner: int) -> None:
-    return None
-
-
 def test_an_empty_map_places_at_the_low_end() -> None:
-    assert FrameMap(10).place(4, never) == Place(0, ())
+    assert FrameMap(10).place(4, ()) == Place(0, ())
 
 
 def test_a_run_longer_than_the_map_has_no_place() -> None:
-    assert FrameMap(10).place(11, never) is None
+    assert FrameMap(10).place(11, ()) is None
 
 
 def test_owners_who_may_not_leave_are_not_evicted() -> None:
     frames = FrameMap(4)
     frames.take(0, 0, 4)
 
-    assert frames.place(1, never) is None
+    assert frames.place(1, ()) is None
 
 
 def test_the_furthest_next_use_leaves_first() -> None:
@@ -152,7 +162,7 @@ def test_the_furthest_next_use_leaves_first() -> None:
     for owner in range(3):
         frames.take(owner, 2 * owner, 2)
 
-    assert frames.place(2, lambda owner: ((5.0, 9.0, 7.0)[owner], 0.0)) == Place(2, (1,))
+    assert frames.place(2, by_use(5.0, 9.0, 7.0)) == Place(2, (1,))
 
 
 def test_a_window_is_worth_what_its_nearest_use_is() -> None:
@@ -160,7 +170,7 @@ def test_a_window_is_worth_what_its_nearest_use_is() -> None:
     for owner in range(3):
         frames.take(owner, 2 * owner, 2)
 
-    place = frames.place(4, lambda owner: ((1.0, 9.0, 3.0)[owner], 0.0))
+    place = frames.place(4, by_use(1.0, 9.0, 3.0))
 
     assert place == Place(2, (1, 2))
 
@@ -170,8 +180,8 @@ def test_equal_next_uses_are_told_apart_by_the_second_worth() -> None:
     frames.take(0, 0, 2)
     frames.take(1, 2, 2)
 
-    assert frames.place(2, lambda owner: (0.0, (-5.0, -1.0)[owner])) == Place(2, (1,))
-    assert frames.place(2, lambda owner: (0.0, (-1.0, -5.0)[owner])) == Place(0, (0,))
+    assert frames.place(2, ranked({0: (0.0, -5.0), 1: (0.0, -1.0)})) == Place(2, (1,))
+    assert frames.place(2, ranked({0: (0.0, -1.0), 1: (0.0, -5.0)})) == Place(0, (0,))
 
 
 def test_of_equal_worth_the_window_that_evicts_fewest_frames_is_taken() -> None:
@@ -179,14 +189,14 @@ def test_of_equal_worth_the_window_that_evicts_fewest_frames_is_taken() -> None:
     frames.take(0, 0, 4)
     frames.take(1, 4, 1)
 
-    assert frames.place(1, lambda owner: (1.0, 0.0)) == Place(4, (1,))
+    assert frames.place(1, by_use(1.0, 1.0)) == Place(4, (1,))
 
 
 def test_free_frames_beside_a_run_count_towards_the_window() -> None:
     frames = FrameMap(8)
     frames.take(0, 3, 2)
 
-    assert frames.place(5, lambda owner: (1.0, 0.0)) == Place(0, (0,))
+    assert frames.place(5, by_use(1.0)) == Place(0, (0,))
 
 
 def test_the_same_owner_cannot_hold_two_runs() -> None:
@@ -206,7 +216,7 @@ def test_a_run_ends_where_its_length_says() -> None:
 def test_runs_placed_one_after_another_leave_no_gaps(limit: int, lengths: list[int]) -> None:
     frames = FrameMap(limit)
     for owner, length in enumerate(lengths):
-        place = frames.place(length, never)
+        place = frames.place(length, ())
         if place is None:
             assert frames.used + length > limit
             break

@@ -10,11 +10,14 @@ from hetero.plan.activations import (
     LEAST,
     OFFLOAD,
     RECOMPUTE,
+    Policy,
     Use,
     choose,
     cost_seconds,
     peak_bytes,
+    peaks,
 )
+from tests.counting import lines_of
 
 SAVED, INPUT = 100, 10
 
@@ -88,3 +91,62 @@ def test_a_choice_fits_and_is_made_where_one_for_all_fits(
         return
     for policy in (KEEP, RECOMPUTE, OFFLOAD, LEAST):
         assert peak_bytes(uses, [policy] * (len(uses) - 1) + [KEEP]) > room
+
+
+policies = st.sampled_from([KEEP, RECOMPUTE, OFFLOAD, LEAST])
+
+
+def plainly(uses: list[Use], chosen: list[Policy], working: int, end: int, overlaps: bool) -> int:
+    """Return the peak by going through forward once."""
+    held = top = next_bytes = 0
+    for use, policy in zip(uses, chosen, strict=True):
+        left = use.left_bytes(policy)
+        again = max(0, use.saved_bytes - use.input_bytes) if policy.recompute else 0
+        top = max(top, held + next_bytes + left + again)
+        if not policy.offload:
+            held += left
+        elif overlaps:
+            next_bytes = left
+    return max(top + working, held + next_bytes + end)
+
+
+@given(
+    st.lists(st.tuples(sizes, policies), max_size=6),
+    st.integers(0, 500),
+    st.integers(0, 500),
+    st.booleans(),
+)
+def test_the_peaks_of_what_is_ahead_are_those_of_a_forward_from_there(
+    pairs: list[tuple[Use, Policy]], working: int, end: int, overlaps: bool
+) -> None:
+    uses, chosen = [use for use, _ in pairs], [policy for _, policy in pairs]
+    found = peaks(uses, chosen, working, end_bytes=end, overlaps=overlaps)
+
+    assert found == [
+        plainly(uses[at:], chosen[at:], working, end, overlaps) for at in range(len(uses) + 1)
+    ]
+
+
+@given(st.lists(st.tuples(sizes, policies), min_size=1, max_size=5), st.data())
+def test_a_unit_more_that_gives_way_never_raises_the_peak(
+    pairs: list[tuple[Use, Policy]], data: st.DataObject
+) -> None:
+    """`choose` looks for the first choice that fits by halves."""
+    uses, chosen = [use for use, _ in pairs], [policy for _, policy in pairs]
+    at = data.draw(st.sampled_from(range(len(uses))))
+    smaller = {KEEP: (OFFLOAD,), RECOMPUTE: (LEAST,)}.get(chosen[at], ())
+    if chosen[at] == KEEP and uses[at].saved_bytes > uses[at].input_bytes:
+        smaller = (OFFLOAD, RECOMPUTE)
+    for policy in smaller:
+        assert peak_bytes(uses, [*chosen[:at], policy, *chosen[at + 1 :]]) <= peak_bytes(
+            uses, chosen
+        )
+
+
+def test_choosing_is_linear_in_the_units() -> None:
+    def chosen(n_units: int) -> int:
+        uses = [block()] * n_units
+        room = 2 * SAVED + 2 * INPUT  # the very last choice that there is
+        return lines_of(lambda: choose(uses, room, down=SLOW, up=SLOW))
+
+    assert chosen(400) < 1.6 * 8 * chosen(50)  # by halves: three times more for eight times as many

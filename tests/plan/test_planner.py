@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -12,9 +14,10 @@ from hypothesis import strategies as st
 from hetero.memory.frame import FrameMap
 from hetero.plan.planner import Planner, next_use
 from hetero.plan.schedule import Schedule, Shape, Verdict, verify
-from hetero.plan.standing import standing, window
+from hetero.plan.standing import Stream, standing, window
 from hetero.plan.trace import Access, Trace
 from hetero.types import Phase
+from tests.counting import lines_of
 
 MANY = settings(derandomize=True, deadline=None, max_examples=200)
 
@@ -388,3 +391,41 @@ def test_what_stands_is_never_more_than_the_frames(
         assert len(set(stand)) == len(stand)
         held = sum(still[bucket].granules for bucket in stand)
         assert held + window(trace, still, set(stand)) <= limit or not stand
+
+
+@MANY
+@given(traces(), st.data())
+def test_the_window_of_a_stream_is_that_of_all_that_was_not_taken_out(
+    model: tuple[Trace, dict[int, Shape]], data: st.DataObject
+) -> None:
+    trace, shapes = model
+    stream, out = Stream(trace, shapes), set()
+    for bucket in data.draw(st.permutations(sorted(trace.uses()))):
+        stream.take_out(bucket)
+        assert stream.window == window(trace, shapes, out | {bucket})
+        if data.draw(st.booleans()):
+            out.add(bucket)
+            continue
+        stream.put_back(bucket)
+        assert stream.window == window(trace, shapes, out)
+
+
+# -- what planning takes ---------------------------------------------------------------------------
+
+
+def passes(n_buckets: int, size: Callable[[int], int], rewritten: bool) -> list[Any]:
+    """Return a planner for one pass, forward and backward where something is rewritten."""
+    shapes = {b: Shape(size(b), rewritten) for b in range(n_buckets)}
+    trace = palindrome(n_buckets) if rewritten else cyclic(n_buckets, 1)
+    limit = sum(shape.granules for shape in shapes.values()) // 2
+    return [trace, shapes, FrameMap(limit), limit]
+
+
+@pytest.mark.parametrize("rewritten", [True, False])
+@pytest.mark.parametrize("n_sizes", [1, 3])
+def test_planning_is_linear_in_the_trace(rewritten: bool, n_sizes: int) -> None:
+    few, many = (
+        lines_of(Planner(*passes(n, lambda b: 2 + b % n_sizes, rewritten)).build) for n in (60, 480)
+    )
+
+    assert many < 1.3 * 8 * few

@@ -1,0 +1,158 @@
+"""What is done for an access, a step or a read does not grow with all units: counted, not timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hetero
+from hetero.api import engine_of
+from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE
+from hetero.plan.schedule import Schedule
+from hetero.plan.trace import Access, Trace
+from hetero.train.policy import Policies
+from hetero.train.tracer import Cursor
+from hetero.types import Phase
+from tests.campaigns.harness import Net, adamw, tokens_of
+from tests.counting import lines_of
+
+
+class ByMethod(Net):
+    """Trained by a method: its forward is never called."""
+
+    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+        return Net.forward(self, tokens)
+
+
+def prepared(model: nn.Module, **settings: Any) -> tuple[Any, Any]:
+    settings = {"device": "cpu", "hbm": 180_000, "chunk_bytes": 256, **settings}
+    return hetero.prepare(model, adamw(model), **settings)
+
+
+def step(model: Any, optimizer: Any, number: int, length: int = 7) -> None:
+    tokens = tokens_of(number, length=length)
+    logits = model.run(tokens) if isinstance(model, ByMethod) else model(tokens)
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_model_that_trains_by_a_method_is_forecast_by_its_units_once() -> None:
+    model, optimizer = prepared(ByMethod())
+    for number in range(30):
+        step(model, optimizer, number)
+
+    engine = engine_of(model)
+    forecast = engine.fitting.forecast
+    assert engine.mode == "paged"
+    assert len(forecast._now) + len(forecast._order) <= len(engine.blueprint.units)
+    assert sorted(forecast._order) == sorted(forecast.rows)
+
+
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
+    """Return what is planned for from here on."""
+    planned: list[Trace] = []
+    plan = hetero.train.engine.Engine._plan
+
+    def noting(self: Any, trace: Trace, *, training: bool) -> Any:
+        planned.append(trace)
+        return plan(self, trace, training=training)
+
+    monkeypatch.setattr(hetero.train.engine.Engine, "_plan", noting)
+    return planned
+
+
+def average(copies: list[torch.Tensor], model: nn.Module) -> None:
+    with torch.no_grad():
+        for copy, param in zip(copies, model.parameters(), strict=True):
+            copy.lerp_(param, 0.1)
+
+
+def test_an_average_of_weights_is_no_part_of_what_an_evaluation_is_planned_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer = prepared(Net(), activations="keep")
+    copies = [p.detach().clone() for p in model.parameters()]
+    planned = traced(monkeypatch)
+    for number in range(7):
+        step(model, optimizer, number)
+        average(copies, model)
+        assert not engine_of(model).runtime.evaluate._seen
+    with torch.no_grad():
+        for number in range(3):
+            model(tokens_of(number))
+
+    evaluations = [len(t.accesses) for t in planned if Phase.EVAL in {a.phase for a in t.accesses}]
+    assert engine_of(model).mode == "paged" and evaluations
+    assert max(evaluations) <= len(engine_of(model).blueprint.units)
+
+
+def test_reading_weights_between_forwards_that_nobody_trains_is_no_part_of_their_trace() -> None:
+    model = hetero.prepare(Net(), device="cpu", hbm=120_000, chunk_bytes=256)
+    for number in range(3):
+        model(tokens_of(number))
+        for param in model.parameters():
+            param.sum()
+        engine = engine_of(model)
+        n_units = len(engine.blueprint.units)
+        assert len(engine.runtime.train._seen) <= n_units
+        assert len(engine.runtime.evaluate._seen) <= n_units
+
+
+def test_whether_anything_goes_down_is_counted_and_not_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policies = Policies(dict.fromkeys(range(8), KEEP))
+    for number, policy in enumerate((KEEP, OFFLOAD, LEAST, RECOMPUTE) * 16):
+        policies.update({(5 * number) % 8: policy})
+        assert policies.n_offload == sum(policy.offload for policy in policies.values())
+
+    model, optimizer = prepared(Net())
+    for number in range(4):
+        step(model, optimizer, number)
+    looked: list[int] = []
+    monkeypatch.setattr(Policies, "__iter__", lambda self: looked.append(0) or iter(self.data))
+    model(tokens_of(5))
+    assert not looked
+
+
+def chain(n: int) -> Trace:
+    return Trace(tuple(Access(Phase.FORWARD, unit, (unit,)) for unit in range(n)))
+
+
+def planned(cursor: Cursor, trace: Trace) -> None:
+    for access in trace.accesses:
+        cursor.observe(access)
+    cursor.border()
+
+
+def test_a_schedule_is_planned_anew_once_it_is_followed_however_often_limits_changed() -> None:
+    built: list[Trace] = []
+
+    def build(trace: Trace) -> Schedule:
+        built.append(trace)
+        return Schedule(trace, ((),) * (len(trace.accesses) + 1), 0)
+
+    cursor = Cursor(build)
+    planned(cursor, chain(5))
+    for _ in range(3):
+        cursor.replan()
+    assert len(built) == 1
+    cursor.observe(chain(1).accesses[0])
+    cursor.observe(chain(2).accesses[1])
+    assert len(built) == 2 and cursor.deviations == 0
+
+
+def test_an_access_out_of_turn_is_found_without_a_search() -> None:
+    def work(n: int) -> int:
+        cursor = Cursor(lambda trace: Schedule(trace, ((),) * (len(trace.accesses) + 1), 0))
+        planned(cursor, chain(n))
+        cursor.observe(chain(n).accesses[n // 2])  # the first one finds all places
+        cursor.observe(chain(1).accesses[0])
+        return lines_of(lambda: cursor.observe(chain(1).accesses[0]))
+
+    assert work(400) <= work(40) + 5
