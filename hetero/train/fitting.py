@@ -410,7 +410,7 @@ class Fitting:
 
     def spoil(self) -> None:
         """Forget what this step measured: it came to nothing."""
-        self._spoiled = True
+        self._spoiled, self._choice.tries = True, False
         self._forget()
 
     def _forget(self) -> None:

@@ -107,7 +107,7 @@ def trained(model: Model, **settings: Any) -> BudgetError | None:
     torch.manual_seed(0)
     module = model.build()
     try:
-        ours, optimizer = hetero.prepare(module, adamw(module), chunk_bytes=1024, **settings)
+        ours, optimizer = hetero.prepare(module, adamw(module), chunk_bytes=4096, **settings)
         for number in range(STEPS):
             torch.manual_seed(number)
             model.loss_of(ours, number, model.batch, model.length).backward()
@@ -130,7 +130,7 @@ def followed(model: Model, hbm: int, **settings: Any) -> list[int]:
     return named
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("activations", POLICIES)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -239,7 +239,7 @@ def trains_alike(
     assert hetero.status(model).steps == (8 if refused is retries else 7)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("refused", [skips, retries, adds_up])
 @pytest.mark.parametrize("activations", POLICIES)
 @pytest.mark.parametrize("device", DEVICES)
