@@ -46,7 +46,8 @@ def prepare(
 
     Raises:
         ConfigError: a setting, the model or the optimizer cannot be honoured.
-        BudgetError: the budgets cannot hold what is needed; it names the smallest that can.
+        BudgetError: the budgets cannot hold the states; it names the smallest that can. What
+            activations take besides is known when the first step ends.
         StateError: the model or the optimizer is prepared already.
     """
     return prepare_tuned(model, optimizer, Config.load(config, **settings), None)

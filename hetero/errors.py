@@ -47,7 +47,10 @@ class ConfigError(HeteroError, ValueError):
 class BudgetError(HeteroError, MemoryError):
     """A tier's byte budget does not hold what is needed at once.
 
-    ``needed_bytes`` is the smallest budget of ``tier`` that would have worked, when known.
+    ``needed_bytes`` is a budget of ``tier`` that is enough for what was seen: from `prepare`, for
+    the states; from ``optimizer.step()``, for batches like the one that it refuses. Nothing was
+    updated then, and training may go on. Where nobody could look on (``.advice`` says "at least"),
+    more may be needed.
     """
 
     def __init__(

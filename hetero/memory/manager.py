@@ -764,7 +764,8 @@ class ChunkManager:
             self._frame_bytes(r.bucket) for r in self.replicas.values() if not r.pins and r.leased
         )
         need, have = self._frame_bytes(bucket), self.frames.limit * size
-        advice = f"raise hbm= by at least {format_bytes(max(need + pinned + leased - have, need))}"
+        more = max(need + pinned + leased - have, need)
+        advice = f"raise hbm= by at least {format_bytes(more)}"
         if leased:
             advice += "; or drop the views of parameters that are kept outside (p.detach(), p.data)"
         return OutOfMemory(
@@ -774,7 +775,7 @@ class ChunkManager:
             advice=advice,
             moves=self.table.moves(),
             tier="HBM",
-            needed_bytes=need + pinned + leased,
+            needed_bytes=(self.ledger.budgets.get(Tier.HBM) or have) + more,
         )
 
     def _home_version(self, bucket_id: int) -> tuple[int, ...]:

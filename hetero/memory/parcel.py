@@ -8,7 +8,8 @@ What has landed never changes, and may be fetched as often as somebody asks.
 
 from __future__ import annotations
 
-from collections import deque
+import sys
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,15 +29,26 @@ from hetero.types import Kind, Lane, Tier, format_bytes
 ALIGN_BYTES = 64  # where a storage begins in its parcel
 WHAT = "activations"
 ELEMENT_BYTES = 4  # what an extent counts
+BUDGETS = {Tier.HOST: "host", Tier.NVME: "nvme_bytes"}
 SPARE_BYTES = 256 * 2**20  # of RAM that stay free where no budget says how much is ours
 
 
 class Chunk:
-    """A run of a parcel's bytes; ``idle`` fires when its last reader or writer is done."""
+    """A run of a parcel's bytes; ``idle`` fires when its last reader or writer is done.
 
-    __slots__ = ("bytes", "extents", "idle", "slab")
+    ``beyond`` is the tier that has no room for it, where it is in memory only to be counted.
+    """
 
-    def __init__(self, slab: Slab, n_bytes: int, extents: Extents | None = None) -> None:
+    __slots__ = ("beyond", "bytes", "extents", "idle", "slab")
+
+    def __init__(
+        self,
+        slab: Slab,
+        n_bytes: int,
+        extents: Extents | None = None,
+        beyond: Tier | None = None,
+    ) -> None:
+        self.beyond = beyond
         self.slab = slab
         self.bytes = slab.carve(0, n_bytes)
         self.extents = extents
@@ -85,7 +97,8 @@ class ParcelStore:
     Args:
         chunk_bytes: of every chunk, a multiple of 64.
         pool: where chunks go that HOST has no room for; None: nowhere.
-        reserved: returns the bytes of HOST that others have not taken yet and will.
+        reserved: returns the bytes of a tier that others have not taken yet and will.
+        counts_on: whether what passes a budget is counted, for `refusal`, and not an error at once.
     """
 
     def __init__(
@@ -96,7 +109,8 @@ class ParcelStore:
         *,
         chunk_bytes: int,
         pool: Pool | None,
-        reserved: Callable[[], int],
+        reserved: Callable[[Tier], int],
+        counts_on: bool,
     ) -> None:
         self._device = device
         self._link = link
@@ -104,6 +118,9 @@ class ParcelStore:
         self._chunk_bytes = chunk_bytes if pool is None else align_up(chunk_bytes)
         self._pool = pool
         self._reserved = reserved
+        self._counts_on = counts_on
+        self._beyond: Counter[Tier] = Counter()  # chunks that there are
+        self._most_beyond: Counter[Tier] = Counter()  # and were, since `refusal`
         self._free: list[Chunk] = []  # those on HOST last: they are taken first
         self._legs: deque[Leg] = deque()
 
@@ -175,6 +192,9 @@ class ParcelStore:
                 self._retire_pins()
                 self._pool.discard(chunk.extents)
                 self._free.insert(0, chunk)
+            elif chunk.beyond is not None:
+                self._release(chunk)
+                self._beyond[chunk.beyond] -= 1
             else:
                 self._free.append(chunk)
         parcel.chunks = []
@@ -194,11 +214,15 @@ class ParcelStore:
         self.finish()
         for chunk in self._free:
             if chunk.extents is None:
-                for ticket in chunk.idle:
-                    self._sync(ticket)
-                release_slab(chunk.slab)
+                self._release(chunk)
                 self._ledger.credit(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes)
         self._free = [chunk for chunk in self._free if chunk.extents is not None]
+
+    def refusal(self) -> OutOfMemory | None:
+        """Return the error of what passed a budget since this was asked last."""
+        found = next((self._short(tier) for tier, n in self._most_beyond.items() if n), None)
+        self._most_beyond.clear()
+        return found
 
     def close(self) -> None:
         """Give the memory back."""
@@ -258,49 +282,72 @@ class ParcelStore:
         while self._legs and self._pool is not None:
             self._retire()
 
+    def _release(self, chunk: Chunk) -> None:
+        for ticket in chunk.idle:
+            self._sync(ticket)
+        release_slab(chunk.slab)
+
     def _take(self) -> Chunk:
         """Return a free chunk: one that was used before, a new one on HOST, or one on disk."""
         if self._free and self._free[-1].extents is None:
             return self._free.pop()
-        room = self._room()
-        if self._free and room < self._chunk_bytes:
+        has_room = self._room(Tier.HOST) >= self._chunk_bytes
+        if self._free and not has_room:
             return self._free.pop()
-        if room >= self._chunk_bytes or self._pool is None:
-            self._charge(room)
+        if has_room:
+            self._ledger.charge(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes, WHAT)
             return Chunk(self._device.slab(self._chunk_bytes), self._chunk_bytes)
+        if self._pool is None:
+            return self._take_beyond(Tier.HOST)
+        if self._room(Tier.NVME) < self._chunk_bytes:
+            return self._take_beyond(Tier.NVME)
         slab = self._device.paged_slab(self._chunk_bytes)
         extents = self._pool.adopt(
             Kind.ACTIVATION, slab, self._chunk_bytes, ELEMENT_BYTES, f"{WHAT} on disk"
         )
         return Chunk(slab, self._chunk_bytes, extents)
 
-    def _room(self) -> int:
-        """Return the bytes of HOST that chunks may still take; without a budget, of the machine."""
-        free = self._ledger.free(Tier.HOST)
+    def _room(self, tier: Tier) -> int:
+        """Return the bytes that chunks may still take; without a budget, of the machine."""
+        free = self._ledger.free(tier)
         if free is None:
-            free = self._device.host_limit().n_bytes - SPARE_BYTES
-        return free - self._reserved()
+            free = self._spare_ram() if tier is Tier.HOST else sys.maxsize
+        return free - self._reserved(tier)
 
-    def _charge(self, room: int) -> None:
-        """Charge HOST with a chunk, or say how much it would take."""
-        used = self._ledger.used(Tier.HOST, Kind.ACTIVATION)
-        if room < self._chunk_bytes:
-            budget = self._ledger.budgets.get(Tier.HOST)
-            whose = (
-                describe_limit(self._device.host_limit())
-                if budget is None
-                else f"host={budget} bytes"
-            )
-            short = self._chunk_bytes - room
-            raise OutOfMemory(
-                f"{format_bytes(used)} of activations are on HOST, and more of them come; {whose}"
-                f" has no room for them beside homes, {short} bytes short",
-                advice="raise host=, name a directory on a drive with nvme=, use"
-                " activations='recompute', or lower the batch",
-                tier="HOST",
-                needed_bytes=self._ledger.used(Tier.HOST) + self._reserved() + self._chunk_bytes,
-            )
-        self._ledger.charge(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes, WHAT)
+    def _spare_ram(self) -> int:
+        return self._device.host_limit().n_bytes - SPARE_BYTES
+
+    def _take_beyond(self, tier: Tier) -> Chunk:
+        """Return a chunk for which a tier has no room, or raise OutOfMemory."""
+        self._beyond[tier] += 1
+        self._most_beyond[tier] = max(self._most_beyond[tier], self._beyond[tier])
+        bounded = self._ledger.budgets.get(tier) is not None
+        if self._counts_on and bounded and self._spare_ram() >= self._chunk_bytes:
+            slab = self._device.slab(self._chunk_bytes)
+            return Chunk(slab, self._chunk_bytes, beyond=tier)
+        error = self._short(tier)
+        self._beyond[tier] -= 1
+        self._most_beyond.clear()
+        raise error
+
+    def _short(self, tier: Tier) -> OutOfMemory:
+        """Return what chunks beyond a tier's room would take there."""
+        used, here = self._ledger.used(tier, Kind.ACTIVATION), self._room(tier)
+        beyond = self._most_beyond[tier] * self._chunk_bytes
+        budget = self._ledger.budgets.get(tier)
+        name = BUDGETS[tier]
+        whose = f"{name}={budget} bytes"
+        if budget is None:
+            whose = describe_limit(self._device.host_limit())
+        needed = self._ledger.used(tier) + self._reserved(tier) + beyond
+        return OutOfMemory(
+            f"{format_bytes(used + beyond)} of activations go to {tier.name}; {whose} has no room"
+            f" for them beside homes, {beyond - here} bytes short",
+            advice=f"raise {name}= to {needed} bytes or more, use activations='recompute', or lower"
+            f" the batch{', or name a directory on a drive with nvme=' * (self._pool is None)}",
+            tier=tier.name,
+            needed_bytes=needed,
+        )
 
     def _end(self, parcel: Parcel) -> int:
         """Return the bytes of a parcel's index space."""

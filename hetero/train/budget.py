@@ -6,7 +6,9 @@ Activations are not known before the first step, which therefore runs with the f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from hetero.device import Device
 from hetero.errors import BudgetError, ConfigError, OutOfMemory
 from hetero.train.blueprint import Blueprint
 from hetero.train.check import pages, tables
+from hetero.train.meter import unmeasured
 from hetero.train.spill import Spill, draw_spill, draw_way, passing_bytes
 from hetero.types import format_bytes
 
@@ -48,26 +51,47 @@ class Budget:
         """HBM beside buffers."""
         return (self.hbm or 0) - self.buffer_bytes
 
-    def frames_beside(self, activation_bytes: int, largest: str = "") -> int:
-        """Return the frames that fit beside activations, or raise naming what would be enough.
+    @property
+    def room_bytes(self) -> int:
+        """HBM beside buffers and the fewest frames."""
+        return self.most_bytes - self.plan.least_bytes
 
-        ``largest`` says which unit saves most.
+    def frames_beside(self, activation_bytes: int) -> int:
+        """Return the frames that fit beside activations, or raise naming what would be enough."""
+        if activation_bytes > self.room_bytes:
+            raise self.refusal(activation_bytes)
+        return (self.most_bytes - activation_bytes) // self.plan.granule_bytes
+
+    def refusal(
+        self,
+        activation_bytes: int,
+        *,
+        where: str = "",
+        known: str = "",
+        held_bytes: int = 0,
+        is_whole: bool = True,
+    ) -> OutOfMemory:
+        """Return the error of activations that take too much.
+
+        Args:
+            where: which unit passed the budget.
+            known: which unit saves most.
+            held_bytes: of frames that cannot be given up.
+            is_whole: whether a whole step was measured, or its beginning.
         """
         plan, hbm = self.plan, self.hbm or 0
-        left = hbm - self.buffer_bytes - activation_bytes
-        if left < plan.least_bytes:
-            total = activation_bytes + self.buffer_bytes + plan.least_bytes
-            raise OutOfMemory(
-                f"activations take {format_bytes(activation_bytes)} and buffers"
-                f" {format_bytes(self.buffer_bytes)} of hbm={format_bytes(hbm)}; unit"
-                f" {plan.widest_name!r} needs {format_bytes(plan.least_bytes)} of frames beside"
-                f" them{'; ' * bool(largest)}{largest}",
-                advice=f"raise hbm= to {total} bytes, lower the batch, or use activations='auto',"
-                " micro_batch= or fused_loss=",
-                tier="HBM",
-                needed_bytes=total,
-            )
-        return left // plan.granule_bytes
+        frames = max(plan.least_bytes, held_bytes)
+        total = activation_bytes + self.buffer_bytes + frames
+        return OutOfMemory(
+            f"activations take {format_bytes(activation_bytes)}{where} and buffers"
+            f" {format_bytes(self.buffer_bytes)} of hbm={format_bytes(hbm)}; unit"
+            f" {plan.widest_name!r} needs {format_bytes(frames)} of frames beside them"
+            f"{'; ' * bool(known)}{known}",
+            advice=f"raise hbm= to {'' if is_whole else 'at least '}{total} bytes, lower the batch,"
+            " or use activations='auto', micro_batch= or fused_loss=",
+            tier="HBM",
+            needed_bytes=total,
+        )
 
     @property
     def spills(self) -> bool:
@@ -78,6 +102,100 @@ class Budget:
         """Whether parameters, gradients and states fit on the device beside the activations."""
         whole = self.plan.home_bytes + activation_bytes + self.buffer_bytes
         return whole <= (self.hbm or 0)
+
+
+class Frames(Protocol):
+    """The frames that parameters lie in."""
+
+    @property
+    def limit(self) -> int:
+        """How many there are."""
+
+    def resize(self, limit: int) -> bool:
+        """Have so many; False, and nothing changed, while a replica is held."""
+
+    def lower(self, limit: int) -> bool:
+        """Give up those from ``limit`` on; False where something that is held lies there."""
+
+    def vacate(self) -> int:
+        """Give up all that nobody holds, for now; returns the bytes of the others."""
+
+
+class Excess(NamedTuple):
+    """What passed the budget goes on, where HBM is simulated, for as long as it is measured."""
+
+    where: str = ""
+    held_bytes: int = 0
+    """Of frames, when it did."""
+    most_bytes: int = 0
+    """That RAM holds meanwhile."""
+
+
+class Beside:
+    """What HBM has beside buffers and frames; frames give way to what is alive there.
+
+    Args:
+        ram: returns the bytes of RAM that may still be taken.
+    """
+
+    def __init__(self, budget: Budget, frames: Frames, ram: Callable[[], int]) -> None:
+        self.excess: Excess | None = None
+        self._budget = budget
+        self._frames = frames
+        self._ram = ram
+        self._due: int | None = None  # frames there are to be, as soon as nothing above is held
+
+    @property
+    def n_bytes(self) -> int:
+        """Beside the frames that there are now."""
+        return self._budget.most_bytes - self._frames.limit * self._budget.plan.granule_bytes
+
+    @property
+    def fewest(self) -> int:
+        """Frames that there have to be."""
+        return self._budget.plan.least_bytes // self._budget.plan.granule_bytes
+
+    def fits(self, n_bytes: int) -> bool:
+        """Whether there may be ``n_bytes``; frames are given up for them."""
+        if self.excess is not None:
+            return n_bytes <= self.excess.most_bytes
+        if n_bytes <= self.n_bytes:
+            return True
+        most, granule = self._budget.most_bytes, self._budget.plan.granule_bytes
+        limit = max(self.fewest, (most - n_bytes) // granule)
+        with unmeasured():  # who leaves may be coded, on HOST
+            if self.lower(limit) and n_bytes <= self.n_bytes:
+                return True
+            # the unit that computes stands above: it keeps its frames until it is done
+            if n_bytes > most - self._held_bytes():
+                return False
+        self._due = limit
+        return True
+
+    def go_on(self, n_bytes: int, where: str = "") -> bool:
+        """Measure what does not fit to its end: what would be enough is known only there.
+
+        Returns False where RAM does not hold more.
+        """
+        if self.excess is not None:
+            return False
+        with unmeasured():
+            self.excess = Excess(where, self._held_bytes(), n_bytes + self._ram() // 2)
+        return True
+
+    def settle(self) -> None:
+        """A unit begins: give up the frames that were in use when they should have been."""
+        if self._due is not None and self.lower(self._due):
+            self._due = None
+
+    def lower(self, limit: int) -> bool:
+        """Have no more than ``limit`` frames; False where one above is held."""
+        return limit >= self._frames.limit or self._frames.lower(limit)
+
+    def _held_bytes(self) -> int:
+        """Give up the frames that nobody holds; returns the bytes of the others, the fewest at
+        least."""
+        return max(self._frames.vacate(), self._budget.plan.least_bytes)
 
 
 def decide(

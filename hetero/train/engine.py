@@ -42,12 +42,12 @@ from hetero.train.budget import decide
 from hetero.train.check import MARK, pages
 from hetero.train.cores import Cores
 from hetero.train.evaluation import Evaluation
-from hetero.train.fitting import CopySeconds, Fitting
+from hetero.train.fitting import CopySeconds, Division, Fitting
 from hetero.train.flight import Flight
 from hetero.train.forecast import Forecast, UnitKind
 from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
 from hetero.train.hooks import Hooks, before_node
-from hetero.train.meter import Meter, make_meter
+from hetero.train.meter import Keeper, Meter, make_meter
 from hetero.train.offload import MIN_BYTES, Offload
 from hetero.train.optimizer import Optimizer
 from hetero.train.origin import Origin
@@ -194,7 +194,8 @@ class Engine:
             self.ledger,
             chunk_bytes=chunk_bytes,
             pool=self.store.pool,
-            reserved=self._host_to_come,
+            reserved=self._to_come,
+            counts_on=self.config.activations == "offload",
         )
         return Offload(
             store,
@@ -203,11 +204,14 @@ class Engine:
             min_bytes=min(MIN_BYTES, chunk_bytes),
         )
 
-    def _host_to_come(self) -> int:
-        """Return the bytes of RAM that homes will take and have not taken yet."""
-        tier = Tier.HBM if self.mode == "resident" else Tier.HOST
+    def _to_come(self, below: Tier) -> int:
+        """Return the bytes of HOST or NVME that homes will take and have not taken yet."""
+        whole, spill = self.budget.host_bytes, self.budget.spill
+        if below is Tier.NVME:
+            whole = 0 if spill is None else spill.disk_bytes
+        tier = self.store.tier if below is Tier.HOST else below
         taken = self.ledger.used(tier) - self.ledger.used(tier, Kind.ACTIVATION)
-        return max(0, self.budget.host_bytes - taken)
+        return max(0, whole - taken)
 
     def _attach(self) -> None:
         """Make the parameters pages: frames, runtime, hooks."""
@@ -269,6 +273,7 @@ class Engine:
             meter=meter,
             frames=self,
             charge=lambda n_bytes: self.fitting.charge(n_bytes, 0),
+            ram=self._ram,
             log=self.log,
         )
         self.activations.evaluates = self.evaluation.begin
@@ -307,7 +312,7 @@ class Engine:
             others=lambda: self.manager.arena_bytes + self.budget.buffer_bytes,
             passing=flight.sources,
             ours=lambda: self.runtime.is_running,
-            check=self._check,
+            keeper=self._keeper,
         )
         weights = [sum(layout.buckets[b].n_bytes for b in needs) for needs in plan.needs]
         modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
@@ -326,17 +331,18 @@ class Engine:
             ring=flight,
             frames=self,
             choice=self.activations,
+            ram=self._ram,
             may_stay=self._may_stay,
             copy_seconds=self._copy_seconds(),
             log=self.log,
         )
 
-    def _check(self, live_bytes: int) -> None:
-        """Refuse more bytes beside frames than the budget holds, whoever may make room first."""
-        if self.inner is None:
-            self.evaluation.check(live_bytes)
-        else:
-            self.fitting.check(live_bytes)
+    def _keeper(self) -> Keeper:
+        """Return who makes room for what operations make, and refuses what has none."""
+        return self.evaluation if self.inner is None else self.fitting
+
+    def _ram(self) -> int:
+        return self.device.host_limit().n_bytes
 
     def _copy_seconds(self) -> CopySeconds:
         """Return how long copies take: by the profile where one is named, else as measured."""
@@ -517,6 +523,7 @@ class Engine:
 
     def _step(self, optimizer: Optimizer) -> None:
         self.refuse_broken()
+        self._refuse_excess()
         if self.mode != "paged":
             self.saver.finish()  # what is saved is what is trained
         self._take_copies()
@@ -528,6 +535,7 @@ class Engine:
             return
         # 1. gradients and written parameters come home; norm, clip and settings are closed
         (self.runtime if self.mode == "paged" else self.resident).quiesce()
+        division = self.fitting.divide() if self.mode == "paged" else None  # or nothing is updated
         updates = self.stepper.close(optimizer.param_groups, optimizer.known_state, clip)
         # 2. versions move as they would in place
         touched = [index for update in updates for index in update.touched]
@@ -538,7 +546,15 @@ class Engine:
         # 3. homes are handed to their updates, in the order in which they are needed next
         with uninterrupted():
             self._hand_over_all(self.stepper, self._in_order(updates))
-        self._border()
+        self._border(division)
+
+    def _refuse_excess(self) -> None:
+        """Raise OutOfMemory where activations that went down passed a budget."""
+        error = self.offload.store.refusal()
+        if error is not None:
+            if self.mode == "paged":
+                self.fitting.spoil()
+            raise error
 
     def _read_ahead(self) -> None:
         """Have states read for the next step's first updates, while backward leaves the drive."""
@@ -658,14 +674,14 @@ class Engine:
                 self.grads.let_go(bucket)
         self.store.take_all(held=False)
 
-    def _border(self) -> None:
-        """Between two steps: count, fit the frames to what was measured, begin to prefetch."""
+    def _border(self, division: Division | None) -> None:
+        """Between two steps: count, divide HBM by what was measured, begin to prefetch."""
         self._count()
-        if self.mode != "paged":
+        if division is None:
             return
         self.hooks.mend()
         self._take_stats()
-        if self._fit():
+        if self._fit(division):
             return
         self.fitting.meter.restart()
         self.fitting.begin()  # a model that trains by another method has no forward to begin one
@@ -685,18 +701,15 @@ class Engine:
         if self.steps <= WARM_STEPS and not self.device.is_cuda:
             trim_heap()
 
-    def _fit(self) -> bool:
+    def _fit(self, division: Division) -> bool:
         """Give frames what activations leave of the budget; True when the model became resident."""
-        fitting, budget = self.fitting, self.budget
-        needed = fitting.needed_bytes()
-        ring = fitting.ring_bytes(needed)
+        needed, ring, frames = division
         if not self.activations.offloads:
             self.offload.trim()
-        limit = budget.frames_beside(needed + ring, fitting.forecast.largest())
-        if self._may_stay and budget.holds_everything(needed + ring):
+        if self._may_stay and self.budget.holds_everything(needed + ring):
             return self._become_resident(needed, ring)
-        if self.resize(limit):  # a view may still be held: the next border tries again
-            fitting.charge(needed, ring)
+        if self.resize(frames):  # a view may still be held: the next border tries again
+            self.fitting.charge(needed, ring)
         return False
 
     def activations_seen(self) -> int:

@@ -19,11 +19,11 @@ from hetero.errors import OutOfMemory
 from hetero.events import EventLog, What
 from hetero.memory.ledger import Ledger
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Policy, Use, choose, peak_bytes
-from hetero.train.budget import Budget
+from hetero.train.budget import Beside, Budget, Excess, Frames
 from hetero.train.footprint import Footprint
 from hetero.train.forecast import Forecast, tensors_of
 from hetero.train.meter import Meter, unmeasured
-from hetero.types import Kind, Lane, Tier, format_bytes
+from hetero.types import Kind, Lane, Tier
 
 WINDOW = 16  # steps whose largest peak is what the next one is expected to need
 MARGIN = 1 / 16  # of a room, for what a choice that nobody has tried yet may take besides
@@ -38,17 +38,6 @@ def shown(policies: Mapping[int, Policy]) -> str:
     """Return how many units have which policy: ``"3 keep, 2 recompute"``."""
     counts = Counter(str(policy) for policy in policies.values())
     return ", ".join(f"{n} {policy}" for policy, n in sorted(counts.items()))
-
-
-class Frames(Protocol):
-    """The frames that parameters lie in."""
-
-    @property
-    def limit(self) -> int:
-        """How many there are."""
-
-    def resize(self, limit: int) -> bool:
-        """Have so many; False, and nothing changed, while a replica is held."""
 
 
 class Ring(Protocol):
@@ -91,6 +80,14 @@ class Choice(Protocol):
         """Return what held for a unit's last forward."""
 
 
+class Division(NamedTuple):
+    """How HBM is divided until the next border."""
+
+    activation_bytes: int
+    ring_bytes: int
+    frames: int
+
+
 class Tight(NamedTuple):
     """A choice with which a step ran, though not with the margins that there should be."""
 
@@ -105,6 +102,7 @@ class Fitting:
         forecast: of what units leave.
         may_stay: whether a model that fits the device stays there.
         copy_seconds: (lane, bytes) -> how long a copy takes.
+        ram: returns the bytes of RAM that may still be taken.
     """
 
     def __init__(
@@ -118,6 +116,7 @@ class Fitting:
         ring: Ring,
         frames: Frames,
         choice: Choice,
+        ram: Callable[[], int],
         may_stay: bool,
         copy_seconds: CopySeconds,
         log: EventLog,
@@ -131,6 +130,7 @@ class Fitting:
         self._footprint = footprint
         self._ring = ring
         self._frames = frames
+        self._beside = Beside(budget, frames, ram)
         self._choice = choice
         self._may_stay = may_stay
         self._spoiled = False  # an error ended a forward or a backward
@@ -148,7 +148,7 @@ class Fitting:
     def begin(self) -> None:
         """A forward of the whole model begins, or a step."""
         if self._spoiled:  # what an attempt took that came to nothing is not what steps take
-            self.meter.restart()
+            self._forget()
         self.forecast.begin(anew=self._spoiled)
         self._tried = self._choice.tries  # which takes memory that later steps do not
         has_room = self._has_room and not self._tried
@@ -164,6 +164,7 @@ class Fitting:
         if self.forecast.open is not None:  # inside another one
             yield
             return
+        self._beside.settle()
         inputs = tensors_of((args, kwargs))
         if unit not in self.forecast.rows:
             self._first_sight(unit)
@@ -195,11 +196,11 @@ class Fitting:
         """Before a unit that leaves more than it did: let others give way, and frames."""
         plan, held, ring = self.budget.plan, self._footprint.live_bytes, self._ring
         need = held + self.forecast.peak_ahead(unit, self._choice.policies)
-        if need + ring.limit_bytes <= self._beside_frames:
+        if need + ring.limit_bytes <= self._beside.n_bytes:
             return
         least = plan.least_bytes // plan.granule_bytes
-        if need > self._room and self._choice.may_change:
-            fits = self._choose(self.forecast.ahead(unit), self._room - held)
+        if need > self.budget.room_bytes and self._choice.may_change:
+            fits = self._choose(self.forecast.ahead(unit), self.budget.room_bytes - held)
             self._choice.overlaps = self._choice.overlaps and fits
             need = held + self.forecast.peak_ahead(unit, self._choice.policies)
         limit = (self.budget.most_bytes - need - ring.limit_bytes) // plan.granule_bytes
@@ -207,17 +208,7 @@ class Fitting:
         self._frames.resize(max(least, min(limit, before)))
         if self._frames.limit != before:
             self._note(f"{self._frames.limit} frames, not {before}: units leave {need} bytes")
-        ring.limit_bytes = max(0, min(ring.limit_bytes, self._beside_frames - need))
-
-    @property
-    def _beside_frames(self) -> int:
-        """HBM beside buffers and the frames that there are now."""
-        return self.budget.most_bytes - self._frames.limit * self.budget.plan.granule_bytes
-
-    @property
-    def _room(self) -> int:
-        """HBM beside buffers and the fewest frames."""
-        return self.budget.most_bytes - self.budget.plan.least_bytes
+        ring.limit_bytes = max(0, min(ring.limit_bytes, self._beside.n_bytes - need))
 
     def _choose(self, units: Sequence[int], room_bytes: int) -> bool:
         """Choose policies that fit; where none does, those that take least, and False."""
@@ -275,6 +266,23 @@ class Fitting:
 
     # -- a step ----------------------------------------------------------------------------------
 
+    def divide(self) -> Division:
+        """Return how HBM is divided until the next border, by what was measured since the last one.
+
+        Raises OutOfMemory where it does not hold what this step took, and no other choice is left;
+        nothing has been updated, and who asks again is told how to go on.
+        """
+        needed = self.needed_bytes()
+        is_known = not (self._is_guess or self._tried)
+        passed = self._beside.excess is not None and is_known
+        if passed or needed > self.budget.room_bytes:
+            self._inputs.pop()
+            self._peaks.pop()
+            raise self._refusal(self.meter.seen_bytes(), is_whole=True)
+        self._beside.excess = None
+        ring = self.ring_bytes(needed)
+        return Division(needed, ring, self.budget.frames_beside(needed + ring))
+
     def needed_bytes(self) -> int:
         """Return what activations are expected to take from here on, by what was measured.
 
@@ -305,7 +313,7 @@ class Fitting:
         self._try(units)
         # 3. what fitted is no error, though margins are counted with what was measured
         seen = 0 if self._tried else self.meter.seen_bytes()
-        return min(max(self._peaks), max(self._room, seen))
+        return min(max(self._peaks), max(self.budget.room_bytes, seen))
 
     def _try(self, units: Sequence[int]) -> None:
         """Have proofs made in the next step, where they are missing: a later one may need them."""
@@ -320,7 +328,7 @@ class Fitting:
     def _is_due(self) -> bool:
         """Whether policies were chosen for other inputs or other proofs, or do not fit."""
         top = max(self._inputs)
-        fits = max(self._peaks) <= self._room
+        fits = max(self._peaks) <= self.budget.room_bytes
         if fits:
             self._tight.clear()
         near = SHRUNK * self._chosen_for <= top <= self._chosen_for
@@ -335,28 +343,28 @@ class Fitting:
         plan = self.budget.plan
         most, ring = self.budget.most_bytes, self._ring.useful_bytes
         rooms = [most - 2 * plan.least_bytes - ring, most - plan.least_bytes - ring]
-        rooms.append(self._room)
+        rooms.append(self.budget.room_bytes)
         if self._may_stay:
             rooms.insert(0, most - plan.home_bytes - ring)
         before = dict(self._choice.policies)
-        if max(self._peaks) > self._room:
+        if max(self._peaks) > self.budget.room_bytes:
             self._tight = [tight for tight in self._tight if tight.policies != before]
             self._tight.append(Tight(before, max(self._peaks)))
         self._has_room = any(self._choose(units, room) for room in rooms)
         if not self._has_room:
-            self._choose(units, self._room)
+            self._choose(units, self.budget.room_bytes)
         if self._choice.policies == before:
             return
         # what nobody has tried yet is tried with as few frames as may be needed, and then known
         largest = max((self.forecast.use(unit).saved_bytes for unit in units), default=0)
         expected = self.forecast.peak_bytes(units, self._choice.policies)
         self._peaks.clear()
-        self._peaks.append(min(expected + largest, self._room))
+        self._peaks.append(min(expected + largest, self.budget.room_bytes))
         self._is_guess = True
 
     def ring_bytes(self, activation_bytes: int) -> int:
         """Return what the gradient ring can have beside activations and the fewest frames."""
-        return max(0, min(self._ring.useful_bytes, self._room - activation_bytes))
+        return max(0, min(self._ring.useful_bytes, self.budget.room_bytes - activation_bytes))
 
     def charge(self, activation_bytes: int, ring_bytes: int) -> None:
         """Charge activations and the gradient ring, in place of what was charged before."""
@@ -367,28 +375,47 @@ class Fitting:
         budget.activation_bytes, budget.measured = activation_bytes + ring_bytes, True
         self._ring.limit_bytes = ring_bytes
 
-    def check(self, live_bytes: int) -> None:
-        """Raise OutOfMemory where what is alive on the device passes the budget (simulated).
+    def fits(self, live_bytes: int) -> bool:
+        """Make room for what is alive on the device, where that is simulated; whether there is.
 
-        Before it does, gradients on their way down are waited for.
+        Gradients on their way down are waited for, then frames are given up.
         """
-        most = self._beside_frames
-        if live_bytes + self._ring.limit_bytes <= most:
-            return
-        if live_bytes <= most:
-            self._ring.limit_bytes = most - live_bytes
+        ring, left = self._ring, self._beside.n_bytes - live_bytes
+        if ring.limit_bytes > left:
+            ring.limit_bytes = max(0, left)
             with unmeasured():  # where they are added, it is on HOST
-                self._ring.poll()
-            return
-        budget, forecast = self.budget, self.forecast
-        self._spoiled = True
-        needed = live_bytes + budget.buffer_bytes + budget.plan.least_bytes
-        raise OutOfMemory(
-            f"activations take {live_bytes} bytes{forecast.where()}, {live_bytes - most} more"
-            f" than hbm={format_bytes(budget.hbm or 0)} has beside buffers and frames;"
-            f" {forecast.largest()}",
-            advice=f"raise hbm= to {needed} bytes or more, lower the batch, or use"
-            " activations='auto', micro_batch= or fused_loss=",
-            tier="HBM",
-            needed_bytes=needed,
+                ring.poll()
+        return self._beside.fits(live_bytes)
+
+    def passed(self, live_bytes: int) -> None:
+        """There is no room: the step is measured to its end, and refused there.
+
+        Raises OutOfMemory where RAM does not hold it that long.
+        """
+        if not self._beside.go_on(live_bytes, self.forecast.where()):
+            raise self._refusal(live_bytes, is_whole=False)
+
+    def forward_done(self) -> None:
+        """The step goes on."""
+
+    def _refusal(self, activation_bytes: int, *, is_whole: bool) -> OutOfMemory:
+        """Return the error of what was measured, which is forgotten: what comes is judged anew."""
+        excess = self._beside.excess or Excess()
+        error = self.budget.refusal(
+            activation_bytes,
+            where=excess.where,
+            known=self.forecast.largest(),
+            held_bytes=excess.held_bytes,
+            is_whole=is_whole,
         )
+        self.spoil()
+        return error
+
+    def spoil(self) -> None:
+        """Forget what this step measured: it came to nothing."""
+        self._spoiled, self._choice.tries = True, False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._beside.excess = None
+        self.meter.restart()

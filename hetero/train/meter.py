@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_iter
 
 from hetero.device import Device
-from hetero.errors import BudgetError
 from hetero.train.footprint import Footprint
 from hetero.train.swizzle import plainly
 
@@ -51,6 +50,19 @@ class Meter(Protocol):
 
     def restart(self) -> None:
         """Begin a new measurement."""
+
+
+class Keeper(Protocol):
+    """Who answers for a budget while operations are counted."""
+
+    def fits(self, live_bytes: int) -> bool:
+        """Whether so many bytes may be alive, with room made for them."""
+
+    def passed(self, live_bytes: int) -> None:
+        """They may not; where this raises, the operation does."""
+
+    def forward_done(self) -> None:
+        """The model's forward is done; may raise."""
 
 
 class BoundMeter:
@@ -128,7 +140,8 @@ class LiveBytes(TorchDispatchMode):
     What lives already, and ``known`` tensors, are not counted.
 
     Args:
-        grown: called with the bytes alive whenever they are more than ever; it may raise.
+        grown: called with the bytes alive whenever they are more than ever; returns how many are,
+            once it has looked. It may raise.
         ours: what is no business of ours makes no peak.
         passing: parts of storages that others count.
     """
@@ -136,7 +149,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(
         self,
         known: Iterable[torch.Tensor] = (),
-        grown: Callable[[int], None] | None = None,
+        grown: Callable[[int], int] | None = None,
         ours: Callable[[], bool] = lambda: True,
         passing: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
@@ -182,11 +195,10 @@ class LiveBytes(TorchDispatchMode):
         if self.live <= self.recent or not self._ours():
             return
         counted = self.counted()
+        if counted > self.peak and self._grown is not None:
+            counted = self._grown(counted)
+        self.peak = max(self.peak, counted)
         self.recent = max(self.recent, counted)
-        if counted > self.peak:
-            self.peak = counted
-            if self._grown is not None:
-                self._grown(counted)
 
     def counted(self) -> int:
         """Return the bytes that are alive, without those that others count."""
@@ -204,8 +216,7 @@ class TracedMeter:
     What a program computes between the two, by itself, is taken for a copy of the model's outputs.
 
     Args:
-        check: called with the bytes alive when they are more than ever; raises where the budget
-            does not hold them.
+        keeper: returns who answers for the budget.
         ours: whether this forward or backward is of the model that is measured.
         passing: gradients on their way down, which are counted by what may be held of them: how
             many are at the peak is chance.
@@ -215,25 +226,27 @@ class TracedMeter:
         self,
         footprint: Footprint,
         *,
-        check: Callable[[int], None],
+        keeper: Callable[[], Keeper],
         ours: Callable[[], bool],
         passing: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
         self._footprint = footprint
-        self._check = check
+        self._keeper = keeper
         self._mode = LiveBytes(grown=self._look, ours=ours, passing=passing)
         self._end = 0
         _meters.add(self)
         guard_backward()
 
-    def _look(self, live_bytes: int) -> None:
+    def _look(self, live_bytes: int) -> int:
+        keeper = self._keeper()
         for generation in range(3):
-            try:
-                return self._check(live_bytes)
-            except BudgetError:  # graphs in cycles (`create_graph=True`) live until somebody looks
-                gc.collect(generation)
-                live_bytes = self._mode.counted()
-        return self._check(live_bytes)
+            if keeper.fits(live_bytes):
+                return live_bytes
+            gc.collect(generation)  # graphs in cycles (`create_graph=True`) live until then
+            live_bytes = self._mode.counted()
+        if not keeper.fits(live_bytes):
+            keeper.passed(live_bytes)
+        return live_bytes
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -252,6 +265,7 @@ class TracedMeter:
             node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
             if node is not None:
                 node.metadata[MADE_BY] = weakref.ref(self)
+        self._keeper().forward_done()
 
     def peak_bytes(self) -> int:
         return int((1 + MARGIN) * self._mode.peak) + self._footprint.output_bytes
@@ -276,7 +290,7 @@ def make_meter(
     others: Callable[[], int],
     passing: Callable[[], Iterable[torch.Tensor]],
     ours: Callable[[], bool],
-    check: Callable[[int], None],
+    keeper: Callable[[], Keeper],
 ) -> Meter:
     """Return what measures activations on a device.
 
@@ -288,7 +302,7 @@ def make_meter(
     if device.allocated_peak() is not None:
         return AllocatorMeter(device, footprint, others)
     if traced:
-        return TracedMeter(footprint, check=check, ours=ours, passing=passing)
+        return TracedMeter(footprint, keeper=keeper, ours=ours, passing=passing)
     return BoundMeter(footprint, gradient_bytes)
 
 

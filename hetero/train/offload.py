@@ -228,6 +228,7 @@ class Offload:
             return
         self._pass = task
         self._bury()
+        self.store.finish()  # what is still on its way down would be a third load
         last = next(reversed(self._loads.values()), None)
         load = None if last is None else last()
         if load is not None and self.overlaps:

@@ -192,7 +192,7 @@ def measured(case: Case, make: MakeOptimizer, chunk_bytes: int, device: str) -> 
     top = 0
     for number in range(STEPS):
         engine = engine_of(model)
-        engine._fit = lambda: True  # type: ignore[method-assign]  # keep measuring
+        engine._fit = lambda _: True  # type: ignore[method-assign]  # keep measuring
         one_step(case, model, optimizer, number, prepared=True)
         if engine.mode == "paged":
             top = max(top, engine.activations_seen())

@@ -37,7 +37,7 @@ def prepare(
     config = Config.load(chunk_bytes=256, **given)
     model, optimizer = prepare_tuned(model, optimizer, config, tuning)
     engine = engine_of(model)
-    engine._fit = lambda: False  # type: ignore[method-assign]  # a small model would fit and stay
+    engine._fit = lambda _: False  # type: ignore[method-assign]  # a small model would fit and stay
     return model, optimizer
 
 
