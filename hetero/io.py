@@ -175,8 +175,8 @@ class FaultPlan(IO):
                 self.seen["any"] += 1
         result = act(*args) if wrong is None else wrong(act, args)
         with self._lock:
-            kept = op == "write" and self._keep_data
-            data = b"".join(args[1])[:result] if kept else b""
+            n_bytes: Any = result if op == "write" and self._keep_data else 0
+            data = b"".join(args[1])[:n_bytes] if n_bytes else b""
             to = str(args[1]) if op == "rename" else ""
             self.log.append(Op(op, where, offset, data, to))
         return result

@@ -211,7 +211,7 @@ class Pool:
         self.peak = 0
         self._bytes = dict.fromkeys(CopyState, 0)  # of the extents in each state
         self._window = Window(n_bytes // AHEAD_SHARE)
-        self._later = Window(n_bytes - n_bytes // AHEAD_SHARE)
+        self._later = Window(n_bytes // AHEAD_SHARE)
         self._executor = executor or Threads(n_threads)
         self._changed: threading.Condition = threading.Condition()
         self._resident: OrderedDict[Extent, None] = OrderedDict()  # least recently used first
@@ -451,6 +451,7 @@ class Pool:
             if use is not Use.READ and self._state(extent) is FLUSHING:
                 return False  # it must not change while it is written
         while not self._evict(self._missing(request), request.needs):
+            self._later.requests.clear()  # what would be read now would be given up again
             if not self._later.let_go_last():
                 return False
         return True

@@ -65,6 +65,7 @@ from hetero.train.worker import Job, Worker, thread_budget, uninterrupted
 from hetero.types import Kind, Lane, Tier, format_bytes
 
 NOT_STATES = (PARAM, GRAD, WIDE)  # homes that are looked after elsewhere
+PASSING = (Kind.PARAM, Kind.GRAD)  # on disk, they go through the pool's memory in backward
 WARM_STEPS = 3  # steps in which states appear and the heap has to settle
 
 
@@ -557,9 +558,11 @@ class Engine:
             raise error
 
     def _read_ahead(self) -> None:
-        """Have states read for the next step's first updates, while backward leaves the drive."""
+        """Have states read for the next step's first updates, where backward leaves the drive."""
         again, self._again = self._again, []
-        if again and self.store.pool is not None:
+        spill = self.budget.spill
+        rests = spill is not None and not any(kind in PASSING for kind, _ in spill.on_disk)
+        if again and rests and self.store.pool is not None:
             self.store.pool.later(again)
 
     def _step_in_place(self, optimizer: Optimizer) -> None:

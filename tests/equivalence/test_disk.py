@@ -29,7 +29,7 @@ from hetero.io import ALIGN, IO, FaultPlan
 from hetero.train.blueprint import draw
 from hetero.train.tuning import Tuning
 from hetero.train.worker import Worker
-from hetero.types import Kind, Lane, Tier
+from hetero.types import Kind, Tier
 from tests.equivalence import zoo
 from tests.equivalence.harness import (
     Budget,
@@ -293,15 +293,18 @@ def test_backward_reads_states_for_the_first_updates_of_its_step(disk: Path) -> 
     store, read = engine_of(model).store, []
     assert store.pool is not None
     assert {kind for kind, _ in engine_of(model).budget.spill.on_disk} == {Kind.STATE}
+    slots: list[int] = []
+    plainly = store.pool.nvme.read
+    store.pool.nvme.read = lambda slot, into: (slots.append(slot.n_bytes), plainly(slot, into))
     for step in range(STEPS):
         tokens = torch.randint(0, WORDS, (3, 7), generator=torch.Generator().manual_seed(step))
         loss = model(tokens).square().mean()
         engine_of(model).finish()
-        store.pool.nvme.take_counts()
+        slots.clear()
         loss.backward()
         with store.pool._changed:  # until what was begun has landed
             store.pool._changed.wait_for(lambda: not store.pool._in_flight)
-        read.append(store.pool.nvme.take_counts()[Lane.READ])
+        read.append(sum(slots))
         optimizer.step()
         optimizer.zero_grad()
         plain(tokens).square().mean().backward()
@@ -311,6 +314,24 @@ def test_backward_reads_states_for_the_first_updates_of_its_step(disk: Path) -> 
     same(values(model), values(plain), "values")
     same(states(model, optimizer), states(plain, theirs), "states")
     assert read[0] == 0 and all(n > 0 for n in read[1:])
+
+
+def test_backward_announces_nothing_where_gradients_pass_through_the_same_memory(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Wide(2)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    host = least_host(model, optimizer, disk, device="cpu", hbm=2**24)
+    config = Config.load(device="cpu", hbm=2**24, host=host, nvme=disk)
+    model, optimizer = prepare_tuned(model, optimizer, config, Tuning(extent_numel=EXTENT))
+    announced: list[Any] = []
+    monkeypatch.setattr(engine_of(model).store.pool, "later", announced.append)
+    for _ in range(3):
+        model(torch.randint(0, WORDS, (3, 7))).square().mean().backward()
+        optimizer.step()
+
+    assert any(kind is Kind.GRAD for kind, _ in engine_of(model).budget.spill.on_disk)
+    assert not announced
 
 
 # -- one number, however it is placed ------------------------------------------------------------
