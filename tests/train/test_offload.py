@@ -121,7 +121,7 @@ def test_without_a_disk_a_full_host_is_a_budget_error_that_says_how_much() -> No
     model = deep(10)
     model, optimizer = offloaded(model, hbm="1MiB", host="1900KiB")
 
-    with pytest.raises(BudgetError, match="of activations are on HOST") as refused:
+    with pytest.raises(BudgetError, match="of activations go to HOST") as refused:
         for number in range(3):
             step(model, optimizer, number, 256)
 
