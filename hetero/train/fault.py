@@ -147,7 +147,7 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
             advice="call hetero.release(model, optimizer) first",
         )
 
-    def replace(self: nn.Parameter, *args: Any, **kwargs: Any) -> nn.Parameter:
+    def replace(self: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and args[0] is self and not kwargs:
             return self  # a parametrization without a right inverse sets what it wraps to itself
         stay(self)
