@@ -265,10 +265,13 @@ def check_aliases(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -
 
     In torch it shows every step; from `prepare` on the parameter's bytes are elsewhere.
     """
-    spans = spans_of((name, param) for name, param in named if pageable(param))
+    spans = spans_of(pages(model))
     known = {id(param) for _, param in named}
-    for name, tensor in held_by(model):
+    for name, tensor, is_computed in held_by(model):
         span = None if id(tensor) in known else span_of(name, tensor)
+        if is_computed and span is not None and span[0] in spans:
+            spans[span[0]].append(Span(0, 0, name))  # counted, and no more
+            continue
         for first, end, other in spans.get(span[0], ()) if span is not None else ():
             if span is not None and first < span[1].end and span[1].first < end:
                 raise ConfigError(
@@ -279,22 +282,27 @@ def check_aliases(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -
     warn_of_aliases(spans)
 
 
-def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that modules have beside their parameters: buffers and attributes."""
+def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield the tensors that modules have beside their parameters: buffers and attributes.
+
+    Beside each stands whether it is computed anew in each forward, as `spectral_norm` does.
+    """
     for prefix, module in model.named_modules():
+        computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
         held = {**module._buffers, **module.__dict__}
         for key, value in held.items():
             if key not in OF_MODULES:
                 for tensor in tree_iter(value):
                     if isinstance(tensor, torch.Tensor):
-                        yield f"{prefix}.{key}" if prefix else key, tensor
+                        name = f"{prefix}.{key}" if prefix else key
+                        yield name, tensor, key in computed
 
 
 def warn_of_aliases(spans: Mapping[int, Sequence[Span]]) -> None:
     """Warn of parameters whose memory something outside the model holds, too."""
     if any(use_count_of(storage) > len(parts) for storage, parts in spans.items()):
         gc.collect()  # a graph that is garbage holds what it saved
-    held = [p for s, parts in spans.items() if use_count_of(s) > len(parts) for p in parts]
+    held = [p for s, parts in spans.items() if use_count_of(s) > len(parts) for p in parts if p.end]
     if held:
         warnings.warn(
             f"the memory of {len(held)} parameters, as {held[0].name!r}, is held outside the model"

@@ -835,7 +835,8 @@ class Engine:
         self.masters.load(self._segment(param), low)
 
     def _check_copy(self, n_bytes: int) -> None:
-        """Refuse a copy in RAM for which there is no room."""
+        """Refuse a copy in RAM for which there is no room, or of a model that must not be used."""
+        self.refuse_broken()
         free, limit = self.ledger.free(Tier.HOST), self.device.host_limit().n_bytes
         room = limit if free is None else min(free, limit)
         if n_bytes > room:

@@ -147,10 +147,10 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
             advice="call hetero.release(model, optimizer) first",
         )
 
-    def replace(self: nn.Parameter, *args: Any, **kwargs: Any) -> nn.Parameter:
+    def replace(self: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and args[0] is self and not kwargs:
             return self  # a parametrization without a right inverse sets what it wraps to itself
-        return stay(self)
+        stay(self)
 
     class Refusing(nn.Parameter):
         """What neither a bound nor an unbound parameter may do."""
@@ -213,7 +213,7 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
             return owner.fault(func, args, kwargs)
 
         @classmethod
-        def __torch_dispatch__(
+        def __torch_dispatch__(  # type: ignore[override]
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             """Never called; a class that has it is not traced by torch.compile, which would guard
@@ -263,7 +263,7 @@ def guard_scripts() -> None:
         return plain(self, *args, **kwargs)
 
     guarded.hetero_guard = True  # type: ignore[attr-defined]
-    torch.jit.ScriptFunction.__call__ = guarded
+    torch.jit.ScriptFunction.__call__ = guarded  # type: ignore[method-assign]
 
 
 @functools.cache

@@ -161,7 +161,7 @@ class Hooks:
                     lend = functools.partial(around_encoder, runtime, runtime.needs[first])
                     self._surround_forward(module, lend)
         self._surround_forward(model, functools.partial(around_model, runtime, meter))
-        for module in model.modules():  # asked by torch.jit.script
+        for module in filter(has_params, model.modules()):  # asked by torch.jit.script
             refuse = functools.partial(_refuse, "torch.jit.script")
             self._replace(module, "__prepare_scriptable__", refuse)
 
@@ -241,16 +241,18 @@ class Hooks:
         with plainly():
             fits(sum(p.nbytes for p in module.parameters() if id(p) not in memo))
         own = getattr(type(module), "__deepcopy__", None)
-        if own is not None:
-            found: nn.Module = own(module, memo)
-            return found
-        make, args, state = type(module).__reduce_ex__(module, 4)[:3]
-        twin = memo[id(module)] = make(*args)
+        twin: nn.Module = self._twin(module, memo) if own is None else own(module, memo)
+        for part in twin.modules():
+            part.__dict__.pop(PART, None)
+        return twin
+
+    def _twin(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        reduced: Any = type(module).__reduce_ex__(module, 4)
+        make, args, state = reduced[:3]
+        twin: nn.Module = make(*args)
+        memo[id(module)] = twin
         state = copy.deepcopy(self._without_ours(module, state), memo)
-        if hasattr(twin, "__setstate__"):
-            twin.__setstate__(state)
-        else:
-            twin.__dict__.update(state)
+        twin.__setstate__(state)
         return twin
 
     def _without_ours(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
