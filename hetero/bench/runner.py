@@ -20,6 +20,7 @@ from hetero.bench import (
     memory,
     plan,
     plugin,
+    scale,
     update,
 )
 from hetero.device import accelerator_name
@@ -95,6 +96,7 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "profile-cost": plan.profile_cost,
     "auto": plan.auto,
     "plugin": plugin.plugin,
+    "scale": scale.scale,
 }
 
 

@@ -22,6 +22,7 @@ from hetero.types import Lane
 
 POISON = 0xFF  # a NaN in every float format, -1 in every int format
 ALONE = 2  # uses of a storage: the tensor asked about, and the handle asked through
+LINE = 64  # bytes to which torch aligns what it allocates
 SMALL = 64 * 2**10  # bytes of a slab that is not worth a mapping
 HUGE = 4 * 2**20  # bytes of a slab from which huge pages are asked for
 PROBE_BYTES = 16 * 2**20  # a copy of so many bytes tells a link's rate
@@ -240,8 +241,10 @@ def map_slab(n_bytes: int, *, huge: bool = True) -> Slab:
 
 def heap_slab(n_bytes: int) -> Slab:
     """Return zeroed memory of the heap: to map a few pages takes longer than to use them."""
-    block = torch.zeros(n_bytes, dtype=torch.uint8)
-    return Slab(n_bytes, block, heap=block.numpy())
+    whole = np.zeros(max(n_bytes, 1) + LINE, dtype=np.uint8)  # which no meter of torch's counts
+    first = -whole.ctypes.data % LINE
+    memory = whole[first : first + max(n_bytes, 1)]
+    return Slab(n_bytes, torch.frombuffer(memory, dtype=torch.uint8), heap=memory)
 
 
 def release_slab(slab: Slab) -> None:
