@@ -270,7 +270,7 @@ def test_a_unit_that_writes_to_its_input_is_refused_before_backward() -> None:
         model, adamw(model), device="cpu", hbm="8MiB", chunk_bytes=1024, activations="recompute"
     )
 
-    with pytest.raises(StateError, match="a Writing, .* writes to its inputs"):
+    with pytest.raises(StateError, match=r"a Writing, .* writes to its inputs"):
         model(torch.randn(4, D))
 
 
