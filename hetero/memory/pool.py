@@ -31,6 +31,7 @@ from enum import IntEnum
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from hetero import interrupts
 from hetero.config import paranoid
 from hetero.device import POISON, Slab
 from hetero.errors import BudgetError, DiskFull, ForkedProcessError, StateError, afresh
@@ -319,7 +320,7 @@ class Pool:
         self._refuse_fork()
         with self._changed:
             while any(self._state(e) in (FILLING, FLUSHING) for e in extents.all):
-                self._changed.wait()
+                self._wait()
             if any(extent.pins for extent in extents.all):
                 raise StateError("a home on disk was discarded while it is pinned")
             for extent in extents.all:
@@ -337,7 +338,7 @@ class Pool:
             self._window.requests.clear()
             self._later.requests.clear()
             while self._in_flight:
-                self._changed.wait()
+                self._wait()
 
     def close(self) -> None:
         """Finish transfers and let the files go; what is in memory is gone with them."""
@@ -387,9 +388,12 @@ class Pool:
                 self._unpin(request, me)
             return not failed
 
+    def _wait(self, seconds: float | None = None) -> bool:
+        return interrupts.wait(self._changed, seconds)
+
     def _wait_for_reads(self, request: Request) -> None:
         while any(self._state(extent) is FILLING for extent in request.needs):
-            self._changed.wait()
+            self._wait()
 
     def _give_back(self, request: Request, me: int, *, whole: bool) -> None:
         if self._pid != os.getpid():
@@ -472,7 +476,7 @@ class Pool:
             if self._holders.keys() == {me}:
                 raise self._too_small(request.n_bytes)
         # 3. wait for those who hold some
-        if not self._changed.wait(STALL_SECONDS) and not self._in_flight:
+        if not self._wait(STALL_SECONDS) and not self._in_flight:
             raise self._too_small(request.n_bytes)
 
     def _short(self, n_bytes: int) -> int:

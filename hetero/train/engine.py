@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetero import interrupts
 from hetero.config import Config
 from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
 from hetero.errors import BudgetError, ConfigError, StateError, StorageError
@@ -61,7 +62,7 @@ from hetero.train.stepper import Stepper
 from hetero.train.tracer import Cursor
 from hetero.train.tuning import Tuning
 from hetero.train.updater import Update, Updater
-from hetero.train.worker import Job, Worker, thread_budget, uninterrupted
+from hetero.train.worker import Job, Worker, thread_budget
 from hetero.types import Kind, Lane, Tier, format_bytes
 
 NOT_STATES = (PARAM, GRAD, WIDE)  # homes that are looked after elsewhere
@@ -116,6 +117,7 @@ class Engine:
 
     def build(self) -> None:
         """Move the parameters to their homes and attach everything; undone on any failure."""
+        interrupts.hold(self)
         self.ledger = Ledger(
             {
                 Tier.HBM: self.budget.hbm,
@@ -156,6 +158,7 @@ class Engine:
             self._move_out(failed=True)
             self.offload.close()
             self.store.close()
+            interrupts.let_go(self)
             raise
 
     def _make_store(self) -> HomeStore:
@@ -252,7 +255,7 @@ class Engine:
         self.grads.on_arrival = self.runtime.gradient_arrived
         self.runtime.on_idle = self._after_evaluation
         self.runtime.before_load = self.saver.finish
-        self.runtime.before_use = self.refuse_broken
+        self.runtime.before_use = self._before_use
         self.runtime.backward_begins = self._read_ahead
         self.runtime.attach(self.params)
         self.origin.give_back_grads()
@@ -502,7 +505,11 @@ class Engine:
     # -- training --------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer) -> None:
-        """Update all parameters that have a gradient, now or behind the next forward."""
+        """Update all parameters that have a gradient, now or behind the next forward.
+
+        Ctrl-C comes out when the step is made and counted, with its border behind it.
+        """
+        interrupts.hold(self)
         log = self.log
         began, log.phase = log.clock(), "step"
         try:
@@ -512,6 +519,7 @@ class Engine:
             log.add(What.PHASE, began, now, why="step")
             log.add(What.STEP, self._step_began, now)
             log.step, log.phase, self._step_began = log.step + 1, "between", now
+        interrupts.point()
 
     def restate(self) -> None:
         """Begin the event log anew: what is where now is what it begins with."""
@@ -544,8 +552,7 @@ class Engine:
             if self.mode == "paged":
                 self.runtime.stepped(update.bucket.id for update in updates)
         # 3. homes are handed to their updates, in the order in which they are needed next
-        with uninterrupted():
-            self._hand_over_all(self.stepper, self._in_order(updates))
+        self._hand_over_all(self.stepper, self._in_order(updates))
         self._border(division)
 
     def _refuse_excess(self) -> None:
@@ -578,16 +585,17 @@ class Engine:
         return sorted(updates, key=lambda update: order.get(update.bucket.id, len(order)))
 
     def _hand_over_all(self, stepper: Stepper, updates: list[Update]) -> None:
-        """Begin all updates, then raise what a disk raised: a step is begun as a whole."""
+        """Begin all updates, then raise what a disk raised, or whoever would not wait for one: a
+        step is begun as a whole."""
         requests = [request for update in updates for request in update.requests]
         if self.store.pool is not None:
             self.store.pool.ahead(requests)
             self._again = [request.again() for request in requests]
-        errors = []
+        errors: list[StorageError | KeyboardInterrupt] = []
         for update in updates:
             try:
                 self._hand_over(stepper, update)
-            except StorageError as error:
+            except (StorageError, KeyboardInterrupt) as error:
                 errors.append(error)
         if errors:
             self._count()
@@ -643,6 +651,11 @@ class Engine:
         """A load is complete: the model may be used."""
         self.broken = ""
         self._barrier.remove()
+
+    def _before_use(self) -> None:
+        """The model is called: Ctrl-C waits again where somebody has changed that."""
+        interrupts.hold(self)
+        self.refuse_broken()
 
     def refuse_broken(self) -> None:
         """Raise StateError where a load failed half-way."""
@@ -888,6 +901,7 @@ class Engine:
             self.optimizer.known_state = defaultdict(dict)
         self.store.close()
         self.model.__dict__.pop(MARK, None)
+        interrupts.let_go(self)
 
     def _unhook(self) -> None:
         self.hooks.rest()

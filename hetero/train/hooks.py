@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ConfigError, StateError
+from hetero.interrupts import theirs
 from hetero.train.activation import SavedTensors
 from hetero.train.check import MARK, PART
 from hetero.train.head import causal_loss, head_of, late
@@ -433,7 +434,7 @@ class Within:
         if torch.compiler.is_compiling():  # a function around it, which is to stay what it is
             return self.call(*args, **kwargs)
         with self.block():
-            found = self.call(*args, **kwargs)
+            found = theirs(self.call, *args, **kwargs)
             self.made(found)
             return found
 
@@ -481,7 +482,7 @@ def around_batch(activations: Activations, call: Call) -> Call:
     @functools.wraps(call)
     def forward(*args: Any, **kwargs: Any) -> Any:
         activations.begin(args, kwargs)
-        return call(*args, **kwargs)
+        return theirs(call, *args, **kwargs)
 
     return forward
 
@@ -493,7 +494,7 @@ def around_saving(saved: SavedTensors, call: Call) -> Call:
     def forward(*args: Any, **kwargs: Any) -> Any:
         pushed = saved.push_where_differentiated()
         try:
-            return call(*args, **kwargs)
+            return theirs(call, *args, **kwargs)
         finally:
             if pushed:
                 saved.pop()
@@ -510,7 +511,7 @@ def around_model(runtime: Runtime, meter: Meter, call: Call) -> Call:
         output = None
         try:
             with meter.watching() if pushed or runtime.evaluates else nullcontext():
-                output = call(*args, **kwargs)
+                output = theirs(call, *args, **kwargs)
                 meter.made(output)
             return output
         finally:
@@ -528,9 +529,9 @@ def around_encoder(runtime: Runtime, buckets: Sequence[int], call: Call) -> Call
     @functools.wraps(call)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            return call(*args, **kwargs)
+            return theirs(call, *args, **kwargs)
         with runtime.lend(buckets, "encoder"):
-            return call(*args, **kwargs)
+            return theirs(call, *args, **kwargs)
 
     return forward
 
