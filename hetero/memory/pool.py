@@ -222,6 +222,7 @@ class Pool:
         self._n_waiting = 0  # threads that wait for room
         self._failures = 0  # of writes
         self._failure: BaseException | None = None  # the last one, for whoever needs the room
+        self.told = False  # whether a drive's error was raised, since an owner last asked
         self._pid = os.getpid()
         self._paranoid = paranoid()
         _watch_forks(weakref.ref(self))
@@ -380,7 +381,7 @@ class Pool:
                 for extent in failed:
                     if extent not in ahead:
                         kept = extent.error
-                        raise afresh(kept) if kept else self._too_small(request.n_bytes)
+                        raise self._tell(kept) if kept else self._too_small(request.n_bytes)
             except BaseException:
                 self._unpin(request, me)
                 raise
@@ -472,7 +473,7 @@ class Pool:
             if self._window.let_go_last():
                 return
             if failed and self._failure is not None:
-                raise afresh(self._failure)
+                raise self._tell(self._failure)
             if self._holders.keys() == {me}:
                 raise self._too_small(request.n_bytes)
         # 3. wait for those who hold some
@@ -608,6 +609,10 @@ class Pool:
         if not failed:  # or a disk that is full would be asked again at once, for ever
             self._pump()
         self._changed.notify_all()
+
+    def _tell(self, error: BaseException) -> BaseException:
+        self.told = True
+        return afresh(error)
 
     def _too_small(self, n_bytes: int) -> BudgetError:
         pinned = sum(extent.n_bytes for extent in self._resident if extent.pins)

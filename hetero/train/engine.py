@@ -8,7 +8,7 @@ made once, at prepare, and reported as the update place.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -694,6 +694,8 @@ class Engine:
             return
         self.hooks.mend()
         self._take_stats()
+        if self.store.pool is not None:
+            self.store.pool.told = False
         if self._fit(division):
             return
         self.fitting.meter.restart()
@@ -873,7 +875,35 @@ class Engine:
     # -- taking apart ----------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Give back a plain module and the plain optimizer with its states."""
+        """Give back a plain module and the plain optimizer with its states.
+
+        Raises StorageError where a drive fails: nothing has changed then, and the next call tries
+        again. Where a drive has failed before, since the last step, it is StateError: files and
+        threads are gone, and what they held is lost.
+        """
+        pool = self.store.pool
+        failed = pool is not None and pool.told
+        try:
+            self._come_home()
+            states = self._plain_states()
+            self.origin.fetch(self.store, self.masters)
+        except StorageError as error:
+            self.store.before_use = self.finish
+            if not failed:
+                raise
+            self._abandon()
+            raise StateError(
+                f"the model was released without its values, which a drive took along:"
+                f" {error.args[0]}",
+                advice="build the model and the optimizer anew and load the last checkpoint;"
+                " parameters of this one are NaN",
+            ) from error
+        self._move_out()
+        self.offload.close()
+        self._detach(states)
+
+    def _come_home(self) -> None:
+        """Finish what is under way; homes then hold the current values."""
         self.saver.finish()
         if self.stepper is not None and self.stepper.surfaced:
             self.worker.close()  # an update failed, as was said: what there is, is given back
@@ -883,20 +913,30 @@ class Engine:
         elif self.mode == "paged" or self.has_masters:
             (self.runtime if self.mode == "paged" else self.resident).quiesce()
             self.finish()
+
+    def _plain_states(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the states as torch keeps them, out of their homes."""
+        self.store.before_use = _nothing  # all is done: what is read waits for nobody
+        known = {} if self.optimizer is None else self.optimizer.known_state
+        return {p: {k: _placed(v, p) for k, v in state.items()} for p, state in known.items()}
+
+    def _abandon(self) -> None:
+        """Take everything apart without a look at what drives hold; parameters become NaN."""
+        self.hooks.remove()
+        self.device.close()
+        self.origin.give_up()
+        self._detach({})
+
+    def _detach(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Give the plain optimizer its states and its step again; files and threads go."""
         if hasattr(self, "runtime"):
             self.runtime.closed = True
-        states = dict(self.optimizer.known_state) if self.optimizer is not None else {}
-        self.store.before_use = _nothing  # all is done: what is read below waits for nobody
-        self._move_out()
-        self.offload.close()
         self.worker.close()
         if self.inner is not None:
             self.inner.__dict__.pop("step", None)
             if self._inner_step is not None:
                 self.inner.__dict__["step"] = self._inner_step
-            self.inner.state = defaultdict(dict)
-            for param, state in states.items():
-                self.inner.state[param] = {k: _placed(v, param) for k, v in state.items()}
+            self.inner.state = defaultdict(dict, states)
         if self.optimizer is not None:
             self.optimizer.known_state = defaultdict(dict)
         self.store.close()
