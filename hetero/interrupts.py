@@ -2,11 +2,11 @@
 
 [Note: whose code runs]  While a model is prepared, the handler of SIGINT is a `Deferring` around
 the one that was there. It looks at the stack that it interrupts. The innermost frame of ours
-decides: under `theirs` the user's code runs, and the signal is handled at once, as ever; under any
-other a change of state may be under way, and the signal waits. So nothing has to be announced, the
-hot path pays nothing, and what runs at odd times (finalizers, hooks that autograd calls) is covered
-as well. What waits is handled by `point`, at the end of a step, or a moment later, when a thread
-finds code of ours no more on the stack.
+decides: under `theirs`, or what is `passing`, the user's code runs, and the signal is handled at
+once, as ever; under any other a change of state may be under way, and the signal waits. So nothing
+has to be announced, the hot path pays nothing, and what runs at odd times (finalizers, hooks that
+autograd calls) is covered as well. What waits is handled by `point`, at the end of a step, or a
+moment later, when a thread finds code of ours no more on the stack.
 
 Whoever waits for other threads, or for a drive, does so by `wait`, `join` or `finished`: the second
 Ctrl-C comes out of these, as an error of a disk would.
@@ -36,18 +36,25 @@ R = TypeVar("R")
 Handler = Callable[[int, FrameType | None], Any]
 
 
+_OPEN: set[CodeType] = set()
+
+
+def passing(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function of ours that does nothing but call what may be the user's."""
+    _OPEN.add(function.__code__)
+    return function
+
+
+@passing
 def theirs(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call what is the user's: Ctrl-C comes out of it at once."""
     return call(*args, **kwargs)
 
 
-_THEIRS: CodeType = theirs.__code__
-
-
 def is_closed(frame: FrameType | None) -> bool:
     """Whether code of ours, or what it calls, is at work at the inner end of a stack."""
     while frame is not None:
-        if frame.f_code is _THEIRS:
+        if frame.f_code in _OPEN:
             return False
         if _is_ours(frame):
             return True

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ConfigError, StateError
-from hetero.interrupts import theirs
+from hetero.interrupts import passing, theirs
 from hetero.train.activation import SavedTensors
 from hetero.train.check import MARK, PART
 from hetero.train.head import causal_loss, head_of, late
@@ -368,9 +368,11 @@ class Bracket:
         self._stand_in = torch.compiler.disable(self, reason=EAGER) if name in CALLS else self
         put(module, name, self._stand_in)
 
+    @passing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
 
+    @passing
     def _of_class(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(type(self._module), self._name)(self._module, *args, **kwargs)
 
