@@ -14,6 +14,7 @@ from torch import nn
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import StateError
+from hetero.interrupts import theirs
 from hetero.train.blueprint import draw
 from hetero.train.check import MARK, check_codes, check_model, check_pair
 from hetero.train.empty import empty_parameters
@@ -97,7 +98,7 @@ def backward(loss: torch.Tensor) -> None:
         )
     first = next((_owner(p) for p in _parameters_of(loss) if _owner(p) is not None), None)
     if first is None or first.scaling is None:
-        loss.backward()
+        theirs(loss.backward)
         return
     owners = dict.fromkeys(_owner(p) for p in _parameters_of(loss))
     if any(owner is None or owner.scaling is None for owner in owners):
@@ -110,7 +111,7 @@ def backward(loss: torch.Tensor) -> None:
     with ExitStack() as stack:
         for owner in owners:
             stack.enter_context(owner.scaling.scaled(scale))
-        (loss * torch.tensor(scale, device=loss.device)).backward()
+        theirs((loss * torch.tensor(scale, device=loss.device)).backward)
 
 
 def _owner(param: torch.Tensor) -> Any:

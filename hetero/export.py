@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hetero import interrupts
 from hetero.config import parse_bytes
 from hetero.errors import ConfigError, DiskFull, StateError, StorageError
 from hetero.io import IO, Folder
-from hetero.train.worker import uninterrupted
 from hetero.types import format_bytes
 from hetero.weights import CODES, INDEX, PART, SINGLE
 
@@ -82,7 +82,7 @@ def write(model: nn.Module, directory: Path, limit_bytes: int, io: IO) -> Path:
         for name, data in notes.items():
             stage(folder, name, 0, data, ())
         # 3. the directory changes hands
-        with uninterrupted():
+        with interrupts.held():
             switch(folder, list(parts), list(notes))
             undo.pop_all()
     # 4. what nothing refers to any more

@@ -14,7 +14,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "hetero"
 FLOORS = {
-    **dict.fromkeys(("types", "config", "crc", "errors", "version", "events", "optim"), 0),
+    **dict.fromkeys(("types", "config", "crc", "errors", "version", "events"), 0),
+    **dict.fromkeys(("interrupts", "optim"), 0),
     **dict.fromkeys(("device", "dry", "io", "parse", "weights"), 0),
     **dict.fromkeys(("memory", "plan"), 1),
     "train": 2,

@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import nn
 
+from hetero import interrupts
 from hetero.api import engine_of
 from hetero.checkpoint.folders import STEP
 from hetero.checkpoint.manifest import ITEM_BYTES, Entry
@@ -62,7 +63,7 @@ class Save:
     def wait(self) -> Path:
         """Return the directory once the checkpoint is durable; raises what the save raised."""
         try:
-            return self._done.result()
+            return interrupts.finished(self._done)
         finally:
             self.told = self._done.done()  # an interrupted wait has told nobody anything
 

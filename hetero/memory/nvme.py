@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from hetero import interrupts
 from hetero.crc import crc32
 from hetero.errors import ChunkCorrupt
 from hetero.events import EventLog, What, go_behind
@@ -241,7 +242,7 @@ class Threads:
         """End the threads when everything is done."""
         self._end()
         for thread in self._threads:
-            thread.join()
+            interrupts.join(thread)
 
     def _end(self) -> None:
         with self._queue.changed:

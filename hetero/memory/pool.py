@@ -31,6 +31,7 @@ from enum import IntEnum
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from hetero import interrupts
 from hetero.config import paranoid
 from hetero.device import POISON, Slab
 from hetero.errors import BudgetError, DiskFull, ForkedProcessError, StateError, afresh
@@ -221,6 +222,7 @@ class Pool:
         self._n_waiting = 0  # threads that wait for room
         self._failures = 0  # of writes
         self._failure: BaseException | None = None  # the last one, for whoever needs the room
+        self.told = False  # whether a drive's error was raised, since an owner last asked
         self._pid = os.getpid()
         self._paranoid = paranoid()
         _watch_forks(weakref.ref(self))
@@ -319,7 +321,7 @@ class Pool:
         self._refuse_fork()
         with self._changed:
             while any(self._state(e) in (FILLING, FLUSHING) for e in extents.all):
-                self._changed.wait()
+                self._wait()
             if any(extent.pins for extent in extents.all):
                 raise StateError("a home on disk was discarded while it is pinned")
             for extent in extents.all:
@@ -337,7 +339,7 @@ class Pool:
             self._window.requests.clear()
             self._later.requests.clear()
             while self._in_flight:
-                self._changed.wait()
+                self._wait()
 
     def close(self) -> None:
         """Finish transfers and let the files go; what is in memory is gone with them."""
@@ -379,7 +381,7 @@ class Pool:
                 for extent in failed:
                     if extent not in ahead:
                         kept = extent.error
-                        raise afresh(kept) if kept else self._too_small(request.n_bytes)
+                        raise self._tell(kept) if kept else self._too_small(request.n_bytes)
             except BaseException:
                 self._unpin(request, me)
                 raise
@@ -387,9 +389,12 @@ class Pool:
                 self._unpin(request, me)
             return not failed
 
+    def _wait(self, seconds: float | None = None) -> bool:
+        return interrupts.wait(self._changed, seconds)
+
     def _wait_for_reads(self, request: Request) -> None:
         while any(self._state(extent) is FILLING for extent in request.needs):
-            self._changed.wait()
+            self._wait()
 
     def _give_back(self, request: Request, me: int, *, whole: bool) -> None:
         if self._pid != os.getpid():
@@ -469,11 +474,11 @@ class Pool:
             if self._window.let_go_last():
                 return
             if failed and self._failure is not None:
-                raise afresh(self._failure)
+                raise self._tell(self._failure)
             if self._holders.keys() == {me}:
                 raise self._too_small(request.n_bytes)
         # 3. wait for those who hold some
-        if not self._changed.wait(STALL_SECONDS) and not self._in_flight:
+        if not self._wait(STALL_SECONDS) and not self._in_flight:
             raise self._too_small(request.n_bytes)
 
     def _short(self, n_bytes: int) -> int:
@@ -605,6 +610,10 @@ class Pool:
         if not failed:  # or a disk that is full would be asked again at once, for ever
             self._pump()
         self._changed.notify_all()
+
+    def _tell(self, error: BaseException) -> BaseException:
+        self.told = True
+        return afresh(error)
 
     def _too_small(self, n_bytes: int) -> BudgetError:
         pinned = sum(extent.n_bytes for extent in self._resident if extent.pins)

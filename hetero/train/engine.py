@@ -8,7 +8,7 @@ made once, at prepare, and reported as the update place.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetero import interrupts
 from hetero.config import Config
 from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
 from hetero.errors import BudgetError, ConfigError, StateError, StorageError
@@ -61,7 +62,7 @@ from hetero.train.stepper import Stepper
 from hetero.train.tracer import Cursor
 from hetero.train.tuning import Tuning
 from hetero.train.updater import Update, Updater
-from hetero.train.worker import Job, Worker, thread_budget, uninterrupted
+from hetero.train.worker import Job, Worker, thread_budget
 from hetero.types import Kind, Lane, Tier, format_bytes
 
 NOT_STATES = (PARAM, GRAD, WIDE)  # homes that are looked after elsewhere
@@ -117,6 +118,7 @@ class Engine:
 
     def build(self) -> None:
         """Move the parameters to their homes and attach everything; undone on any failure."""
+        interrupts.hold(self)
         self.ledger = Ledger(
             {
                 Tier.HBM: self.budget.hbm,
@@ -157,6 +159,7 @@ class Engine:
             self._move_out(failed=True)
             self.offload.close()
             self.store.close()
+            interrupts.let_go(self)
             raise
 
     def _make_store(self) -> HomeStore:
@@ -253,7 +256,7 @@ class Engine:
         self.grads.on_arrival = self.runtime.gradient_arrived
         self.runtime.on_idle = self._after_evaluation
         self.runtime.before_load = self.saver.finish
-        self.runtime.before_use = self.refuse_broken
+        self.runtime.before_use = self._before_use
         self.runtime.backward_begins = self._read_ahead
         self.runtime.attach(self.params)
         self.origin.give_back_grads()
@@ -503,7 +506,11 @@ class Engine:
     # -- training --------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer) -> None:
-        """Update all parameters that have a gradient, now or behind the next forward."""
+        """Update all parameters that have a gradient, now or behind the next forward.
+
+        Ctrl-C comes out when the step is made and counted, with its border behind it.
+        """
+        interrupts.hold(self)
         log = self.log
         began, log.phase = log.clock(), "step"
         try:
@@ -513,6 +520,7 @@ class Engine:
             log.add(What.PHASE, began, now, why="step")
             log.add(What.STEP, self._step_began, now)
             log.step, log.phase, self._step_began = log.step + 1, "between", now
+        interrupts.point()
 
     def restate(self) -> None:
         """Begin the event log anew: what is where now is what it begins with."""
@@ -545,8 +553,7 @@ class Engine:
             if self.mode == "paged":
                 self.runtime.stepped(update.bucket.id for update in updates)
         # 3. homes are handed to their updates, in the order in which they are needed next
-        with uninterrupted():
-            self._hand_over_all(self.stepper, self._in_order(updates))
+        self._hand_over_all(self.stepper, self._in_order(updates))
         self._border(division)
 
     def _refuse_excess(self) -> None:
@@ -581,16 +588,17 @@ class Engine:
         return sorted(updates, key=lambda update: order.get(update.bucket.id, len(order)))
 
     def _hand_over_all(self, stepper: Stepper, updates: list[Update]) -> None:
-        """Begin all updates, then raise what a disk raised: a step is begun as a whole."""
+        """Begin all updates, then raise what a disk raised, or whoever would not wait for one: a
+        step is begun as a whole."""
         requests = [request for update in updates for request in update.requests]
         if self.store.pool is not None:
             self.store.pool.ahead(requests)
             self._again = [request.again() for request in requests]
-        errors = []
+        errors: list[StorageError | KeyboardInterrupt] = []
         for update in updates:
             try:
                 self._hand_over(stepper, update)
-            except StorageError as error:
+            except (StorageError, KeyboardInterrupt) as error:
                 errors.append(error)
         if errors:
             self._count()
@@ -647,6 +655,11 @@ class Engine:
         self.broken = ""
         self._barrier.remove()
 
+    def _before_use(self) -> None:
+        """The model is called: Ctrl-C waits again where somebody has changed that."""
+        interrupts.hold(self)
+        self.refuse_broken()
+
     def refuse_broken(self) -> None:
         """Raise StateError where a load failed half-way."""
         if self.broken:
@@ -684,6 +697,8 @@ class Engine:
             return
         self.hooks.mend()
         self._take_stats()
+        if self.store.pool is not None:
+            self.store.pool.told = False
         if self._fit(division):
             return
         self.fitting.meter.restart()
@@ -864,7 +879,35 @@ class Engine:
     # -- taking apart ----------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Give back a plain module and the plain optimizer with its states."""
+        """Give back a plain module and the plain optimizer with its states.
+
+        Raises StorageError where a drive fails: nothing has changed then, and the next call tries
+        again. Where a drive has failed before, since the last step, it is StateError: files and
+        threads are gone, and what they held is lost.
+        """
+        pool = self.store.pool
+        failed = pool is not None and pool.told
+        try:
+            self._come_home()
+            states = self._plain_states()
+            self.origin.fetch(self.store, self.masters)
+        except StorageError as error:
+            self.store.before_use = self.finish
+            if not failed:
+                raise
+            self._abandon()
+            raise StateError(
+                f"the model was released without its values, which a drive took along:"
+                f" {error.args[0]}",
+                advice="build the model and the optimizer anew and load the last checkpoint;"
+                " parameters of this one are NaN",
+            ) from error
+        self._move_out()
+        self.offload.close()
+        self._detach(states)
+
+    def _come_home(self) -> None:
+        """Finish what is under way; homes then hold the current values."""
         self.saver.finish()
         if self.stepper is not None and self.stepper.surfaced:
             self.worker.close()  # an update failed, as was said: what there is, is given back
@@ -874,24 +917,35 @@ class Engine:
         elif self.mode == "paged" or self.has_masters:
             (self.runtime if self.mode == "paged" else self.resident).quiesce()
             self.finish()
+
+    def _plain_states(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the states as torch keeps them, out of their homes."""
+        self.store.before_use = _nothing  # all is done: what is read waits for nobody
+        known = {} if self.optimizer is None else self.optimizer.known_state
+        return {p: {k: _placed(v, p) for k, v in state.items()} for p, state in known.items()}
+
+    def _abandon(self) -> None:
+        """Take everything apart without a look at what drives hold; parameters become NaN."""
+        self.hooks.remove()
+        self.device.close()
+        self.origin.give_up()
+        self._detach({})
+
+    def _detach(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Give the plain optimizer its states and its step again; files and threads go."""
         if hasattr(self, "runtime"):
             self.runtime.closed = True
-        states = dict(self.optimizer.known_state) if self.optimizer is not None else {}
-        self.store.before_use = _nothing  # all is done: what is read below waits for nobody
-        self._move_out()
-        self.offload.close()
         self.worker.close()
         if self.inner is not None:
             self.inner.__dict__.pop("step", None)
             if self._inner_step is not None:
                 self.inner.__dict__["step"] = self._inner_step
-            self.inner.state = defaultdict(dict)
-            for param, state in states.items():
-                self.inner.state[param] = {k: _placed(v, param) for k, v in state.items()}
+            self.inner.state = defaultdict(dict, states)
         if self.optimizer is not None:
             self.optimizer.known_state = defaultdict(dict)
         self.store.close()
         self.model.__dict__.pop(MARK, None)
+        interrupts.let_go(self)
 
     def _unhook(self) -> None:
         self.hooks.rest()

@@ -77,24 +77,49 @@ class GradSlot:
     ``value`` is a private device tensor once an alias of the gradient was handed out; it is then
     the truth until it is flushed again. ``flying`` pieces are on their way to the worker, and
     ``job`` is the last one that writes or reads ``home``.
+
+    It keeps neither its store nor its job: a parameter holds its gradient where gc does not look,
+    and would keep itself, and its model with files and threads, through them.
     """
 
     __slots__ = (
-        *("__weakref__", "_store", "segment", "home", "ticket", "flying", "job"),
+        *("__weakref__", "_owner", "segment", "home", "ticket", "flying"),
         *("value", "factors", "norm", "summed"),
     )
 
     def __init__(self, store: GradStore, segment: Segment, home: Home) -> None:
-        self._store = store
+        self._owner = weakref.ref(store)
         self.segment = segment
         self.home = home
         self.ticket: Ticket | None = None
         self.flying = 0
-        self.job: Job | None = None
+        store.jobs.pop(segment.index, None)
         self.value: torch.Tensor | None = None
         self.factors = NONE
         self.norm: Norm | None = None
         self.summed = False
+
+    @property
+    def _store(self) -> GradStore:
+        store = self._owner()
+        if store is None:
+            raise StateError(
+                f"the gradient of {self.segment.spec.name!r} went with its prepared model",
+                advice="keep the model, or a copy: grad = param.grad.clone()",
+            )
+        return store
+
+    @property
+    def job(self) -> Job | None:
+        """The last job that writes or reads the home."""
+        return self._store.jobs.get(self.segment.index)
+
+    @job.setter
+    def job(self, job: Job | None) -> None:
+        if job is None:
+            self._store.jobs.pop(self.segment.index, None)
+        else:
+            self._store.jobs[self.segment.index] = job
 
     def land(self) -> None:
         """Return when the bytes have arrived at home and everything is added; factors pend."""
@@ -268,6 +293,7 @@ class GradStore:
         probe.grad = torch.zeros(())
         self._alone = holders(probe)  # differs between releases of torch
         self._pending: list[int] = []
+        self.jobs: dict[int, Job] = {}  # by parameter: of its last gradient
         self._slots: dict[int, weakref.ref[GradSlot]] = {}
         self._updates: dict[int, Job] = {}  # bucket -> the update that still reads its gradients
         self._summed = self._sums = False  # whether the last step, and this one, added gradients

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ConfigError, StateError
+from hetero.interrupts import passing, theirs
 from hetero.train.activation import SavedTensors
 from hetero.train.check import MARK, PART
 from hetero.train.head import causal_loss, head_of, late
@@ -369,9 +370,11 @@ class Bracket:
         self._stand_in = torch.compiler.disable(self, reason=EAGER) if name in CALLS else self
         put(module, name, self._stand_in)
 
+    @passing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
 
+    @passing
     def _of_class(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(type(self._module), self._name)(self._module, *args, **kwargs)
 
@@ -435,7 +438,7 @@ class Within:
         if torch.compiler.is_compiling():  # a function around it, which is to stay what it is
             return self.call(*args, **kwargs)
         with self.block():
-            found = self.call(*args, **kwargs)
+            found = theirs(self.call, *args, **kwargs)
             self.made(found)
             return found
 
@@ -483,7 +486,7 @@ def around_batch(activations: Activations, call: Call) -> Call:
     @functools.wraps(call)
     def forward(*args: Any, **kwargs: Any) -> Any:
         activations.begin(args, kwargs)
-        return call(*args, **kwargs)
+        return theirs(call, *args, **kwargs)
 
     return forward
 
@@ -495,7 +498,7 @@ def around_saving(saved: SavedTensors, call: Call) -> Call:
     def forward(*args: Any, **kwargs: Any) -> Any:
         pushed = saved.push_where_differentiated()
         try:
-            return call(*args, **kwargs)
+            return theirs(call, *args, **kwargs)
         finally:
             if pushed:
                 saved.pop()
@@ -512,7 +515,7 @@ def around_model(runtime: Runtime, meter: Meter, call: Call) -> Call:
         output = None
         try:
             with meter.watching() if pushed or runtime.evaluates else nullcontext():
-                output = call(*args, **kwargs)
+                output = theirs(call, *args, **kwargs)
                 meter.made(output)
             return output
         finally:
@@ -530,9 +533,9 @@ def around_encoder(runtime: Runtime, buckets: Sequence[int], call: Call) -> Call
     @functools.wraps(call)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            return call(*args, **kwargs)
+            return theirs(call, *args, **kwargs)
         with runtime.lend(buckets, "encoder"):
-            return call(*args, **kwargs)
+            return theirs(call, *args, **kwargs)
 
     return forward
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
+from hetero.interrupts import theirs
 from hetero.train.precision import LossScaler
 
 HOOKS = tuple(
@@ -112,14 +113,14 @@ class Optimizer(torch.optim.Optimizer):
         """The number the next loss is multiplied by; 1 without loss scaling."""
         return 1.0 if self._engine.scaler is None else self._engine.scaler.scale
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one step; ``closure``, when given, is evaluated first and its loss returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
-                loss = closure()
-        self._engine.step(self)
+                loss = theirs(closure)
+        with torch.no_grad():  # not around the method: Ctrl-C might keep it from being left
+            self._engine.step(self)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         return loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -34,6 +35,7 @@ class Origin:
         self._layout = layout
         self._dtypes = [p.dtype for p in params]
         self._grads: dict[int, torch.Tensor] = {}
+        self._fetched: dict[int, torch.Tensor] = {}
         self._moved: set[int] = set()  # those whose values are at home
 
     def move_in(
@@ -80,6 +82,31 @@ class Origin:
             swizzle.set_grad(self.params[index], grad)
         self._grads.clear()
 
+    def fetch(self, store: HomeStore, masters: Masters) -> None:
+        """Read what `move_out` needs from disk, so that it need not; raises StorageError."""
+        for index, (bucket_id, segment) in enumerate(self._layout.home):
+            grad = swizzle.get_grad(self.params[index])
+            if isinstance(grad, LazyGrad):
+                grad.slot.keep()
+            bucket, home = self._layout.buckets[bucket_id], store.homes.get((PARAM, bucket_id))
+            if home is None or index not in self._moved:
+                continue
+            if masters.has(bucket):
+                if home.extents is not None or masters.low(bucket).extents is not None:
+                    self._fetched[index] = masters.value(segment)
+            elif home.extents is not None:
+                self._fetched[index] = store.read(home, segment)
+
+    def give_up(self) -> None:
+        """Make every parameter plain again, with NaN for a value that is not to be had."""
+        for index, param in enumerate(self.params):
+            dtype = self._dtypes[index]
+            nan = torch.full((), math.nan, dtype=dtype, device=self.device)
+            swizzle.set_grad(param, None)
+            swizzle.plain(param, nan.expand(param.shape))
+        self._fetched.clear()
+        move_buffers(self.model, self.device)
+
     def move_out(
         self, store: HomeStore, masters: Masters, *, resident: bool, failed: bool = False
     ) -> None:
@@ -101,7 +128,9 @@ class Origin:
             if failed and self._was_empty[index]:
                 swizzle.empty(param, dtype)
             elif home is not None and index in self._moved:
-                if masters.has(bucket):
+                if index in self._fetched:
+                    value = self._fetched.pop(index)
+                elif masters.has(bucket):
                     value = masters.value(segment)
                 else:
                     value = param.detach() if resident else handle(store, home, segment)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from hetero.interrupts import theirs
 from hetero.plan.activations import KEEP, OFFLOAD, RECOMPUTE, Policy
 from hetero.train.activation import SavedTensors, foreign
 from hetero.train.caches import has_rows
@@ -231,7 +232,7 @@ class Activations:
     def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         pushed = self._enter(index)
         try:
-            return call(*args, **kwargs)
+            return theirs(call, *args, **kwargs)
         finally:
             self._leave(index, pushed)
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hetero.errors import BudgetError, HeteroError, StateError
+from hetero.interrupts import theirs
 from hetero.train.activation import SavedTensors
 from hetero.train.caches import is_cache, twin
 from hetero.train.graph import in_backward, versions
@@ -97,7 +98,7 @@ class Forward:
         weights = [] if digests is None else list(self._module.parameters())
         before = versions(self.distinct), versions(weights)
         with self._watched(digests):
-            found = self._call(*args, **kwargs)
+            found = theirs(self._call, *args, **kwargs)
         self._moment.close()
         _digest_outputs(found, digests)
         if versions(self.distinct) != before[0]:
@@ -183,7 +184,7 @@ class Forward:
         ]
         args, kwargs = self._structure.build(iter(leaves))
         with self._moment.again(), self._watched(digests):
-            found = self._call(*args, **kwargs)
+            found = theirs(self._call, *args, **kwargs)
         _digest_outputs(found, digests)
         return found
 

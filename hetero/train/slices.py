@@ -30,6 +30,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hetero.errors import HeteroError, StateError
+from hetero.interrupts import theirs
 from hetero.train.caches import is_cache, put_together, rows_of, twin
 from hetero.train.check import makes_anew
 from hetero.train.graph import leaves_of, versions
@@ -186,7 +187,7 @@ class Sliced:
         given = iter(tensors)
         distinct = [next(given) if leaf is None else leaf.value for leaf in self._leaves]
         args, kwargs = self._structure.build(distinct[place] for place in self._places)
-        found, self._outputs = flatten(self._call(*args, **kwargs))
+        found, self._outputs = flatten(theirs(self._call, *args, **kwargs))
         left, _ = flatten((args, kwargs))
         if [id(leaf) for leaf in left] != [id(distinct[place]) for place in self._places]:
             raise self.refusal("writes to a list or dictionary that it is given")

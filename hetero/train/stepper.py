@@ -124,7 +124,7 @@ class Stepper:
             self._pause()
         try:
             work()
-        except StorageError:
+        except (StorageError, KeyboardInterrupt):
             raise  # the step stays pending: its work is tried again
         except BaseException as error:
             self._failed = error
@@ -145,7 +145,7 @@ class Stepper:
                 del self._jobs[0]
             if self._failed is not None:
                 raise self._failed
-        except StorageError:
+        except (StorageError, KeyboardInterrupt):
             raise
         except BaseException:
             self.surfaced = True

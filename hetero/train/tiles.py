@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
+from hetero.interrupts import theirs
 from hetero.train.moment import Reach
 from hetero.train.recompute import Forward
 
@@ -79,7 +80,7 @@ def _tiled(module: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any
     dim, size = module.__dict__[TILE]
     call = partial(type(module).forward, module)
     if x.shape[dim] <= size:
-        return call(x, *args, **kwargs)
+        return theirs(call, x, *args, **kwargs)
     outputs, reach = [], Reach()
     for part in x.split(size, dim):
         if torch.is_grad_enabled():  # while the block around it is computed again, too
@@ -90,7 +91,7 @@ def _tiled(module: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any
             )
             outputs.append(forward.recomputed(given, kwargs, None))
         else:
-            outputs.append(call(part, *args, **kwargs))
+            outputs.append(theirs(call, part, *args, **kwargs))
     for part, output in zip(x.split(size, dim), outputs, strict=True):
         if not isinstance(output, torch.Tensor) or output.shape[dim] != part.shape[dim]:
             raise ConfigError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ from types import TracebackType
 
 import torch
 
+from hetero import interrupts
 from hetero.errors import StorageError
 from hetero.events import go_behind
 
@@ -31,7 +31,8 @@ class Job:
     """Slices of work, ``finish`` behind the last of them, and the jobs that come before it.
 
     A slice that raises StorageError has changed nothing (it fails while it brings in what it needs)
-    and stays to be done: whoever waits next tries it again. Any other error ends the job.
+    and stays to be done: whoever waits next tries it again. So does one that was given up for a
+    second Ctrl-C. Any other error ends the job.
     """
 
     __slots__ = (
@@ -89,14 +90,20 @@ class Job:
                 work = _nothing  # what is done is not done again, should the finish fail
                 self._complete()
         except StorageError as error:
-            with self._changed:
-                self._slices.appendleft(work)
-                self._stuck = error
-                self._changed.notify_all()
+            self._put_back(work, error)
             return False
+        except KeyboardInterrupt:  # the second one, of somebody who would not wait for a drive
+            self._put_back(work, None)
+            raise
         except BaseException as error:
             self.fail(error)
         return True
+
+    def _put_back(self, work: Slice, stuck: StorageError | None) -> None:
+        with self._changed:
+            self._slices.appendleft(work)
+            self._stuck = stuck
+            self._changed.notify_all()
 
     def _complete(self) -> None:
         with self._changed:
@@ -129,15 +136,15 @@ class Job:
             then(self)
 
     def settle(self) -> None:
-        """Return when the job is done or has failed, helping with it; raises StorageError."""
+        """Return when the job is done or has failed, helping with it; raises StorageError, and
+        what a second Ctrl-C raises."""
         while not self._closed:
-            with uninterrupted():
-                while self.help():
-                    pass
-                with self._changed:
-                    while not (self._closed or self._slices or self._stuck):
-                        self._changed.wait()
-                    stuck, self._stuck = self._stuck, None
+            while self.help():
+                interrupts.point(2)
+            with self._changed:
+                while not (self._closed or self._slices or self._stuck):
+                    interrupts.wait(self._changed)
+                stuck, self._stuck = self._stuck, None
             if stuck is not None and not self._closed:
                 raise stuck
 
@@ -172,23 +179,6 @@ def flushing(flush: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(before)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block: an update is not cut in the middle."""
-    here = threading.current_thread() is threading.main_thread()
-    if not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    asked: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if asked:
-        raise KeyboardInterrupt
 
 
 class _Queue:
@@ -287,7 +277,7 @@ class Worker:
             self._queue.closed = True
             self._queue.changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            interrupts.join(thread)
         self._threads.clear()
         self._queue.closed = False
         atexit.unregister(self._at_exit)

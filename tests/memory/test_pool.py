@@ -133,7 +133,8 @@ def make_pool(
     nvme = Nvme([Folder.open(disk, io)], 0, ledger=Ledger({}), log=EventLog())
     pool = Pool(nvme, n_extents * NUMEL, extent_numel=NUMEL, n_threads=2, executor=executor)
     if isinstance(executor, Late):
-        pool._changed = Turns(executor)
+        pool._changed = turns = Turns(executor)
+        pool._wait = turns.wait  # type: ignore[method-assign]
     return pool
 
 
@@ -535,10 +536,10 @@ def test_a_thread_that_is_interrupted_while_it_waits_holds_nothing(disk: Path, l
     def interrupt(timeout: float | None = None) -> bool:
         raise KeyboardInterrupt
 
-    pool._changed.wait = interrupt  # type: ignore[method-assign]
+    waits, pool._wait = pool._wait, interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt), pool.pin(home.request(0, 3, Use.WRITE)):
         pass
-    del pool._changed.wait
+    pool._wait = waits  # type: ignore[method-assign]
 
     assert not any(extent.pins for extent in home.extents.all)
     late.finish()

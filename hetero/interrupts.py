@@ -1,0 +1,183 @@
+"""Ctrl-C at safe points: it waits while code of ours runs, wherever it strikes (floor 0).
+
+[Note: whose code runs]  While a model is prepared, the handler of SIGINT is a `Deferring` around
+the one that was there. It looks at the stack that it interrupts. The innermost frame of ours
+decides: under `theirs`, or what is `passing`, the user's code runs, and the signal is handled at
+once, as ever; under any other a change of state may be under way, and the signal waits. So nothing
+has to be announced, the hot path pays nothing, and what runs at odd times (finalizers, hooks that
+autograd calls) is covered as well. What waits is handled by `point`, at the end of a step, or a
+moment later, when a thread finds code of ours no more on the stack.
+
+Whoever waits for other threads, or for a drive, does so by `wait`, `join` or `finished`: the second
+Ctrl-C comes out of these, as an error of a disk would.
+"""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any, ParamSpec, TypeVar
+
+ROOMS = ("api", "checkpoint", "device", "events", "export", "io", "memory", "train")
+MANAGERS = ("torch.autograd.grad_mode", "torch.autograd.graph", "torch.amp.autocast_mode")
+LOOK_SECONDS = 1e-3  # between two looks at whether Ctrl-C may come out by now
+WAIT_SECONDS = 0.1  # between two looks at whether it was pressed again
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Handler = Callable[[int, FrameType | None], Any]
+
+
+_OPEN: set[CodeType] = set()
+
+
+def passing(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function of ours that does nothing but call what may be the user's."""
+    _OPEN.add(function.__code__)
+    return function
+
+
+@passing
+def theirs(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call what is the user's: Ctrl-C comes out of it at once."""
+    return call(*args, **kwargs)
+
+
+def is_closed(frame: FrameType | None) -> bool:
+    """Whether code of ours, or what it calls, is at work at the inner end of a stack."""
+    while frame is not None:
+        if frame.f_code in _OPEN:
+            return False
+        if _is_ours(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_ours(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__"))
+    if module == "contextlib":  # a manager of ours is entered or left, perhaps by a user
+        generator = getattr(frame.f_locals.get("self"), "gen", None)
+        inner = getattr(generator, "gi_frame", None)
+        return inner is not None and _is_ours(inner)
+    if module in MANAGERS:  # what torch sets there for a thread stays set where this is cut
+        return frame.f_code.co_name in ("__enter__", "__exit__")
+    package, _, rest = module.partition(".")
+    return package == "hetero" and rest.partition(".")[0] in ROOMS
+
+
+class Deferring:
+    """A handler of SIGINT that calls another one at safe points."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The prepared models, or whoever else asked for it."""
+        self.waiting = 0
+        """How often Ctrl-C was pressed and not handled."""
+        self._looked = False  # whether the next signal is of the thread that looks, not of a user
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        pressed, self._looked = not self._looked, False
+        self.waiting += pressed
+        if not is_closed(frame):
+            self.handle(frame)
+        elif pressed:
+            _thread.start_new_thread(self._look, ())  # it takes no lock that is held here
+
+    def handle(self, frame: FrameType | None) -> None:
+        """Call the other handler, as often as Ctrl-C was pressed, until it raises."""
+        presses, self.waiting = self.waiting, 0
+        for _ in range(presses):
+            self.handler(signal.SIGINT, frame)
+
+    def _look(self) -> None:
+        """Ask again until nothing waits."""
+        main = threading.main_thread().ident or 0
+        while self.waiting:
+            time.sleep(LOOK_SECONDS)
+            if not self.waiting or is_closed(sys._current_frames().get(main)):
+                continue
+            if signal.getsignal(signal.SIGINT) is not self:  # for whoever is there now, it is news
+                self.waiting = 0
+            else:
+                self._looked = True
+            signal.pthread_kill(main, signal.SIGINT)
+
+
+def hold(user: object) -> None:
+    """Let Ctrl-C wait while code of ours runs, until `let_go`; again where somebody changed it.
+
+    Only where a Python function handles it, and from the main thread, which alone is interrupted.
+    """
+    found: Any = signal.getsignal(signal.SIGINT)
+    if not isinstance(found, Deferring):
+        if not callable(found) or threading.current_thread() is not threading.main_thread():
+            return
+        found = Deferring(found)
+        signal.signal(signal.SIGINT, found)
+    found.users.add(user)
+
+
+def let_go(user: object) -> None:
+    """The user needs it no more; behind the last one the handler is the one from before."""
+    found = signal.getsignal(signal.SIGINT)
+    if isinstance(found, Deferring):
+        found.users.discard(user)
+        if not found.users and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, found.handler)
+            found.handle(sys._getframe())
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of a block of ours, where no model is prepared either."""
+    user = threading.Event()  # anything that can be referred to
+    hold(user)
+    try:
+        yield
+    finally:
+        let_go(user)
+
+
+def point(presses: int = 1) -> None:
+    """Handle Ctrl-C here, where it waits and was pressed so often; raises what its handler does."""
+    found = signal.getsignal(signal.SIGINT)
+    if not isinstance(found, Deferring) or found.waiting < presses:
+        return
+    if threading.current_thread() is threading.main_thread():
+        found.handle(sys._getframe())
+
+
+def wait(changed: threading.Condition, seconds: float | None = None) -> bool:
+    """Wait for a condition that is held; False where so many seconds passed without it."""
+    if threading.current_thread() is not threading.main_thread():
+        return changed.wait(seconds)
+    end = None if seconds is None else time.monotonic() + seconds
+    while not changed.wait(WAIT_SECONDS):
+        point(2)
+        if end is not None and time.monotonic() > end:
+            return False
+    return True
+
+
+def join(thread: threading.Thread) -> None:
+    """Return when a thread has ended."""
+    while thread.is_alive():
+        thread.join(WAIT_SECONDS)
+        point(2)
+
+
+def finished(future: futures.Future[R]) -> R:
+    """Return what came of a future; the first Ctrl-C comes out, and it goes on without us."""
+    while not futures.wait([future], WAIT_SECONDS).done:
+        point()
+    return future.result()
