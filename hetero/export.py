@@ -1,11 +1,17 @@
 """Weights as Hugging Face sharded safetensors, streamed into a directory (floor 4).
 
-[Note: the switch]  New files are written and synced under names that nothing loads (`NEW`); the
-directory changes hands afterwards, by renames alone. Loaders take ``model.safetensors`` where there
-is one, else the index with the files that it names, so one last rename makes the new export the
-live one. Where new parts have the names of old ones, the index and those old parts are set aside
-first (`OLD`), and between those renames nothing loads: never a mixture of two exports, and never
-a part of one. A failure undoes the renames; what a killed process left, the next export clears.
+[Note: the switch]  A directory without an export gets new files under names that nothing loads
+(`NEW`), and their own names once all are written; what loaders look for (`SINGLE`, else `INDEX`)
+comes last. An export is replaced as a whole: the new one is written into a hidden directory beside
+it, all else that lies in the old one is linked there, and the two directories change places in one
+call. So a crash leaves the old directory or the new one, configs included. `MARKER` lies in the new
+one: where it is in the export's place, the hidden one is what was replaced, and the next export
+clears it.
+
+Where the system cannot exchange directories (and for a mount point, the working directory, one of
+another user), files change hands in place: what loaders look for is set aside first (`OLD`),
+configs, then index and weights, so that between the renames nothing loads; a failure undoes them,
+and what a killed process left, the next export undoes or clears.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,12 +33,15 @@ from torch import nn
 from hetero import interrupts
 from hetero.config import parse_bytes
 from hetero.errors import ConfigError, DiskFull, StateError, StorageError
-from hetero.io import IO, Folder
+from hetero.io import IO, MAX_NAME_BYTES, Folder, is_mount_point
 from hetero.types import format_bytes
 from hetero.weights import CODES, INDEX, PART, SINGLE
 
 PIECE = 8 * 2**20  # bytes of a tensor that are copied at once where they have to be
 NEW, OLD = ".hetero-new-", ".hetero-old-"
+MARKER = ".hetero-exchanged"
+NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBUSY, errno.EXDEV)
+NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS)
 
 
 def export(model: nn.Module, directory: str | Path, *, max_shard_bytes: int | str = "5GB") -> Path:
@@ -72,24 +82,35 @@ def write(model: nn.Module, directory: Path, limit_bytes: int, io: IO) -> Path:
     if SINGLE not in parts:
         notes[INDEX] = index_of(parts, sum(p.numel() for p in model.parameters()))
     with ExitStack() as undo:
-        folder = open_or_make(directory, io, undo)
-        recover(folder)
-        # 2. the new files, under names that nothing loads
+        folder = undo.enter_context(open_or_make(directory, io, undo))
+        sibling = Sibling.of(directory, folder, io)
+        recover(folder, sibling)
+        exchanges = sibling is not None and not set(folder.names()).isdisjoint((SINGLE, INDEX))
+        # 2. the new files, where nothing loads them
         undo.callback(remove, folder, NEW)
-        check_room(folder, sum(item.n_bytes for item in items))
+        if sibling is not None and exchanges:
+            place, prefix = sibling.make(folder, undo), ""
+        else:
+            place, prefix = folder, NEW
+        check_room(place, sum(item.n_bytes for item in items))
         for name, part in parts.items():
-            stage(folder, name, sum(i.n_bytes for i in part), header_of(part), bytes_of(part))
+            n_bytes = sum(i.n_bytes for i in part)
+            stage(place, prefix + name, n_bytes, header_of(part), bytes_of(part))
         for name, data in notes.items():
-            stage(folder, name, 0, data, ())
+            stage(place, prefix + name, 0, data, ())
         # 3. the directory changes hands
         with interrupts.held():
-            switch(folder, list(parts), list(notes))
+            if sibling is None or not exchanges or not sibling.exchange(folder, place, notes):
+                switch(folder, list(parts), list(notes))
+                place = folder
             undo.pop_all()
     # 4. what nothing refers to any more
-    with folder:
-        folder.sync()
-        sweep(folder, parts)
-        folder.sync()
+    with folder, place:
+        place.sync()
+        if place is not folder and sibling is not None:
+            sibling.retire(folder, place)
+        sweep(place, parts)
+        place.sync()
     return directory
 
 
@@ -315,9 +336,9 @@ def check_room(folder: Folder, n_bytes: int) -> None:
 def stage(
     folder: Folder, name: str, n_bytes: int, head: bytes, pieces: Iterable[memoryview]
 ) -> None:
-    """Write a new file of ``head`` and ``n_bytes`` more, durably, under its temporary name."""
+    """Write a new file of ``head`` and ``n_bytes`` more, durably."""
     end = len(head) + n_bytes
-    with folder.create(NEW + name) as file:
+    with folder.create(name) as file:
         file.reserve(end)
         file.write(0, memoryview(head))
         at = len(head)
@@ -332,11 +353,111 @@ def stage(
         file.sync()
 
 
+class Sibling:
+    """A hidden directory beside an export's own, which takes its place: see [Note: the switch]."""
+
+    def __init__(self, parent: Folder, name: str) -> None:
+        self._parent = parent
+        self._name = name
+        self._hidden = NEW + name
+
+    @classmethod
+    def of(cls, directory: Path, folder: Folder, io: IO) -> Sibling | None:
+        """Return what may change places with a directory; None where nothing may."""
+        real = os.path.realpath(directory)
+        above, name = os.path.split(real)
+        if not name or len(os.fsencode(NEW + name)) > MAX_NAME_BYTES or is_mount_point(real):
+            return None
+        if os.path.samefile(real, ".") or not os.access(above, os.R_OK | os.W_OK | os.X_OK):
+            return None
+        if folder.stat(".").st_uid != os.geteuid():
+            return None
+        return cls(Folder.open(above, io), name)
+
+    def make(self, folder: Folder, undo: ExitStack) -> Folder:
+        """Return the hidden directory, with the mode of the other; ``undo`` takes it away."""
+        made = self._parent.make(self._hidden)
+        undo.callback(quietly, self.clear, made)
+        made.permit(stat.S_IMODE(folder.stat(".").st_mode))
+        made.create(MARKER).close()
+        return made
+
+    def recover(self, folder: Folder) -> None:
+        """Clear what an export that was killed left beside the directory."""
+        if self._parent.has(self._hidden):
+            with self._parent.folder(self._hidden) as other:
+                if folder.has(MARKER):
+                    self.retire(other, folder)
+                else:
+                    self.clear(other)
+        elif folder.has(MARKER):
+            folder.unlink(MARKER)
+
+    def exchange(self, folder: Folder, made: Folder, notes: Mapping[str, object]) -> bool:
+        """Let the hidden directory be the export's; False where the system cannot.
+
+        The new files are in the directory itself then, under their temporary names.
+        """
+        new = made.names()
+        for name in folder.names():
+            if not is_ours(name) and name not in notes:
+                link(folder, name, made)
+        made.sync()
+        self._parent.sync()
+        try:
+            self._parent.exchange(self._name, self._hidden)
+        except StorageError as error:
+            if error.errno not in NO_EXCHANGE:
+                raise
+            for name in new:
+                if name != MARKER:
+                    made.rename(name, NEW + name)
+                    made.move(NEW + name, folder)
+            self.clear(made)
+            return False
+        return True
+
+    def retire(self, old: Folder, new: Folder) -> None:
+        """Remove the directory that was replaced; what else has come into it moves to the new."""
+        self._parent.sync()
+        for name in old.names():
+            if is_ours(name) or new.has(name):
+                old.unlink(name)
+            else:
+                old.move(name, new)
+        new.sync()
+        self._parent.rmdir(self._hidden)
+        self._parent.sync()
+        new.unlink(MARKER)
+
+    def clear(self, made: Folder) -> None:
+        """Remove the hidden directory of an export that did not come to its end."""
+        for name in made.names():
+            made.unlink(name)
+        self._parent.rmdir(self._hidden)
+
+
+def link(folder: Folder, name: str, to: Folder) -> None:
+    """Give a file its name in another directory too; what has no second name moves there later."""
+    try:
+        folder.link(name, to)
+    except StorageError as error:
+        if error.errno not in NO_LINK:
+            raise
+
+
+def is_ours(name: str) -> bool:
+    """Whether an export writes files of a name, configs aside."""
+    part = PART.fullmatch(name)
+    whole = name in (SINGLE, INDEX, MARKER) or name.startswith((NEW, OLD))
+    return whole or (part is not None and part[1] == "model")
+
+
 def switch(folder: Folder, parts: Sequence[str], notes: Sequence[str]) -> None:
     """Make the staged files the live ones, or leave all as it was: see [Note: the switch]."""
     there = set(folder.names())
     last = SINGLE if SINGLE in parts else INDEX
-    clash = [name for name in parts if name in there and name != SINGLE]
+    others = [name for name in (*parts, *notes) if name != last]
     moved: list[tuple[str, str]] = []
 
     def move(name: str, to: str) -> None:
@@ -344,33 +465,28 @@ def switch(folder: Folder, parts: Sequence[str], notes: Sequence[str]) -> None:
         moved.append((name, to))
 
     try:
-        # 1. an index that would name new parts, or be replaced while it is not the live one
-        if last == INDEX and (clash or SINGLE in there):
-            for name in (INDEX, *clash):
-                if name in there:
-                    move(name, OLD + name)
-            folder.sync()
-        # 2. parts and configs
-        for name in (*parts, *notes):
-            if name == last:
-                continue
-            if name in there and name not in clash:
+        # 1. nothing loads what is there: configs, the index, whole weights, then parts
+        for name in dict.fromkeys((*notes, INDEX, SINGLE, *parts)):
+            if name in there:
                 move(name, OLD + name)
+                if name in (INDEX, SINGLE):
+                    folder.sync()
+        # 2. parts and configs
+        for name in others:
             move(NEW + name, name)
         folder.sync()
-        # 3. the last rename: only this one replaces what was live
+        # 3. what loaders look for
         move(NEW + last, last)
-        if last == INDEX and SINGLE in there:  # which loaders prefer
-            folder.sync()
-            move(SINGLE, OLD + SINGLE)
     except BaseException:
         for name, to in reversed(moved):
             quietly(folder.rename, to, name)
         raise
 
 
-def recover(folder: Folder) -> None:
+def recover(folder: Folder, sibling: Sibling | None) -> None:
     """Clear up after an export that was killed; one that had not got to its switch is undone."""
+    if sibling is not None:
+        sibling.recover(folder)
     there = set(folder.names())
     undone = any(NEW + name in there for name in (SINGLE, INDEX)) or not there & {SINGLE, INDEX}
     for name in sorted(there):

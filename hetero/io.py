@@ -13,10 +13,12 @@ page cache. A file is one or the other for life.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import re
 import signal
 import stat
 import threading
@@ -43,6 +45,8 @@ MAX_CALL = 2**30  # bytes of one system call; Linux moves at most 2^31 - 4096
 MAX_PARTS = 1024  # pieces of memory of one system call: IOV_MAX
 WINDOW = 32 * 2**20  # bytes written through the page cache before they are pushed out of it
 PATIENCE = 64  # calls in a row without progress
+MAX_NAME_BYTES = 255
+RENAME_EXCHANGE = 2  # of linux/fs.h
 CLOSED = -2  # a descriptor; -1 is the working directory to os.listdir
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -85,9 +89,9 @@ class IO:
     def call(self, op: str, act: Callable[..., T], *args: Any, where: str, offset: int = 0) -> T:
         """Return ``act(*args)``; ``where`` names the file or folder, ``offset`` is for transfers.
 
-        ``op`` is one of open, create, private, mkdir, list, stat, lock, read, write, reserve, sync,
-        sync_folder, rename, unlink, rmdir. A read or write has the arguments (descriptor, pieces of
-        memory, offset).
+        ``op`` is one of open, create, private, mkdir, chmod, list, stat, lock, read, write,
+        reserve, sync, sync_folder, rename, move, link, exchange, unlink, rmdir. A read or write has
+        the arguments (descriptor, pieces of memory, offset).
         """
         return act(*args)
 
@@ -177,7 +181,7 @@ class FaultPlan(IO):
         with self._lock:
             n_bytes: Any = result if op == "write" and self._keep_data else 0
             data = b"".join(args[1])[:n_bytes] if n_bytes else b""
-            to = str(args[1]) if op == "rename" else ""
+            to = str(args[1]) if op in ("rename", "exchange") else ""
             self.log.append(Op(op, where, offset, data, to))
         return result
 
@@ -428,6 +432,10 @@ class Folder:
         """Return what the system says of a name; of a link itself, not of where it leads."""
         return self._call("stat", _lstat, self.checked(name), self._fd, where=self.where(name))
 
+    def permit(self, mode: int) -> None:
+        """Let this directory have a mode, whatever the process masks."""
+        self._call("chmod", os.fchmod, self._fd, mode, where=self.path)
+
     def lock(self) -> bool:
         """Take this directory for as long as it is open; False where another process has it.
 
@@ -449,6 +457,22 @@ class Folder:
         """Give a file or directory in here another name; what had that name is replaced."""
         names = self.checked(name), self.checked(to)
         self._call("rename", _rename, *names, self._fd, where=self.where(name))
+
+    def move(self, name: str, to: Folder) -> None:
+        """Bring a file or directory, under its name, to another directory of the file system."""
+        self._call("move", _move, self.checked(name), self._fd, to._fd, where=self.where(name))
+
+    def link(self, name: str, to: Folder) -> None:
+        """Give a file in here the same name in another directory of the file system, too."""
+        self._call("link", _link, self.checked(name), self._fd, to._fd, where=self.where(name))
+
+    def exchange(self, name: str, to: str) -> None:
+        """Let two names in here lead to each other's files or directories, both at one moment.
+
+        Raises StorageError of ENOSYS or EINVAL where the system has no such call.
+        """
+        names = self.checked(name), self.checked(to)
+        self._call("exchange", _exchange, *names, self._fd, where=self.where(name))
 
     def unlink(self, name: str) -> None:
         """Remove a file's name."""
@@ -474,7 +498,8 @@ class Folder:
     @staticmethod
     def checked(name: str) -> str:
         """Return a name that stays in its directory, or raise DiskReadError."""
-        bad = name in ("", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255
+        bad = name in ("", "..") or "/" in name or "\0" in name
+        bad = bad or len(os.fsencode(name)) > MAX_NAME_BYTES
         if bad:
             raise DiskReadError(
                 f"{name[:300]!r} is not the name of a file", advice="a single name is needed"
@@ -552,6 +577,22 @@ def _rename(name: str, to: str, folder: int) -> None:
     os.replace(name, to, src_dir_fd=folder, dst_dir_fd=folder)
 
 
+def _move(name: str, folder: int, to: int) -> None:
+    os.rename(name, name, src_dir_fd=folder, dst_dir_fd=to)
+
+
+def _link(name: str, folder: int, to: int) -> None:
+    os.link(name, name, src_dir_fd=folder, dst_dir_fd=to, follow_symlinks=False)
+
+
+def _exchange(name: str, to: str, folder: int) -> None:
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if call(folder, os.fsencode(name), folder, os.fsencode(to), RENAME_EXCHANGE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def _unlink(name: str, folder: int) -> None:
     os.unlink(name, dir_fd=folder)
 
@@ -624,6 +665,20 @@ def existing(place: Path, io: IO | None) -> Folder | None:
         if error.errno == errno.ENOENT and place != place.parent:
             return None
         raise
+
+
+def is_mount_point(path: str, root: Path = Path("/")) -> bool:
+    """Whether another file system, or another part of one, begins at a directory."""
+    try:
+        rows = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        rows = []
+    return os.path.ismount(path) or any(unescaped(row.split()[4]) == path for row in rows)
+
+
+def unescaped(text: str) -> str:
+    """Return a path of the kernel's tables: blanks and the like are octal there."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 def spill_folder(path: str | Path, io: IO | None = None) -> Folder:

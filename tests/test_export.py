@@ -19,6 +19,7 @@ from hetero.errors import CheckpointError, ConfigError, DiskFull, HeteroError, S
 from hetero.export import NEW, OLD, PIECE, write
 from hetero.io import IO, FaultPlan
 from hetero.weights import DTYPES, INDEX, SINGLE, Weights
+from tests.faults.saves import Quick
 
 safetensors = pytest.importorskip("safetensors.torch")
 State = dict[str, torch.Tensor]
@@ -500,11 +501,23 @@ def test_a_full_drive_is_told_before_anything_is_written(tmp_path: Path) -> None
 # -- faults --------------------------------------------------------------------------------------
 
 
+class NoExchange(Quick):
+    """A fault plan on a system that cannot exchange directories."""
+
+    def call(self, op: str, act: Any, *args: Any, **kwargs: Any) -> Any:
+        if op == "exchange":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().call(op, act, *args, **kwargs)
+
+
+PLANS = [Quick, NoExchange]
+
+
 def run(directory: Path, old: str, new: str, plan: FaultPlan) -> StorageError | None:
     """Export once as ``old``, then as ``new`` under a fault plan; return what that raised."""
     directory.mkdir()
     if old != "none":
-        write(configured(1), directory, LIMITS[old], IO())
+        write(configured(1), directory, LIMITS[old], Quick())
     try:
         write(configured(2), directory, LIMITS[new], plan)
     except StorageError as error:
@@ -528,8 +541,8 @@ def as_hetero_reads(directory: Path) -> State | None:
         return None
 
 
-def calls(directory: Path, old: str, new: str) -> int:
-    plan = FaultPlan()
+def calls(directory: Path, old: str, new: str, kind: type[Quick] = Quick) -> int:
+    plan = kind()
     assert run(directory, old, new, plan) is None
     return plan.seen["any"]
 
@@ -540,12 +553,13 @@ FAULTS.append(("two", "three"))
 OLD_STATE, NEW_STATE = state_of(Net(1)), state_of(Net(2))
 
 
+@pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize(("old", "new"), FAULTS)
 def test_after_any_one_failure_the_old_export_or_the_new_one_is_whole(
-    tmp_path: Path, old: str, new: str
+    tmp_path: Path, old: str, new: str, kind: type[Quick]
 ) -> None:
-    for k in range(calls(tmp_path / "clean", old, new)):
-        plan = FaultPlan()
+    for k in range(calls(tmp_path / "clean", old, new, kind)):
+        plan = kind()
         plan.fail_at("any", k, errno.ENOSPC if k % 2 else errno.EIO)
         here = tmp_path / str(k)
         error = run(here, old, new, plan)
@@ -564,13 +578,14 @@ def test_after_any_one_failure_the_old_export_or_the_new_one_is_whole(
             assert error is not None and not any(n.startswith(NEW) for n in names(here)), k
 
 
+@pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize(("old", "new"), FAULTS)
 def test_killed_anywhere_a_directory_loads_as_one_whole_export_or_not_at_all(
-    tmp_path: Path, old: str, new: str
+    tmp_path: Path, old: str, new: str, kind: type[Quick]
 ) -> None:
     dark = 0
-    for k in range(calls(tmp_path / "clean", old, new)):
-        plan = FaultPlan()
+    for k in range(calls(tmp_path / "clean", old, new, kind)):
+        plan = kind()
         plan.fail_at("any", k, errno.EIO, None)  # nothing changes the disk any more: a kill
         here = tmp_path / str(k)
         run(here, old, new, plan)
@@ -579,21 +594,26 @@ def test_killed_anywhere_a_directory_loads_as_one_whole_export_or_not_at_all(
         assert found is None or equal(found, OLD_STATE) or equal(found, NEW_STATE), k
         again = as_hetero_reads(here)
         assert again is None or equal(again, OLD_STATE) or equal(again, NEW_STATE), k
+        if found is not None and (here / "config.json").exists():
+            seed = 2 if equal(found, NEW_STATE) else 1
+            assert (here / "config.json").read_text() == str(seed), k
         dark += found is None and old != "none"
         # and the next export goes through, and clears up
-        write(configured(2), here, LIMITS[new], IO())
+        write(configured(2), here, LIMITS[new], Quick())
         assert names(here) == names(tmp_path / "clean"), k
         assert equal(load(here), NEW_STATE), k
-    # only where parts of the same names are exchanged is there a moment without any
-    assert bool(dark) == (old == new != "one")
+        assert names(tmp_path) == sorted(["clean", *map(str, range(k + 1))]), k
+    # only where directories cannot be exchanged is there a moment without any
+    assert bool(dark) == (old != "none" and kind is NoExchange)
 
 
+@pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize(("old", "new"), [("two", "two"), ("one", "two"), ("two", "one")])
 def test_an_export_that_was_killed_in_its_switch_is_undone_by_the_next_though_that_fails(
-    tmp_path: Path, old: str, new: str
+    tmp_path: Path, old: str, new: str, kind: type[Quick]
 ) -> None:
-    for k in range(calls(tmp_path / "clean", old, new)):
-        killed, fails = FaultPlan(), FaultPlan()
+    for k in range(calls(tmp_path / "clean", old, new, kind)):
+        killed, fails = kind(), Quick()
         killed.fail_at("any", k, errno.EIO, None)
         fails.fail_at("reserve", 0, errno.ENOSPC)
         here = tmp_path / str(k)
@@ -602,7 +622,37 @@ def test_an_export_that_was_killed_in_its_switch_is_undone_by_the_next_though_th
             write(configured(3), here, LIMITS[new], fails)
 
         assert equal(load(here), OLD_STATE) or equal(load(here), NEW_STATE), k
-        assert not any(n.startswith((NEW, OLD)) for n in names(here)), k
+        assert not any(n.startswith((NEW, OLD)) for n in (*names(here), *names(tmp_path))), k
+
+
+def test_what_else_is_in_a_directory_stays_when_the_export_is_replaced(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    write(configured(1), here, LIMITS["two"], IO())
+    (here / "README.md").write_text("mine")
+    (here / "link").symlink_to("README.md")
+    (here / "logs").mkdir()
+    (here / "logs" / "a").write_text("1")
+    here.chmod(0o755)
+
+    write(configured(2), here, LIMITS["one"], IO())
+
+    assert (here / "link").read_text() == (here / "README.md").read_text() == "mine"
+    assert (here / "logs" / "a").read_text() == "1"
+    assert here.stat().st_mode & 0o777 == 0o755
+    assert names(here) == ["README.md", "config.json", "link", "logs", "model.safetensors"]
+    assert names(tmp_path) == ["here"]
+
+
+def test_the_working_directory_stays_the_directory_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(configured(1), tmp_path, LIMITS["two"], IO())
+    monkeypatch.chdir(tmp_path)
+
+    write(configured(2), Path(), LIMITS["two"], IO())
+
+    assert equal(load(Path()), NEW_STATE)
+    assert os.path.samefile(Path(), tmp_path)
 
 
 def test_short_writes_and_interruptions_are_made_up_for(tmp_path: Path) -> None:

@@ -236,7 +236,8 @@ def check_beside(engine: Engine, beside: Mapping[str, Any]) -> None:
                 raise ValueError(f"the setting {key} is {value!r}")
     for name, state in beside["scalars"].items():
         for key, value in state.items():
-            if not isinstance(value, (int, float)) and value_shape(value) != ():
+            is_number = isinstance(value, (int, float)) or value_shape(value) == ()
+            if not is_number or (isinstance(value, torch.Tensor) and value.is_complex()):
                 raise ValueError(f"{key} of {name} is no number")
 
 

@@ -48,6 +48,8 @@ from hetero.errors import CheckpointError, ConfigError, StorageError
 from hetero.io import Folder
 from hetero.types import format_bytes
 
+UNFIT = "keep what a checkpoint has no place for in a file of its own"
+
 
 class Phase(Enum):
     """Where a save is; it goes forward only, and from COMMITTING to ABANDONED where that fails."""
@@ -147,7 +149,7 @@ class Writer:
         try:
             raw = encode(manifest)
         except Unfit as error:
-            raise CheckpointError(f"this cannot be saved: {error}") from None
+            raise CheckpointError(f"this cannot be saved: {error}", advice=UNFIT) from None
         if len(raw) > MAX_MANIFEST_BYTES:
             raise CheckpointError(
                 f"the manifest has {format_bytes(len(raw))}: more than {MAX_MANIFEST_BYTES} bytes",
@@ -172,7 +174,7 @@ def check_entries(step: int, entries: Sequence[Entry]) -> None:
             check_entry(f"{entry.label!r}", entry)
         check_unique(entries)
     except Unfit as error:
-        raise CheckpointError(f"this cannot be saved: {error}") from None
+        raise CheckpointError(f"this cannot be saved: {error}", advice=UNFIT) from None
 
 
 def retain(root: Folder, keep_last: int, newest: int = MAX_STEP) -> list[int]:

@@ -31,7 +31,7 @@ COLUMNS = Event._fields
 TYPES = tuple(get_type_hints(Event).values())
 MAX_META_BYTES = 2**24
 MAX_ROW_BYTES = 2**16
-MIN_TEXT_BYTES, MAX_RATIO = 2**23, 16  # of rows, and to a byte of their file, where 5 are usual
+MIN_TEXT_BYTES, MAX_RATIO = 2**21, 16  # of rows, and to a byte of their file, where 5 are usual
 MAX_NUMBER = 2**62
 T = TypeVar("T")
 encode = json.JSONEncoder(separators=(",", ":")).encode  # made once, not for every row

@@ -66,20 +66,15 @@ def bits(model: nn.Module, optimizer: Any) -> list[Tensor]:
 
 def tampered(record: Record, seeded: random.Random) -> Record:
     """Return a manifest with a place changed: of its entries, or of what is said beside them."""
-    groups = [("index",), *((("meta", key)) for key in record["meta"])]
     for _ in range(seeded.choice([1, 1, 2])):
-        within = seeded.choice(groups)
-        if seeded.random() < 0.2 or not isinstance(value_at(record, within), (dict, list)):
-            within = ("meta",)
-        record = changed(record, seeded, within)
+        meta = record["meta"]
+        inside = [("meta", key) for key, value in meta.items() if value and not plain(value)]
+        record = changed(record, seeded, seeded.choice([("index",), ("meta",), *inside]))
     return record
 
 
-def value_at(record: Record, way: tuple[str, ...]) -> Any:
-    found: Any = record
-    for key in way:
-        found = found.get(key)
-    return found
+def plain(value: Any) -> bool:
+    return not isinstance(value, (dict, list))
 
 
 def loading(rule: Rule, **settings: Any) -> Callable[[Path], Attempt]:
