@@ -504,6 +504,11 @@ class Engine:
 
     def step(self, optimizer: Optimizer) -> None:
         """Update all parameters that have a gradient, now or behind the next forward."""
+        if self.model.__dict__.get(MARK) is not self:
+            raise StateError(
+                "this optimizer was released with its model",
+                advice="step the optimizer that hetero.release returned, or prepare both again",
+            )
         log = self.log
         began, log.phase = log.clock(), "step"
         try:
