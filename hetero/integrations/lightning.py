@@ -421,4 +421,5 @@ def is_ours(path: str | Path) -> bool:
 pytorch.StrategyRegistry.register(
     NAME, HeteroStrategy, description="virtual memory for training", override=True
 )
-plain_read, saving.pl_load = saving.pl_load, read
+stock: Any = saving  # what it reads files with is no public name
+plain_read, stock.pl_load = stock.pl_load, read

@@ -510,6 +510,11 @@ class Engine:
 
         Ctrl-C comes out when the step is made and counted, with its border behind it.
         """
+        if self.model.__dict__.get(MARK) is not self:
+            raise StateError(
+                "this optimizer was released with its model",
+                advice="step the optimizer that hetero.release returned, or prepare both again",
+            )
         interrupts.hold(self)
         log = self.log
         began, log.phase = log.clock(), "step"

@@ -280,7 +280,8 @@ class Hooks:
             return forward
 
         for module in model.modules():
-            self._surround_forward(module, around)
+            if has_params(module):  # any other may be part of a model that may be used
+                self._surround_forward(module, around)
 
     def _mark(self, module: nn.Module) -> None:
         """Count that a module is part of one more prepared model."""

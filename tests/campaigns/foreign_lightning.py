@@ -156,11 +156,11 @@ def rates_are_logged_without_one(side: Side) -> None:
     rates_are_logged(False, side)
 
 
-SIM = {"device": "cpu:sim", "hbm": 40_000}
+SIM = {"device": "cpu:sim", "hbm": 56_000}
 CASES = [
     Case(a_checkpoint_is_loaded_without_a_trainer, SIM),
     Case(a_run_goes_on_with_the_generators_of_its_process, SIM),
-    Case(learning_rates_and_batch_sizes_are_found, {**SIM, "hbm": 60_000}),
+    Case(learning_rates_and_batch_sizes_are_found, {**SIM, "hbm": 96_000}),
     Case(rates_are_logged_with_a_schedule, SIM),
     Case(rates_are_logged_without_one, SIM),
 ]

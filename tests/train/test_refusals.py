@@ -313,6 +313,19 @@ def test_releasing_with_another_optimizer_is_refused() -> None:
     hetero.release(model, optimizer)
 
 
+@pytest.mark.parametrize("hbm", [None, 3000])
+def test_an_optimizer_does_not_step_what_was_released(hbm: int | None) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    model, optimizer = hetero.prepare(
+        model, adamw(model), device="cpu:sim" if hbm else "cpu", hbm=hbm, chunk_bytes=256
+    )
+    hetero.release(model, optimizer)
+    model(torch.randn(2, 8)).sum().backward()
+
+    with pytest.raises(StateError, match="released"):
+        optimizer.step()
+
+
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
