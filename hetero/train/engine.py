@@ -8,7 +8,7 @@ made once, at prepare, and reported as the update place.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -435,8 +435,14 @@ class Engine:
         )
         coded = [p for p in self.params if not self._bucket(p).codec.exact]
         others = [p for p in self.params if self._bucket(p).codec.exact]
-        self.hooks.gradients(others, self.grads.arrived)
+        self._hear_gradients(others)
         self.hooks.gradients(coded, self._refuse_gradient)
+
+    def _hear_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Take gradients as they come; in 2 bytes, before autograd adds the next to one."""
+        mastered = {self._index[id(p)]: p for p in params if self.masters.has(self._bucket(p))}
+        self.hooks.before_gradients(mastered, self.grads.arriving)
+        self.hooks.gradients(params, self.grads.arrived)
 
     def _refuse_gradient(self, param: nn.Parameter) -> None:
         """Raise StateError for the gradient of a weight that is at home in code."""
@@ -717,7 +723,7 @@ class Engine:
         self.fitting.charge(activation_bytes, ring_bytes)
         self.mode = "resident"
         if self.has_masters:
-            self.hooks.gradients(self.params, self.grads.arrived)
+            self._hear_gradients(self.params)
             self._watch_resident()
         else:
             self.stepper = None  # torch steps the parameters themselves
