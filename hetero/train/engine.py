@@ -39,7 +39,7 @@ from hetero.train import kernel
 from hetero.train.activation import SavedTensors, Unswizzled
 from hetero.train.blueprint import Blueprint
 from hetero.train.budget import decide
-from hetero.train.check import MARK, pages
+from hetero.train.check import MARK, check_once, pageable, pages
 from hetero.train.cores import Cores
 from hetero.train.evaluation import Evaluation
 from hetero.train.fitting import CopySeconds, Fitting
@@ -54,7 +54,7 @@ from hetero.train.origin import Origin
 from hetero.train.policy import Activations
 from hetero.train.precision import WORKING, LossScaler, Masters
 from hetero.train.resident import Resident
-from hetero.train.rules import Rule
+from hetero.train.rules import Group, Rule
 from hetero.train.runtime import Runtime
 from hetero.train.snapshot import Saver, Saving
 from hetero.train.stepper import Stepper
@@ -110,6 +110,9 @@ class Engine:
         self._barrier = Hooks()  # what refuses its forwards while it is broken
         self.stepper: Stepper | None = None
         self._index = {id(p): i for i, p in enumerate(self.params)}
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._listed = {id(p): p for group in groups for p in group["params"]}  # by `prepare`
+        self._admitted: list[int] = []  # ids of the parameters in the groups at the last step
         self.origin = Origin(model, self.params, blueprint.layout)
 
     # -- building --------------------------------------------------------------------------------
@@ -523,6 +526,7 @@ class Engine:
 
     def _step(self, optimizer: Optimizer) -> None:
         self.refuse_broken()
+        self._admit_all(optimizer.param_groups)
         if self.mode != "paged":
             self.saver.finish()  # what is saved is what is trained
         self._take_copies()
@@ -763,13 +767,27 @@ class Engine:
         """Yield the model's parameters in its own order."""
         return iter(self.params)
 
-    def owns(self, param: torch.Tensor) -> bool:
-        """Return whether a parameter belongs to the prepared model."""
-        return id(param) in self._index
+    def _admit_all(self, groups: Sequence[Group]) -> None:
+        """Raise ConfigError where a user's change of the groups cannot be honoured."""
+        params = [param for group in groups for param in group["params"]]
+        ids = [id(param) for param in params]
+        if ids == self._admitted:  # all of them the model's own, so that no other has such an id
+            return
+        for param in params:
+            if id(param) not in self._listed and pageable(param):
+                self.admit(param)
+        check_once(self.model, groups)
+        self._admitted = ids
 
-    def refuse_thawed(self, param: torch.Tensor) -> None:
-        """Raise ConfigError for a working weight that was prepared without a master."""
-        if not self.owns(param) or self.config.precision not in WORKING:
+    def admit(self, param: torch.Tensor) -> None:
+        """Raise ConfigError for a parameter that is not of the prepared model, or needs a master
+        that it was prepared without."""
+        if id(param) not in self._index:
+            raise ConfigError(
+                f"a parameter of shape {list(param.shape)} is not of the prepared model",
+                advice="prepare the model again with the larger module",
+            )
+        if self.config.precision not in WORKING:
             return
         segment, bucket = self._segment(param), self._bucket(param)
         if not bucket.codec.exact:
