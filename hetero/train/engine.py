@@ -101,6 +101,7 @@ class Engine:
         self.stats = StepStats()
         self.steps = 0
         self._again: list[Request] = []  # what the next step's updates will need from disk
+        self._finished = True  # no update was begun since all of them were waited for
         for folder in self._folders():  # a wrong name is told even where nothing has to go there
             folder.close()
         self.budget, self.mode = decide(model, config, device, blueprint, self.tuning.extent_numel)
@@ -573,6 +574,7 @@ class Engine:
 
     def _hand_over_all(self, stepper: Stepper, updates: list[Update]) -> None:
         """Begin all updates, then raise what a disk raised: a step is begun as a whole."""
+        self._finished = False
         requests = [request for update in updates for request in update.requests]
         if self.store.pool is not None:
             self.store.pool.ahead(requests)
@@ -657,15 +659,17 @@ class Engine:
     def finish(self) -> None:
         """Wait until every update is done; raises what one of them raised.
 
-        Who asks may look at states, and write to them: a save has read them by then.
+        Who asks may look at states, and write to them: a save has read them by then. Once all is
+        done, asking again costs nothing: loops over states ask for each parameter.
         """
         self.saver.finish()
-        if self.stepper is not None:
+        if self.stepper is not None and not self._finished:
             self.stepper.finish()
             for bucket in self.blueprint.layout.buckets:
                 if self.mode == "paged":
                     self.manager.home(bucket.id)
                 self.grads.let_go(bucket)
+            self._finished = True
         self.store.take_all(held=False)
 
     def _border(self) -> None:

@@ -1,0 +1,75 @@
+"""The optimizer that users hold: what it costs to read, and what it admits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from hetero.api import engine_of
+
+
+def prepared(n_params: int) -> tuple[Any, Any]:
+    """Return a paged model of so many parameters, a few in each unit, after one step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(n_params // 2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = hetero.prepare(
+        model, optimizer, device="cpu", hbm=100_000, chunk_bytes=64, activations="keep"
+    )
+    engine_of(model)._fit = lambda: False  # type: ignore[method-assign]  # it would fit and stay
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def calls_of(act: Callable[[], object]) -> int:
+    """Return how many functions of Python are called."""
+    count = 0
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def read_states(model: Any, optimizer: Any) -> None:
+    for param in model.parameters():
+        assert optimizer.state[param]["exp_avg"].shape == param.shape
+
+
+def load_states(model: Any, optimizer: Any) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("act", [read_states, load_states])
+def test_what_a_parameters_state_costs_does_not_grow_with_the_model(
+    act: Callable[[Any, Any], None],
+) -> None:
+    each = []
+    for n_params in (20, 200):
+        pair = prepared(n_params)
+        each.append(calls_of(lambda pair=pair: act(*pair)) / n_params)
+    assert each[1] < 1.2 * each[0]  # the walk over all of them is made once
+
+
+def test_states_that_were_read_are_waited_for_again_after_the_next_step() -> None:
+    model, optimizer = prepared(20)
+    for number in range(2, 5):
+        read_states(model, optimizer)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        assert {float(state["step"]) for state in optimizer.state.values()} == {number}
+        assert not engine_of(model).stepper._jobs
