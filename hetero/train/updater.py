@@ -356,6 +356,11 @@ class Updater:
                     for run in cut(start, end, self._at_once(bucket, RULE_NUMEL))
                 ]
                 update.slices.append(partial(self._hold, request, work))
+            segment = piece.first.segment
+            if segment.offset == piece.rows[-1].segment.end:  # without elements, but not stateless
+                none = slice(segment.offset, segment.offset)
+                work = partial(self._run_flat, group, bucket, none, piece.first, homes, after)
+                update.slices.append(work)
             update.finishes.append(partial(self._share, bucket, piece, after))
 
     def _hold(self, request: Request | None, work: Sequence[Slice]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hetero.errors import ConfigError
 from tests.campaigns.harness import Case, Net, Side, adamw
@@ -74,6 +74,37 @@ def entry_twice_before_prepare(side: Side) -> None:
     side.train(model, optimizer)
 
 
+class Empty(nn.Module):
+    """Nothing but parameters without elements."""
+
+    def __init__(self, d: int = 8) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0, d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.a.sum() + self.b.sum()
+
+
+class HalfEmpty(nn.Module):
+    """Parameters without elements beside one that is never used."""
+
+    def __init__(self, d: int = 8) -> None:
+        super().__init__()
+        self.a, self.unused = nn.Parameter(torch.empty(0)), nn.Linear(d, d)
+        self.b = nn.Parameter(torch.empty(0, d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.a.sum() + self.b.sum()
+
+
+def empty_parameters(side: Side) -> None:
+    for kind in (Empty, HalfEmpty):
+        for rule in (torch.optim.AdamW, torch.optim.Adadelta, torch.optim.Rprop):
+            net = Net(2, d=8, block=kind)
+            model, optimizer = side.prepare(net, rule(net.parameters()))
+            side.train(model, optimizer, steps=3)
+
+
 NOT_OURS = (ConfigError, r"shape \[.*\] is not of the prepared model")
 TWICE = (ConfigError, "is in the optimizer's groups twice")
 CASES = [
@@ -86,4 +117,5 @@ CASES = [
     Case(entry_moved_to_another_group, SMALL),
     Case(entry_twice, SMALL, TWICE),
     Case(entry_twice_before_prepare, SMALL, TWICE),
+    Case(empty_parameters, {"hbm": 16_000, "activations": "keep"}),
 ]
