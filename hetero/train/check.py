@@ -24,7 +24,7 @@ from hetero.memory.layout import Layout
 from hetero.memory.slab import refusal
 from hetero.train.empty import promised
 from hetero.train.optimizer import Optimizer
-from hetero.train.rules import check_optimizer
+from hetero.train.trial import check_optimizer
 from hetero.train.units import has_params
 
 MARK = "_hetero_engine"  # on a prepared model

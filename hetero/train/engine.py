@@ -670,7 +670,8 @@ class Engine:
                     self.manager.home(bucket.id)
                 self.grads.let_go(bucket)
             self._finished = True
-        self.store.take_all(held=False)
+        if self.store.pool is not None:  # else states are shown as they are
+            self.store.take_all(held=False)
 
     def _border(self) -> None:
         """Between two steps: count, fit the frames to what was measured, begin to prefetch."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from transformers.optimization import Adafactor
 
 from hetero.errors import ConfigError
-from tests.campaigns.harness import Case, Net, Side, adamw
+from tests.campaigns import optimizers
+from tests.campaigns.harness import Case, Net, Program, Side, adamw, loss_of_tokens
+from tests.campaigns.optimizers import Make
 
 SMALL = {"hbm": 30_000, "activations": "keep"}  # pages; every case below fits
 
@@ -105,6 +110,58 @@ def empty_parameters(side: Side) -> None:
             side.train(model, optimizer, steps=3)
 
 
+def stepped_by(make: Make, name: str) -> Program:
+    """Return a program that does to an optimizer what training programs do."""
+
+    def program(side: Side) -> None:
+        net = Net(3, d=8)
+        matrices = [p for p in net.parameters() if p.dim() > 1]
+        others = [p for p in net.parameters() if p.dim() < 2]
+        optimizer = make([{"params": matrices, "lr": 2e-2}, {"params": others}])
+        model, optimizer = side.prepare(net, optimizer)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: n / 4)  # begins with 0
+        for number in range(6):
+            for part in range(2):
+                loss = loss_of_tokens(model, 10 * number + part)
+                loss.backward()
+            side.record("loss", loss)
+            if number == 2:
+                net.norm.weight.grad = None
+            optimizer.step()
+            schedule.step()
+            side.record_all(f"step {number}", model, optimizer)  # gradients as the step left them
+            for group in optimizer.param_groups:
+                side.record("settings", *(v for v in group.values() if isinstance(v, (int, float))))
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            if number == 3:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    program.__name__ = name
+    return program
+
+
+def refused_by(make: Make, name: str) -> Program:
+    def program(side: Side) -> None:
+        net, other = Net(2, d=8), {"lr": 5e-2} if make is not torch.optim.LBFGS else {}
+        params = list(net.parameters())
+        groups = [{"params": params[:3]}, {"params": params[3:], **other}] if other else params
+        side.prepare(net, make(groups))
+
+    program.__name__ = name
+    return program
+
+
+FOREIGN: dict[str, Make] = {
+    "Lamb": partial(optimizers.Lamb, max_grad_norm=None),
+    "AdamP": optimizers.AdamP,
+    "Lion": optimizers.Lion,
+    "Slow": optimizers.Slow,
+    "Renamed": optimizers.Renamed,
+    "Clipping": optimizers.Clipping,
+    "Clipping_foreach": partial(optimizers.Clipping, foreach=True),
+    "Adafactor_of_transformers": partial(Adafactor, lr=1e-2, relative_step=False),
+    "Adafactor_with_a_mean": partial(Adafactor, lr=1e-2, relative_step=False, beta1=0.9),
+}
 NOT_OURS = (ConfigError, r"shape \[.*\] is not of the prepared model")
 TWICE = (ConfigError, "is in the optimizer's groups twice")
 CASES = [
@@ -118,4 +175,9 @@ CASES = [
     Case(entry_twice, SMALL, TWICE),
     Case(entry_twice_before_prepare, SMALL, TWICE),
     Case(empty_parameters, {"hbm": 16_000, "activations": "keep"}),
+    *(Case(stepped_by(make, name), SMALL) for name, make in FOREIGN.items()),
+    *(
+        Case(refused_by(make, make.__name__), {}, (ConfigError, f"is not supported: .*{words}"))
+        for make, words in optimizers.REFUSED
+    ),
 ]

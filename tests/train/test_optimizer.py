@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,37 @@ from torch import nn
 
 import hetero
 from hetero.api import engine_of
+from tests.campaigns.optimizers import MeetsLate
+from tests.equivalence.harness import same, values
+
+
+def test_a_rule_whose_parameters_meet_after_many_steps_is_refused_before_they_do() -> None:
+    plain = linears(4)
+    model, optimizer = copy.deepcopy(plain), MeetsLate(plain.parameters())
+    model, ours = hetero.prepare(model, MeetsLate(model.parameters()), device="cpu", hbm=20_000)
+    engine_of(model)._fit = lambda: False  # type: ignore[method-assign]
+    steps = 0
+    with pytest.raises(hetero.ConfigError, match="other numbers among others than alone"):
+        for _ in range(30):
+            for m in (model, plain):
+                m(torch.ones(1, 4)).square().sum().backward()
+            ours.step()
+            optimizer.step()
+            for o in (ours, optimizer):
+                o.zero_grad()
+            steps += 1
+    assert 10 <= steps < 20
+    same(values(model), values(plain), "what was stepped before")
+
+
+def linears(n: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(n)))
 
 
 def prepared(n_params: int) -> tuple[Any, Any]:
     """Return a paged model of so many parameters, a few in each unit, after one step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(n_params // 2)))
+    model = linears(n_params // 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = hetero.prepare(
         model, optimizer, device="cpu", hbm=100_000, chunk_bytes=64, activations="keep"
