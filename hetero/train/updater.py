@@ -118,6 +118,8 @@ class Updater:
         self.rule = Rule(inner)
         self.formula = self.rule.formula
         self._trials = Trials(self.rule, inner)
+        self._may_write = self.rule.known is None  # to gradients, which then show it
+        self._in_place = store.pool is None or self._may_write  # factors, in gradients at home
         self.native = native
         self._params = params
         self._index = {id(p): i for i, p in enumerate(params)}
@@ -283,7 +285,7 @@ class Updater:
             return None
         request = self._store.request(
             Span(self._store.homes[PARAM, bucket.id], start, end, Use.WRITE),
-            Span(self._grads.home(bucket), start, end),
+            Span(self._grads.home(bucket), start, end, Use.WRITE if self._may_write else Use.READ),
             *(x if isinstance(x, Span) else Span(x, start, end, Use.WRITE) for x in others),
         )
         if request is not None:
@@ -357,7 +359,7 @@ class Updater:
     def _draft_flat(self, update: Update, group: Group, rows: list[Ready]) -> None:
         bucket = update.bucket
         for piece in self._pieces(rows, [None] * len(rows)):
-            if piece.first.factors:
+            if piece.first.factors and self._in_place:
                 update.scaled.extend(row.segment.index for row in piece.rows)
             after: State = {}
             keys = self._elementwise_keys(group, bucket, piece.first)
@@ -415,7 +417,7 @@ class Updater:
     ) -> None:
         """Step a run of a bucket; ``after`` takes the state with its scalars."""
         flat = self._store.homes[PARAM, bucket.id].flat[run]
-        grad = _scaled(self._grads.home(bucket).flat[run], first.factors)
+        grad = self._multiplied(self._grads.home(bucket).flat[run], first.factors)
         there = [key for key in homes if key in first.state]
         here = [flat, *(homes[key].flat[run] for key in there)]
         with self._turn(), self._streamed(here, grad) as ((param, *moved), param_grad):
@@ -468,8 +470,8 @@ class Updater:
     # -- torch's rule, on whole tensors ----------------------------------------------------------
 
     def _draft_whole(self, update: Update, group: Group, rows: list[Ready]) -> None:
-        foreign = self.rule.known is None  # it may write to gradients
-        update.scaled.extend(row.segment.index for row in rows if row.factors or foreign)
+        written = [row for row in rows if self._may_write or (row.factors and self._in_place)]
+        update.scaled.extend(row.segment.index for row in written)
         alone = self._store.pool is not None  # no more in memory at once than has to be
         for some in [[row] for row in rows] if alone else [rows]:
             work = partial(self._run_whole, group, update.bucket, some)
@@ -498,7 +500,7 @@ class Updater:
         home, grads = self._store.homes[PARAM, bucket.id], self._grads.home(bucket)
         views = [home.segments[row.segment.position] for row in rows]
         for view, row in zip(views, rows, strict=True):
-            view.grad = _scaled(grads.segments[row.segment.position], row.factors)
+            view.grad = self._multiplied(grads.segments[row.segment.position], row.factors)
         with self._cores.all():
             states = self.rule.run(group, views, [self._views(row) for row in rows])
         for view, row, state in zip(views, rows, states, strict=True):
@@ -520,6 +522,10 @@ class Updater:
             (state,) = self.rule.run(group, [master], [self._views(row)])
         self._keep(row, state)
         self._masters.assign(row.segment, master)
+
+    def _multiplied(self, grad: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+        """Return a gradient at home times its factors; on disk it stays as it is, and they pend."""
+        return _scaled(grad if self._in_place or not factors else grad.clone(), factors)
 
     # -- states ----------------------------------------------------------------------------------
 

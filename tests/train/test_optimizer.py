@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from torch import nn
 
 import hetero
 from hetero.api import engine_of
-from tests.campaigns.optimizers import MeetsLate
+from tests.campaigns.harness import Case, Net, Side, check, loss_of_tokens
+from tests.campaigns.optimizers import AdamP, MeetsLate, Slow
 from tests.equivalence.harness import same, values
 
 
@@ -34,6 +37,32 @@ def test_a_rule_whose_parameters_meet_after_many_steps_is_refused_before_they_do
             steps += 1
     assert 10 <= steps < 20
     same(values(model), values(plain), "what was stepped before")
+
+
+ON_DISK: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2),
+    "AdamW_fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "AdamP": AdamP,
+    "Slow": Slow,
+}
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+def test_gradients_on_disk_show_what_a_clip_and_a_step_made_of_them(name: str, disk: Path) -> None:
+    def program(side: Side) -> None:
+        net = Net(4, d=64)
+        model, optimizer = side.prepare(net, ON_DISK[name](net.parameters()))
+        for number in range(5):
+            loss_of_tokens(model, number).backward()
+            side.record("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+            optimizer.step()
+            side.record_all(f"step {number}", model, optimizer)
+            optimizer.zero_grad()
+
+    host = 1_000_000 if name == "AdamW" else 1_400_000
+    sizes = {"hbm": 400_000, "host": host, "chunk_bytes": 4096}
+    side = check(Case(program, {**sizes, "activations": "keep", "nvme": str(disk)}))
+    assert hetero.status(side.models[0]).written_bytes > 0
 
 
 def linears(n: int) -> nn.Sequential:
