@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -134,7 +135,7 @@ def try_out(rule: Rule, optimizer: torch.optim.Optimizer, groups: Sequence[Group
 
 def _apart_from(optimizer: torch.optim.Optimizer) -> _Apart:
     with plainly():
-        return _Apart(p for group in optimizer.param_groups for p in group["params"])
+        return _Apart([p for group in optimizer.param_groups for p in group["params"]])
 
 
 def _plans(groups: Sequence[Group]) -> list[Plan]:
@@ -198,10 +199,10 @@ class _Trial:
         self._optimizer = optimizer
         self._course = course
         self._numbers = torch.Generator().manual_seed(0)
-        self._together = _copy(rule, optimizer)
+        self._together = _copy(rule, optimizer, apart.held)
         self._models = [group for group, _ in plans]
         self._counted: set[str] = set()  # settings that a step changes
-        self._attributes = _shown(self._together)
+        self._attributes = self._own_attributes()
         self._number = 0
         self._lone: list[_Lone] = []
         for group, shapes in plans:
@@ -246,7 +247,7 @@ class _Trial:
             before = [frozen(group) for group in self._together.param_groups]
             grads = [_copied(one.together.grad) for one in self._lone]
             self._step_together()
-            if _shown(self._together) != self._attributes:
+            if self._own_attributes() != self._attributes:
                 self._refuse("its step changes an attribute of the optimizer itself")
             if drawn():
                 self._refuse("its step draws random numbers, in the order of the parameters")
@@ -301,9 +302,12 @@ class _Trial:
         one.value.copy_(param)
         return after
 
+    def _own_attributes(self) -> Any:
+        return _shown({k: v for k, v in vars(self._together).items() if _is_own(k)})
+
     def _fresh(self) -> Rule:
         """Return the rule as it was before the trial."""
-        return Rule(_copy(self._rule, self._optimizer))
+        return Rule(_copy(self._rule, self._optimizer, self._apart.held))
 
     def _check_state(
         self, one: _Lone, after: State, param: torch.Tensor, grad: torch.Tensor
@@ -377,8 +381,9 @@ class _Trial:
 class _Apart(TorchDispatchMode):
     """Keeps a trial off the model's own parameters."""
 
-    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
         super().__init__()
+        self.held = {id(p): p for p in params}
         self._places = {p.untyped_storage()._cdata for p in params}
 
     def __torch_dispatch__(
@@ -387,9 +392,12 @@ class _Apart(TorchDispatchMode):
         for value in (*args, *(kwargs or {}).values()):
             for one in value if isinstance(value, (list, tuple)) else (value,):
                 dense = isinstance(one, torch.Tensor) and one.layout is torch.strided
-                if dense and one.untyped_storage()._cdata in self._places:
+                if dense and (id(one) in self.held or self._is_theirs(one)):
                     raise RuntimeError("it reaches parameters of the model past its param_groups")
         return func(*args, **(kwargs or {}))
+
+    def _is_theirs(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._places
 
 
 @contextmanager
@@ -409,19 +417,26 @@ def _undrawn() -> Iterator[Any]:
         np.random.set_state(before[2])
 
 
-def _copy(rule: Rule, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer without parameters whose own attributes are copies of the user's."""
+def _copy(
+    rule: Rule, optimizer: torch.optim.Optimizer, held: dict[int, torch.Tensor]
+) -> torch.optim.Optimizer:
+    """Return an optimizer without parameters whose own attributes are copies of the user's.
+
+    ``held`` are the model's parameters, by their ids: they stay what they are.
+    """
     worker = make_worker(optimizer)
-    own = {k: v for k, v in vars(worker).items() if not k.startswith("_optimizer_")}
-    groups = own.pop("param_groups"), own.pop("state")
-    held = (p for group in optimizer.param_groups for p in group["params"])
-    memo = {id(optimizer): optimizer, **{id(p): p for p in held}}
+    own = {k: v for k, v in vars(worker).items() if _is_own(k)}
     try:
-        worker.__dict__.update(copy.deepcopy(own, memo))
+        copied = copy.deepcopy(own, {id(optimizer): optimizer, **held})
     except (TypeError, RuntimeError, NotImplementedError) as error:
         _refuse(rule, f"its attributes cannot be copied for a trial ({error})", error)
-    worker.param_groups, worker.state = groups
+    worker.__dict__.update(copied)
     return worker
+
+
+def _is_own(name: str) -> bool:
+    """Whether an attribute is none that every optimizer has for its parameters and hooks."""
+    return name not in ("param_groups", "state") and not name.startswith("_optimizer_")
 
 
 def _moving(group: Group) -> Group:
@@ -433,10 +448,20 @@ def _moving(group: Group) -> Group:
     return settings
 
 
-def _shown(optimizer: torch.optim.Optimizer) -> str:
-    """Return what there is of an optimizer beside groups and states."""
-    own = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")}
-    return repr(own)
+def _shown(value: Any, depth: int = 4) -> Any:
+    """Return what there is of a value, to be compared with what there is of it later."""
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, nn.Parameter):
+            return id(value)  # of the model, which trains
+        return id(value), value._version, _bytes(value) if value.numel() < 64 else b""
+    if isinstance(value, dict):
+        return [(_shown(k, depth - 1), _shown(v, depth - 1)) for k, v in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return [_shown(one, depth - 1) for one in value]
+    if isinstance(value, (str, int, float, complex, bytes, type(None))):
+        return repr(value)
+    inside = depth > 0 and not callable(value) and hasattr(value, "__dict__")
+    return id(value), _shown(vars(value), depth - 1) if inside else None
 
 
 def _copied(value: Any) -> Any:
@@ -469,7 +494,7 @@ def same(first: Any, second: Any) -> bool:
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return raw.view(torch.uint8).numpy().tobytes()
+    return raw.view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _refuse(rule: Rule, reason: str, cause: Exception | None = None) -> NoReturn:

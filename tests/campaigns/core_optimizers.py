@@ -156,6 +156,7 @@ FOREIGN: dict[str, Make] = {
     "AdamP": optimizers.AdamP,
     "Lion": optimizers.Lion,
     "Slow": optimizers.Slow,
+    "Remembering": optimizers.Remembering,
     "Renamed": optimizers.Renamed,
     "Clipping": optimizers.Clipping,
     "Clipping_foreach": partial(optimizers.Clipping, foreach=True),

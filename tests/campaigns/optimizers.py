@@ -141,6 +141,14 @@ class Renamed(torch.optim.SGD):
         return min(group["lr"] for group in self.param_groups)
 
 
+class Remembering(Base):
+    """Knows the model's parameters, for what it does besides steps."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.all = [param for group in self.param_groups for param in group["params"]]
+
+
 class Clipping(torch.optim.AdamW):
     """Clips each gradient by its own norm, then steps as its parent."""
 
@@ -186,6 +194,22 @@ class Counting(Base):
         self.calls += 1
         for group, param in self.ready():
             param.add_(param.grad, alpha=-group["lr"] * (1 + (self.calls % 1000 == 0)))
+
+
+class CountingElsewhere(Base):
+    """Counts in an object that it holds."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.meter = Meter()
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
+        self.meter.sum += 1
+        param.add_(param.grad, alpha=-group["lr"])
+
+
+class Meter:
+    sum = 0
 
 
 class OwnStates(Base):
@@ -298,6 +322,7 @@ REFUSED: list[tuple[Make, str]] = [
     (FirstGroupRules, "other numbers among others than alone"),
     (OwnStates, "changes an attribute of the optimizer"),
     (Counting, "changes an attribute of the optimizer"),
+    (CountingElsewhere, "changes an attribute of the optimizer"),
     (WideLion, "after load_state_dict raised RuntimeError"),
     (Noisy, "draws random numbers"),
     (NewMemory, r"other memory, as p\.data = "),
