@@ -141,7 +141,7 @@ class Rule:
         like = tiny(shape) if self.known is not None else large(shape)
         key = kinds_of(group), dtype, like
         if key not in self._kept:
-            self._kept[key] = {} if self._refuses(len(shape)) else self._seen(group, dtype, like)
+            self._kept[key] = {} if self.refuses(len(shape)) else self._seen(group, dtype, like)
         return self._kept[key]
 
     def _seen(
@@ -153,7 +153,7 @@ class Rule:
                 (state,) = self.run(frozen(group), [probe], [state])
         return {k: v.dtype for k, v in state.items() if is_elementwise(k, v, shape)}
 
-    def _refuses(self, n_dims: int) -> bool:
+    def refuses(self, n_dims: int) -> bool:
         """Whether the rule does not step parameters of so many dimensions."""
         return n_dims != 2 and self.known is getattr(O, "Muon", object)
 

@@ -375,8 +375,8 @@ class Updater:
             segment = piece.first.segment
             if segment.offset == piece.rows[-1].segment.end:  # without elements, but not stateless
                 none = slice(segment.offset, segment.offset)
-                work = partial(self._run_flat, group, bucket, none, piece.first, homes, after)
-                update.slices.append(work)
+                once = partial(self._run_flat, group, bucket, none, piece.first, homes, after)
+                update.slices.append(once)
             update.finishes.append(partial(self._share, bucket, piece, after))
 
     def _hold(self, request: Request | None, work: Sequence[Slice]) -> None:
