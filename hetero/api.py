@@ -36,7 +36,7 @@ def prepare(
 
     Args:
         model: any ``nn.Module`` of plain dense parameters.
-        optimizer: an elementwise ``torch.optim`` optimizer over the model's parameters. Without
+        optimizer: over the model's parameters, of any class that steps them one at a time. Without
             one the model is for inference.
         config: a `Config`, a mapping, or the path of a TOML file; ``settings`` go on top.
         settings: fields of `Config`, as ``hbm="20GiB"``.

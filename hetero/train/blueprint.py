@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,9 +15,8 @@ from hetero.errors import ConfigError
 from hetero.memory.codec import CODECS, CODED, EXACT, Blocked, Codec, Workspace, slice_numel
 from hetero.memory.layout import Bucket, Layout, ParamSpec, build_layout, dense_stride
 from hetero.train.check import pageable, pages, tables
-from hetero.train.formulas import formula_of
 from hetero.train.precision import WORKING, low_dtype, named_by, working_dtypes
-from hetero.train.rules import Rule, is_elementwise, tiny
+from hetero.train.rules import Group, Rule
 from hetero.train.units import Unit, assign, find_units
 from hetero.types import Kind
 
@@ -136,7 +136,9 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
     layout = build_layout(specs, [unit.name or "model" for unit in units], config.chunk_bytes)
     bucket_of = {id(p): layout.home[i][0] for i, (_, p) in enumerate(pages(model))}
     needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
-    costs = cache(partial(costs_of, optimizer, config.precision))
+    groups = optimizer.param_groups if optimizer else []
+    rule = Rule(optimizer) if optimizer else None
+    costs = cache(partial(costs_of, rule, groups, config.precision))
     each = (costs(b.dtype, shapes(b), b.trainable) for b in layout.buckets)
     return Blueprint(tuple(units), layout, needs, tuple(each))
 
@@ -195,12 +197,13 @@ def unit_needs(
 
 
 def shapes(bucket: Bucket) -> frozenset[tuple[int, ...]]:
-    """Return tiny shapes like those of a bucket's parameters: rules tell by them what they keep."""
-    return frozenset(tiny(segment.spec.shape) for segment in bucket.segments)
+    """Return the shapes of a bucket's parameters: rules tell by them what they keep."""
+    return frozenset(tuple(segment.spec.shape) for segment in bucket.segments)
 
 
 def costs_of(
-    optimizer: torch.optim.Optimizer | None,
+    rule: Rule | None,
+    groups: Sequence[Group],
     precision: str,
     dtype: torch.dtype,
     shapes: frozenset[tuple[int, ...]],
@@ -212,30 +215,15 @@ def costs_of(
     low = low_dtype(precision)
     has_master = low is not None and dtype is WORKING[precision]
     master = low.itemsize if low is not None and has_master else 0
-    if optimizer is None:
+    if rule is None:
         return Costs(0, master, 0, False)
-    rule = Rule(optimizer)
-    whole = not all(rule.may_flatten(group, dtype) for group in optimizer.param_groups)
+    whole = not all(rule.may_flatten(group, dtype) for group in groups)
     if has_master:
-        whole = formula_of(type(optimizer)) is None
+        whole = rule.formula is None
     kept = torch.float32 if has_master else dtype
     found: dict[str, int] = {}  # a state that one parameter keeps has a home in its whole bucket
-    for group in optimizer.param_groups:
+    for group in groups:
         for shape in sorted(shapes):
-            sizes = probed_bytes(rule, group, kept, shape)
-            found.update({k: max(size, found.get(k, 0)) for k, size in sizes.items()})
+            for key, state in rule.states_of(group, kept, shape).items():
+                found[key] = max(state.itemsize, found.get(key, 0))
     return Costs(4 if has_master else dtype.itemsize, master, sum(found.values()), whole)
-
-
-def probed_bytes(
-    rule: Rule, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
-) -> dict[str, int]:
-    """Return the bytes of each state that an element costs, by stepping a tiny parameter."""
-    if rule.refuses(len(shape)):
-        return {}
-    probe = torch.zeros(shape, dtype=dtype)
-    probe.grad = torch.zeros_like(probe)
-    with torch.no_grad():
-        (state,) = rule.run({**group, "lr": 0.0}, [probe], [{}])
-    held = ((k, v) for k, v in state.items() if is_elementwise(k, v, probe.shape))
-    return {k: v.element_size() for k, v in held}

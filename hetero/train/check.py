@@ -8,8 +8,9 @@ from __future__ import annotations
 import gc
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from hetero.memory.layout import Layout
 from hetero.memory.slab import refusal
 from hetero.train.empty import promised
 from hetero.train.optimizer import Optimizer
-from hetero.train.rules import check_optimizer
+from hetero.train.trial import check_optimizer
 from hetero.train.units import has_params
 
 MARK = "_hetero_engine"  # on a prepared model
@@ -362,6 +363,7 @@ def check_whose(model: nn.Module, optimizer: object) -> torch.optim.Optimizer | 
                     " the model",
                     advice="build the optimizer from model.parameters() of this very model",
                 )
+    check_once(model, optimizer.param_groups)
     return optimizer
 
 
@@ -375,3 +377,14 @@ def was_made_anew(model: nn.Module, param: torch.Tensor) -> bool:
     """Whether a model had a frozen parameter until it was listed again; see [Note: made anew]."""
     anew = [each for _, each in tables(model) if pageable(each)]
     return not param.requires_grad and any(each.shape == param.shape for each in anew)
+
+
+def check_once(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse a parameter that an optimizer lists twice, which torch steps twice."""
+    counts = Counter(id(param) for group in groups for param in group["params"])
+    names = (name for name, param in model.named_parameters() if counts[id(param)] > 1)
+    if max(counts.values(), default=0) > 1:
+        raise ConfigError(
+            f"parameter {next(names, '')!r} is in the optimizer's groups twice",
+            advice="list it once; torch would step it twice with one gradient",
+        )

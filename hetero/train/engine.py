@@ -8,7 +8,7 @@ made once, at prepare, and reported as the update place.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -40,7 +40,7 @@ from hetero.train import kernel
 from hetero.train.activation import SavedTensors, Unswizzled
 from hetero.train.blueprint import Blueprint
 from hetero.train.budget import decide
-from hetero.train.check import MARK, pages
+from hetero.train.check import MARK, check_once, pageable, pages
 from hetero.train.cores import Cores
 from hetero.train.evaluation import Evaluation
 from hetero.train.fitting import CopySeconds, Division, Fitting
@@ -55,7 +55,7 @@ from hetero.train.origin import Origin
 from hetero.train.policy import Activations
 from hetero.train.precision import WORKING, LossScaler, Masters
 from hetero.train.resident import Resident
-from hetero.train.rules import Rule
+from hetero.train.rules import Group, Rule
 from hetero.train.runtime import Runtime
 from hetero.train.snapshot import Saver, Saving
 from hetero.train.stepper import Stepper
@@ -103,6 +103,7 @@ class Engine:
         self.stats = StepStats()
         self.steps = 0
         self._again: list[Request] = []  # what the next step's updates will need from disk
+        self._finished = True  # no update was begun since all of them were waited for
         for folder in self._folders():  # a wrong name is told even where nothing has to go there
             folder.close()
         self.budget, self.mode = decide(model, config, device, blueprint, self.tuning.extent_numel)
@@ -112,6 +113,9 @@ class Engine:
         self._barrier = Hooks()  # what refuses its forwards while it is broken
         self.stepper: Stepper | None = None
         self._index = {id(p): i for i, p in enumerate(self.params)}
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._listed = {id(p): p for group in groups for p in group["params"]}  # by `prepare`
+        self._admitted: list[int] = []  # ids of the parameters in the groups at the last step
         self.origin = Origin(model, self.params, blueprint.layout)
 
     # -- building --------------------------------------------------------------------------------
@@ -445,8 +449,14 @@ class Engine:
         )
         coded = [p for p in self.params if not self._bucket(p).codec.exact]
         others = [p for p in self.params if self._bucket(p).codec.exact]
-        self.hooks.gradients(others, self.grads.arrived)
+        self._hear_gradients(others)
         self.hooks.gradients(coded, self._refuse_gradient)
+
+    def _hear_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Take gradients as they come; in 2 bytes, before autograd adds the next to one."""
+        mastered = {self._index[id(p)]: p for p in params if self.masters.has(self._bucket(p))}
+        self.hooks.before_gradients(mastered, self.grads.arriving)
+        self.hooks.gradients(params, self.grads.arrived)
 
     def _refuse_gradient(self, param: nn.Parameter) -> None:
         """Raise StateError for the gradient of a weight that is at home in code."""
@@ -538,6 +548,7 @@ class Engine:
     def _step(self, optimizer: Optimizer) -> None:
         self.refuse_broken()
         self._refuse_excess()
+        self._admit_all(optimizer.param_groups)
         if self.mode != "paged":
             self.saver.finish()  # what is saved is what is trained
         self._take_copies()
@@ -595,6 +606,7 @@ class Engine:
     def _hand_over_all(self, stepper: Stepper, updates: list[Update]) -> None:
         """Begin all updates, then raise what a disk raised, or whoever would not wait for one: a
         step is begun as a whole."""
+        self._finished = False
         requests = [request for update in updates for request in update.requests]
         if self.store.pool is not None:
             self.store.pool.ahead(requests)
@@ -684,16 +696,19 @@ class Engine:
     def finish(self) -> None:
         """Wait until every update is done; raises what one of them raised.
 
-        Who asks may look at states, and write to them: a save has read them by then.
+        Who asks may look at states, and write to them: a save has read them by then. Once all is
+        done, asking again costs nothing: loops over states ask for each parameter.
         """
         self.saver.finish()
-        if self.stepper is not None:
+        if self.stepper is not None and not self._finished:
             self.stepper.finish()
             for bucket in self.blueprint.layout.buckets:
                 if self.mode == "paged":
                     self.manager.home(bucket.id)
                 self.grads.let_go(bucket)
-        self.store.take_all(held=False)
+            self._finished = True
+        if self.store.pool is not None:  # else states are shown as they are
+            self.store.take_all(held=False)
 
     def _border(self, division: Division | None) -> None:
         """Between two steps: count, divide HBM by what was measured, begin to prefetch."""
@@ -753,7 +768,7 @@ class Engine:
         self.fitting.charge(activation_bytes, ring_bytes)
         self.mode = "resident"
         if self.has_masters:
-            self.hooks.gradients(self.params, self.grads.arrived)
+            self._hear_gradients(self.params)
             self._watch_resident()
         else:
             self.stepper = None  # torch steps the parameters themselves
@@ -793,13 +808,27 @@ class Engine:
         """Yield the model's parameters in its own order."""
         return iter(self.params)
 
-    def owns(self, param: torch.Tensor) -> bool:
-        """Return whether a parameter belongs to the prepared model."""
-        return id(param) in self._index
+    def _admit_all(self, groups: Sequence[Group]) -> None:
+        """Raise ConfigError where a user's change of the groups cannot be honoured."""
+        params = [param for group in groups for param in group["params"]]
+        ids = [id(param) for param in params]
+        if ids == self._admitted:  # all of them the model's own, so that no other has such an id
+            return
+        for param in params:
+            if id(param) not in self._listed and pageable(param):
+                self.admit(param)
+        check_once(self.model, groups)
+        self._admitted = ids
 
-    def refuse_thawed(self, param: torch.Tensor) -> None:
-        """Raise ConfigError for a working weight that was prepared without a master."""
-        if not self.owns(param) or self.config.precision not in WORKING:
+    def admit(self, param: torch.Tensor) -> None:
+        """Raise ConfigError for a parameter that is not of the prepared model, or needs a master
+        that it was prepared without."""
+        if id(param) not in self._index:
+            raise ConfigError(
+                f"a parameter of shape {list(param.shape)} is not of the prepared model",
+                advice="prepare the model again with the larger module",
+            )
+        if self.config.precision not in WORKING:
             return
         segment, bucket = self._segment(param), self._bucket(param)
         if not bucket.codec.exact:

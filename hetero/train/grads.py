@@ -292,7 +292,7 @@ class GradStore:
         probe = torch.zeros(())
         probe.grad = torch.zeros(())
         self._alone = holders(probe)  # differs between releases of torch
-        self._pending: list[int] = []
+        self._pending: dict[int, None] = {}
         self.jobs: dict[int, Job] = {}  # by parameter: of its last gradient
         self._slots: dict[int, weakref.ref[GradSlot]] = {}
         self._updates: dict[int, Job] = {}  # bucket -> the update that still reads its gradients
@@ -307,6 +307,15 @@ class GradStore:
 
     # -- on their way down -----------------------------------------------------------------------
 
+    def arriving(self, index: int) -> None:
+        """Before autograd accumulates: what it adds to must not be a 2-byte sum.
+
+        A parameter fires twice before an event of ours in a pass inside a pass (a reentrant
+        checkpoint), or where the pass before failed.
+        """
+        if index in self._pending:
+            self.flush_pending()
+
     def arrived(self, param: nn.Parameter) -> None:
         """Post-accumulate hook: note the gradient; it is flushed at the next event."""
         if self.scaling is False:
@@ -315,13 +324,13 @@ class GradStore:
                 advice="call hetero.backward(loss) in place of loss.backward(); it finds the model"
                 " through the loss's graph, which must not hide all of it in reentrant checkpoints",
             )
-        self._pending.append(self._index[id(param)])
+        self._pending[self._index[id(param)]] = None
         self.on_arrival()
 
     def flush_pending(self) -> None:
         """Start the way home of every gradient that has arrived."""
         if self._pending:
-            pending, self._pending = self._pending, []
+            pending, self._pending = self._pending, {}
             indices = list(dict.fromkeys((*pending, *self._leased)))
             self._leased.clear()
             # Siblings made in one piece (the halves of a concatenation) hold each other's storage.

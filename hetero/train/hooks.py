@@ -15,8 +15,8 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -210,12 +210,23 @@ class Hooks:
 
         for param in params:
             if param.dtype.is_floating_point or param.dtype.is_complex:
-                frozen = not param.requires_grad
-                if frozen:
-                    param.requires_grad_(True)  # torch takes the hook only then; it may thaw later
-                self._keep(param.register_post_accumulate_grad_hook(notify))
-                if frozen:
-                    param.requires_grad_(False)
+                with thawed(param):
+                    self._keep(param.register_post_accumulate_grad_hook(notify))
+
+    def before_gradients(
+        self, params: Mapping[int, nn.Parameter], arriving: Callable[[int], None]
+    ) -> None:
+        """Hear, by its number, of every parameter to which autograd is about to add."""
+        listener = weakref.WeakMethod(arriving)
+
+        def notify(index: int, grad: torch.Tensor) -> None:
+            method = listener()
+            if method is not None:
+                method(index)
+
+        for index, param in params.items():
+            with thawed(param):
+                self._keep(param.register_hook(functools.partial(notify, index)))
 
     def guard(
         self, model: nn.Module, reading: Callable[[], Any], fits: Callable[[int], None]
@@ -344,6 +355,17 @@ def _unmark(module: nn.Module) -> None:
     module.__dict__[PART] -= 1
     if not module.__dict__[PART]:
         del module.__dict__[PART]
+
+
+@contextmanager
+def thawed(param: nn.Parameter) -> Iterator[None]:
+    """Let a parameter take hooks: torch allows it only where it trains, and it may thaw later."""
+    trains = param.requires_grad
+    param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        param.requires_grad_(trains)
 
 
 Call = Callable[..., Any]

@@ -39,11 +39,9 @@ class Engine(Protocol):
     def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with torch's keys whose tensors are the homes' or copies."""
 
-    def owns(self, param: torch.Tensor) -> bool:
-        """Return whether a parameter belongs to the prepared model."""
-
-    def refuse_thawed(self, param: torch.Tensor) -> None:
-        """Raise ConfigError for a working weight that was prepared without a master."""
+    def admit(self, param: torch.Tensor) -> None:
+        """Raise ConfigError for a parameter that is not of the prepared model, or needs a master
+        that it was prepared without."""
 
     def finish(self) -> None:
         """Wait until every update is done; raises what one of them raised."""
@@ -144,12 +142,7 @@ class Optimizer(torch.optim.Optimizer):
             params = [params] if isinstance(params, torch.Tensor) else list(params)
             param_group = {**param_group, "params": params}  # it may have been a generator
             for param in params:
-                engine.refuse_thawed(param)
-                if not engine.owns(param):
-                    raise ConfigError(
-                        f"a parameter of shape {list(param.shape)} is not of the prepared model",
-                        advice="prepare the model again with the larger module",
-                    )
+                engine.admit(param)
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -54,7 +54,6 @@ class Stepper:
         self._failed: BaseException | None = None
         if scaler is not None:
             grads.scaling, grads.norm_ord = False, 2.0
-            grads.unscale = 1.0 / scaler.scale
 
     @property
     def scale(self) -> float:
@@ -67,12 +66,16 @@ class Stepper:
         if self.scaler is None:
             yield
             return
-        self._grads.take_plain()
-        self._grads.scaling, self._grads.unscale = True, 1.0 / scale
+        grads = self._grads
+        around = grads.scaling, grads.unscale
+        grads.flush_pending()  # those of a pass around this one, by its own scale
+        grads.take_plain()
+        grads.scaling, grads.unscale = True, 1.0 / scale
         try:
             yield
         finally:
-            self._grads.scaling = False
+            grads.flush_pending()  # a pass that failed did not come to its end, which does this
+            grads.scaling, grads.unscale = around
 
     def close(
         self,

@@ -28,18 +28,26 @@ from hetero.memory.pool import Request, Span, Use
 from hetero.memory.slab import Home, HomeStore
 from hetero.train import kernel
 from hetero.train.cores import Cores
-from hetero.train.formulas import Coefficients, Formula, formula_of
+from hetero.train.formulas import Coefficients, Formula
 from hetero.train.grads import NONE, Factors, GradSlot, GradStore
 from hetero.train.lazy import Shown, handle, is_handle
 from hetero.train.precision import Masters
-from hetero.train.rules import BLOCK_SCALES, Group, Rule, State, is_elementwise, tiny
+from hetero.train.rules import (
+    EXACT,
+    Group,
+    Rule,
+    State,
+    frozen,
+    is_elementwise,
+    kinds_of,
+)
+from hetero.train.trial import Trials, same
 from hetero.train.worker import Slice
 from hetero.types import Kind
 
 RULE_NUMEL = 2**18  # elements per call of a rule: below, the calls themselves begin to cost
 KERNEL_NUMEL = 2**20
 PARAM = Kind.PARAM.value
-EXACT = BLOCK_SCALES | {"step"}  # states that keep their dtype when they are loaded
 
 
 @dataclass(slots=True)
@@ -108,7 +116,10 @@ class Updater:
         stream_to: torch.device | None = None,
     ) -> None:
         self.rule = Rule(inner)
-        self.formula: Formula | None = formula_of(type(inner))
+        self.formula = self.rule.formula
+        self._trials = Trials(self.rule, inner)
+        self._may_write = self.rule.known is None  # to gradients, which then show it
+        self._in_place = store.pool is None or self._may_write  # factors, in gradients at home
         self.native = native
         self._params = params
         self._index = {id(p): i for i, p in enumerate(params)}
@@ -119,7 +130,6 @@ class Updater:
         self._stream_to = stream_to
         self._stepped: dict[int, str] = {}  # the kind of settings a parameter was stepped with
         self._kept: set[int] = set()  # parameters that had states when they were stepped last
-        self._probed: dict[tuple[Any, ...], dict[str, torch.dtype]] = {}
         self._counts: list[tuple[torch.Tensor, float]] = []  # step counts as this step leaves them
         self._begun: list[Ready] = []
         self._cores = cores
@@ -132,15 +142,17 @@ class Updater:
         """Return the updates of all buckets that have gradients; nothing is updated yet.
 
         All gradients are brought home and looked at before the first state is made, so that a
-        gradient that cannot be stepped leaves everything as it was.
+        gradient that cannot be stepped leaves everything as it was; as do settings with which the
+        rule is not to be stepped so (ConfigError).
         """
+        self._trials.admit(groups)
         ready = [(group, self._ready(group, states)) for group in groups]
         updates: dict[int, Update] = {}
         self._counts, self._begun = [], []
         try:
             for group, rows in ready:
-                settings = {k: _frozen(v) for k, v in group.items() if k != "params"}
-                kinds = _kinds(settings)
+                settings = frozen(group)
+                kinds = kinds_of(settings)
                 for bucket, members in self._by_bucket(rows):
                     update = updates.setdefault(bucket.id, Update(bucket))
                     self._draft(update, settings, kinds, members)
@@ -150,6 +162,8 @@ class Updater:
             raise
         for count, value in self._counts:
             count.fill_(value)
+        for group, rows in ready if self.rule.known is None else ():
+            _count(group, self.rule.settings_after(group, stepped=bool(rows)))
         self._masters.settle()
         return list(updates.values())
 
@@ -187,7 +201,9 @@ class Updater:
         else:
             draft = self._draft_whole
         made_here = self._masters.has(bucket) and self.formula is not None
-        fresh = any(self._stepped.get(row.segment.index) != known for row in rows)
+        fresh = self.rule.known is None or any(
+            self._stepped.get(row.segment.index) != known for row in rows
+        )
         fresh |= any(self._lost_state(row) for row in rows)
         update.fresh |= fresh and not made_here
         self._stepped.update((row.segment.index, known) for row in rows)
@@ -269,7 +285,7 @@ class Updater:
             return None
         request = self._store.request(
             Span(self._store.homes[PARAM, bucket.id], start, end, Use.WRITE),
-            Span(self._grads.home(bucket), start, end),
+            Span(self._grads.home(bucket), start, end, Use.WRITE if self._may_write else Use.READ),
             *(x if isinstance(x, Span) else Span(x, start, end, Use.WRITE) for x in others),
         )
         if request is not None:
@@ -343,7 +359,7 @@ class Updater:
     def _draft_flat(self, update: Update, group: Group, rows: list[Ready]) -> None:
         bucket = update.bucket
         for piece in self._pieces(rows, [None] * len(rows)):
-            if piece.first.factors:
+            if piece.first.factors and self._in_place:
                 update.scaled.extend(row.segment.index for row in piece.rows)
             after: State = {}
             keys = self._elementwise_keys(group, bucket, piece.first)
@@ -356,6 +372,11 @@ class Updater:
                     for run in cut(start, end, self._at_once(bucket, RULE_NUMEL))
                 ]
                 update.slices.append(partial(self._hold, request, work))
+            segment = piece.first.segment
+            if segment.offset == piece.rows[-1].segment.end:  # without elements, but not stateless
+                none = slice(segment.offset, segment.offset)
+                once = partial(self._run_flat, group, bucket, none, piece.first, homes, after)
+                update.slices.append(once)
             update.finishes.append(partial(self._share, bucket, piece, after))
 
     def _hold(self, request: Request | None, work: Sequence[Slice]) -> None:
@@ -379,21 +400,11 @@ class Updater:
     def _appearing(
         self, group: Group, bucket: Bucket, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> list[str]:
-        """Return the states that a step with these settings needs a home for, and make it.
-
-        A tiny parameter is stepped to see: rules tell by dtype, dimensions and ones among them.
-        """
-        known = _kinds(group), dtype, shape
-        if known not in self._probed:
-            probe = torch.zeros(shape, dtype=dtype)
-            probe.grad = torch.zeros_like(probe)
-            with torch.no_grad():
-                (state,) = self.rule.run({**group, "lr": 0.0}, [probe], [{}])
-            held = ((k, v) for k, v in state.items() if is_elementwise(k, v, probe.shape))
-            self._probed[known] = {k: v.dtype for k, v in held}
-        for key, state_dtype in self._probed[known].items():
+        """Return the states that steps with these settings need a home for, and make it."""
+        found = self.rule.states_of(group, dtype, shape)
+        for key, state_dtype in found.items():
             self._store.get(Kind.STATE, key, bucket, state_dtype)
-        return list(self._probed[known])
+        return list(found)
 
     def _run_flat(
         self,
@@ -406,7 +417,7 @@ class Updater:
     ) -> None:
         """Step a run of a bucket; ``after`` takes the state with its scalars."""
         flat = self._store.homes[PARAM, bucket.id].flat[run]
-        grad = _scaled(self._grads.home(bucket).flat[run], first.factors)
+        grad = self._multiplied(self._grads.home(bucket).flat[run], first.factors)
         there = [key for key in homes if key in first.state]
         here = [flat, *(homes[key].flat[run] for key in there)]
         with self._turn(), self._streamed(here, grad) as ((param, *moved), param_grad):
@@ -459,7 +470,8 @@ class Updater:
     # -- torch's rule, on whole tensors ----------------------------------------------------------
 
     def _draft_whole(self, update: Update, group: Group, rows: list[Ready]) -> None:
-        update.scaled.extend(row.segment.index for row in rows if row.factors)
+        written = [row for row in rows if self._may_write or (row.factors and self._in_place)]
+        update.scaled.extend(row.segment.index for row in written)
         alone = self._store.pool is not None  # no more in memory at once than has to be
         for some in [[row] for row in rows] if alone else [rows]:
             work = partial(self._run_whole, group, update.bucket, some)
@@ -482,13 +494,13 @@ class Updater:
         shape = row.segment.spec.shape
         keys = [k for k, v in row.state.items() if is_elementwise(k, v, shape)]
         dtype = self._state_dtype(row.segment)
-        return list(dict.fromkeys((*keys, *self._appearing(group, bucket, dtype, tiny(shape)))))
+        return list(dict.fromkeys((*keys, *self._appearing(group, bucket, dtype, shape))))
 
     def _run_whole(self, group: Group, bucket: Bucket, rows: list[Ready]) -> None:
         home, grads = self._store.homes[PARAM, bucket.id], self._grads.home(bucket)
         views = [home.segments[row.segment.position] for row in rows]
         for view, row in zip(views, rows, strict=True):
-            view.grad = _scaled(grads.segments[row.segment.position], row.factors)
+            view.grad = self._multiplied(grads.segments[row.segment.position], row.factors)
         with self._cores.all():
             states = self.rule.run(group, views, [self._views(row) for row in rows])
         for view, row, state in zip(views, rows, states, strict=True):
@@ -510,6 +522,10 @@ class Updater:
             (state,) = self.rule.run(group, [master], [self._views(row)])
         self._keep(row, state)
         self._masters.assign(row.segment, master)
+
+    def _multiplied(self, grad: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+        """Return a gradient at home times its factors; on disk it stays as it is, and they pend."""
+        return _scaled(grad if self._in_place or not factors else grad.clone(), factors)
 
     # -- states ----------------------------------------------------------------------------------
 
@@ -604,20 +620,8 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _kinds(group: Group) -> str:
-    """Return what of a group's settings decides which states there are."""
-    return repr([(key, _kind(value)) for key, value in group.items()])
-
-
-def _kind(value: Any) -> Any:
-    """Return what of a setting decides which states there are: whether a number is zero."""
-    if isinstance(value, (tuple, list)):
-        return [_kind(v) for v in value]
-    return value != 0 if isinstance(value, (int, float)) else type(value).__name__
-
-
-def _frozen(value: Any) -> Any:
-    """Return a setting as it is now: tensors among them are changed in place by schedulers."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_frozen(v) for v in value)
-    return _copied(value)
+def _count(group: Group, after: Group) -> None:
+    """Change the settings that a step changes, in the user's own group."""
+    for key, value in after.items():
+        if not same(value, group.get(key)):
+            group[key] = value

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hetero
 from hetero.api import engine_of, prepare_tuned
@@ -231,6 +233,87 @@ def test_a_gradient_that_a_user_replaces_between_scaled_passes_is_not_scaled(pla
     optimizer.step()
     for now, b, grad in zip(masters(model, optimizer), before, once, strict=True):
         assert torch.allclose(now, b - 1 - grad.float(), atol=1e-5)
+
+
+@each_place
+def test_a_pass_that_failed_leaves_unscaled_gradients_to_which_the_next_adds(place: str) -> None:
+    model, optimizer = prepare(linears(3), place=place, precision="fp16")
+    engine_of(model).scaler.scale = 2.0**8
+    before = masters(model, optimizer)
+    first, second = (scaled_gradients(model, batch(number).half()) for number in (0, 1))
+    hook = model[0].weight.register_hook(raise_interrupted)
+    with pytest.raises(InterruptedError):
+        hetero.backward(model(batch(0).half()).float().square().mean())
+    hook.remove()
+    shown = [p.grad.float() for p in list(model.parameters())[2:]]
+    same(shown, [g.half().float() for g in first[2:]], "what the pass left")
+    hetero.backward(model(batch(1).half()).float().square().mean())
+    optimizer.step()
+    first[0].zero_()  # the hook came before it
+    wanted = [b - (one + two) for b, one, two in zip(before, first, second, strict=True)]
+    now = masters(model, optimizer)
+    same([now[0], *now[2:]], [wanted[0], *wanted[2:]], "masters")
+
+
+def raise_interrupted(grad: Tensor) -> None:
+    raise InterruptedError
+
+
+def scaled_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """What plain autograd makes of the model's weights under a scale of 256, unscaled in fp32."""
+    plain = linears(3).half()
+    plain.load_state_dict(model.state_dict())
+    (plain(x).float().square().mean() * 2.0**8).backward()
+    return [p.grad.float() * 2.0**-8 for p in plain.parameters()]
+
+
+class Twice(nn.Module):
+    """A layer used plainly and under a reentrant checkpoint: its gradients come twice in a pass."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(checkpoint(self.layer, x, use_reentrant=True))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@each_place
+def test_gradients_that_come_twice_in_a_pass_add_up_in_fp32(place: str, bias: bool) -> None:
+    torch.manual_seed(0)
+    model, optimizer = prepare(Twice(bias), place=place, precision="bf16")
+    before = masters(model, optimizer)
+    uses = [[p.detach().clone().requires_grad_() for p in model.parameters()] for _ in range(2)]
+    x = batch(0).bfloat16().requires_grad_()
+    F.linear(F.linear(x, *uses[0]), *uses[1]).square().mean().backward()
+    model(x).square().mean().backward()
+    optimizer.step()
+    wanted = [
+        b - (two.grad.float() + one.grad.float()) for b, one, two in zip(before, *uses, strict=True)
+    ]
+    same(masters(model, optimizer), wanted, "masters")
+
+
+@each_place
+def test_gradients_of_a_pass_that_failed_and_of_the_next_add_up_in_fp32(place: str) -> None:
+    model, optimizer = prepare(linears(2), place=place, precision="bf16")
+    before = masters(model, optimizer)
+    sums = [torch.zeros_like(b) for b in before]
+    for number in range(2):
+        plain = linears(2).bfloat16()
+        plain.load_state_dict(model.state_dict())
+        plain(batch(number).bfloat16()).square().mean().backward()
+        for total, p in zip(sums[2:], list(plain.parameters())[2:], strict=True):
+            total += p.grad.float()
+    hook = model[0].weight.register_hook(raise_interrupted)
+    with pytest.raises(InterruptedError):
+        model(batch(0).bfloat16()).square().mean().backward()
+    hook.remove()
+    model(batch(1).bfloat16()).square().mean().backward()
+    optimizer.step()
+    wanted = [b - total for b, total in zip(before, sums, strict=True)]
+    same(masters(model, optimizer)[2:], wanted[2:], "masters")
 
 
 def test_a_loss_that_leads_outside_the_fp16_models_is_refused() -> None:
