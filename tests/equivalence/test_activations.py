@@ -318,7 +318,7 @@ def test_of_a_unit_that_comes_last_only_the_last_call_is_kept() -> None:
         model, adamw(model), device="cpu", hbm="8MiB", chunk_bytes=1024, activations="recompute"
     )
     engine = engine_of(model)
-    engine._fit = lambda: True  # type: ignore[method-assign]  # it stays paged
+    engine._fit = lambda _: True  # type: ignore[method-assign]  # it stays paged
     step_of(model, optimizer, 0)
 
     loss = model(torch.randn(64, D)).square().mean()
