@@ -106,7 +106,8 @@ class Deferring:
             time.sleep(LOOK_SECONDS)
             if not self.waiting or is_closed(sys._current_frames().get(main)):
                 continue
-            if signal.getsignal(signal.SIGINT) is not self:  # for whoever is there now, it is news
+            there: object = signal.getsignal(signal.SIGINT)
+            if there is not self:  # for the handler that is there now, it is news
                 self.waiting = 0
             else:
                 self._looked = True

@@ -118,7 +118,7 @@ def yaml_of(text: str) -> Any:
     """Return the values of a YAML text; ImportError without PyYAML, which transformers brings."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # types of PyYAML are not there
         """Follows few aliases: what they stand for may hold others, twice each."""
 
         aliases = 0

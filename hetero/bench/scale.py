@@ -16,6 +16,7 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.bench.engine import Figure, Figures
 from hetero.config import Config
 from hetero.device import SimDevice
+from hetero.errors import StateError
 
 SIZES = (10, 100, 1000)
 WIDTH = 8
@@ -38,7 +39,8 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(x)
+        found: torch.Tensor = x + self.linear(x)
+        return found
 
 
 class Chain(nn.Module):
@@ -86,7 +88,10 @@ def measured(n_units: int) -> dict[str, float]:
     pairs = [(partial(train, model, ours, x), partial(train, plain, theirs, x))] * (repeats + 3)
     steps = [cpu_seconds(ours) - cpu_seconds(theirs) for ours, theirs in quiet(pairs)][3:]
     engine = engine_of(model)
-    trace = engine.runtime.train.schedule.trace
+    schedule = engine.runtime.train.schedule
+    if schedule is None:
+        raise StateError("nothing was planned in these steps", advice="take more of them")
+    trace = schedule.trace
     copies = [torch.zeros_like(p) for p in plain.parameters()]
     calls: dict[str, Callable[[], Any]] = {
         "a plan": partial(engine._plan, trace, training=True),

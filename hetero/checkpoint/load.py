@@ -146,8 +146,10 @@ def load_through(
 
 
 OURS = ("extra", "scheduler", "data", "rng", "groups", "scaler")
-WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError)
-WRONG += (ArithmeticError, AssertionError)  # numbers that overflow; what torch's rules assert
+WRONG = (
+    *(KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError),
+    *(ArithmeticError, AssertionError),  # numbers that overflow; what torch's rules assert
+)
 
 
 def understood(engine: Engine, reader: Reader) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Planner:
         self.resident: dict[int, int] = {}
         self._next: dict[int, float] = {}  # use of every resident bucket that does not stand
         self._order: list[tuple[float, int]] = []  # (next use, bucket) of these, ascending
-        self._near = 0  # all accesses between the present one and this have what they need
+        self._near = 0.0  # all accesses between the present one and this have what they need
         self._high = False
         self._cyclic = may_stand(trace, shapes)
         self._standing: tuple[int, ...] = ()
@@ -151,7 +151,7 @@ class Planner:
         )
 
     def _step(self, survivors: Mapping[int, int]) -> tuple[tuple[Op, ...], ...]:
-        self._high, self._near = False, 0
+        self._high, self._near = False, 0.0
         self._rank(survivors, -1)
         border = tuple(Op(bucket, start) for bucket, start in sorted(survivors.items()))
         ops = [border + self._look_ahead(-1, ())]

@@ -61,7 +61,7 @@ def completion(row: Row, tokenizer: Any, encode: Encode) -> tuple[list[int], lis
             f"a row has {', '.join(map(str, row))[:200]} and no text as prompt and completion",
             advice='give rows as {"prompt": "...", "completion": "..."} or {"messages": [...]}',
         )
-    prompt, said = (encode(text) for text in texts)
+    prompt, said = (encode(str(text)) for text in texts)
     said = [*said, tokenizer.eos_token_id]
     return prompt + said, [False] * len(prompt) + [True] * len(said)
 

@@ -171,7 +171,8 @@ def read_events(path: Path, meta: Meta) -> Iterator[Event]:
                 if not is_row(row, places, meta):
                     raise wrong_row(path, f"no recording has the row {str(row)[:200]}")
                 found = (row[place] for place in places)
-                yield Event(*(texts.setdefault(v, v) if type(v) is str else v for v in found))
+                values: Any = [texts.setdefault(v, v) if type(v) is str else v for v in found]
+                yield Event(*values)
     except ConfigError:
         raise
     except (EOFError, ValueError, RecursionError, zlib.error):

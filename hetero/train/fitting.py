@@ -225,7 +225,7 @@ class Fitting:
         else:
             if found is not None:
                 return False
-            policies = self._choice.policies
+            policies = dict(self._choice.policies)
         if found is None:
             policies = self._least(units, policies)
         if policies != self._choice.policies:

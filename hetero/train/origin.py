@@ -105,7 +105,7 @@ class Origin:
             swizzle.set_grad(param, None)
             swizzle.plain(param, nan.expand(param.shape))
         self._fetched.clear()
-        move_buffers(self.model, self.device)
+        move_buffers((m for m in self.model.modules() if PART not in m.__dict__), self.device)
 
     def move_out(
         self, store: HomeStore, masters: Masters, *, resident: bool, failed: bool = False

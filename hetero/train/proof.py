@@ -8,11 +8,12 @@ modules, a hook or the kind of an argument is another, the proof is made anew.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+
+from hetero.crc import crc32
 
 MOST_PATHS = 8  # of a unit that are tried; one that takes a new path at each step is not pure
 PATIENCE = 4  # computations for which there was no room
@@ -24,10 +25,21 @@ ODD = 0x1E3779B97F4A7C15  # a multiplier without a short period
 class Located(Protocol):
     """A saved view of a parameter; its bytes are the parameter's."""
 
-    param: int
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    @property
+    def param(self) -> int:
+        """The parameter's number."""
+
+    @property
+    def offset(self) -> int:
+        """Of its first element, in the parameter."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Of the view."""
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Of the view, in elements."""
 
 
 class Digests:
@@ -72,7 +84,7 @@ class Digests:
             return 0
         flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         if flat.device.type == "cpu":
-            return zlib.crc32(memoryview(flat.view(torch.uint8).numpy()))
+            return crc32(memoryview(flat.view(torch.uint8).numpy()))
         self._later.append(_sums(flat))
         return 0
 
