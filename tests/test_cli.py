@@ -134,7 +134,7 @@ def test_a_report_that_cannot_be_written_is_a_line_and_no_failure() -> None:
     result = call(f"{TINY} --record file/run")
 
     assert result.exit_code == 0
-    assert "no report: DiskWriteError" in result.stdout.splitlines()[-1]
+    assert "no report: DiskReadError" in result.stdout.splitlines()[-1]
 
 
 def test_train_reads_texts_and_a_settings_file(tmp_path: Path) -> None:

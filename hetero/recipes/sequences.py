@@ -56,9 +56,10 @@ def answered(row: Row, tokenizer: Any, encode: Encode, length: int) -> Tokens | 
 def completion(row: Row, tokenizer: Any, encode: Encode) -> tuple[list[int], list[bool]]:
     """Return the tokens of a prompt and its completion, and which are the completion's."""
     texts = [row.get(key) for key in ("prompt", "completion")]
-    if not all(isinstance(text, str) for text in texts):
+    missing = [key for key in ("prompt", "completion") if not isinstance(row.get(key), str)]
+    if missing:
         raise ConfigError(
-            f"a row has {', '.join(map(str, row))[:200]} and no text as prompt and completion",
+            f"a row has {', '.join(map(str, row))[:200]} and no {missing[0]!r} that is a text",
             advice='give rows as {"prompt": "...", "completion": "..."} or {"messages": [...]}',
         )
     prompt, said = (encode(str(text)) for text in texts)

@@ -108,7 +108,7 @@ def as_on_cpu(func: Any, args: Any, found: Any) -> Any:
     Its norms keep their statistics in the dtype of weights and inputs where these are one, and make
     no gradient that nobody asked for.
     """
-    if func in STATISTICS and (half := _one_half(args)) is not None:
+    if func in STATISTICS and found[0].is_meta and (half := _one_half(args)) is not None:
         return (found[0], *(torch.empty_like(t, dtype=half) for t in found[1:]))
     if func is _ops.native_batch_norm_backward.default:
         return tuple(t if asked else None for t, asked in zip(found, args[-1], strict=True))

@@ -11,6 +11,16 @@ NO_TASK = -1
 _task = torch._C._current_graph_task_id
 
 
+class OurHook:
+    """A hook on a parameter that is ours: it changes no gradient, and may be called again."""
+
+
+def users_hooks(param: torch.Tensor) -> list[Any]:
+    """Return the hooks on a parameter's gradient that are not ours."""
+    hooks = getattr(param, "_backward_hooks", None) or {}
+    return [hook for hook in hooks.values() if not isinstance(hook, OurHook)]
+
+
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward pass."""
     return bool(_task() != NO_TASK)

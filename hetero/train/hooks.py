@@ -33,6 +33,7 @@ from hetero.errors import ConfigError, StateError
 from hetero.interrupts import passing, theirs
 from hetero.train.activation import SavedTensors
 from hetero.train.check import MARK, PART
+from hetero.train.graph import OurHook
 from hetero.train.head import causal_loss, head_of, late
 from hetero.train.meter import Meter
 from hetero.train.policy import Activations
@@ -219,14 +220,18 @@ class Hooks:
         """Hear, by its number, of every parameter to which autograd is about to add."""
         listener = weakref.WeakMethod(arriving)
 
-        def notify(index: int, grad: torch.Tensor) -> None:
-            method = listener()
-            if method is not None:
-                method(index)
+        class Notify(OurHook):
+            def __init__(self, index: int) -> None:
+                self.index = index
+
+            def __call__(self, grad: torch.Tensor) -> None:
+                method = listener()
+                if method is not None:
+                    method(self.index)
 
         for index, param in params.items():
             with thawed(param):
-                self._keep(param.register_hook(functools.partial(notify, index)))
+                self._keep(param.register_hook(Notify(index)))
 
     def guard(
         self, model: nn.Module, reading: Callable[[], Any], fits: Callable[[int], None]

@@ -107,6 +107,7 @@ class Moment:
         self._casts = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys(("cpu", place.type))
+            if torch.amp.is_autocast_available(kind)
         )
         self._caches_casts = torch.is_autocast_cache_enabled()
         self._drawn = [(source, source.get()) for source in self._sources()]
@@ -183,10 +184,10 @@ class Moment:
         place = self._place
         yield Source(random.getstate, random.setstate, operator.eq)
         yield Source(np.random.get_state, np.random.set_state, _same_state)
-        yield Source(torch.get_rng_state, torch.set_rng_state, torch.equal)
+        yield Source(torch.get_rng_state, torch.set_rng_state, _same_bytes)
         if accelerator_rng(place) is not None:
             get, put = functools.partial(accelerator_rng, place), set_accelerator_rng
-            yield Source(get, functools.partial(put, place), torch.equal)
+            yield Source(get, functools.partial(put, place), _same_bytes)
         yield from self._generators.values()
 
     # -- after the forward -----------------------------------------------------------------------
@@ -278,7 +279,7 @@ class Buffer:
         tensor = self._tensor
         if _version(tensor) != self._version:
             return
-        if tensor.device.type == "cpu":
+        if tensor.device.type in ("cpu", "meta"):
             if _same_bits(self._before, tensor):
                 self._before = None
         elif tensor.layout is not torch.strided or tensor.nbytes > SMALL:
@@ -298,8 +299,8 @@ def _same_bits(first: torch.Tensor | None, second: torch.Tensor) -> bool:
         return first is None
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    flat = (t.contiguous().view(-1).view(torch.uint8) for t in (first, second))
-    return torch.equal(*flat)
+    one, other = (t.contiguous().view(-1).view(torch.uint8) for t in (first, second))
+    return second.is_meta or bool(np.array_equal(one.numpy(), other.numpy()))
 
 
 def _put(space: MutableMapping[Any, Any], values: dict[Any, Any]) -> None:
@@ -349,7 +350,7 @@ def _told(values: Any) -> Any:
 def _source_of(value: Any) -> Source | None:
     """Return a generator object's source; None for any other object."""
     if isinstance(value, torch.Generator):
-        return Source(value.get_state, value.set_state, torch.equal)
+        return Source(value.get_state, value.set_state, _same_bytes)
     if isinstance(value, np.random.RandomState):
         return Source(value.get_state, value.set_state, _same_state)
     if isinstance(value, np.random.Generator):
@@ -359,6 +360,10 @@ def _source_of(value: Any) -> Source | None:
     if isinstance(value, random.Random):
         return Source(value.getstate, value.setstate, operator.eq)
     return None
+
+
+def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return bool(np.array_equal(first.numpy(), second.numpy()))
 
 
 def _same_state(first: Any, second: Any) -> bool:

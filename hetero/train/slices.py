@@ -15,8 +15,7 @@ found by tainting: with other values in all other samples, the outputs of a slic
 
 [Note: what is cut]  A first dimension as long as the batch may be one by chance: a causal mask of
 as many positions. A tensor whose other rows change a slice's outputs is no tensor of samples, and
-is given whole; what is left has to give the same outputs for the first samples when the last one
-is missing.
+is given whole; what is left has to give a sample the same output in company and alone.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from torch.autograd.function import once_differentiable
 from hetero.errors import HeteroError, StateError
 from hetero.interrupts import theirs
 from hetero.train.caches import is_cache, put_together, rows_of, twin
-from hetero.train.check import makes_anew
-from hetero.train.graph import leaves_of, versions
+from hetero.train.graph import leaves_of, users_hooks, versions
 from hetero.train.moment import Moment, Reach
 from hetero.train.structure import Structure, flatten, told_apart
 
@@ -343,8 +341,7 @@ class Checked(NamedTuple):
 
 def check_unit(job: Sliced) -> Checked:
     """Refuse a unit that cannot be cut into slices, or say how it is; changes nothing."""
-    hooked = [p for p in job.params if getattr(p, "_backward_hooks", None)]
-    if hooked:
+    if any(users_hooks(param) for param in job.params):
         raise job.refusal("has parameters with hooks of their own, which would run for each slice")
     moment = job.moment()
     job.cut = find_cut(job, moment)
@@ -366,56 +363,73 @@ def check_unit(job: Sliced) -> Checked:
 def find_cut(job: Sliced, moment: Moment) -> tuple[bool, ...]:
     """Return which tensors of a unit are of the batch; see [Note: what is cut].
 
-    Raises StateError for a unit in which samples meet. It runs the whole batch a few times, and
-    changes nothing.
+    Raises StateError for a unit in which samples meet. It runs two samples a few times, and changes
+    nothing.
     """
-    if makes_anew(job.module):
-        raise job.refusal("makes its parameters anew in each forward, which would be many")
-    tensors = [t.detach().clone() for t in job.tensors]
-    untouched = versions(tensors)
-    clean = job.tried(tensors, moment)
-    job.check_rows(clean, slice(0, job.batch))
-    if versions(tensors) != untouched:
+    places = [at for at, candidate in enumerate(job.candidates) if candidate]
+    refused: StateError | None = None
+    for n in range(len(places)):
+        for whole in combinations(places, n):
+            job.cut = tuple(of and at not in whole for at, of in enumerate(job.candidates))
+            try:
+                if keeps_apart(job, moment):
+                    return job.cut
+            except Shapes:
+                continue
+            except StateError as error:
+                refused = refused or error
+    raise refused or job.refusal("mixes samples: one changes when another does")
+
+
+class Shapes(Exception):
+    """Tensors do not belong together: some were cut that are not of the batch."""
+
+
+TWO, ONE = slice(0, 2), slice(0, 1)
+
+
+def keeps_apart(job: Sliced, moment: Moment) -> bool:
+    """Whether a unit gives a sample the same output whatever the other one is, and without it.
+
+    One row in place of two may choose other kernels, so that these are compared by size; those of a
+    unit that draws random numbers are others in any case.
+    """
+    tensors = [t.detach() for t in job.tensors]
+    clean = _of_rows(job, tensors, TWO, moment)
+    for at, tensor in enumerate(job.parts(tensors, TWO)):
+        for row in (0, 1) if job.cut[at] else ():
+            other = changed_outside(tensor, slice(row, row + 1))
+            if other is None:
+                continue
+            given = [other if i == at else t for i, t in enumerate(job.parts(tensors, TWO))]
+            after = job.tried([t.clone() for t in given], moment, TWO)
+            if any(not _same(a[row], b[row]) for a, b in zip(clean, after, strict=True)):
+                return False
+    alone = _of_rows(job, tensors, ONE, moment)
+    return job.draws or all(is_near(few, both[ONE]) for few, both in zip(alone, clean, strict=True))
+
+
+def _of_rows(
+    job: Sliced, tensors: Sequence[torch.Tensor], rows: slice, moment: Moment
+) -> list[torch.Tensor]:
+    """Return a unit's outputs for some samples; raises Shapes, or StateError for a refusal."""
+    given = [t.clone() for t in job.parts(tensors, rows)]
+    untouched = versions(given)
+    try:
+        found = job.tried(given, moment, rows)
+    except HeteroError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
+        raise Shapes from error
+    if versions(given) != untouched:
         raise job.refusal("writes to its inputs in place, of which it is given parts")
-    # 1. whose other rows change a slice's outputs is no tensor of samples
-    sure, open_ = list(job.candidates), []
-    for at in [at for at, candidate in enumerate(job.candidates) if candidate]:
-        other = changed_outside(tensors[at], job.rows[0])
-        if other is None:
-            open_.append(at)
-        elif any(
-            reaches(job, tensors, at, rows, clean, moment)
-            for rows in (job.rows[0], slice(job.rows[0].stop, job.batch))
-        ):
-            sure[at] = False
-    # 2. without the last sample the others' outputs stay; what did not show itself may be either
-    for n in range(len(open_) + 1):
-        for whole in combinations(open_, n):
-            cut = tuple(of and at not in whole for at, of in enumerate(sure))
-            if any(cut) and gives_rows(job, tensors, cut, clean, moment):
-                return cut
-    raise job.refusal("mixes samples: one changes when another does")
+    job.check_rows(found, rows)
+    return found
 
 
-def reaches(
-    job: Sliced,
-    tensors: Sequence[torch.Tensor],
-    at: int,
-    rows: slice,
-    clean: Sequence[torch.Tensor],
-    moment: Moment,
-) -> bool:
-    """Whether some rows of the outputs change with other rows of one tensor."""
-    other = changed_outside(tensors[at], rows)
-    if other is None:
-        return False
-    given = [other if i == at else tensor for i, tensor in enumerate(tensors)]
-    after = job.tried(given, moment)
-    return any(
-        not torch.equal(a[rows].nan_to_num(), b[rows].nan_to_num())
-        or not torch.equal(a[rows].isnan(), b[rows].isnan())
-        for a, b in zip(clean, after, strict=True)
-    )
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    nan = torch.equal(first.isnan(), second.isnan())
+    return nan and torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
 def changed_outside(tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
@@ -429,42 +443,12 @@ def changed_outside(tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
         found[outside] = float("nan")
     elif tensor.dtype == torch.bool:
         found[outside] = ~found[outside]
-    else:  # a value that is there already: an index stays in its range
-        found[outside] = tensor.flatten()[0]
-        if torch.equal(found, tensor):
-            found[outside] = tensor.flatten()[-1]
-        if torch.equal(found, tensor):
-            found[outside] = 0
+    elif tensor.numel():  # a value that is there already: an index stays in its range
+        for value in (tensor.flatten()[0], tensor.flatten()[-1], 0):
+            found[outside] = value
+            if not torch.equal(found, tensor):
+                break
     return None if torch.equal(found, tensor) else found
-
-
-def gives_rows(
-    job: Sliced,
-    tensors: Sequence[torch.Tensor],
-    cut: tuple[bool, ...],
-    clean: Sequence[torch.Tensor],
-    moment: Moment,
-) -> bool:
-    """Whether the unit gives the first samples' outputs when the last one is missing.
-
-    Another number of rows may choose other kernels, so that they are compared by size; those of a
-    unit that draws random numbers are others in any case.
-    """
-    rows = slice(0, job.batch - 1)
-    before, job.cut = job.cut, cut
-    try:
-        given = job.parts(tensors, rows)
-        found = job.tried(given, moment, rows)
-        job.check_rows(found, rows)
-    except HeteroError:
-        return False
-    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
-        return False  # shapes that do not belong together
-    finally:
-        job.cut = before
-    return job.draws or all(
-        is_near(few, all_[rows]) for few, all_ in zip(found, clean, strict=True)
-    )
 
 
 def is_near(few: torch.Tensor, all_: torch.Tensor) -> bool:

@@ -57,6 +57,14 @@ def test_a_sample_of_these_interrupts(tier: str, way: str, disk: Path) -> None:
     assert outcomes.total() == 3
 
 
+@pytest.fixture(autouse=True)
+def nobody_waits() -> Iterator[None]:
+    """Models that other tests left behind hold no signal of these."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 # -- who handles it, and where -------------------------------------------------------------------
 
 

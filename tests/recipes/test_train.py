@@ -307,7 +307,7 @@ def test_a_run_that_cannot_be_recorded_trains_and_says_why() -> None:
     result = train(options(record="file/run"))
 
     assert result.report is None
-    assert result.report_problem.startswith("DiskWriteError: write failed on file/run")
+    assert result.report_problem.startswith("DiskReadError: open failed on file/run")
     assert result.weights_sha256 == unseen.weights_sha256
 
 

@@ -24,7 +24,7 @@ def test_a_rule_whose_parameters_meet_after_many_steps_is_refused_before_they_do
     plain = linears(4)
     model, optimizer = copy.deepcopy(plain), MeetsLate(plain.parameters())
     model, ours = hetero.prepare(model, MeetsLate(model.parameters()), device="cpu", hbm=20_000)
-    engine_of(model)._fit = lambda: False  # type: ignore[method-assign]
+    engine_of(model)._fit = lambda _: False  # type: ignore[method-assign]
     steps = 0
     with pytest.raises(hetero.ConfigError, match="other numbers among others than alone"):
         for _ in range(30):
@@ -77,7 +77,7 @@ def prepared(n_params: int) -> tuple[Any, Any]:
     model, optimizer = hetero.prepare(
         model, optimizer, device="cpu", hbm=100_000, chunk_bytes=64, activations="keep"
     )
-    engine_of(model)._fit = lambda: False  # type: ignore[method-assign]  # it would fit and stay
+    engine_of(model)._fit = lambda _: False  # type: ignore[method-assign]  # it would fit and stay
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     return model, optimizer
