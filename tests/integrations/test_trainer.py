@@ -232,7 +232,9 @@ def test_a_sequence_to_sequence_trainer_generates_as_it_evaluates(tmp_path: Path
         run.evaluate()
         return run
 
+    trained(Seq2SeqTrainer)  # of stock Trainers, too, the first in a process rounds otherwise
     expected = trained(Seq2SeqTrainer)
+    lengths.clear()
     ours = hetero.trainer(Seq2SeqTrainer)
     found = within(400_000, lambda settings: trained(ours, hetero=settings))
 
@@ -288,18 +290,21 @@ def test_a_batch_that_does_not_fit_makes_way_for_a_smaller_one(tmp_path: Path) -
     failed: list[tuple[int, int]] = []
 
     class Noting(HeteroTrainer):
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
             try:
-                return super().training_step(*args, **kwargs)
+                return super()._inner_training_loop(*args, **kwargs)
             except BudgetError:
                 failed.append((self._train_batch_size, self.state.global_step))
                 raise
 
     class Failing(Trainer):
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        def floating_point_ops(self, inputs: Any) -> int:
+            operations = super().floating_point_ops(inputs)
+            self.current_flos += operations  # what was counted before the step was refused
             if (self._train_batch_size, self.state.global_step) in failed:
                 raise RuntimeError("CUDA out of memory.")
-            return super().training_step(*args, **kwargs)
+            self.current_flos -= operations
+            return operations
 
     finding = {"auto_find_batch_size": True, "max_steps": 3, "per_device_train_batch_size": 12}
     found = built(Noting, tmp_path / "ours", llama(), hetero=SETTINGS, **finding)
@@ -359,8 +364,6 @@ def test_bad_settings_and_models_are_refused_where_the_trainer_is_built(tmp_path
     several.hf_device_map = {"model": "cpu", "lm_head": "disk"}
     quantized = llama()
     quantized.quantization_method = "bitsandbytes"
-    twice = llama()
-    hetero.prepare(twice, **SETTINGS)
     cases: list[tuple[Any, dict[str, Any], dict[str, Any], type, str]] = [
         (llama(), {"hbmm": 1}, {}, ConfigError, "did you mean hbm"),
         (llama(), {"max_grad_norm": 1.0}, {}, ConfigError, "beside Trainer's own"),
@@ -368,13 +371,11 @@ def test_bad_settings_and_models_are_refused_where_the_trainer_is_built(tmp_path
         (llama(), {}, {"bf16_full_eval": True}, ConfigError, "bf16_full_eval"),
         (several, {}, {}, ConfigError, "several devices"),
         (quantized, {}, {}, ConfigError, "quantized"),
-        (twice, {}, {}, StateError, "prepared already"),
     ]
     for model, settings, changes, kind, said in cases:
         with pytest.raises(kind, match=said) as caught:
             built(HeteroTrainer, tmp_path, model, hetero={**SETTINGS, **settings}, **changes)
         assert caught.value.advice
-    hetero.release(twice)
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
