@@ -43,7 +43,7 @@ from torch import nn
 from hetero.device import accelerator_rng, set_accelerator_rng
 
 TABLES = (dict, list, set, deque)  # and what derives from them
-PLAIN = (int, float, bool, str, bytes, type(None))
+PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
 MANY = (
     4096  # entries of a container, or objects in all, that are looked at; a vocabulary is no state
 )
@@ -66,6 +66,11 @@ CODE = (
 )
 PARTS = ("__func__", "__wrapped__", "__self__", "func", "args", "keywords", "fget", "fset", "fdel")
 HOOKS = [name for name in vars(nn.modules.module) if re.fullmatch("_global_.*_hooks", name)]
+TABLES_OF_HOOKS = frozenset(
+    name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict)
+)
+HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+SHORT = frozenset((list, tuple, OrderedDict))
 OWN = ("_parameters", "_buffers", "_modules")  # of a module's attributes, the tables
 _absent: Any = object()
 
@@ -104,6 +109,9 @@ class Moment:
         self._tables: list[tuple[Any, Any]] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._names: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._empty: list[dict[Any, Any]] = []  # tables of hooks
+        self._tuples: list[tuple[Any, ...]] = []  # that have tensors
+        self._params: list[nn.Parameter] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._tensors: dict[int, Buffer] = {}
         self._generators: dict[int, Source] = {}
@@ -139,8 +147,11 @@ class Moment:
                 self._spaces.append((value, dict(value)))
                 for tensor in value.values() if name == "_buffers" else ():
                     self._look_at(tensor, DEPTH)
+            elif name in TABLES_OF_HOOKS and not value:
+                self._empty.append(value)
             elif type(value) not in PLAIN:
                 self._look_at(value, DEPTH)
+        self._params.extend(p for p in module._parameters.values() if p is not None)
         self._look_at_class(type(module))
 
     def _look_at_class(self, kind: type) -> None:
@@ -174,36 +185,35 @@ class Moment:
             return
         self._seen.add(id(value))
         self._look_at(getattr(value, "__wrapped__", None), depth)
-        if is_trusted(value):
-            return
-        for space, names in self._reach.named(value):
+        reached = self._reach.named(value)
+        for space, names in reached:
             then = {name: space.get(name, _absent) for name in names}
             self._names.append((space, then))
             for found in then.values():
                 self._look_at(found, depth)
-        for cell in value.__closure__ or ():
+        for cell in (value.__closure__ or ()) if reached else ():
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
                 self._cells.append((cell, _content(cell)))
                 self._look_at(_content(cell), depth)
-        for default in (value.__defaults__ or (), value.__kwdefaults__, vars(value)):
-            if default:
+        for default in (value.__defaults__, value.__kwdefaults__, value.__dict__):
+            if default and reached:
                 self._look_at(default, depth)
                 self.is_whole &= not _has_tensors(default)
 
     def _look_at(self, value: Any, depth: int) -> None:
         """Note what a value holds that code may change in place."""
-        kind = type(value)
+        kind: Any = type(value)
         if kind in PLAIN or value is _absent or id(value) in self._seen:
             return
         if kind is torch.Tensor:
             if not value.requires_grad and id(value) not in self._tensors:
                 self._tensors[id(value)] = Buffer(value)
-        elif isinstance(value, CODE):
+        elif issubclass(kind, CODE):
             self._look_at_code(value, depth)
-        elif isinstance(value, type):
+        elif issubclass(kind, type):
             self._look_at_class(value)
-        elif isinstance(value, CONSTANT):
+        elif _is_constant(kind):
             return
         elif not depth or len(self._seen) > MANY:
             self.is_whole = False
@@ -218,6 +228,8 @@ class Moment:
         elif isinstance(value, tuple):
             for inner in value:
                 self._look_at(inner, depth - 1)
+            if _has_tensors(value):
+                self._tuples.append(value)
         elif isinstance(value, np.ndarray):
             if value.nbytes > SMALL or value.dtype.hasobject:
                 self.is_whole = False
@@ -286,9 +298,10 @@ class Moment:
         found: list[Any] = [self._casts]
         for _, values in self._spaces:
             for name, value in values.items():
-                if value is None or type(value) in (bool, str):
+                kind = type(value)
+                if kind is bool or kind is str or value is None:
                     found.append((name, value))
-                elif type(value) in (list, tuple, OrderedDict) and len(value) <= 8:
+                elif kind in SHORT and value and len(value) <= 8:
                     found.append((name, _told(value)))
         return found
 
@@ -308,14 +321,19 @@ class Moment:
         arrays = [(array, array.copy()) for array, _ in self._arrays]
         switches = [(switch, switch.get()) for switch, _ in self._switches]
         after = [(source, source.get()) for source, _ in self._drawn]
-        lent = {key: buffer.copy() for key, buffer in self._tensors.items()}
+        hooks = [(table, _copy(table)) for table in self._hooks_of_parameters()]
+        tables += [(table, _copy(table)) for table in self._empty if table]
+        lent: dict[int, Any] = {key: buffer.copy() for key, buffer in self._tensors.items()}
+        lent.update([(id(value), _lend(value, lent)) for value in self._tuples])
         try:
             for space, then in self._spaces:
                 _put(space, _with(then, lent))
+            for table in filter(None, self._empty):
+                table.clear()
             for table, was in self._tables:
                 _refill(table, _with(was, lent))
             for cell, value in self._cells:
-                _fill(cell, _lend(value, lent))
+                _fill(cell, lent.get(id(value), value))
             for outside, then in self._names:
                 _assign(outside, _with(then, lent))
             for array, then_ in self._arrays:
@@ -332,7 +350,9 @@ class Moment:
         finally:
             for space, values in now:
                 _put(space, values)
-            for table, is_now in tables:
+            for table in filter(None, self._empty):
+                table.clear()
+            for table, is_now in (*tables, *self._new_hooks(hooks)):
                 _refill(table, is_now)
             for cell, value in cells:
                 _fill(cell, value)
@@ -342,6 +362,21 @@ class Moment:
                 np.copyto(array, then_)
             _set(_changed(switches))
             _set(after)
+
+    def _hooks_of_parameters(self) -> Iterator[dict[int, Any]]:
+        for param in self._params:
+            for name in HOOKS_OF_PARAMETERS:
+                if table := getattr(param, name):
+                    yield table
+
+    def _new_hooks(
+        self, before: Sequence[tuple[dict[int, Any], Any]]
+    ) -> Iterator[tuple[dict[int, Any], Any]]:
+        """Yield the hooks of parameters that have others now, with what they had."""
+        had = {id(table): hooks for table, hooks in before}
+        for table in self._hooks_of_parameters():
+            if len(table) != len(had.get(id(table), ())):
+                yield table, had.get(id(table), ())
 
 
 class Attributes(MutableMapping[str, Any]):
@@ -382,7 +417,8 @@ def _spaces_of(value: Any) -> Iterator[MutableMapping[str, Any]]:
     """Yield where an object has its attributes."""
     if hasattr(value, "__dict__"):
         yield vars(value)
-    if slots := _slots_of(type(value)):
+    kind: Any = type(value)
+    if slots := _slots_of(kind):
         yield Attributes(value, slots)
 
 
@@ -412,7 +448,7 @@ class Buffer:
         if tensor.device.type in ("cpu", "meta"):
             if _same_bits(self._before, tensor):
                 self._before = None
-        elif tensor.layout is not torch.strided or tensor.nbytes > SMALL:
+        elif tensor.layout is not torch.strided or tensor.is_nested or tensor.nbytes > SMALL:
             self._before = None
 
     def copy(self) -> torch.Tensor:
@@ -425,7 +461,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _same_bits(first: torch.Tensor | None, second: torch.Tensor) -> bool:
-    if first is None or first.layout is not torch.strided:
+    if first is None or first.layout is not torch.strided or first.is_nested:
         return first is None
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
@@ -436,11 +472,18 @@ def _same_bits(first: torch.Tensor | None, second: torch.Tensor) -> bool:
 
 def _put(space: MutableMapping[Any, Any], values: dict[Any, Any]) -> None:
     """Let a table have these entries, in place."""
+    if _is_same(space, values):
+        return
     for name, value in values.items():
         if space.get(name, _absent) is not value:
             space[name] = value
     for name in [name for name in space if name not in values]:
         del space[name]
+
+
+def _is_same(space: MutableMapping[Any, Any], values: dict[Any, Any]) -> bool:
+    same = len(space) == len(values) and all(map(operator.is_, space.values(), values.values()))
+    return same and space.keys() == values.keys()
 
 
 def _copy(table: Any) -> Any:
@@ -490,22 +533,26 @@ def _assign(space: dict[str, Any], values: dict[str, Any]) -> None:
             space[name] = value
 
 
-def _with(table: Any, lent: dict[int, torch.Tensor]) -> Any:
-    """Return a container's contents with copies in place of tensors."""
-    if not lent:
+def _with(table: Any, lent: dict[int, Any]) -> Any:
+    """Return a container's contents with copies in place of tensors, and of tuples of them."""
+    values = table.values() if isinstance(table, dict) else table
+    if not lent or lent.keys().isdisjoint(map(id, values)):
         return table
     if isinstance(table, dict):
-        return {k: _lend(v, lent) for k, v in table.items()}
-    return [_lend(v, lent) for v in table]
+        return {k: lent.get(id(v), v) for k, v in table.items()}
+    return [lent.get(id(v), v) for v in table]
 
 
-def _lend(value: Any, lent: dict[int, torch.Tensor]) -> Any:
+def _lend(value: Any, lent: dict[int, Any]) -> Any:
     """Return what stands in for a tensor, or for a tuple that has it."""
     if not isinstance(value, tuple):
         return lent.get(id(value), value)
-    copies = [_lend(inner, lent) for inner in value]
-    same = all(copy is inner for copy, inner in zip(copies, value, strict=True))
-    return value if same else tuple.__new__(type(value), copies)
+    return tuple.__new__(type(value), [_lend(inner, lent) for inner in value])
+
+
+@functools.cache
+def _is_constant(kind: type) -> bool:
+    return issubclass(kind, CONSTANT)
 
 
 def _has_tensors(value: Any) -> bool:
@@ -556,7 +603,7 @@ def _same_state(first: Any, second: Any) -> bool:
 
 def _is_object(value: Any) -> bool:
     """Whether a value is an object of attributes whose class is not a library's."""
-    kind = type(value)
+    kind: Any = type(value)
     if (kind.__module__ or "").partition(".")[0] in ("torch", "transformers", "numpy", "hetero"):
         return False
     return hasattr(value, "__dict__") or bool(_slots_of(kind))
@@ -584,6 +631,8 @@ class Reach:
     def named(self, function: FunctionType) -> tuple[Names, ...]:
         """Return the globals that a function names, and what it names of modules of the user's."""
         found = self._named.get(function.__code__)
+        if found is None and is_trusted(function):
+            found = self._named[function.__code__] = ()
         if found is None:
             names = tuple(dict.fromkeys(_names_in(function.__code__)))
             spaces = [function.__globals__]

@@ -181,8 +181,9 @@ class Forward:
 
     def again(self, distinct: Sequence[Any], digests: Digests | None) -> Any:
         """Make the call a second time, with the tensors of ``distinct`` among its arguments."""
+        given = [_apart(value) for value in distinct]
         leaves = [
-            twin(self._caches[at]) if at in self._caches else distinct[at] for at in self._places
+            twin(self._caches[at]) if at in self._caches else given[at] for at in self._places
         ]
         args, kwargs = self._structure.build(iter(leaves))
         with self._moment.again(), self._watched(digests):
@@ -226,6 +227,13 @@ class Forward:
         return StateError(
             f"unit {self.name!r}, a {kind}, cannot be computed again: it {what}", advice=ADVICE
         )
+
+
+def _apart(value: Any) -> Any:
+    """Return an input without the graph that made it: a hook on it would be there twice."""
+    if type(value) is not torch.Tensor or not value.requires_grad:
+        return value
+    return value.detach().requires_grad_()
 
 
 def _digest_outputs(found: Any, digests: Digests | None) -> None:

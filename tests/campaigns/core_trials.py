@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -322,12 +323,82 @@ def hooks_of_all_modules(side: Side) -> None:
     side.record("seen", len(seen))
 
 
+class Hooked(Block):
+    """Hooks its input, what it makes, and once a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[int] = []
+        self.is_hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            self.is_hooked = True
+            self.up.weight.register_hook(lambda grad: (self.log.append(1), grad * 0.5)[1])
+        x.register_hook(lambda grad: (self.log.append(2), grad * 1.5)[1])
+        y = super().forward(x)
+        y.register_hook(lambda grad: self.log.append(3))
+        return y
+
+
+def gradient_hooks_made_in_forward(side: Side) -> None:
+    net = Net(3, block=Hooked)
+    side.train(*side.prepare(net, adamw(net)), steps=4)
+    side.record("log", *(sum(block.log) for block in net.blocks))
+
+
+class Ragged(Block):
+    """Rows of unequal length, as a nested tensor, which has no shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ragged = torch.nested.as_nested_tensor([x[0], x[1][:3]])
+        return super().forward(x + torch.nested.to_padded_tensor(ragged * 2.0, 0.0, x.shape))
+
+
+def nested_tensors_inside(side: Side) -> None:
+    net = Net(3, block=Ragged)
+    side.train(*side.prepare(net, adamw(net)), steps=4)
+
+
+class Carrier:
+    """An object that a block is given, and that keeps its output."""
+
+    def __init__(self) -> None:
+        self.output: Tensor | None = None
+
+
+class Carries(Block):
+    def forward(self, x: Tensor, carrier: Carrier) -> Tensor:
+        carrier.output = super().forward(x)
+        return carrier.output
+
+
+def outputs_that_an_object_keeps(side: Side) -> None:
+    """The graph of each step goes with the objects of each step."""
+    alive = weakref.WeakSet[Carrier]()
+
+    class Model(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x, carrier = self.embed(tokens), Carrier()
+            alive.add(carrier)
+            for block in self.blocks:
+                x = block(x, carrier)
+            return self.head(self.norm(x))
+
+    net = Model(3, block=Carries)
+    side.train(*side.prepare(net, adamw(net)), steps=4)
+    gc.collect()
+    side.record("alive", len(alive))
+
+
 KINDS = (
     *(InATuple, GlobalTensor, GlobalMadeAnew, Named, ModuleOfTheUser, InSlots, OfNumpy, Containers),
     *(InAProperty, Callables, OtherModule, OddBuffers),
 )
 PROGRAMS = [*(notes(kind) for kind in KINDS), hooks_that_write_state, hooks_of_all_modules]
+PROGRAMS += [gradient_hooks_made_in_forward, outputs_that_an_object_keeps]
 CASES = [
+    Case(nested_tensors_inside),
     *(Case(program) for program in PROGRAMS),
     *(Case(program, {"activations": "recompute", "hbm": None}) for program in PROGRAMS),
 ]
