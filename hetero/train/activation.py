@@ -79,7 +79,9 @@ class Pack:
         self.outer = outer
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        if tensor.layout is not torch.strided:  # a sparse activation: no storage to look at
+        if tensor.layout is not torch.strided or tensor.is_nested:  # nothing to look at by strides
+            if self._owner.digests is not None:
+                self._owner.digests.saw(tensor)
             return self._keep(tensor, id(tensor), 0)
         with plainly():
             storage = tensor.untyped_storage()

@@ -5,9 +5,10 @@ switches, the attributes, buffers and containers of its modules, and the names o
 its code reads. What it changes then is put back: a side effect happens once.
 
 [Note: what code can reach]  Python has no list of what a function reads. Followed are the
-attributes of the unit's modules, the objects that these and the arguments hold, and the globals and
-closures that the methods of their classes name. A moment that met something else, as an iterator,
-a lock, or code that lies further away, is not *whole*: to try such a unit could change it.
+attributes of the unit's modules, of their classes and hooks, what these and the arguments hold, and
+the globals, closures and defaults of each function that is met, far as it may lie. Code of
+installed packages is taken to keep no state outside of its objects. A moment that met something
+else, as an iterator or a lock, is not *whole*: to try such a unit could change it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,23 @@ import functools
 import operator
 import random
 import re
+import sys
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
-from pathlib import PurePath
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from itertools import islice
+from pathlib import Path, PurePath
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,30 +42,37 @@ from torch import nn
 
 from hetero.device import accelerator_rng, set_accelerator_rng
 
-TABLES = (dict, list, set, deque, OrderedDict, defaultdict)
-PLAIN = (int, float, bool, str, bytes, type(None))
-MANY = 4096  # entries of a container that are looked at; a vocabulary is no state
+TABLES = (dict, list, set, deque)  # and what derives from them
+PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
+MANY = (
+    4096  # entries of a container, or objects in all, that are looked at; a vocabulary is no state
+)
+FEW = 32  # modules of one that is held outside of the unit
 DEPTH = 3  # containers and objects inside each other
 SMALL = 2**20  # bytes of a buffer on a device that are kept without asking whether it was written
-LIBRARIES = (
-    "torch",
-    "transformers",
-    "numpy",
-    "hetero",
-    "builtins",
-    "functools",
-    "typing",
-    "logging",
-)
+LIBRARIES = ("torch", "transformers", "numpy", "hetero", *sys.stdlib_module_names)
 STATELESS = ("torch", "transformers", "hetero", "logging")  # whose objects keep no such state
+HOUSE = str(Path(__file__).parents[1])
 CONSTANT = (  # what code cannot change in place, or has no reason to
-    *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, functools.partial, Enum),
+    *(ModuleType, BuiltinFunctionType, Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.nn.Parameter),
-    *(complex, frozenset, range, slice, np.generic, np.dtype, re.Pattern, PurePath, type(...)),
-    *(weakref.ref, type(NotImplemented)),
+    *(complex, frozenset, range, slice, np.generic, np.dtype, re.Pattern, PurePath),
+    *(type(...), type(NotImplemented)),
 )
+CODE = (
+    *(FunctionType, MethodType, functools.partial, functools.partialmethod, weakref.ref),
+    *(staticmethod, classmethod, property, functools.cached_property),
+    type(functools.lru_cache(lambda: None)),
+)
+PARTS = ("__func__", "__wrapped__", "__self__", "func", "args", "keywords", "fget", "fset", "fdel")
+HOOKS = [name for name in vars(nn.modules.module) if re.fullmatch("_global_.*_hooks", name)]
+TABLES_OF_HOOKS = frozenset(
+    name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict)
+)
+HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+SHORT = frozenset((list, tuple, OrderedDict))
 OWN = ("_parameters", "_buffers", "_modules")  # of a module's attributes, the tables
-_absent = object()
+_absent: Any = object()
 
 
 class Source(NamedTuple):
@@ -91,6 +109,10 @@ class Moment:
         self._tables: list[tuple[Any, Any]] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._names: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._empty: list[dict[Any, Any]] = []  # tables of hooks
+        self._tuples: list[tuple[Any, ...]] = []  # that have tensors
+        self._params: list[nn.Parameter] = []
+        self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._tensors: dict[int, Buffer] = {}
         self._generators: dict[int, Source] = {}
         self._seen: set[int] = set()
@@ -103,6 +125,9 @@ class Moment:
             self._look_at_module(part)
         for value in given:
             self._look_at(value, DEPTH)
+        for name in HOOKS:
+            for hook in vars(nn.modules.module)[name].values():
+                self._look_at(hook, DEPTH)
         self._switches = [(switch, switch.get()) for switch in _switches()]
         self._casts = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -122,62 +147,126 @@ class Moment:
                 self._spaces.append((value, dict(value)))
                 for tensor in value.values() if name == "_buffers" else ():
                     self._look_at(tensor, DEPTH)
-            elif not isinstance(value, PLAIN):
+            elif name in TABLES_OF_HOOKS and not value:
+                self._empty.append(value)
+            elif type(value) not in PLAIN:
                 self._look_at(value, DEPTH)
-        self._look_at_code(type(module))
+        self._params.extend(p for p in module._parameters.values() if p is not None)
+        self._look_at_class(type(module))
 
-    def _look_at_code(self, kind: type) -> None:
-        for names, cells, is_whole in self._reach.of(kind):
-            self._look_outside(names, cells)
-            self.is_whole &= is_whole
+    def _look_at_class(self, kind: type) -> None:
+        """Note the attributes of a class of the user's, and what its methods reach."""
+        if id(kind) in self._seen:
+            return
+        self._seen.add(id(kind))
+        for base, functions in self._reach.of(kind):
+            attributes = Attributes(base)
+            self._look_at_attributes(attributes, DEPTH)
+            for function in functions:
+                self._look_at_code(function, DEPTH)
 
-    def _look_outside(self, names: Sequence[Name], cells: Sequence[CellType]) -> None:
-        for space, name in names:
-            value = space.get(name, _absent)
-            if isinstance(value, PLAIN):
-                self._names.append((space, {name: value}))
-            elif value is not _absent:
-                self._look_at(value, DEPTH)
-        for cell in cells:
+    def _look_at_attributes(self, space: MutableMapping[str, Any], depth: int) -> None:
+        then = dict(space)
+        if then or isinstance(space, dict):
+            self._spaces.append((space, then))
+        for value in then.values():
+            self._look_at(value, depth)
+
+    def _look_at_code(self, value: Any, depth: int) -> None:
+        """Note what a function, or what stands for one, reads outside of its own frame."""
+        if not isinstance(value, FunctionType):
+            parts = [getattr(value, name, None) for name in PARTS]
+            parts.append(value() if isinstance(value, weakref.ref) else None)
+            for part in parts:
+                self._look_at(part, depth)
+                self.is_whole &= not _has_tensors(part)  # which could not be lent there
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._look_at(getattr(value, "__wrapped__", None), depth)
+        reached = self._reach.named(value)
+        for space, names in reached:
+            then = {name: space.get(name, _absent) for name in names}
+            self._names.append((space, then))
+            for found in then.values():
+                self._look_at(found, depth)
+        for cell in (value.__closure__ or ()) if reached else ():
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
-                self._cells.append((cell, cell.cell_contents))
-                self._look_at(cell.cell_contents, DEPTH)
+                self._cells.append((cell, _content(cell)))
+                self._look_at(_content(cell), depth)
+        for default in (value.__defaults__, value.__kwdefaults__, value.__dict__):
+            if default and reached:
+                self._look_at(default, depth)
+                self.is_whole &= not _has_tensors(default)
 
     def _look_at(self, value: Any, depth: int) -> None:
         """Note what a value holds that code may change in place."""
-        kind = type(value)
-        if kind in PLAIN or id(value) in self._seen:
-            return
-        if isinstance(value, CONSTANT):
-            return
-        if not depth:
-            self.is_whole = False
+        kind: Any = type(value)
+        if kind in PLAIN or value is _absent or id(value) in self._seen:
             return
         if kind is torch.Tensor:
             if not value.requires_grad and id(value) not in self._tensors:
                 self._tensors[id(value)] = Buffer(value)
+        elif issubclass(kind, CODE):
+            self._look_at_code(value, depth)
+        elif issubclass(kind, type):
+            self._look_at_class(value)
+        elif _is_constant(kind):
             return
-        self._seen.add(id(value))
-        if kind in TABLES:
-            if len(value) > MANY:
-                self.is_whole = False
-            else:
-                self._tables.append((value, kind.copy(value)))
-                for inner in value.values() if isinstance(value, dict) else value:
-                    self._look_at(inner, depth - 1)
+        elif not depth or len(self._seen) > MANY:
+            self.is_whole = False
+        else:
+            self._seen.add(id(value))
+            self._look_into(value, kind, depth)
+
+    def _look_into(self, value: Any, kind: type, depth: int) -> None:
+        """Note what a container, a generator or an object holds."""
+        if isinstance(value, TABLES):
+            self._look_at_table(value, depth)
         elif isinstance(value, tuple):
             for inner in value:
                 self._look_at(inner, depth - 1)
+            if _has_tensors(value):
+                self._tuples.append(value)
+        elif isinstance(value, np.ndarray):
+            if value.nbytes > SMALL or value.dtype.hasobject:
+                self.is_whole = False
+            elif value.flags.writeable:
+                self._arrays.append((value, value.copy()))
         elif (source := _source_of(value)) is not None:
             self._generators[id(value)] = source
+        elif isinstance(value, nn.Module):
+            self._look_at_other(value)
         elif _is_object(value):
-            self._spaces.append((vars(value), dict(vars(value))))
-            for inner in vars(value).values():
-                self._look_at(inner, depth - 1)
-            self._look_at_code(kind)
+            for space in _spaces_of(value):
+                self._look_at_attributes(space, depth - 1)
+            self._look_at_class(kind)
         elif (kind.__module__ or "").partition(".")[0] not in STATELESS:
             self.is_whole = False
+
+    def _look_at_table(self, table: Any, depth: int) -> None:
+        if len(table) > MANY:
+            self.is_whole = False
+            return
+        self._tables.append((table, _copy(table)))
+        for inner in table.values() if isinstance(table, dict) else table:
+            self._look_at(inner, depth - 1)
+        if type(table).__module__ not in ("builtins", "collections") and _is_object(table):
+            self._look_at_attributes(vars(table), depth - 1)
+            self._look_at_class(type(table))
+
+    def _look_at_other(self, module: nn.Module) -> None:
+        """Note the state of a module that is none of the unit's; a whole model is too much."""
+        parts = list(islice(module.modules(), FEW + 1))
+        if len(parts) > FEW:
+            self.is_whole = False
+            return
+        for part in parts:
+            if part is module or id(part) not in self._seen:
+                self._seen.add(id(part))
+                self._look_at_module(part)
 
     def _sources(self) -> Iterator[Source]:
         """Yield every generator that the forward may draw from."""
@@ -209,9 +298,10 @@ class Moment:
         found: list[Any] = [self._casts]
         for _, values in self._spaces:
             for name, value in values.items():
-                if value is None or type(value) in (bool, str):
+                kind = type(value)
+                if kind is bool or kind is str or value is None:
                     found.append((name, value))
-                elif type(value) in (list, tuple, OrderedDict) and len(value) <= 8:
+                elif kind in SHORT and value and len(value) <= 8:
                     found.append((name, _told(value)))
         return found
 
@@ -225,21 +315,29 @@ class Moment:
         written.
         """
         now = [(space, dict(space)) for space, _ in self._spaces]
-        tables = [(table, type(table).copy(table)) for table, _ in self._tables]
-        cells = [(cell, cell.cell_contents) for cell, _ in self._cells]
-        names = [(space, {n: space[n] for n in then if n in space}) for space, then in self._names]
+        tables = [(table, _copy(table)) for table, _ in self._tables]
+        cells = [(cell, _content(cell)) for cell, _ in self._cells]
+        names = [(space, {n: space.get(n, _absent) for n in then}) for space, then in self._names]
+        arrays = [(array, array.copy()) for array, _ in self._arrays]
         switches = [(switch, switch.get()) for switch, _ in self._switches]
         after = [(source, source.get()) for source, _ in self._drawn]
-        lent = {key: buffer.copy() for key, buffer in self._tensors.items()}
+        hooks = [(table, _copy(table)) for table in self._hooks_of_parameters()]
+        tables += [(table, _copy(table)) for table in self._empty if table]
+        lent: dict[int, Any] = {key: buffer.copy() for key, buffer in self._tensors.items()}
+        lent.update([(id(value), _lend(value, lent)) for value in self._tuples])
         try:
             for space, then in self._spaces:
-                _put(space, {k: lent.get(id(v), v) for k, v in then.items()})
+                _put(space, _with(then, lent))
+            for table in filter(None, self._empty):
+                table.clear()
             for table, was in self._tables:
                 _refill(table, _with(was, lent))
             for cell, value in self._cells:
-                cell.cell_contents = lent.get(id(value), value)
+                _fill(cell, lent.get(id(value), value))
             for outside, then in self._names:
-                outside.update(then)
+                _assign(outside, _with(then, lent))
+            for array, then_ in self._arrays:
+                np.copyto(array, then_)
             _set(_changed(self._switches))
             _set(self._drawn)
             with ExitStack() as stack:
@@ -252,14 +350,82 @@ class Moment:
         finally:
             for space, values in now:
                 _put(space, values)
-            for table, is_now in tables:
+            for table in filter(None, self._empty):
+                table.clear()
+            for table, is_now in (*tables, *self._new_hooks(hooks)):
                 _refill(table, is_now)
             for cell, value in cells:
-                cell.cell_contents = value
+                _fill(cell, value)
             for outside, then in names:
-                outside.update(then)
+                _assign(outside, then)
+            for array, then_ in arrays:
+                np.copyto(array, then_)
             _set(_changed(switches))
             _set(after)
+
+    def _hooks_of_parameters(self) -> Iterator[dict[int, Any]]:
+        for param in self._params:
+            for name in HOOKS_OF_PARAMETERS:
+                if table := getattr(param, name):
+                    yield table
+
+    def _new_hooks(
+        self, before: Sequence[tuple[dict[int, Any], Any]]
+    ) -> Iterator[tuple[dict[int, Any], Any]]:
+        """Yield the hooks of parameters that have others now, with what they had."""
+        had = {id(table): hooks for table, hooks in before}
+        for table in self._hooks_of_parameters():
+            if len(table) != len(had.get(id(table), ())):
+                yield table, had.get(id(table), ())
+
+
+class Attributes(MutableMapping[str, Any]):
+    """Attributes that lie in no dictionary: the data of a class, or an object's slots."""
+
+    def __init__(self, owner: Any, slots: Sequence[str] = ()) -> None:
+        self._owner = owner
+        self._slots = slots
+        self._kind: Any = type if isinstance(owner, type) else object
+
+    def __iter__(self) -> Iterator[str]:
+        if self._slots:
+            return (name for name in self._slots if hasattr(self._owner, name))
+        return (name for name, value in vars(self._owner).items() if _is_data(name, value))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._owner, name) if self._slots else vars(self._owner)[name]
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._kind.__setattr__(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._kind.__delattr__(self._owner, name)
+
+
+def _is_data(name: str, value: Any) -> bool:
+    """Whether an entry of a class is state, and neither code nor Python's own."""
+    return not (name.startswith(("__", "_abc_")) or hasattr(type(value), "__get__"))
+
+
+def _spaces_of(value: Any) -> Iterator[MutableMapping[str, Any]]:
+    """Yield where an object has its attributes."""
+    if hasattr(value, "__dict__"):
+        yield vars(value)
+    kind: Any = type(value)
+    if slots := _slots_of(kind):
+        yield Attributes(value, slots)
+
+
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    members = (vars(base).items() for base in kind.__mro__)
+    return tuple(n for of in members for n, v in of if isinstance(v, MemberDescriptorType))
 
 
 class Buffer:
@@ -282,7 +448,7 @@ class Buffer:
         if tensor.device.type in ("cpu", "meta"):
             if _same_bits(self._before, tensor):
                 self._before = None
-        elif tensor.layout is not torch.strided or tensor.nbytes > SMALL:
+        elif tensor.layout is not torch.strided or tensor.is_nested or tensor.nbytes > SMALL:
             self._before = None
 
     def copy(self) -> torch.Tensor:
@@ -295,16 +461,19 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _same_bits(first: torch.Tensor | None, second: torch.Tensor) -> bool:
-    if first is None or first.layout is not torch.strided:
+    if first is None or first.layout is not torch.strided or first.is_nested:
         return first is None
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    one, other = (t.contiguous().view(-1).view(torch.uint8) for t in (first, second))
+    plain = (t.resolve_conj().resolve_neg() for t in (first, second))
+    one, other = (t.contiguous().view(-1).view(torch.uint8) for t in plain)
     return second.is_meta or bool(np.array_equal(one.numpy(), other.numpy()))
 
 
 def _put(space: MutableMapping[Any, Any], values: dict[Any, Any]) -> None:
     """Let a table have these entries, in place."""
+    if _is_same(space, values):
+        return
     for name, value in values.items():
         if space.get(name, _absent) is not value:
             space[name] = value
@@ -312,23 +481,85 @@ def _put(space: MutableMapping[Any, Any], values: dict[Any, Any]) -> None:
         del space[name]
 
 
+def _is_same(space: MutableMapping[Any, Any], values: dict[Any, Any]) -> bool:
+    same = len(space) == len(values) and all(map(operator.is_, space.values(), values.values()))
+    return same and space.keys() == values.keys()
+
+
+def _copy(table: Any) -> Any:
+    """Return a container's contents in a plain one."""
+    if not table:
+        return ()
+    return dict(table) if isinstance(table, dict) else list(table)
+
+
 def _refill(table: Any, values: Any) -> None:
-    """Let a container have these contents, in place."""
+    """Let a container have these contents, in place and in their order."""
+    if not (table or values):
+        return
     if isinstance(table, dict):
-        _put(table, values)
-        return
-    if isinstance(table, list):
-        table[:] = values
-        return
-    table.clear()
-    table.update(values) if isinstance(table, set) else table.extend(values)
+        _put(table, dict(values))
+        if list(table) != list(values):
+            table.clear()
+            table.update(values)
+    elif isinstance(table, list):
+        list.__setitem__(table, slice(None), values)
+    else:
+        table.clear()
+        table.update(values) if isinstance(table, set) else table.extend(values)
 
 
-def _with(table: Any, lent: dict[int, torch.Tensor]) -> Any:
-    """Return a container's contents with copies in place of tensors."""
+def _fill(cell: CellType, value: Any) -> None:
+    """Let a closure's variable have a value, or none."""
+    if value is not _absent:
+        cell.cell_contents = value
+    elif _content(cell) is not _absent:
+        del cell.cell_contents
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the name has no value yet
+        return _absent
+
+
+def _assign(space: dict[str, Any], values: dict[str, Any]) -> None:
+    """Let some names have these values, or none."""
+    for name, value in values.items():
+        if value is _absent:
+            space.pop(name, None)
+        elif space.get(name, _absent) is not value:
+            space[name] = value
+
+
+def _with(table: Any, lent: dict[int, Any]) -> Any:
+    """Return a container's contents with copies in place of tensors, and of tuples of them."""
+    values = table.values() if isinstance(table, dict) else table
+    if not lent or lent.keys().isdisjoint(map(id, values)):
+        return table
     if isinstance(table, dict):
         return {k: lent.get(id(v), v) for k, v in table.items()}
     return [lent.get(id(v), v) for v in table]
+
+
+def _lend(value: Any, lent: dict[int, Any]) -> Any:
+    """Return what stands in for a tensor, or for a tuple that has it."""
+    if not isinstance(value, tuple):
+        return lent.get(id(value), value)
+    return tuple.__new__(type(value), [_lend(inner, lent) for inner in value])
+
+
+@functools.cache
+def _is_constant(kind: type) -> bool:
+    return issubclass(kind, CONSTANT)
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether a tensor stands where no other can be put in its place."""
+    if isinstance(value, tuple):
+        return any(_has_tensors(inner) for inner in value)
+    return type(value) is torch.Tensor and not value.requires_grad
 
 
 def _set(values: Sequence[tuple[Any, Any]]) -> None:
@@ -371,78 +602,87 @@ def _same_state(first: Any, second: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is an object of attributes whose class is the user's own."""
-    if isinstance(value, (type, ModuleType, FunctionType, nn.Module, torch.Tensor)):
+    """Whether a value is an object of attributes whose class is not a library's."""
+    kind: Any = type(value)
+    if (kind.__module__ or "").partition(".")[0] in ("torch", "transformers", "numpy", "hetero"):
         return False
-    home = type(value).__module__ or ""
-    return hasattr(value, "__dict__") and home.partition(".")[0] not in LIBRARIES
+    return hasattr(value, "__dict__") or bool(_slots_of(kind))
 
 
-Name = tuple[dict[str, Any], str]
-Outside = tuple[tuple[Name, ...], tuple[CellType, ...], bool]
+Names = tuple[dict[str, Any], tuple[str, ...]]
 
 
 class Reach:
-    """What the methods of modules' classes name outside of their own frames."""
+    """What the code of the user's classes and functions names, which is looked up once."""
 
     def __init__(self) -> None:
-        self._of: dict[type, tuple[Outside, ...]] = {}
+        self._of: dict[type, tuple[tuple[type, tuple[Any, ...]], ...]] = {}
+        self._named: dict[CodeType, tuple[Names, ...]] = {}
 
-    def of(self, kind: type) -> tuple[Outside, ...]:
-        """Return the globals and the cells that each method of a class names, and whether that is
-        all of them."""
-        if kind not in self._of:
-            seen: set[CodeType] = set()
-            functions = [
-                value
-                for base in kind.__mro__
-                if (base.__module__ or "").partition(".")[0] not in LIBRARIES
-                for value in vars(base).values()
-                if isinstance(value, FunctionType)
+    def of(self, kind: type) -> tuple[tuple[type, tuple[Any, ...]], ...]:
+        """Return the classes of the user's that a class is made of, and their code."""
+        found = self._of.get(kind)
+        if found is None:
+            bases = [base for base in kind.__mro__ if not _is_of_a_library(base)]
+            found = tuple((base, tuple(_code_of(base))) for base in bases)
+            self._of[kind] = found
+        return found
+
+    def named(self, function: FunctionType) -> tuple[Names, ...]:
+        """Return the globals that a function names, and what it names of modules of the user's."""
+        found = self._named.get(function.__code__)
+        if found is None and is_trusted(function):
+            found = self._named[function.__code__] = ()
+        if found is None:
+            names = tuple(dict.fromkeys(_names_in(function.__code__)))
+            spaces = [function.__globals__]
+            spaces += [
+                vars(value)
+                for name in names
+                if isinstance(value := function.__globals__.get(name), ModuleType)
+                and not _is_library(value.__name__, getattr(value, "__file__", None) or "")
             ]
-            self._of[kind] = tuple(_named(function, seen, DEPTH) for function in functions)
-        return self._of[kind]
+            found = tuple((space, _own_names(space, names)) for space in spaces)
+            self._named[function.__code__] = found
+        return found
 
 
-def _named(function: FunctionType, seen: set[CodeType], depth: int) -> Outside:
-    """Return what a function, and the functions it names, read outside of their own frames."""
-    home = (function.__module__ or "").partition(".")[0]
-    if function.__code__ in seen or home in LIBRARIES or _is_installed(function):
-        return (), (), True
-    if not depth:
-        return (), (), False
-    seen.add(function.__code__)
-    cells = tuple(cell for cell in function.__closure__ or () if _is_filled(cell))
-    names: list[Name] = []
-    is_whole = True
-    inner = [cell.cell_contents for cell in cells]
-    for name in _names_in(function.__code__):
-        value = function.__globals__.get(name, _absent)
+def _own_names(space: dict[str, Any], names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that are, or may become, state: neither modules nor a library's code."""
+
+    def is_state(value: Any) -> bool:
+        if isinstance(value, type):
+            return not _is_of_a_library(value)
         if isinstance(value, FunctionType):
-            inner.append(value)
-        elif value is not _absent and not isinstance(value, (type, ModuleType)):
-            names.append((function.__globals__, name))
-    found = tuple(cell for cell in cells if not isinstance(cell.cell_contents, FunctionType))
-    for value in inner:
-        if isinstance(value, FunctionType):
-            more, deeper, ends = _named(value, seen, depth - 1)
-            names.extend(more)
-            found += deeper
-            is_whole &= ends
-    return tuple(names), found, is_whole
+            return not is_trusted(value)
+        return not isinstance(value, (ModuleType, BuiltinFunctionType))
+
+    return tuple(name for name in names if name in space and is_state(space[name]))
 
 
-def _is_installed(function: FunctionType) -> bool:
+def _code_of(kind: type) -> Iterator[Any]:
+    """Yield the functions of a class that a forward may call."""
+    for name, value in vars(kind).items():
+        made = name == "__init__" and issubclass(kind, nn.Module)
+        if isinstance(value, CODE) and not made:
+            yield value
+
+
+def _is_of_a_library(kind: type) -> bool:
+    home = kind.__module__ or ""
+    return _is_library(home, getattr(sys.modules.get(home), "__file__", None) or "")
+
+
+def is_trusted(function: FunctionType) -> bool:
     """Whether a function is a package's, and not of the program that trains."""
-    path = function.__code__.co_filename
-    return "site-packages" in path or "dist-packages" in path
+    return _is_library("", function.__code__.co_filename) or (
+        _is_library(function.__module__ or "", "") and not hasattr(function, "__wrapped__")
+    )
 
 
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return not isinstance(cell.cell_contents, (type, ModuleType))
-    except ValueError:  # empty: the name has no value yet
-        return False
+def _is_library(name: str, path: str) -> bool:
+    installed = "site-packages" in path or "dist-packages" in path or path.startswith(HOUSE)
+    return installed or name.partition(".")[0] in LIBRARIES
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

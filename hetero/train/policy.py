@@ -23,7 +23,7 @@ from hetero.train.graph import in_backward
 from hetero.train.moment import Reach
 from hetero.train.offload import Offload
 from hetero.train.proof import Proof
-from hetero.train.recompute import BeforeNode, Call, Forward
+from hetero.train.recompute import BeforeNode, Call, Forward, Trial
 from hetero.train.slices import Checked, Sliced, batch_of, check_unit, find_cut
 from hetero.train.units import Unit
 
@@ -94,8 +94,8 @@ class Activations:
         self.unit_begins: Callable[[], None] = _nothing
         self.proofs = {unit: Proof() for unit in named}
         """Of units that may be computed again."""
-        self.tries = False
-        """Whether units are to be computed again, where their policies do not, for a proof."""
+        self._tries = False
+        self._trials: set[Trial] = set()  # that wait for backward
         self.learned = False
         """Whether a proof came out since this was set to False."""
         self.reach = Reach()
@@ -113,6 +113,16 @@ class Activations:
         self._used: dict[int, Policy] = {}
         self._batch = 0
         self._checked: dict[tuple[Any, ...], Checked] = {}
+
+    @property
+    def tries(self) -> bool:
+        """Whether units are to be computed again, where their policies do not, for a proof."""
+        return self._tries
+
+    @tries.setter
+    def tries(self, tries: bool) -> None:
+        self._tries = tries
+        self._trials.clear()  # of graphs that backward did not come to
 
     @property
     def shapes(self) -> bool:
@@ -222,7 +232,9 @@ class Activations:
         if proof.is_open and not forward.is_whole:
             conclude("reads what no snapshot holds")
         if proof.is_open:
-            return forward.tried(args, kwargs, self._saved, self._before_node, conclude)
+            return forward.tried(
+                args, kwargs, self._saved, self._before_node, self._trials, conclude
+            )
         return self._access(index, call, args, kwargs)
 
     def _conclude(self, proof: Proof, path: int, reason: str | None) -> None:

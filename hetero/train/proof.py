@@ -52,10 +52,14 @@ class Digests:
     def __init__(self, *, keeps: bool = True) -> None:
         self.keeps = keeps
         self._seen: list[tuple[Any, ...]] = []
+        self._is_nested = False
         self._later: list[torch.Tensor] = []  # digests that a device computes
 
     def saw(self, tensor: torch.Tensor) -> None:
         """Digest a tensor that autograd saves."""
+        if tensor.is_nested:  # it has no shape, which torch's checkpoint asks for
+            self._is_nested = True
+            return
         self._seen.append((tensor.shape, tensor.dtype, self._digest(tensor.detach())))
 
     def saw_view(self, saved: Located) -> None:
@@ -64,6 +68,8 @@ class Digests:
 
     def difference(self, other: Digests) -> str:
         """Return what the second computation did otherwise; "" where it did the same."""
+        if self._is_nested:
+            return "saved a nested tensor"
         if len(self._seen) != len(other._seen):
             return f"saved {len(other._seen)} tensors and not {len(self._seen)}"
         for at, (first, second) in enumerate(zip(self._seen, other._seen, strict=True)):

@@ -7,6 +7,7 @@ that it moves no buffer, draws from no generator and adds to no container a seco
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -144,6 +145,7 @@ class Forward:
         kwargs: dict[str, Any],
         saved: SavedTensors,
         before_node: BeforeNode,
+        trials: set[Trial],
         conclude: Callable[[str | None], None],
     ) -> Any:
         """Make the call as ever, and once more when backward comes to it, to compare the bits.
@@ -159,11 +161,11 @@ class Forward:
         if self.written:
             conclude(self.written)
             return found
-        trial = Trial(self, saved, packed, asks, digests, conclude)
+        hook = due(trials, Trial(self, digests, conclude), saved, packed, asks)
         leaves, _ = flatten(found)
         nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)}
         for node in nodes - {None}:
-            before_node(node, trial)
+            before_node(node, hook)
         return found
 
     def _forget_tensors(self) -> None:
@@ -179,8 +181,9 @@ class Forward:
 
     def again(self, distinct: Sequence[Any], digests: Digests | None) -> Any:
         """Make the call a second time, with the tensors of ``distinct`` among its arguments."""
+        given = [_apart(value) for value in distinct]
         leaves = [
-            twin(self._caches[at]) if at in self._caches else distinct[at] for at in self._places
+            twin(self._caches[at]) if at in self._caches else given[at] for at in self._places
         ]
         args, kwargs = self._structure.build(iter(leaves))
         with self._moment.again(), self._watched(digests):
@@ -226,6 +229,13 @@ class Forward:
         )
 
 
+def _apart(value: Any) -> Any:
+    """Return an input without the graph that made it: a hook on it would be there twice."""
+    if type(value) is not torch.Tensor or not value.requires_grad:
+        return value
+    return value.detach().requires_grad_()
+
+
 def _digest_outputs(found: Any, digests: Digests | None) -> None:
     """Take down what a call returned: state may show there alone."""
     if digests is not None:
@@ -235,40 +245,32 @@ def _digest_outputs(found: Any, digests: Digests | None) -> None:
 
 
 class Trial:
-    """A hook before the first node of a unit's backward: it makes the call again, once."""
+    """A unit's call, to be made again once, when backward comes to it.
+
+    What it knows of the call may lead to the graph that it waits for, so that the graph does not
+    hold it: see `due`.
+    """
 
     def __init__(
-        self,
-        forward: Forward,
-        saved: SavedTensors,
-        packed: Sequence[Any],
-        asks: Sequence[bool],
-        digests: Digests,
-        conclude: Callable[[str | None], None],
+        self, forward: Forward, digests: Digests, conclude: Callable[[str | None], None]
     ) -> None:
         self._forward = forward
-        self._saved = saved
-        self._packed = list(packed)
-        self._asks = asks
         self._first = digests
         self._conclude = conclude
-        self._is_over = False
 
-    def __call__(self, *_: Any) -> None:
-        if self._is_over or not in_backward():
-            return
-        self._is_over = True
-        reason = self._reason()
-        self._packed.clear()
-        self._conclude(reason)
+    def run(self, saved: SavedTensors, packed: Sequence[Any], asks: Sequence[bool]) -> None:
+        """Make the call with the inputs that were packed; conclude what differed."""
+        self._conclude(self._reason(saved, packed, asks))
 
-    def _reason(self) -> str | None:
+    def _reason(
+        self, saved: SavedTensors, packed: Sequence[Any], asks: Sequence[bool]
+    ) -> str | None:
         """Return what differed, "" where nothing did, None where memory did not suffice."""
         second = Digests(keeps=False)
         try:
-            given = self._saved.unpack(self._packed)
-            for tensor, asks in zip(given, self._asks, strict=True):
-                tensor.requires_grad_(asks)
+            given = saved.unpack(packed)
+            for tensor, of in zip(given, asks, strict=True):
+                tensor.requires_grad_(of)
             with torch.enable_grad():
                 self._forward.again(self._forward.with_tensors(given), second)
         except (BudgetError, torch.OutOfMemoryError):
@@ -276,3 +278,25 @@ class Trial:
         except Exception as error:  # the call's own, which it did not raise in forward
             return f"raised {type(error).__name__}"
         return self._first.difference(second)
+
+
+def due(
+    trials: set[Trial], trial: Trial, saved: SavedTensors, packed: list[Any], asks: list[bool]
+) -> Callable[..., None]:
+    """Return a hook before the first node of a unit's backward, where the trial is due.
+
+    It is held by ``trials``, until it ran or they are cleared; the hook has the inputs alone.
+    """
+    trials.add(trial)
+    waiting = weakref.ref(trial)
+    del trial
+
+    def hook(*_: Any) -> None:
+        found = waiting()
+        if found not in trials or not in_backward():
+            return
+        trials.discard(found)
+        found.run(saved, packed, asks)
+        packed.clear()
+
+    return hook

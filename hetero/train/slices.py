@@ -99,7 +99,8 @@ class Sliced:
 
     def moment(self) -> Moment:
         """Return what the unit's forward would find now."""
-        given = [leaf for leaf in self._leaves if not isinstance(leaf, (torch.Tensor, _Plain))]
+        plain = [leaf.value if isinstance(leaf, _Plain) else leaf for leaf in self._leaves]
+        given = [leaf for leaf in plain if not (isinstance(leaf, torch.Tensor) or is_cache(leaf))]
         return Moment(self.module, self._place, self._reach, given)
 
     def refuse_caches(self) -> None:

@@ -135,6 +135,35 @@ def buffers_in_slices(side: Side) -> None:
     side.record_all("step", model)
 
 
+class Shared:
+    """An object of the user's that blocks draw from."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+
+class DrawsFrom(Block):
+    def forward(self, x: Tensor, shared: Shared) -> Tensor:
+        return super().forward(x) * (1 + torch.rand(x.shape[1:], generator=shared.generator))
+
+
+def object_with_a_generator_in_slices(side: Side) -> None:
+    shared = Shared()
+
+    class Model(Net):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.norm(self.blocks[0](self.embed(tokens), shared)))
+
+    net = Model(2, block=DrawsFrom)
+    model, optimizer = side.prepare(net, sgd(net))
+    tokens = tokens_of(0, BATCH, LENGTH)
+    for part in tokens.split(1) if side.is_plain else [tokens]:
+        F.cross_entropy(model(part).flatten(0, 1), part.flatten(), reduction="sum").backward()
+    side.record("drawn", shared.generator.get_state())
+    optimizer.step()
+    side.record_all("step", model)
+
+
 def list_that_a_unit_adds_to(side: Side) -> None:
     class Model(Net):
         def forward(self, tokens: Tensor) -> Tensor:
@@ -155,7 +184,7 @@ CASES = [
         Case(program, SETTINGS)
         for program in (
             *(boolean_mask_as_long_as_the_batch, float_mask_as_long_as_the_batch),
-            *(generators_in_slices, buffers_in_slices),
+            *(generators_in_slices, buffers_in_slices, object_with_a_generator_in_slices),
         )
     ),
     Case(list_that_a_unit_adds_to, SETTINGS, (StateError, "writes to a list or dictionary")),
