@@ -4,6 +4,11 @@
 returns ``latents.expand(...)``). Every replica has a storage of its own; its frames are reused only
 when the storage's use count is back at its baseline. Until then they stay charged.
 
+[Note: replicas apart]  While nothing computes, many views at once (``parameters_to_vector``) may
+take more frames than the arena has: activations' room is idle. What the arena has no place for then
+gets memory of its own, counted in ``limit`` like frames of the arena, and given back before
+something computes.
+
 [Note: shown bytes]  Writes through an alias that autograd does not count (``p.data.clamp_()``)
 leave no trace. A replica whose alias left an access is *shown*, and what is shown is flushed before
 it is dropped and before anybody reads the home.
@@ -49,6 +54,7 @@ from hetero.memory.slab import Home, HomeStore
 from hetero.types import CopyState, Kind, Lane, Tier, format_bytes
 
 PARAM = Kind.PARAM.value
+APART = -1  # where a replica starts that has memory of its own
 FEW = 32  # replicas among which the one that is to leave is looked for
 Done = Callable[[], None]
 
@@ -62,6 +68,10 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Return when it is done; raises what it raised."""
+
+
+def _nothing() -> int:
+    return 0
 
 
 def _unwatched(bucket: Bucket, start: int, end: int) -> Done:
@@ -96,6 +106,11 @@ class Replica:
         self.idle: Ticket | None = None
         self.shown = False
         self.baseline = use_count(piece)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it has memory of its own, and no frames of the arena."""
+        return self.start == APART
 
     @property
     def leased(self) -> bool:
@@ -135,6 +150,7 @@ class ChunkManager:
         self.counts: Counter[str] = Counter()
         self.next_use = next_use
         self.by_storage: dict[int, Replica] = {}
+        self._apart: set[int] = set()  # buckets whose replicas stand apart
         self._store = store
         self._workspace = workspace
         self.ceiling = ceiling  # frames there are; `frames.limit` of them are in use
@@ -156,9 +172,10 @@ class ChunkManager:
 
     # -- pins ------------------------------------------------------------------------------------
 
-    def pin(self, ids: Sequence[int], why: str) -> None:
+    def pin(self, ids: Sequence[int], why: str, spare: Callable[[], int] = _nothing) -> None:
         """Make the buckets resident and hold them; a miss is fetched on demand.
 
+        ``spare`` returns how many frames there may be besides now (see [Note: replicas apart]).
         Raises BudgetError, with nothing pinned, when they do not fit beside what is held.
         """
         try:
@@ -166,7 +183,7 @@ class ChunkManager:
         except BudgetError:
             # What is held may stand in the middle of the free frames: start over from empty ones.
             self._make_room(sum(self.layout.buckets[b].granules for b in ids))
-            held = self._hold(ids, why)
+            held = self._hold(ids, why, spare)
         self._clock += 1
         for replica in held:
             replica.stamp = self._clock
@@ -390,6 +407,12 @@ class ChunkManager:
         """Return an alias of the copy that stands for a parameter whose home shows no value."""
         return self._store.alias(self.home(bucket_id), segment)
 
+    def shed(self) -> None:
+        """Give back the replicas apart that nobody holds."""
+        for bucket_id in list(self._apart):
+            if self._worth(bucket_id) is not None:
+                self.evict(bucket_id)
+
     def resize(self, limit: int) -> bool:
         """Change the number of frames; False, and nothing changed, while replicas are held."""
         if self.held:
@@ -407,12 +430,16 @@ class ChunkManager:
         return True
 
     def lower(self, limit: int) -> bool:
-        """Give up the frames from ``limit`` on; False, and nothing changed, where one is held.
+        """Give up frames from the end, to have ``limit`` with those apart; False where one that is
+        to go is held.
 
         Replicas below stay; the memory stays the arena's.
         """
+        self.shed()
+        limit -= self._granules_apart
         above = [r for r in self.replicas.values() if r.start + r.bucket.granules > limit]
-        if any(replica.pins or replica.leased for replica in above):
+        above = [replica for replica in above if not replica.is_apart]
+        if limit < 0 or any(replica.pins or replica.leased for replica in above):
             return False
         for replica in above:
             self.evict(replica.bucket.id)
@@ -435,8 +462,12 @@ class ChunkManager:
 
     @property
     def limit(self) -> int:
-        """How many frames there are."""
-        return self.frames.limit
+        """How many frames there are, those of replicas apart among them."""
+        return self.frames.limit + self._granules_apart
+
+    @property
+    def _granules_apart(self) -> int:
+        return sum(self.layout.buckets[b].granules for b in self._apart)
 
     @property
     def held(self) -> bool:
@@ -456,7 +487,9 @@ class ChunkManager:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _hold(self, ids: Sequence[int], why: str) -> list[Replica]:
+    def _hold(
+        self, ids: Sequence[int], why: str, spare: Callable[[], int] = _nothing
+    ) -> list[Replica]:
         """Pin the buckets, fetching what is missing; pins nothing when one of them fails."""
         held: list[Replica] = []
         try:
@@ -470,7 +503,7 @@ class ChunkManager:
                     self.settle(bucket_id)  # see [Note: written codes]
                 if replica is None:
                     self.counts["miss"] += 1
-                    replica = self._fetch_anywhere(self.layout.buckets[bucket_id], why)
+                    replica = self._fetch_anywhere(self.layout.buckets[bucket_id], why, spare)
                 else:
                     self.counts["hit"] += 1
                 replica.pins += 1
@@ -486,7 +519,8 @@ class ChunkManager:
         for bucket_id, replica in list(self.replicas.items()):
             if not replica.pins and not replica.leased:
                 self.evict(bucket_id)
-        self.frames.limit = min(self.ceiling, max(self.frames.limit, self.frames.end + granules))
+        most = self.ceiling - self._granules_apart
+        self.frames.limit = max(self.frames.limit, min(most, self.frames.end + granules))
 
     def _worth(self, bucket_id: int) -> tuple[float, float] | None:
         replica = self.replicas[bucket_id]
@@ -497,15 +531,18 @@ class ChunkManager:
     def _leaving(self) -> Iterator[tuple[object, int]]:
         """Yield who may leave, of a few that were used longest ago those first whose next use is
         furthest away: to ask all of them would make a miss dearer the more there are."""
-        order = iter(list(self.replicas))
+        order = (b for b in list(self.replicas) if b not in self._apart)
         while few := list(itertools.islice(order, FEW)):
             found = [(worth, b) for b in few if (worth := self._worth(b)) is not None]
             yield from sorted(found, reverse=True)
 
-    def _fetch_anywhere(self, bucket: Bucket, why: str) -> Replica:
+    def _fetch_anywhere(self, bucket: Bucket, why: str, spare: Callable[[], int]) -> Replica:
         place = self.frames.place(bucket.granules, self._leaving())
         if place is None:
-            raise self._no_room(bucket)
+            n_spare = spare()
+            if n_spare < bucket.granules:
+                raise self._no_room(bucket, n_spare)
+            place = Place(APART, ())
         return self._fetch(bucket, place, why)
 
     def _fetch(self, bucket: Bucket, place: Place, why: str) -> Replica:
@@ -515,7 +552,10 @@ class ChunkManager:
             self.evict(owner)
         # 2. debit the frames when the transfer is queued, not when it lands
         self.ledger.charge(Tier.HBM, Kind.PARAM, self._frame_bytes(bucket), f"bucket {bucket.id}")
-        self.frames.take(bucket.id, place.start, bucket.granules)
+        if place.start == APART:
+            self._apart.add(bucket.id)
+        else:
+            self.frames.take(bucket.id, place.start, bucket.granules)
         self._note(What.ALLOC, bucket, why)
         # 3. queue the copy behind the frames' last readers and behind a flush into our home
         replica = self._shell(bucket, place.start)
@@ -696,15 +736,25 @@ class ChunkManager:
         self.counts[why] += 1
         self._note(What.FREE, bucket, why)
         replica.shown = False
-        del self.replicas[bucket.id]
-        self.frames.drop(bucket.id)
-        self.ledger.credit(Tier.HBM, Kind.PARAM, self._frame_bytes(bucket))
+        self._free(replica)
         if self._paranoid or self.device.name == "cpu:sim":
             self.device.poison(replica.bytes)
             replica.idle = self.device.mark()
         if replica.idle is not None:
-            self._vacated.append((replica.start, replica.start + bucket.granules, replica.idle))
+            if not replica.is_apart:
+                self._vacated.append((replica.start, replica.start + bucket.granules, replica.idle))
             replica.idle = None
+
+    def _free(self, replica: Replica) -> None:
+        """Take a replica off the books."""
+        bucket = replica.bucket
+        del self.replicas[bucket.id]
+        if replica.is_apart:
+            self._apart.remove(bucket.id)
+            del self.by_storage[replica.cdata]
+        else:
+            self.frames.drop(bucket.id)
+        self.ledger.credit(Tier.HBM, Kind.PARAM, self._frame_bytes(bucket))
 
     def _forget(self, replica: Replica) -> None:
         """Take back the frames of a fetch that could not be queued."""
@@ -713,9 +763,7 @@ class ChunkManager:
         for chunk in bucket.chunks:
             if self.table.state(chunk, Tier.HBM) is not CopyState.ABSENT:
                 self.table.transition(chunk, Tier.HBM, CopyState.ABSENT, "discard")
-        del self.replicas[bucket.id]
-        self.frames.drop(bucket.id)
-        self.ledger.credit(Tier.HBM, Kind.PARAM, self._frame_bytes(bucket))
+        self._free(replica)
 
     def _note(self, what: What, bucket: Bucket, why: str) -> None:
         self.log.now(
@@ -742,13 +790,18 @@ class ChunkManager:
         return [ticket for s, e, ticket in self._vacated if s < end and start < e]
 
     def _shell(self, bucket: Bucket, start: int) -> Replica:
-        """Return the replica of a bucket at an address, with its views built once."""
+        """Return the replica of a bucket at an address, with its views built once; one that is
+        apart is built each time."""
         shell = self._shells.get((bucket.id, start))
         if shell is None:
-            size = self.layout.chunk_numel
+            n_bytes = self._frame_bytes(bucket)
             with torch.inference_mode(False), torch.no_grad():  # views outlive the user's mode
-                piece = self._arena.carve(start * size, bucket.granules * size)
-                shell = self._shells[bucket.id, start] = Replica(bucket, start, piece)
+                if start == APART:
+                    piece = self.device.arena(n_bytes).carve(0, n_bytes)
+                    shell = Replica(bucket, start, piece)
+                else:
+                    piece = self._arena.carve(start * self.layout.chunk_numel, n_bytes)
+                    shell = self._shells[bucket.id, start] = Replica(bucket, start, piece)
             self.by_storage[shell.cdata] = shell
         shell.pins = 0
         return shell
@@ -756,14 +809,14 @@ class ChunkManager:
     def _frame_bytes(self, bucket: Bucket) -> int:
         return bucket.granules * self.layout.chunk_numel
 
-    def _no_room(self, bucket: Bucket) -> OutOfMemory:
+    def _no_room(self, bucket: Bucket, n_spare: int) -> OutOfMemory:
         size = self.layout.chunk_numel
         name = self.layout.unit_names[bucket.unit]
         pinned = sum(self._frame_bytes(r.bucket) for r in self.replicas.values() if r.pins)
         leased = sum(
             self._frame_bytes(r.bucket) for r in self.replicas.values() if not r.pins and r.leased
         )
-        need, have = self._frame_bytes(bucket), self.frames.limit * size
+        need, have = self._frame_bytes(bucket), (self.limit + n_spare) * size
         more = max(need + pinned + leased - have, need)
         advice = f"raise hbm= by at least {format_bytes(more)}"
         if leased:

@@ -109,7 +109,7 @@ class Frames(Protocol):
 
     @property
     def limit(self) -> int:
-        """How many there are."""
+        """How many there are, apart from the others or not."""
 
     def resize(self, limit: int) -> bool:
         """Have so many; False, and nothing changed, while a replica is held."""
@@ -119,6 +119,9 @@ class Frames(Protocol):
 
     def vacate(self) -> int:
         """Give up all that nobody holds, for now; returns the bytes of the others."""
+
+    def shed(self) -> None:
+        """Give up those that are apart from the others and that nobody holds."""
 
 
 class Excess(NamedTuple):

@@ -261,12 +261,15 @@ class Engine:
         self.runtime.on_idle = self._after_evaluation
         self.runtime.before_load = self.saver.finish
         self.runtime.before_use = self._before_use
-        self.runtime.backward_begins = self._read_ahead
+        self.runtime.backward_begins = self._backward_begins
         self.runtime.attach(self.params)
         self.origin.give_back_grads()
         self._shape(self.runtime.saved, self.runtime.enter, self.runtime.leave)
         self.fitting = self._make_fitting()
         self.activations.watch = self.fitting
+        if not self.device.is_cuda:  # whose allocator would count them in a step's peak
+            self.runtime.spare = self.fitting.spare
+        self.runtime.resume = self.fitting.resume
         meter = self.fitting.meter
         if self.inner is None:
             self.activations.may_change = False  # no step comes that would end the measuring
@@ -280,7 +283,7 @@ class Engine:
             self.budget,
             meter=meter,
             frames=self,
-            charge=lambda n_bytes: self.fitting.charge(n_bytes, 0),
+            charge=lambda n_bytes: self._charge(n_bytes, 0),
             ram=self._ram,
             log=self.log,
         )
@@ -369,6 +372,10 @@ class Engine:
     def limit(self) -> int:
         """How many frames there are."""
         return self.manager.limit
+
+    def shed(self) -> None:
+        """Give back frames apart from the others that nobody holds."""
+        self.manager.shed()
 
     def resize(self, limit: int) -> bool:
         """Have so many frames, and plan for them; False while one is held."""
@@ -580,6 +587,10 @@ class Engine:
                 self.fitting.spoil()
             raise error
 
+    def _backward_begins(self) -> None:
+        self.fitting.resume()
+        self._read_ahead()
+
     def _read_ahead(self) -> None:
         """Have states read for the next step's first updates, where backward leaves the drive."""
         again, self._again = self._again, []
@@ -717,6 +728,7 @@ class Engine:
             return
         self.hooks.mend()
         self._take_stats()
+        self.shed()
         if self.store.pool is not None:
             self.store.pool.told = False
         if self._fit(division):
@@ -747,8 +759,13 @@ class Engine:
         if self._may_stay and self.budget.holds_everything(needed + ring):
             return self._become_resident(needed, ring)
         if self.resize(frames):  # a view may still be held: the next border tries again
-            self.fitting.charge(needed, ring)
+            self._charge(needed, ring)
         return False
+
+    def _charge(self, activation_bytes: int, ring_bytes: int) -> None:
+        """Set aside what activations take; frames grow into it by `Fitting.spare` alone."""
+        self.fitting.charge(activation_bytes, ring_bytes)
+        self.manager.ceiling = self.manager.frames.limit
 
     def activations_seen(self) -> int:
         """Return the bytes besides frames and buffers that this step held at its peak, and those

@@ -23,7 +23,7 @@ from hetero.train.budget import Beside, Budget, Excess, Frames
 from hetero.train.footprint import Footprint
 from hetero.train.forecast import Forecast, tensors_of
 from hetero.train.meter import Meter, unmeasured
-from hetero.types import Kind, Lane, Tier
+from hetero.types import Kind, Lane, Tier, format_bytes
 
 WINDOW = 16  # steps whose largest peak is what the next one is expected to need
 MARGIN = 1 / 16  # of a room, for what a choice that nobody has tried yet may take besides
@@ -49,6 +49,10 @@ class Ring(Protocol):
     @property
     def useful_bytes(self) -> int:
         """The limit that lets copies overlap with compute."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Of those that are held now."""
 
     def poll(self) -> None:
         """Wait until no more are held than may be."""
@@ -142,6 +146,7 @@ class Fitting:
         self._in_vain = 0  # steps in a row in which proofs were to be made
         self._tried = False  # whether units are computed again in this step, for a proof
         self._has_room = False  # whether policies were found that fit
+        self._whole: int | None = None  # frames there were when activations' room was lent
 
     # -- a forward -------------------------------------------------------------------------------
 
@@ -369,11 +374,52 @@ class Fitting:
     def charge(self, activation_bytes: int, ring_bytes: int) -> None:
         """Charge activations and the gradient ring, in place of what was charged before."""
         budget = self.budget
-        self._ledger.credit(Tier.HBM, Kind.ACTIVATION, budget.activation_bytes)
+        if self._whole is None:
+            self._ledger.credit(Tier.HBM, Kind.ACTIVATION, budget.activation_bytes)
+        self._whole = None
         budget.activation_bytes = 0
         self._ledger.charge(Tier.HBM, Kind.ACTIVATION, activation_bytes + ring_bytes, "activations")
         budget.activation_bytes, budget.measured = activation_bytes + ring_bytes, True
         self._ring.limit_bytes = ring_bytes
+
+    def spare(self) -> int:
+        """Return how many more frames there may be while nothing computes; from here on the room of
+        activations is not charged, until `resume`."""
+        taken = self.meter.live_bytes() + self._ring.held_bytes
+        most = (self.budget.most_bytes - taken) // self.budget.plan.granule_bytes
+        spare = most - self._frames.limit
+        if spare > 0 and self._whole is None:
+            self._whole = self._frames.limit
+            self._ledger.credit(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes)
+        return max(0, spare)
+
+    def resume(self) -> None:
+        """Something computes from here on: frames have no more than they had before `spare`.
+
+        Raises OutOfMemory where views of parameters hold too many.
+        """
+        if self._whole is None:
+            return
+        with unmeasured():  # who leaves may be coded, on HOST
+            self._frames.shed()
+            if self._frames.limit > self._whole and not self._frames.lower(self._whole):
+                raise self._held_back(self._whole)
+        self._whole = None
+        self._ledger.charge(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes, "activations")
+
+    def _held_back(self, limit: int) -> OutOfMemory:
+        """Return the error of views that hold what activations are about to need."""
+        plan, hbm = self.budget.plan, self.budget.hbm or 0
+        held = self._frames.vacate()
+        more = held + plan.least_bytes - limit * plan.granule_bytes
+        return OutOfMemory(
+            f"views of parameters that are still alive hold {format_bytes(held)} of"
+            f" hbm={format_bytes(hbm)} as leases; beside activations there are"
+            f" {format_bytes(limit * plan.granule_bytes)} of frames",
+            advice=f"drop the views before the model computes, or raise hbm= to {hbm + more} bytes",
+            tier="HBM",
+            needed_bytes=hbm + more,
+        )
 
     def fits(self, live_bytes: int) -> bool:
         """Make room for what is alive on the device, where that is simulated; whether there is.

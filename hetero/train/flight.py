@@ -119,6 +119,11 @@ class Flight:
         """The limit that lets copies overlap with compute; 0 where nothing ever goes down."""
         return self.most_bytes if self._was_used else 0
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of sources that are held now, as far as is known."""
+        return self._bytes
+
     def sources(self) -> Iterator[torch.Tensor]:
         """Yield what is held on the device because its copy has not landed, as far as is known."""
         return (leg.source for leg in self._legs)

@@ -45,6 +45,9 @@ class Meter(Protocol):
     def seen_bytes(self) -> int:
         """Return it without margins."""
 
+    def live_bytes(self) -> int:
+        """Return how many bytes there are now."""
+
     def end_bytes(self) -> int:
         """Return the most bytes behind the last unit of the last forward; 0: nobody knows."""
 
@@ -86,6 +89,9 @@ class BoundMeter:
     def seen_bytes(self) -> int:
         return self.peak_bytes()
 
+    def live_bytes(self) -> int:
+        return self._footprint.live_bytes
+
     def end_bytes(self) -> int:
         return 0
 
@@ -121,6 +127,9 @@ class AllocatorMeter:
 
     def seen_bytes(self) -> int:
         return max(self._before, self._recent())
+
+    def live_bytes(self) -> int:
+        return self._recent()  # since the last reset, so no less than now
 
     def end_bytes(self) -> int:
         return self._end + self._footprint.output_bytes
@@ -272,6 +281,9 @@ class TracedMeter:
 
     def seen_bytes(self) -> int:
         return self._mode.peak
+
+    def live_bytes(self) -> int:
+        return self._mode.counted()
 
     def end_bytes(self) -> int:
         return self._end + self._footprint.output_bytes

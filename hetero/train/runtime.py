@@ -87,6 +87,8 @@ class Runtime:
         self.on_idle: Callable[[], None] = lambda: None
         self.before_load: Callable[[], None] = lambda: None  # a state dict replaces a value at home
         self.backward_begins: Callable[[], None] = lambda: None
+        self.spare: Callable[[], int] = lambda: 0  # frames there may be besides, between steps
+        self.resume: Callable[[], None] = lambda: None  # gives them back
         self.before_use: Callable[[], None] = lambda: None  # raises where the model must not be
         self.swizzle: Swizzle  # set by attach: its classes fault into this runtime
         self.saved = SavedTensors(self)
@@ -145,6 +147,8 @@ class Runtime:
         # else the unit is computed again for a node that has unpacked one of its weights already,
         # and would show it: a pin that is let go is not what the node waits for
         self.grads.flush_pending()
+        if not self.is_running:
+            self.resume()
         phase = self._phase()
         accessed = self._begin_access(unit)
         self._pin(buckets, phase.value)
@@ -170,6 +174,8 @@ class Runtime:
         self.before_use()
         fault.refuse_transforms()
         self._settle_backward()
+        if not self.is_running:
+            self.resume()
         phase = self._phase()
         if not self._phases and (phase is Phase.EVAL or not self._stepped):
             cursor = self.evaluate if phase is Phase.EVAL else self.train
@@ -194,12 +200,16 @@ class Runtime:
     @contextmanager
     def lend(self, buckets: Sequence[int], why: str) -> Iterator[None]:
         """Hold buckets and bind their parameters for the length of a block."""
-        self._pin(buckets, why)
+        self._pin(buckets, why, self._spare)
         self._bind(buckets)
         try:
             yield
         finally:
             self._unbind(buckets)
+
+    def _spare(self) -> int:
+        computes = self._phases or self._entered or _task() != NO_TASK
+        return 0 if computes else self.spare()
 
     def _phase(self) -> Phase:
         if _task() != NO_TASK:
@@ -272,14 +282,14 @@ class Runtime:
         self._late.clear()
         self.issue(self.train.border())
 
-    def _pin(self, buckets: Sequence[int], why: str) -> None:
+    def _pin(self, buckets: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0) -> None:
         """Pin buckets, after the late fetches among which theirs are: the plan knew a place."""
         missing = [b for b in buckets if b not in self.manager.replicas] if self._late else []
         with unmeasured():  # frames are counted as such, and what comes from disk is on HOST
             while any(op.bucket in missing for op in self._late):
                 op = self._late.popleft()
                 self.manager.prefetch(op.bucket, op.start, op.evict)
-            self.manager.pin(buckets, why)
+            self.manager.pin(buckets, why, spare)
 
     # -- accesses of backward --------------------------------------------------------------------
 

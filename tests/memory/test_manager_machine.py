@@ -184,6 +184,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def held(self) -> set[int]:
         return self.leased() | set(self.pinned())
 
+    def apart(self) -> set[int]:
+        return {b for b, replica in self.manager.replicas.items() if replica.is_apart}
+
     def loose(self) -> list[int]:
         return sorted(set(self.manager.replicas) - self.held())
 
@@ -199,11 +202,14 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # -- rules -----------------------------------------------------------------------------------
 
-    @rule(ids=st.lists(buckets, min_size=1, max_size=3, unique=True))
-    def pin(self, ids: list[int]) -> None:
+    def spare(self) -> int:
+        return self.world.budget // FRAME_BYTES - self.manager.limit
+
+    @rule(ids=st.lists(buckets, min_size=1, max_size=3, unique=True), idle=st.booleans())
+    def pin(self, ids: list[int], idle: bool) -> None:
         held, need = self.held(), sum(self.granules(b) for b in ids)
         try:
-            self.manager.pin(ids, "F")
+            self.manager.pin(ids, "F", self.spare if idle else lambda: 0)
         except BudgetError as error:
             assert held or need > self.manager.ceiling
             assert error.tier == "HBM"
@@ -323,6 +329,20 @@ class ManagerMachine(RuleBasedStateMachine):
         after = (self.manager.frames.limit, self.manager.ceiling, set(self.manager.replicas))
         assert after == (before if self.held() else (limit, limit, set()))
 
+    @rule()
+    def shed(self) -> None:
+        before = set(self.manager.replicas)
+        self.manager.shed()
+        assert self.apart() <= self.held()
+        assert before - set(self.manager.replicas) <= before - self.held()
+
+    @rule(less=st.integers(0, 40))
+    def lower(self, less: int) -> None:
+        limit = max(self.manager.limit - less, LARGEST)
+        if limit <= self.manager.limit and self.manager.lower(limit):
+            assert self.manager.limit <= limit
+            assert self.manager.ceiling == self.manager.frames.limit
+
     @rule(bucket=buckets, use=st.sampled_from((1.0, 3.0, math.inf)))
     def change_the_plan(self, bucket: int, use: float) -> None:
         self.uses[bucket] = use
@@ -360,9 +380,18 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.manager.replicas[run.owner].start == run.start
             assert self.granules(run.owner) == run.length
         assert end <= frames.limit
-        bases = {r.bytes.data_ptr() - r.start * FRAME_BYTES for r in self.manager.replicas.values()}
-        assert len(bases) <= 1  # all in one arena
-        assert {run.owner for run in frames.runs} == set(self.manager.replicas)
+        inside = set(self.manager.replicas) - self.apart()
+        replicas = [self.manager.replicas[bucket] for bucket in inside]
+        assert len({r.bytes.data_ptr() - r.start * FRAME_BYTES for r in replicas}) <= 1  # one arena
+        assert {run.owner for run in frames.runs} == inside
+
+    @invariant()
+    def frames_apart_are_counted_and_have_memory_of_their_own(self) -> None:
+        apart = [self.manager.replicas[bucket] for bucket in self.apart()]
+        n_apart = sum(replica.bucket.granules for replica in apart)
+        assert self.manager.limit == self.manager.frames.limit + n_apart
+        assert len({r.bytes.untyped_storage().data_ptr() for r in apart}) == len(apart)
+        assert all(self.manager.by_storage[r.cdata] is r for r in apart)
 
     @invariant()
     def what_is_held_never_moves(self) -> None:
@@ -577,6 +606,41 @@ def test_a_pin_takes_more_frames_when_a_held_run_splits_those_in_use() -> None:
     world.visit(6)  # 24 frames, of 58 that nobody holds
 
     assert world.manager.frames.limit <= 60
+
+
+def test_what_the_arena_has_no_place_for_stands_apart_and_goes_when_nobody_holds_it() -> None:
+    world = World(limit=28, ceiling=28, budget=60)
+    kept = []
+    for bucket in (4, 0):
+        world.manager.pin((bucket,), "F", lambda: 60 - world.manager.limit)
+        kept.append(world.manager.replicas[bucket].views[0].detach())
+        world.manager.unpin((bucket,))
+
+    assert world.manager.limit == 28 + 12
+    assert world.manager.replicas[0].is_apart
+    cdata = world.manager.replicas[0].cdata
+    assert torch.equal(kept[1].flatten(), world.model[0][:25])
+    kept[1].mul_(2)
+    world.model[0][:25] *= 2
+    assert not world.manager.lower(28)
+    del kept
+    assert world.manager.lower(28)
+    assert (world.manager.limit, cdata in world.manager.by_storage) == (28, False)
+    world.visit(0)
+
+
+def test_the_arena_gives_way_to_what_is_held_apart_from_it() -> None:
+    world = World(limit=40, ceiling=40, budget=80)
+    world.manager.pin((4, 6), "F", lambda: 40)
+    kept = world.manager.replicas[6].views[0].detach()
+    world.manager.unpin((4, 6))
+
+    assert world.manager.lower(40)
+    assert (world.manager.limit, world.manager.frames.limit) == (40, 16)
+    assert torch.equal(kept, world.model[6])
+    with pytest.raises(BudgetError, match="leases"):
+        world.manager.pin((4,), "F")
+    world.visit(0)
 
 
 def test_a_prefetch_never_displaces_what_is_held() -> None:

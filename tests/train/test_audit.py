@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import weakref
 from typing import Any
 
@@ -15,6 +16,8 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice, Slab
 from hetero.errors import BudgetError
+from tests.campaigns.core_copies import LEAST, loss_of_many
+from tests.campaigns.harness import Net
 from tests.equivalence.harness import adamw, measure
 from tests.equivalence.zoo import BY_NAME, Case, Loop
 
@@ -103,6 +106,53 @@ def test_frames_and_activations_stay_under_the_budget_at_every_operation(name: s
             assert auditor.peak + frames + buffers <= hbm, (number, auditor.peak, frames, hbm)
             highest = max(highest, auditor.peak)
     assert highest > 0.3 * engine.budget.activation_bytes
+
+
+class Counting(HostTelling):
+    """Counts the memory of frames for as long as it is mapped."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        self._mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+    def arena(self, n_bytes: int) -> Slab:
+        slab = super().arena(n_bytes)
+        assert slab.mapping is not None
+        if n_bytes:
+            self._mapped.add(slab.mapping)
+        return slab
+
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(len(mapping) for mapping in self._mapped)
+
+
+def test_views_of_all_weights_take_the_room_of_activations_and_give_it_back() -> None:
+    hbm, device = LEAST["cpu:sim"] + 60_000, Counting()
+    config = Config.load(device=device, hbm=hbm, chunk_bytes=256, activations="keep")
+    net = Net(3)
+    model, optimizer = prepare_tuned(net, adamw(net), config, None)
+    engine = engine_of(model)
+    loss_of_many(model, 0).backward()
+    optimizer.step()  # which maps an arena of exactly the frames
+    arena = device.mapped_bytes
+    for number in range(3):
+        optimizer.zero_grad()
+        held = [param.detach() for param in model.parameters()]
+        assert sum(view.nbytes for view in held) < device.mapped_bytes <= hbm
+        assert device.mapped_bytes > arena + 30_000
+        del held
+        with Auditor([*device.slabs, engine.manager._arena.block]) as auditor:
+            device.auditor = auditor
+            loss = loss_of_many(model, number)
+            assert device.mapped_bytes == arena
+            held = [param.detach() for param in model.parameters()]  # beside what the graph holds
+            assert arena < device.mapped_bytes <= hbm - auditor.live
+            del held
+            loss.backward()
+            assert device.mapped_bytes == arena
+            assert auditor.peak + arena <= hbm
+        optimizer.step()
 
 
 def test_the_arena_is_a_mapping_of_exactly_the_budget() -> None:
