@@ -409,7 +409,7 @@ class ChunkManager:
     def lower(self, limit: int) -> bool:
         """Give up the frames from ``limit`` on; False, and nothing changed, where one is held.
 
-        Replicas below stay; the memory stays the arena's.
+        Replicas below stay; where HBM is RAM, its pages go back to the system.
         """
         above = [r for r in self.replicas.values() if r.start + r.bucket.granules > limit]
         if any(replica.pins or replica.leased for replica in above):
@@ -417,6 +417,8 @@ class ChunkManager:
         for replica in above:
             self.evict(replica.bucket.id)
         self.frames.limit = self.ceiling = limit
+        if self.device.same_ram:  # every copy is done: nothing reads there any more
+            self._arena.give_back(limit * self.layout.chunk_numel)
         return True
 
     def vacate(self) -> int:
