@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from mmap import PAGESIZE
 
 import pytest
 import torch
@@ -72,6 +73,18 @@ def test_a_piece_of_a_block_without_mapping_is_a_storage_of_its_own() -> None:
 def test_an_empty_piece_is_empty() -> None:
     assert map_slab(0).carve(0, 0).numel() == 0
     assert map_slab(8).carve(8, 0).numel() == 0
+
+
+def test_pages_that_are_given_back_are_new_ones_and_those_before_them_stay() -> None:
+    slab = map_slab(5 * PAGESIZE + 8)
+    piece = slab.carve(0, slab.n_bytes)
+    piece.fill_(5)
+
+    slab.give_back(PAGESIZE + 1)
+
+    assert piece[: 2 * PAGESIZE].eq(5).all() and not piece[2 * PAGESIZE :].any()
+    slab.give_back(slab.n_bytes)
+    Slab(64, torch.zeros(64, dtype=torch.uint8)).give_back(0)  # which has no pages of its own
 
 
 def test_a_piece_outlives_its_slab() -> None:

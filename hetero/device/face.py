@@ -226,6 +226,15 @@ class Slab:
         piece = self.block[offset : offset + n_bytes]
         return torch.utils.dlpack.from_dlpack(piece)
 
+    def give_back(self, offset: int) -> None:
+        """Let the system have the whole pages from ``offset`` on, until they are written again.
+
+        Nothing may read or write there meanwhile; of memory that is not mapped nothing goes.
+        """
+        first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self.mapping is not None and first < self.n_bytes and hasattr(mmap, "MADV_DONTNEED"):
+            self.mapping.madvise(mmap.MADV_DONTNEED, first, len(self.mapping) - first)
+
 
 def map_slab(n_bytes: int, *, huge: bool = True) -> Slab:
     """Map zeroed anonymous memory of exactly ``n_bytes``; pages cost RAM when first touched."""

@@ -433,7 +433,7 @@ class ChunkManager:
         """Give up frames from the end, to have ``limit`` with those apart; False where one that is
         to go is held.
 
-        Replicas below stay; the memory stays the arena's.
+        Replicas below stay; where HBM is RAM, its pages go back to the system.
         """
         self.shed()
         limit -= self._granules_apart
@@ -444,6 +444,8 @@ class ChunkManager:
         for replica in above:
             self.evict(replica.bucket.id)
         self.frames.limit = self.ceiling = limit
+        if self.device.same_ram:  # every copy is done: nothing reads there any more
+            self._arena.give_back(limit * self.layout.chunk_numel)
         return True
 
     def vacate(self) -> int:

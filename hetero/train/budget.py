@@ -25,6 +25,7 @@ from hetero.types import format_bytes
 CUDA_SHARE = 0.95  # of free HBM, when no budget is given
 CPU_FRAMES = 4  # this part of RAM is for frames, when no budget is given for them
 CUDA_RESIDENT = 1.5  # a model is kept on the device when its states fit this many times
+WORTH = 8  # frames get no less than this part of HBM more at once: they are filled and planned anew
 
 
 @dataclass(slots=True)
@@ -158,6 +159,11 @@ class Beside:
         """Frames that there have to be."""
         return self._budget.plan.least_bytes // self._budget.plan.granule_bytes
 
+    def is_worth(self, n_bytes: int) -> bool:
+        """Whether frames can have a good deal more than they have, beside ``n_bytes``."""
+        least = max(self._budget.most_bytes // WORTH, self._budget.plan.least_bytes)
+        return self.n_bytes - n_bytes > least
+
     def fits(self, n_bytes: int) -> bool:
         """Whether there may be ``n_bytes``; frames are given up for them."""
         if self.excess is not None:
@@ -185,6 +191,10 @@ class Beside:
         with unmeasured():
             self.excess = Excess(where, self._held_bytes(), n_bytes + self._ram() // 2)
         return True
+
+    def forget(self) -> None:
+        """What passed, and what should have given way to it, is over: HBM is divided anew."""
+        self.excess = self._due = None
 
     def settle(self) -> None:
         """A unit begins: give up the frames that were in use when they should have been."""

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 
 from hetero.errors import OutOfMemory
 from hetero.events import EventLog, What
-from hetero.train.budget import Beside, Budget, Excess, Frames
+from hetero.train.budget import WORTH, Beside, Budget, Excess, Frames
 from hetero.train.forecast import tensors_of
 from hetero.train.meter import Meter
 from hetero.types import Kind, Tier, format_bytes
 
 WINDOW = 16  # forwards whose largest peak is what the next one is expected to need
-AHEAD = 64  # forwards whose growth is made room for at once
-WORTH = 8  # no more than this part of HBM at once, nor less given back to frames
+AHEAD = 64  # forwards whose growth is made room for at once, up to a part of HBM
 
 
 class Seen(NamedTuple):
@@ -82,7 +81,7 @@ class Evaluation:
         if (
             need + growth > self._beside.n_bytes
             or not self.budget.measured
-            or self._is_worth(wanted)
+            or self._beside.is_worth(wanted)
         ):
             self._divide(wanted)
 
@@ -106,11 +105,6 @@ class Evaluation:
     def settle(self) -> None:
         """A unit begins."""
         self._beside.settle()
-
-    def _is_worth(self, wanted: int) -> bool:
-        """Whether frames can have a good deal more than they have."""
-        spare = self._beside.n_bytes - wanted
-        return spare > max(self.budget.most_bytes // WORTH, self.budget.plan.least_bytes)
 
     def _divide(self, wanted: int) -> None:
         """Leave so much to activations, and the rest to frames."""

@@ -92,6 +92,13 @@ class Division(NamedTuple):
     frames: int
 
 
+class Seen(NamedTuple):
+    """A step that was measured."""
+
+    input_bytes: int = 0
+    peak_bytes: int = 0
+
+
 class Tight(NamedTuple):
     """A choice with which a step ran, though not with the margins that there should be."""
 
@@ -141,6 +148,7 @@ class Fitting:
         self._chosen_for = 0  # bytes of inputs that policies were chosen for
         self._inputs: deque[int] = deque(maxlen=WINDOW)
         self._peaks: deque[int] = deque(maxlen=WINDOW)
+        self._largest = Seen()  # by inputs, of the steps with these policies
         self._tight: list[Tight] = []  # choices that were measured not to fit with the margins
         self._is_guess = False  # whether the last peak is expected, and not measured
         self._in_vain = 0  # steps in a row in which proofs were to be made
@@ -200,20 +208,34 @@ class Fitting:
     def _make_room(self, unit: int) -> None:
         """Before a unit that leaves more than it did: let others give way, and frames."""
         plan, held, ring = self.budget.plan, self._footprint.live_bytes, self._ring
-        need = held + self.forecast.peak_ahead(unit, self._choice.policies)
+        need = self._need(unit)
         if need + ring.limit_bytes <= self._beside.n_bytes:
             return
         least = plan.least_bytes // plan.granule_bytes
         if need > self.budget.room_bytes and self._choice.may_change:
             fits = self._choose(self.forecast.ahead(unit), self.budget.room_bytes - held)
             self._choice.overlaps = self._choice.overlaps and fits
-            need = held + self.forecast.peak_ahead(unit, self._choice.policies)
+            need = self._need(unit)
         limit = (self.budget.most_bytes - need - ring.limit_bytes) // plan.granule_bytes
         before = self._frames.limit
-        self._frames.resize(max(least, min(limit, before)))
+        self._beside.lower(max(least, limit))
         if self._frames.limit != before:
             self._note(f"{self._frames.limit} frames, not {before}: units leave {need} bytes")
         ring.limit_bytes = max(0, min(ring.limit_bytes, self._beside.n_bytes - need))
+
+    def _need(self, unit: int) -> int:
+        """Return what this forward is expected to hold at its peak, by what it holds and the last.
+
+        In proportion to a short one it is too much: what both hold in any case is counted several
+        times. So it is no more than in proportion to the largest one.
+        """
+        forecast, largest, held = self.forecast, self._largest, self._footprint.live_bytes
+        need, scale = held + forecast.peak_ahead(unit, self._choice.policies), forecast.scale
+        expected = round(max(1.0, scale) * forecast.rows[unit].held_bytes)
+        if not largest.input_bytes or held > expected:
+            return need  # it does not grow as its inputs do
+        inputs = max(largest.input_bytes, round(scale * self._inputs[-1]))
+        return min(need, largest.peak_bytes * inputs // largest.input_bytes)
 
     def _choose(self, units: Sequence[int], room_bytes: int) -> bool:
         """Choose policies that fit; where none does, those that take least, and False."""
@@ -235,6 +257,7 @@ class Fitting:
             policies = self._least(units, policies)
         if policies != self._choice.policies:
             self._note(f"{shown(policies)} for {room_bytes} bytes")
+            self._largest = Seen()
         self._choice.policies.update(policies)
         self.forecast.chosen()
         return found is not None
@@ -284,9 +307,15 @@ class Fitting:
             self._inputs.pop()
             self._peaks.pop()
             raise self._refusal(self.meter.seen_bytes(), is_whole=True)
-        self._beside.excess = None
+        self._beside.forget()
         ring = self.ring_bytes(needed)
-        return Division(needed, ring, self.budget.frames_beside(needed + ring))
+        return Division(needed, ring, self._frames_beside(needed + ring))
+
+    def _frames_beside(self, n_bytes: int) -> int:
+        """Return the frames that there are to be: fewer at once, more where many more fit."""
+        fitting, now = self.budget.frames_beside(n_bytes), self._frames.limit
+        stays = self.budget.measured and fitting > now and not self._beside.is_worth(n_bytes)
+        return now if stays else fitting
 
     def needed_bytes(self) -> int:
         """Return what activations are expected to take from here on, by what was measured.
@@ -309,6 +338,8 @@ class Fitting:
         # 2. choose for the largest inputs of the last steps
         inputs = sum(forecast.rows[unit].input_bytes for unit in units)
         self._inputs.append(inputs)
+        if not self._tried and inputs >= self._largest.input_bytes:
+            self._largest = Seen(inputs, peak)
         if self._choice.may_change and inputs and self._is_due():
             self._chosen_for = max(self._inputs)
             forecast.scale = self._chosen_for / inputs
@@ -351,13 +382,15 @@ class Fitting:
         rooms.append(self.budget.room_bytes)
         if self._may_stay:
             rooms.insert(0, most - plan.home_bytes - ring)
-        before = dict(self._choice.policies)
+        before, had_room = dict(self._choice.policies), self._has_room
         if max(self._peaks) > self.budget.room_bytes:
             self._tight = [tight for tight in self._tight if tight.policies != before]
             self._tight.append(Tight(before, max(self._peaks)))
         self._has_room = any(self._choose(units, room) for room in rooms)
         if not self._has_room:
             self._choose(units, self.budget.room_bytes)
+        if self._has_room != had_room:  # it overlaps where it did not
+            self._largest = Seen()
         if self._choice.policies == before:
             return
         # what nobody has tried yet is tried with as few frames as may be needed, and then known
@@ -463,5 +496,5 @@ class Fitting:
         self._forget()
 
     def _forget(self) -> None:
-        self._beside.excess = None
+        self._beside.forget()
         self.meter.restart()
