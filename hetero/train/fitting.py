@@ -77,6 +77,10 @@ class Choice(Protocol):
     learned: bool
     """Whether a proof came out since this was set to False."""
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether a unit is computed again at this moment, for a proof."""
+
     def is_open(self, unit: int) -> bool:
         """Whether it is still to be proven that a unit can be computed again."""
 
@@ -464,13 +468,17 @@ class Fitting:
             ring.limit_bytes = max(0, left)
             with unmeasured():  # where they are added, it is on HOST
                 ring.poll()
+        if self._choice.is_trying:  # with the room there is: nothing gives way for a proof
+            return live_bytes <= self._beside.n_bytes
         return self._beside.fits(live_bytes)
 
     def passed(self, live_bytes: int) -> None:
         """There is no room: the step is measured to its end, and refused there.
 
-        Raises OutOfMemory where RAM does not hold it that long.
+        Raises OutOfMemory where RAM does not hold it that long, and for a trial, which ends there.
         """
+        if self._choice.is_trying:
+            raise OutOfMemory("a trial found no room", tier="HBM")
         if not self._beside.go_on(live_bytes, self.forecast.where()):
             raise self._refusal(live_bytes, is_whole=False)
 

@@ -151,6 +151,12 @@ class Activations:
         """Return what held for a unit's last forward."""
         return self._used.get(unit, KEEP)
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether a unit is computed again at this moment, for a proof."""
+        digests = self._saved.digests
+        return digests is not None and not digests.keeps
+
     def is_open(self, unit: int) -> bool:
         """Whether it is still to be proven that a unit can be computed again."""
         return self.proofs[unit].is_open
