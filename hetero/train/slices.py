@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from hetero.errors import HeteroError, StateError
 from hetero.interrupts import theirs
 from hetero.train.caches import is_cache, put_together, rows_of, twin
+from hetero.train.check import makes_anew
 from hetero.train.graph import leaves_of, users_hooks, versions
 from hetero.train.moment import Moment, Reach
 from hetero.train.structure import Structure, flatten, told_apart
@@ -342,6 +343,8 @@ class Checked(NamedTuple):
 
 def check_unit(job: Sliced) -> Checked:
     """Refuse a unit that cannot be cut into slices, or say how it is; changes nothing."""
+    if makes_anew(job.module):
+        raise job.refusal("makes its parameters anew in each forward, which would be many")
     if any(users_hooks(param) for param in job.params):
         raise job.refusal("has parameters with hooks of their own, which would run for each slice")
     moment = job.moment()
