@@ -268,8 +268,8 @@ def guard_scripts() -> None:
 
 @functools.cache
 def guard_compiler() -> None:
-    """Make compiled functions break their graph where our code is called."""
-    torch._dynamo.trace_rules.add(__name__.partition(".")[0])
+    """Make compiled functions break their graph where they touch an unbound parameter."""
+    torch._dynamo.trace_rules.add(__name__)
 
 
 def guard_functorch() -> None:
