@@ -370,4 +370,5 @@ def test_a_save_that_is_killed_at_any_operation_leaves_the_older_one_or_itself(
     found = run(disk, "each", share)
     assert found["operations"] >= 24 and found["kills"] >= LAST + (found["operations"] - LAST) // 2
     assert share > 1 or found["kills"] == found["operations"]
-    assert LAST / 3 < found["newer"] < found["kills"]
+    older = found["kills"] - found["newer"]  # of kills before the commit, each leaves the older one
+    assert found["newer"] > LAST / 3 and older >= (found["operations"] - LAST) // 3

@@ -232,7 +232,9 @@ def test_a_sequence_to_sequence_trainer_generates_as_it_evaluates(tmp_path: Path
         run.evaluate()
         return run
 
-    trained(Seq2SeqTrainer)  # of stock Trainers, too, the first in a process rounds otherwise
+    # the first stock run of a process differs from the next three, which are equal, by one ulp in
+    # clipped gradients, where hetero is imported and not used; why is not known
+    trained(Seq2SeqTrainer)
     expected = trained(Seq2SeqTrainer)
     lengths.clear()
     ours = hetero.trainer(Seq2SeqTrainer)
