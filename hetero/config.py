@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -36,6 +36,7 @@ DEVICES = ("cuda", "cpu", "cpu:sim")
 PRECISIONS = ("fp32", "bf16", "fp16")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 FROZEN = ("keep", "int8", "nf4")
+UPDATES = ("step", "backward")
 NOT_YET = {  # named in the public face; each arrives with its part of the library
     "mesh": "several ranks",
 }
@@ -82,6 +83,10 @@ class Config:
     "nf4". bitsandbytes codes no head and no embedding: ["*lm_head", "*embed_tokens"]."""
     max_grad_norm: float | None = None
     """Global 2-norm that `step` clips gradients to; None: it does not clip."""
+    updates: str = "step"
+    """When updates begin: "step", in `optimizer.step()`; "backward", as soon as backward has left a
+    unit and its gradients are at home, with the learning rates of that moment. For loops that call
+    `step` once after each backward pass and write to nothing in between: what does is an error."""
     activations: str = "auto"
     """What a unit's forward leaves for backward: "keep" all that autograd saves; "recompute" its
     inputs only, at the cost of a second forward; "offload" all, on HOST (or NVME) until backward
@@ -171,9 +176,20 @@ def checked(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
             clean[key] = check_one(key, value)
         except ConfigError as error:
             problems.append(str(error))
+    problems.extend(contradictions(clean))
     if problems:
         raise ConfigError("; ".join(problems), advice=f"known settings: {', '.join(known)}")
     return clean
+
+
+def contradictions(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what settings say that cannot be had together."""
+    if given.get("updates") == "backward":
+        whole = " needs all gradients before the first update, and updates='backward' does not wait"
+        if given.get("max_grad_norm") is not None:
+            yield "max_grad_norm=" + whole
+        if given.get("precision") == "fp16":
+            yield "precision='fp16', which skips steps whose gradients are not finite," + whole
 
 
 def unknown_key(key: str, known: list[str]) -> str:
@@ -200,6 +216,8 @@ def check_one(key: str, value: Any) -> Any:
         )
     if key == "frozen" and value not in FROZEN:
         raise ConfigError(f"frozen={value!r} is unknown", advice=f"frozen takes one of {FROZEN}")
+    if key == "updates" and value not in UPDATES:
+        raise ConfigError(f"updates={value!r} is unknown", advice=f"updates takes one of {UPDATES}")
     if key == "fused_loss" and not isinstance(value, bool):
         raise ConfigError(f"fused_loss={value!r}", advice="fused_loss takes True or False")
     if key == "activations":

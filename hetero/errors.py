@@ -165,3 +165,12 @@ class UnsafeCheckpoint(CheckpointError):
 
 class DivergenceError(HeteroError, RuntimeError):
     """Ranks that must agree do not."""
+
+
+def too_early(what: str) -> StateError:
+    """Return the error of something that needs what an early update has changed."""
+    return StateError(
+        f"updates='backward': {what} before optimizer.step(), and updates of this step have begun",
+        advice="call optimizer.step() once after each backward pass, and before anything else reads"
+        " or writes parameters, gradients or states; or leave updates= at 'step'",
+    )

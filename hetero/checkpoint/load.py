@@ -118,6 +118,8 @@ def load_through(
             check_states(engine, beside["groups"], states, beside["scalars"])
             check_schedule(engine, scheduler, beside["scheduler"])
         read_all(reader)
+        if {"param", "state"} <= set(kinds):  # all that early updates have changed comes anew
+            engine.void_early()
         settle(engine)
         empty = empty_states(engine, states)
         with only_saved(reader), all_or_none(scheduler, data):

@@ -5,6 +5,7 @@ No method here moves a byte or makes a number: they say to hetero what a script 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -111,11 +112,23 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             plugin = os.environ.get(SETTINGS)
         taken = plugin if isinstance(plugin, HeteroPlugin) else HeteroPlugin(plugin)
         self.hetero_config = taken.config
+        self._refuse_early()
         self._waiting: dict[int, Waiting] = {}
         self._replicas: dict[int, Replicas] = {}
         self._group = open_group() if self.num_processes > 1 else None
         if self._scales:
             self.scaler = None  # there is one scale for a loss
+
+    def _refuse_early(self) -> None:
+        """Refuse updates in backward beside what needs all gradients of a step first."""
+        adds, averages = self.gradient_accumulation_steps > 1, self.num_processes > 1
+        if self.hetero_config.updates == "backward" and (adds or averages):
+            raise ConfigError(
+                "updates='backward' beside"
+                f" gradient_accumulation_steps={self.gradient_accumulation_steps} on"
+                f" {self.num_processes} processes: gradients are whole after the last pass only",
+                advice="leave updates= at 'step'",
+            )
 
     # -- prepare ---------------------------------------------------------------------------------
 
@@ -221,6 +234,23 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         for replicas in self._replicas.values():
             if replicas.is_due:
                 replicas.average()
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        """Clip gradients to a global norm, and return what it was before.
+
+        Nothing is written where ``max_norm`` is infinite, which Trainer asks for to know the norm:
+        an update that began in backward has read the gradients.
+        """
+        if self.hetero_config.updates == "backward" and max_norm == math.inf:
+            params = list(parameters)
+            grads = [p.grad for p in params if p.grad is not None]
+            norm: torch.Tensor = nn.utils.get_total_norm(grads, norm_type)
+            if norm.isfinite():  # else torch would make NaN of all
+                return norm
+            parameters = params
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale gradients; hetero's own scale is never seen in them."""

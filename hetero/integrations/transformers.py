@@ -403,6 +403,16 @@ def settings_of(args: Any, config: Config) -> Config:
             f" {args.max_grad_norm}",
             advice="set TrainingArguments(max_grad_norm=...) alone",
         )
+    if config.updates == "backward" and (
+        args.max_grad_norm or args.gradient_accumulation_steps > 1
+    ):
+        raise ConfigError(
+            f"updates='backward' of hetero beside max_grad_norm={args.max_grad_norm} and"
+            f" gradient_accumulation_steps={args.gradient_accumulation_steps} of Trainer: it clips"
+            " when all gradients are there, and they are whole after the last pass",
+            advice="set TrainingArguments(max_grad_norm=0, gradient_accumulation_steps=1), or leave"
+            " updates= at 'step'",
+        )
     kind = args.device.type
     if config.device is None:
         return Config.load(config, device=kind)

@@ -41,6 +41,7 @@ from hetero.errors import (
     StateError,
     StorageError,
     TransferError,
+    too_early,
 )
 from hetero.events import What
 from hetero.memory.chunk import CopyTable
@@ -163,6 +164,7 @@ class ChunkManager:
         self._updates: dict[int, Work] = {}
         self._landed: dict[int, list[Done]] = {}  # what comes behind a flush
         self._asked: dict[int, list[Request]] = {}  # homes that are being read from disk
+        self._early: set[int] = set()  # buckets whose update belongs to a step not made yet
         self.overwriting: Callable[[Bucket, int, int], Done] = _unwatched
         self.claimed: Callable[[Bucket], None] = lambda bucket: None
         self.writing: Callable[[int], None] = lambda bucket: None  # what a user wrote comes home
@@ -271,6 +273,26 @@ class ChunkManager:
             replica.shown = replica.leased
         self._follow_home(bucket_id)
 
+    def may_hand_over(self, bucket_id: int) -> bool:
+        """Whether a home and its replica are what nobody sees or has written: no bytes are on
+        their way home, and no one would see an update."""
+        home, replica = self._store.homes[PARAM, bucket_id], self.replicas.get(bucket_id)
+        if bucket_id in self._updates or bucket_id in self._landing or home.held or home.copies:
+            return False
+        if bucket_id in self._shown_homes or replica is None:
+            return bucket_id not in self._shown_homes
+        return not (replica.pins or replica.leased or replica.shown or self._dirty(replica))
+
+    def hand_over_early(self, bucket_id: int, work: Work) -> None:
+        """Leave a home to the work of a step that is not made yet, where `may_hand_over`: until
+        `seal`, whatever needs the home raises StateError."""
+        self.hand_over(bucket_id, work)
+        self._early.add(bucket_id)
+
+    def seal(self) -> None:
+        """The step of early updates is made: who needs their homes waits, as for any update."""
+        self._early.clear()
+
     def hand_over(self, bucket_id: int, work: Work) -> None:
         """Leave a home to ``work``, which rewrites it; the caller has settled it before.
 
@@ -296,7 +318,7 @@ class ChunkManager:
     def busy(self, bucket_id: int) -> bool:
         """Whether a fetch would have to wait, for an update or for the disk, which is asked."""
         work = self._updates.get(bucket_id)
-        if work is not None and not work.done:
+        if work is not None and (bucket_id in self._early or not work.done):
             return True
         home, pool = self._store.homes[PARAM, bucket_id], self._store.pool
         if pool is None or home.extents is None or bucket_id in self.replicas:
@@ -315,6 +337,7 @@ class ChunkManager:
 
     def abandon(self) -> None:
         """Stop waiting for updates that failed; their homes are what the work left there."""
+        self.seal()
         for bucket_id in list(self._updates):
             del self._updates[bucket_id]
             for chunk in self.layout.buckets[bucket_id].chunks:
@@ -326,6 +349,9 @@ class ChunkManager:
         work = self._updates.get(bucket_id)
         if work is None:
             return
+        if bucket_id in self._early:
+            name = self.layout.unit_names[self.layout.buckets[bucket_id].unit]
+            raise too_early(f"the weights of unit {name!r} are needed")
         if work.done:
             work.wait()  # raises what it raised
         else:

@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from hetero.config import Config, read_settings
 from hetero.errors import ConfigError
 
-NOT_TAKEN = ("weights", "max_grad_norm")  # `model` and an option of the run's own say these
+# `model` and an option of the run's own say the first two; a run clips, so that updates wait
+NOT_TAKEN = ("weights", "max_grad_norm", "updates")
 SETTINGS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in NOT_TAKEN)
 ANY_NUMBER = ("seed",)
 FROM_ZERO = ("warmup", "weight_decay", "lora_dropout")  # every other number is above zero

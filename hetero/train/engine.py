@@ -20,7 +20,7 @@ from torch import nn
 from hetero import interrupts
 from hetero.config import Config
 from hetero.device import CpuDevice, Device, return_large_blocks, trim_heap
-from hetero.errors import BudgetError, ConfigError, StateError, StorageError
+from hetero.errors import BudgetError, ConfigError, StateError, StorageError, too_early
 from hetero.events import EventLog, What
 from hetero.io import Folder, spill_folder
 from hetero.memory.codec import Workspace
@@ -42,13 +42,14 @@ from hetero.train.blueprint import Blueprint
 from hetero.train.budget import decide
 from hetero.train.check import MARK, check_once, pageable, pages
 from hetero.train.cores import Cores
+from hetero.train.early import EarlyUpdates
 from hetero.train.evaluation import Evaluation
 from hetero.train.fitting import CopySeconds, Division, Fitting
 from hetero.train.flight import Flight
 from hetero.train.forecast import Forecast, UnitKind
 from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
 from hetero.train.hooks import Hooks, before_node
-from hetero.train.meter import Keeper, Meter, make_meter
+from hetero.train.meter import Keeper, Meter, make_meter, unmeasured
 from hetero.train.offload import MIN_BYTES, Offload
 from hetero.train.optimizer import Optimizer
 from hetero.train.origin import Origin
@@ -61,7 +62,7 @@ from hetero.train.snapshot import Saver, Saving
 from hetero.train.stepper import Stepper
 from hetero.train.tracer import Cursor
 from hetero.train.tuning import Tuning
-from hetero.train.updater import Update, Updater
+from hetero.train.updater import Settings, Update, Updater
 from hetero.train.worker import Job, Worker, thread_budget
 from hetero.types import Kind, Lane, Tier, format_bytes
 
@@ -104,6 +105,8 @@ class Engine:
         self.steps = 0
         self._again: list[Request] = []  # what the next step's updates will need from disk
         self._finished = True  # no update was begun since all of them were waited for
+        self._told_early = False  # whether a release was refused between backward and step
+        self._settings: dict[int, Settings] | None = None  # of groups, at this step's first update
         for folder in self._folders():  # a wrong name is told even where nothing has to go there
             folder.close()
         self.budget, self.mode = decide(model, config, device, blueprint, self.tuning.extent_numel)
@@ -453,6 +456,7 @@ class Engine:
             store=self.store,
             masters=self.masters,
             worker=self.worker,
+            early=self._may_be_early,
         )
         coded = [p for p in self.params if not self._bucket(p).codec.exact]
         others = [p for p in self.params if self._bucket(p).codec.exact]
@@ -513,12 +517,68 @@ class Engine:
                 pause=self.tuning.pause,
             )
             (self.runtime if self.mode == "paged" else self.resident).scaling = self._scaling
+            if self._may_be_early:
+                self._follow_steps()
         self.optimizer = Optimizer(inner, self)
         for param, state in self.optimizer.state.items():
             self.optimizer.state[param] = self.adopt(param, state)
         inner.state = defaultdict(dict)
         self._inner_step = inner.__dict__.get("step")
         inner.step = MethodType(_forgotten, inner)  # type: ignore[method-assign]
+
+    # -- updates that begin in backward (see [Note: early updates]) ------------------------------
+
+    @property
+    def _may_be_early(self) -> bool:
+        if self.mode != "paged" or self.inner is None or self.tuning.update_on_device:
+            return False
+        return self.config.updates == "backward"
+
+    def _follow_steps(self) -> None:
+        """Let updates begin as backward leaves units."""
+        buckets = self.blueprint.layout.buckets
+        trained = [[b for b in need if buckets[b].trainable] for need in self.blueprint.needs]
+
+        def complete(unit: int) -> bool:
+            return all(self.grads.landed(buckets[b]) for b in trained[unit])
+
+        def begin(unit: int) -> None:
+            for bucket in trained[unit]:
+                self._begin_early(buckets[bucket])
+
+        self.runtime.early = EarlyUpdates(self.blueprint.needs, complete=complete, begin=begin)
+
+    def _begin_early(self, bucket: Bucket) -> None:
+        """Begin a bucket's update before the step, where it is not seen and `step` has nothing to
+        look at first."""
+        if self.stepper is None or self.optimizer is None or self._is_seen(bucket):
+            return
+        if not self.manager.may_hand_over(bucket.id):
+            return
+        if self._settings is None:
+            groups, states = self.optimizer.param_groups, self.optimizer.known_state
+            self._settings = self.stepper.updater.settings(groups, states)
+        before = self.saver.jobs_before(bucket.id)
+        with unmeasured():  # what an update makes, it makes on HOST
+            early = self.stepper.open_early(bucket, self._settings, before)
+            if early is None:
+                return
+            self.manager.hand_over_early(bucket.id, early.job)
+            if self.store.pool is not None:
+                self.store.pool.ahead(early.update.requests)
+            self.worker.submit(early.job)
+
+    def void_early(self) -> None:
+        """Give up a step that will not be made: what its early updates did stays, so that the model
+        is of no use until it is loaded."""
+        if self.stepper is not None and self.stepper.early:
+            self._seal(self.stepper)
+            self.broken = "some of its parameters were updated in a step that was not made"
+
+    def _refuse_early(self, what: str) -> None:
+        """Raise StateError while updates of a step that is not made yet have begun."""
+        if self.stepper is not None and self.stepper.early:
+            raise too_early(what)
 
     # -- training --------------------------------------------------------------------------------
 
@@ -569,14 +629,15 @@ class Engine:
         (self.runtime if self.mode == "paged" else self.resident).quiesce()
         division = self.fitting.divide() if self.mode == "paged" else None  # or nothing is updated
         updates = self.stepper.close(optimizer.param_groups, optimizer.known_state, clip)
+        begun = self._seal(self.stepper)
         # 2. versions move as they would in place
-        touched = [index for update in updates for index in update.touched]
+        touched = [index for update in (*begun, *updates) for index in update.touched]
         if touched:
             torch.autograd.graph.increment_version([self.params[i] for i in touched])
             if self.mode == "paged":
                 self.runtime.stepped(update.bucket.id for update in updates)
         # 3. homes are handed to their updates, in the order in which they are needed next
-        self._hand_over_all(self.stepper, self._in_order(updates))
+        self._hand_over_all(self.stepper, begun, self._in_order(updates))
         self._border(division)
 
     def _refuse_excess(self) -> None:
@@ -614,14 +675,23 @@ class Engine:
         order = self.runtime.train.order()
         return sorted(updates, key=lambda update: order.get(update.bucket.id, len(order)))
 
-    def _hand_over_all(self, stepper: Stepper, updates: list[Update]) -> None:
-        """Begin all updates, then raise what a disk raised, or whoever would not wait for one: a
-        step is begun as a whole."""
+    def _seal(self, stepper: Stepper) -> list[Update]:
+        """The step is made: return the updates that it has begun already."""
+        self._settings = None
+        if self.mode == "paged":
+            self.manager.seal()
+            self.runtime.early.step_ended()
+        return stepper.seal()
+
+    def _hand_over_all(self, stepper: Stepper, begun: list[Update], updates: list[Update]) -> None:
+        """Begin all updates but those ``begun``, then raise what a disk raised, or whoever would
+        not wait for one: a step is begun as a whole."""
         self._finished = False
         requests = [request for update in updates for request in update.requests]
         if self.store.pool is not None:
             self.store.pool.ahead(requests)
-            self._again = [request.again() for request in requests]
+            early = [request for update in begun for request in update.requests]
+            self._again = [request.again() for request in (*early, *requests)]
         errors: list[StorageError | KeyboardInterrupt] = []
         for update in updates:
             try:
@@ -651,11 +721,12 @@ class Engine:
     def _take_copies(self) -> None:
         """Write home what was written to states through views of copies that stand for them."""
         if any(home.copies for home in self.store.homes.values()):
-            self.finish()
+            self._finish()
             self.store.take_all()
 
     def save(self, saving: Saving) -> None:
         """From here on, homes change only behind what a save reads of them."""
+        self._refuse_early("the model is saved")
         self._take_copies()
         self.saver.begin(saving, self.store, paged=self.mode == "paged")
 
@@ -687,6 +758,7 @@ class Engine:
         """The model is called: Ctrl-C waits again where somebody has changed that."""
         interrupts.hold(self)
         self.refuse_broken()
+        self._refuse_early("the model is used again")
 
     def refuse_broken(self) -> None:
         """Raise StateError where a load failed half-way."""
@@ -710,6 +782,10 @@ class Engine:
         Who asks may look at states, and write to them: a save has read them by then. Once all is
         done, asking again costs nothing: loops over states ask for each parameter.
         """
+        self._refuse_early("states are read")
+        self._finish()
+
+    def _finish(self) -> None:
         self.saver.finish()
         if self.stepper is not None and not self._finished:
             self.stepper.finish()
@@ -903,6 +979,7 @@ class Engine:
     def _check_copy(self, n_bytes: int) -> None:
         """Refuse a copy in RAM for which there is no room, or of a model that must not be used."""
         self.refuse_broken()
+        self._refuse_early("the model is copied")
         free, limit = self.ledger.free(Tier.HOST), self.device.host_limit().n_bytes
         room = limit if free is None else min(free, limit)
         if n_bytes > room:
@@ -918,6 +995,7 @@ class Engine:
     @contextmanager
     def _state_dict_access(self) -> Iterator[None]:
         self.refuse_broken()
+        self._refuse_early("a state dict is made or loaded")
         if self.mode == "paged":
             with self.runtime.at_home():
                 yield
@@ -936,6 +1014,10 @@ class Engine:
         again. Where a drive has failed before, since the last step, it is StateError: files and
         threads are gone, and what they held is lost.
         """
+        if self.stepper is not None and self.stepper.early and not self._told_early:
+            self._told_early = True
+            self._refuse_early("the model is released (a second call gives back what there is)")
+        self.void_early()
         pool = self.store.pool
         failed = pool is not None and pool.told
         try:

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from hetero.device import ALONE, Device, Ticket, use_count
-from hetero.errors import ConfigError, StateError
+from hetero.errors import ConfigError, StateError, too_early
 from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.pool import Use
 from hetero.memory.slab import Home, HomeStore
@@ -153,7 +153,12 @@ class GradSlot:
         return held.to(self.segment.spec.dtype)
 
     def exact(self) -> torch.Tensor:
-        """Return the gradient itself, on the device, for one operation that writes it."""
+        """Return the gradient itself, on the device, for one operation of a user that writes it."""
+        self._store.refuse_write(self.segment)
+        return self.writable()
+
+    def writable(self) -> torch.Tensor:
+        """Return the gradient itself, on the device; what is written to it goes to `store`."""
         if self.value is not None:
             return self.value
         self.land()
@@ -177,6 +182,24 @@ class GradSlot:
             self.value = self.factors.apply(private.copy_(home))
             self.factors, self.norm = NONE, None
         return self.value
+
+    @property
+    def is_landed(self) -> bool:
+        """Whether all copies of a gradient that nothing changed have landed; jobs may go on."""
+        if self.value is not None or self.factors != NONE or self.flying:
+            return False
+        return self.ticket is None or self._store.has_landed(self.ticket)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody wrote to the gradient through an alias, since it was taken home."""
+        if self.factors != NONE:
+            return True
+        if self.value is None:
+            return False
+        held = self.value.to("cpu")
+        home = self.stored().to("cpu", held.dtype)
+        return not torch.equal(row(held).view(torch.uint8), row(home).view(torch.uint8))
 
     def store(self, written: torch.Tensor) -> None:
         """Write back what an in-place operation left in the tensor that `exact` gave."""
@@ -254,6 +277,7 @@ def _mul(grad: LazyGrad, other: Any) -> bool:
         return False
     if not isinstance(other, (int, float, torch.Tensor)):
         return False
+    grad.slot._store.refuse_write(grad.slot.segment)
     clip = torch.as_tensor(other, dtype=torch.float32)
     grad.slot.factors = grad.slot.factors._replace(clip=clip.clone())
     return True
@@ -280,6 +304,7 @@ class GradStore:
         store: HomeStore,
         masters: Masters,
         worker: Worker,
+        early: bool = False,
     ) -> None:
         self._params = params
         self._layout = layout
@@ -296,6 +321,9 @@ class GradStore:
         self.jobs: dict[int, Job] = {}  # by parameter: of its last gradient
         self._slots: dict[int, weakref.ref[GradSlot]] = {}
         self._updates: dict[int, Job] = {}  # bucket -> the update that still reads its gradients
+        self._early = early  # whether updates may begin before the step
+        self._fired: set[int] = set()  # parameters whose gradients came since the last step
+        self._begun: set[int] = set()  # buckets whose update belongs to a step not made yet
         self._summed = self._sums = False  # whether the last step, and this one, added gradients
         self.place = device.torch_device
         self.norm_ord: float | None = None  # what is asked for every step is taken as they leave
@@ -324,7 +352,11 @@ class GradStore:
                 advice="call hetero.backward(loss) in place of loss.backward(); it finds the model"
                 " through the loss's graph, which must not hide all of it in reentrant checkpoints",
             )
-        self._pending[self._index[id(param)]] = None
+        index = self._index[id(param)]
+        if self._early:
+            self._refuse_another(index)
+            self._fired.add(index)
+        self._pending[index] = None
         self.on_arrival()
 
     def flush_pending(self) -> None:
@@ -396,12 +428,13 @@ class GradStore:
 
     def accumulate(self, slot: GradSlot, grad: torch.Tensor) -> None:
         """Add one more gradient of autograd's, on HOST where it can be done behind its back."""
+        self._refuse_another(slot.segment.index)
         spec, master = slot.segment.spec, self.has_master(slot.segment)
         if slot.factors.clip is not None or (slot.factors != NONE and not master):
-            slot.exact()
+            slot.writable()
         if slot.value is not None or not (master or spec.dtype.itemsize >= 4):
             # two-byte sums are rounded as torch's own vector loops round them
-            exact = slot.exact()
+            exact = slot.writable()
             addend = grad.to(exact.dtype)
             slot.store(exact.add_(addend if self.unscale == 1.0 else addend * self.unscale))
             return
@@ -555,6 +588,57 @@ class GradStore:
         """Whether a parameter's gradients add up in fp32."""
         return self._masters.has(self._bucket(segment))
 
+    # -- updates before the step (see [Note: early updates]) -------------------------------------
+
+    def landed(self, bucket: Bucket) -> list[GradSlot] | None:
+        """Return all gradients of a bucket, where each came in this step and is at home as it came;
+        None where one is missing, is under way or was changed."""
+        slots = []
+        for segment in bucket.segments:
+            param = self._params[segment.index]
+            if not param.requires_grad:
+                continue
+            slot = self._slots.get(segment.index, _gone)()
+            grad = get_grad(param)
+            mine = slot is not None and isinstance(grad, LazyGrad) and grad.slot is slot
+            if slot is None or not mine or segment.index not in self._fired or not slot.is_landed:
+                return None
+            slots.append(slot)
+        return slots
+
+    def has_landed(self, ticket: Ticket) -> bool:
+        """Whether a copy has landed."""
+        return self._device.query(ticket)
+
+    def lend_early(self, bucket: Bucket, job: Job) -> None:
+        """The update of a step that is not made yet reads a bucket's gradients."""
+        self.lend(bucket, job, ())
+        self._begun.add(bucket.id)
+
+    def is_as_lent(self, slot: GradSlot) -> bool:
+        """Whether ``p.grad`` is still the gradient that an update was lent, and unchanged."""
+        grad = get_grad(self._params[slot.segment.index])
+        return isinstance(grad, LazyGrad) and grad.slot is slot and not slot.is_changed
+
+    def seal(self) -> None:
+        """The step of early updates is made: gradients are the user's again."""
+        self._begun.clear()
+        self._fired.clear()
+
+    def refuse_write(self, segment: Segment) -> None:
+        """Raise StateError for a write to a gradient that an update may have read."""
+        if self._early and segment.index in self._fired:
+            raise StateError(
+                f"updates='backward': the gradient of {segment.spec.name!r} is written between"
+                " backward and optimizer.step(), and its update may have begun",
+                advice="leave updates= at 'step' to clip, scale or average gradients",
+            )
+
+    def _refuse_another(self, index: int) -> None:
+        bucket, segment = self._layout.home[index]
+        if bucket in self._begun:
+            raise too_early(f"another gradient of {segment.spec.name!r} comes")
+
     # -- at the end of a step --------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -622,6 +706,7 @@ class GradStore:
     def abandon(self) -> None:
         """Stop waiting for updates that failed."""
         self._updates.clear()
+        self.seal()
         for slot in filter(None, (find() for find in self._slots.values())):
             slot.job = None
 

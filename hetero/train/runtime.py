@@ -27,6 +27,7 @@ from hetero.plan.trace import Access
 from hetero.train import fault, swizzle
 from hetero.train.activation import Saved, SavedTensors, foreign, guard_hooks
 from hetero.train.caches import is_cache
+from hetero.train.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.footprint import CHANGED
 from hetero.train.grads import GradStore
 from hetero.train.head import LateLogits
@@ -92,6 +93,7 @@ class Runtime:
         self.before_use: Callable[[], None] = lambda: None  # raises where the model must not be
         self.swizzle: Swizzle  # set by attach: its classes fault into this runtime
         self.saved = SavedTensors(self)
+        self.early: EarlyUpdates | NoEarlyUpdates = NoEarlyUpdates()
         self._device = device
         self._open: Open | None = None  # the backward access
         self._entered: list[Accessed] = []  # forward accesses, which nest
@@ -150,6 +152,10 @@ class Runtime:
         if not self.is_running:
             self.resume()
         phase = self._phase()
+        if phase is Phase.FORWARD:
+            self.early.entered(unit)
+        elif phase is Phase.BACKWARD:
+            self.early.reached(unit)
         accessed = self._begin_access(unit)
         self._pin(buckets, phase.value)
         self._bind(buckets)
@@ -340,6 +346,7 @@ class Runtime:
         self.backward_event()
         self._close_backward()
         unit = self.layout.buckets[bucket].unit
+        self.early.reached(unit)
         buckets = self.needs[unit] if bucket in self.needs[unit] else (bucket,)
         accessed = self._begin_access(unit)
         self._pin(buckets, Phase.BACKWARD.value)
@@ -364,6 +371,7 @@ class Runtime:
         self._graph_task = NO_TASK
         self._close_backward()
         self.grads.flush_pending()
+        self.early.pass_ended()
         self._end_phase(self._backward_began)
 
     def _close_backward(self) -> None:
@@ -472,10 +480,13 @@ class Runtime:
                 self._look_ahead(phase, self.layout.buckets[bucket].unit, (bucket,))
             pushed = not foreign() and self.saved.push_where_differentiated()
             try:
-                return func(*args, **kwargs)
+                found = func(*args, **kwargs)
             finally:
                 if pushed:
                     self.saved.pop()
+        if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_iter(found)):
+            self.early.outside(buckets)
+        return found
 
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         """Return ``param.data`` of a bound parameter; writes through it leave no trace."""

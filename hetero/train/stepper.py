@@ -11,22 +11,34 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from hetero.errors import StorageError
+from hetero.errors import StorageError, too_early
 from hetero.events import EventLog, What
 from hetero.memory.layout import Bucket
-from hetero.train.grads import GradStore
+from hetero.train.grads import GradSlot, GradStore
 from hetero.train.precision import LossScaler
 from hetero.train.rules import Group, State
-from hetero.train.updater import Update, Updater
+from hetero.train.trial import same
+from hetero.train.updater import Settings, Update, Updater
 from hetero.train.worker import Job, Slice, Worker
 from hetero.types import Lane
+
+
+class Early(NamedTuple):
+    """A bucket's update that was begun before its step (see [Note: early updates])."""
+
+    update: Update
+    job: Job
+    slots: tuple[GradSlot, ...]
+    """The gradients that it reads."""
+    settings: Mapping[int, Settings]
+    """By which it computes, by the parameters' indices."""
 
 
 class Stepper:
@@ -51,6 +63,7 @@ class Stepper:
         self._worker = worker
         self._pause = pause
         self._jobs: list[Job] = []
+        self.early: dict[int, Early] = {}  # by bucket: updates of the step that is not made yet
         self._failed: BaseException | None = None
         if scaler is not None:
             grads.scaling, grads.norm_ord = False, 2.0
@@ -83,9 +96,13 @@ class Stepper:
         states: defaultdict[torch.Tensor, State],
         clip: Callable[[], Any] | None = None,
     ) -> list[Update]:
-        """Return what every bucket's update does; nothing when loss scaling skips the step."""
+        """Return what every bucket's update does; nothing when loss scaling skips the step.
+
+        Those that were begun early are under way; `seal` makes them part of the step.
+        """
         self.finish()
         self._grads.finish()
+        begun = self.check_early(groups, states)
         self.skipped = False
         if self.scaler is not None:
             norms = self._grads.norms()
@@ -96,18 +113,63 @@ class Stepper:
             return []
         if clip is not None:
             clip()
-        return self.updater.close(groups, states)
+        return self.updater.close(groups, states, begun)
 
     def begin(self, update: Update, *, at_once: bool, after: Sequence[Job] = ()) -> Job:
         """Give a bucket's update to the worker, or make a job that its first waiter does."""
-        slices = [partial(self._run, work) for work in update.slices]
-        finish = partial(_all, update.finishes)
-        job = self._worker.job(slices, update.bucket.numel, finish=finish, after=after)
-        job.then = partial(self._note, update.bucket)
+        job = self._job(update, after)
         self._grads.lend(update.bucket, job, update.scaled)
         self._jobs.append(job)
         if not (at_once or update.fresh):
             self._worker.submit(job)
+        return job
+
+    def open_early(
+        self, bucket: Bucket, settings: Mapping[int, Settings], before: Sequence[Job]
+    ) -> Early | None:
+        """Return a bucket's update, to be submitted before the step that it belongs to; it waits
+        for the jobs ``before``. None where that step has to look at something first."""
+        slots = self._grads.landed(bucket)
+        update = self.updater.open(bucket, slots, settings) if slots else None
+        if slots is None or update is None:
+            return None
+        adding = [slot.job for slot in slots if slot.job is not None and not slot.job.done]
+        job = self._job(update, [*before, *adding])
+        self._grads.lend_early(bucket, job)
+        self.early[bucket.id] = Early(update, job, tuple(slots), settings)
+        return self.early[bucket.id]
+
+    def check_early(
+        self, groups: Sequence[Group], states: defaultdict[torch.Tensor, State]
+    ) -> list[int]:
+        """Return the parameters whose updates were begun; StateError where the step would be
+        another one now."""
+        now = self.updater.settings(groups, states) if self.early else {}
+        begun: list[int] = []
+        for early in self.early.values():
+            for slot in early.slots:
+                index, name = slot.segment.index, slot.segment.spec.name
+                group = now.get(index)
+                if group is None or not same(group.group, early.settings[index].group):
+                    raise too_early(f"settings of the group of {name!r} changed")
+                if not self._grads.is_as_lent(slot):
+                    raise too_early(f"the gradient of {name!r} was changed or taken away")
+                begun.append(index)
+        return begun
+
+    def seal(self) -> list[Update]:
+        """Return the updates that were begun early: the step that they belong to is made."""
+        updates = [early.update for early in self.early.values()]
+        self._jobs.extend(early.job for early in self.early.values())
+        self.early.clear()
+        self._grads.seal()
+        return updates
+
+    def _job(self, update: Update, after: Sequence[Job]) -> Job:
+        slices = [partial(self._run, work) for work in update.slices]
+        finish = partial(_all, update.finishes)
+        job = self._worker.job(slices, update.bucket.numel, finish=finish, after=after)
+        job.then = partial(self._note, update.bucket)
         return job
 
     def _note(self, bucket: Bucket, job: Job) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,6 +77,15 @@ class Ready(NamedTuple):
     """Keeps the gradient's home until the update is done."""
 
 
+class Settings(NamedTuple):
+    """What a group says of its parameters at one moment."""
+
+    group: Group
+    kinds: str
+    states: defaultdict[torch.Tensor, State]
+    """Of all parameters."""
+
+
 class Piece(NamedTuple):
     """Neighbouring parameters that are updated as one: they share scalars and factors."""
 
@@ -137,16 +146,20 @@ class Updater:
     # -- closing a step --------------------------------------------------------------------------
 
     def close(
-        self, groups: Sequence[Group], states: defaultdict[torch.Tensor, State]
+        self,
+        groups: Sequence[Group],
+        states: defaultdict[torch.Tensor, State],
+        begun: Collection[int] = (),
     ) -> list[Update]:
         """Return the updates of all buckets that have gradients; nothing is updated yet.
 
-        All gradients are brought home and looked at before the first state is made, so that a
-        gradient that cannot be stepped leaves everything as it was; as do settings with which the
-        rule is not to be stepped so (ConfigError).
+        Those of the ``begun`` parameters are under way. All gradients are brought home and looked
+        at before the first state is made, so that a gradient that cannot be stepped leaves
+        everything as it was; as do settings with which the rule is not to be stepped so
+        (ConfigError).
         """
         self._trials.admit(groups)
-        ready = [(group, self._ready(group, states)) for group in groups]
+        ready = [(group, self._ready(group, states, begun)) for group in groups]
         updates: dict[int, Update] = {}
         self._counts, self._begun = [], []
         try:
@@ -160,16 +173,67 @@ class Updater:
             for row in self._begun:
                 row.state.clear()
             raise
-        for count, value in self._counts:
-            count.fill_(value)
+        self._set_counts()
         for group, rows in ready if self.rule.known is None else ():
             _count(group, self.rule.settings_after(group, stepped=bool(rows)))
         self._masters.settle()
         return list(updates.values())
 
-    def _ready(self, group: Group, states: defaultdict[torch.Tensor, State]) -> list[Ready]:
+    def open(
+        self, bucket: Bucket, slots: Sequence[GradSlot], settings: Mapping[int, Settings]
+    ) -> Update | None:
+        """Return the update of one bucket whose gradients have all come, before the step.
+
+        ``settings`` are of the parameters' groups, by index. None where something has to be looked
+        at that a step looks at: a parameter in no group, or a state that is about to appear.
+        """
+        if any(slot.segment.index not in settings for slot in slots) or self.rule.known is None:
+            return None
+        update, self._counts, self._begun = Update(bucket), [], []
+        found: dict[int, tuple[Settings, list[Ready]]] = {}
+        for slot in slots:
+            now = settings[slot.segment.index]
+            state = self.adopt(slot.segment, now.states[self._params[slot.segment.index]])
+            row = Ready(slot.segment, state, (), slot)
+            if not self._is_settled(row, now.kinds):
+                return None
+            found.setdefault(id(now), (now, []))[1].append(row)
+        for now, rows in found.values():
+            self._draft(update, now.group, now.kinds, rows)
+        self._set_counts()
+        return update
+
+    def settings(
+        self, groups: Sequence[Group], states: defaultdict[torch.Tensor, State]
+    ) -> dict[int, Settings]:
+        """Return what the groups say now of each parameter, by its index."""
+        found: dict[int, Settings] = {}
+        for group in groups:
+            now = frozen(group)
+            of_group = Settings(now, kinds_of(now), states)
+            indices = (self._index.get(id(param), -1) for param in group["params"])
+            found.update((index, of_group) for index in indices if index >= 0)
+        return found
+
+    def _set_counts(self) -> None:
+        """Leave step counts as the updates that were drafted leave them."""
+        for count, value in self._counts:
+            count.fill_(value)
+
+    def _is_settled(self, row: Ready, kinds: str) -> bool:
+        """Whether a parameter was stepped so before, and still has the states of that."""
+        index = row.segment.index
+        return self._stepped.get(index) == kinds and bool(row.state or index not in self._kept)
+
+    def _ready(
+        self,
+        group: Group,
+        states: defaultdict[torch.Tensor, State],
+        begun: Collection[int],
+    ) -> list[Ready]:
         indices = (self._index.get(id(param), -1) for param in group["params"])
-        slots = [slot for i in indices if i >= 0 and (slot := self._grads.closed(i)) is not None]
+        mine = (i for i in indices if i >= 0 and i not in begun)
+        slots = [slot for i in mine if (slot := self._grads.closed(i)) is not None]
         numbers = numbers_of([slot.factors for slot in slots])
         return [
             Ready(

@@ -24,6 +24,7 @@ from transformers import (
 
 import hetero
 from hetero.errors import BudgetError, CheckpointMismatch, ConfigError, StateError
+from hetero.train.stepper import Stepper
 from tests.integrations.trainers import (
     HBM,
     SETTINGS,
@@ -79,6 +80,25 @@ def test_a_run_gives_the_same_numbers(name: str, tmp_path: Path) -> None:
     same_run(found, expected)
     assert evictions(found) > 3
     assert hetero.status(found.model).mode == "paged"
+
+
+def test_updates_that_begin_in_backward_give_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early: list[int] = []
+    seal = Stepper.seal
+    monkeypatch.setattr(Stepper, "seal", lambda self: early.append(len(self.early)) or seal(self))
+    expected = built(Trainer, tmp_path / "stock", llama(), max_grad_norm=0.0)
+    expected.train()
+
+    def trained(settings: dict[str, Any]) -> Any:
+        chosen = {**settings, "updates": "backward"}
+        run = built(HeteroTrainer, tmp_path / "ours", llama(), hetero=chosen, max_grad_norm=0.0)
+        run.train()
+        return run
+
+    same_run(within(HBM, trained), expected)
+    assert sum(early) > 3
 
 
 def test_checkpoints_are_the_same_files_and_rotate(tmp_path: Path) -> None:
@@ -369,6 +389,12 @@ def test_bad_settings_and_models_are_refused_where_the_trainer_is_built(tmp_path
     cases: list[tuple[Any, dict[str, Any], dict[str, Any], type, str]] = [
         (llama(), {"hbmm": 1}, {}, ConfigError, "did you mean hbm"),
         (llama(), {"max_grad_norm": 1.0}, {}, ConfigError, "beside Trainer's own"),
+        (llama(), {"updates": "backward"}, {}, ConfigError, "beside max_grad_norm=1.0"),
+        (
+            *(llama(), {"updates": "backward"}),
+            *({"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}, ConfigError),
+            "gradient_accumulation_steps=2",
+        ),
         (llama(), {"device": "cuda"}, {}, ConfigError, "Trainer computes on cpu"),
         (llama(), {}, {"bf16_full_eval": True}, ConfigError, "bf16_full_eval"),
         (several, {}, {}, ConfigError, "several devices"),

@@ -1,0 +1,135 @@
+"""Updates that begin in backward, before `step` (floor 2).
+
+With ``updates="backward"`` the update of a unit's parameters begins as soon as backward has left
+the unit and all of its gradients are at home, with the settings that the groups have then. `step`
+makes the other updates and counts the step. Drive, RAM and cores then work in all of a step.
+
+[Note: early updates]  Between such an update and `step` a weight has numbers that plain torch
+would not show yet, and they cannot be taken back. So a unit's update is early only where nothing
+is known to need its weights any more: in every step so far forward entered it once, backward came
+to it once, and its parameters were used nowhere else. Whatever needs them all the same before
+`step` raises StateError, as does a gradient, a setting or a group that was changed in between:
+numbers are those of plain torch, or there is an error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+NOWHERE = -1
+
+
+class Visits:
+    """Which units a whole step needs once: forward enters them, backward comes to them, no more.
+
+    Args:
+        needs: the buckets of each unit. A unit that shares one with another never counts as once.
+    """
+
+    def __init__(self, needs: Sequence[Sequence[int]]) -> None:
+        owners = Counter(bucket for buckets in needs for bucket in set(buckets))
+        self._unit_of = {b: unit for unit, buckets in enumerate(needs) for b in buckets}
+        self._often = {unit for unit, bs in enumerate(needs) if any(owners[b] > 1 for b in bs)}
+        self._once: set[int] = set()  # in a whole step, at least
+        self._forward: Counter[int] = Counter()
+        self._backward: Counter[int] = Counter()
+
+    def forward(self, unit: int) -> None:
+        """Forward entered a unit."""
+        self._forward[unit] += 1
+
+    def backward(self, unit: int) -> None:
+        """Backward came to a unit from another one."""
+        self._backward[unit] += 1
+
+    def outside(self, buckets: Iterable[int]) -> None:
+        """Parameters were used outside of their unit: a graph may need them at any time."""
+        self._often.update(self._unit_of[b] for b in buckets if b in self._unit_of)
+
+    def is_done(self, unit: int) -> bool:
+        """Whether nothing is known that would need the unit's weights again in this step."""
+        known = unit in self._once and unit not in self._often
+        return known and self._forward[unit] == self._backward[unit] == 1
+
+    def end(self) -> None:
+        """A step is over: learn from what it did."""
+        for unit in self._forward.keys() | self._backward.keys():
+            if self._forward[unit] == self._backward[unit] == 1:
+                self._once.add(unit)
+            elif self._forward[unit] > 1 or self._backward[unit] > 1:
+                self._often.add(unit)
+        self._forward.clear()
+        self._backward.clear()
+
+
+class EarlyUpdates:
+    """Follows a step and says when a unit's update may begin (see [Note: early updates]).
+
+    Args:
+        needs: the buckets of each unit.
+        complete: whether all gradients of a unit are at home.
+        begin: begins the updates of a unit, as far as each may be early.
+    """
+
+    def __init__(
+        self,
+        needs: Sequence[Sequence[int]],
+        *,
+        complete: Callable[[int], bool],
+        begin: Callable[[int], None],
+    ) -> None:
+        self._visits = Visits(needs)
+        self._complete = complete
+        self._begin = begin
+        self._at = NOWHERE  # the unit that backward is at
+        self._left: list[int] = []  # units that backward has left, whose gradients are under way
+
+    def entered(self, unit: int) -> None:
+        """Forward enters a unit."""
+        self._visits.forward(unit)
+
+    def reached(self, unit: int) -> None:
+        """Backward is at a unit; it has let go of the one before, whose gradients go home."""
+        if unit == self._at:
+            return
+        self._leave()
+        self._at = unit
+        self._visits.backward(unit)
+
+    def outside(self, buckets: Iterable[int]) -> None:
+        """Parameters of these buckets are used outside of their unit."""
+        self._visits.outside(buckets)
+
+    def pass_ended(self) -> None:
+        """A backward pass has come to its end."""
+        self._leave()
+        self._at = NOWHERE
+
+    def step_ended(self) -> None:
+        """A step was made."""
+        self._left.clear()
+        self._at = NOWHERE
+        self._visits.end()
+
+    def _leave(self) -> None:
+        if self._at != NOWHERE and self._visits.is_done(self._at):
+            self._left.append(self._at)
+        ready = [unit for unit in self._left if self._complete(unit)]
+        for unit in ready:
+            self._left.remove(unit)
+            self._begin(unit)
+
+
+class NoEarlyUpdates:
+    """All updates are made by `step`."""
+
+    def entered(self, unit: int) -> None: ...
+
+    def reached(self, unit: int) -> None: ...
+
+    def outside(self, buckets: Iterable[int]) -> None: ...
+
+    def pass_ended(self) -> None: ...
+
+    def step_ended(self) -> None: ...
