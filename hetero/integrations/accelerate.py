@@ -250,7 +250,8 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             if norm.isfinite():  # else torch would make NaN of all
                 return norm
             parameters = params
-        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        clipped: torch.Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return clipped
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale gradients; hetero's own scale is never seen in them."""
