@@ -195,6 +195,14 @@ class ChunkManager:
             if self._paranoid:
                 self.device.check_read(replica.bytes)
 
+    def watch(self, ids: Iterable[int]) -> None:
+        """Note views of unbound replicas that are pinned still: what is written through one that
+        goes before the last pin does leaves no trace."""
+        for bucket_id in ids:
+            replica = self.replicas.get(bucket_id)
+            if replica is not None and replica.pins and replica.leased:
+                replica.shown = True
+
     def unpin(self, ids: Iterable[int]) -> None:
         """Let go of one pin per bucket; at zero, note when the device is done with the frames.
 

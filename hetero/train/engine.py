@@ -553,14 +553,15 @@ class Engine:
         look at first."""
         if self.stepper is None or self.optimizer is None or self._is_seen(bucket):
             return
-        if not self.manager.may_hand_over(bucket.id):
+        if self.optimizer.states_are_held or not self.manager.may_hand_over(bucket.id):
             return
         if self._settings is None:
-            groups, states = self.optimizer.param_groups, self.optimizer.known_state
-            self._settings = self.stepper.updater.settings(groups, states)
+            self._settings = self.stepper.updater.settings(self.optimizer.param_groups)
         before = self.saver.jobs_before(bucket.id)
         with unmeasured():  # what an update makes, it makes on HOST
-            early = self.stepper.open_early(bucket, self._settings, before)
+            early = self.stepper.open_early(
+                bucket, self._settings, self.optimizer.known_state, before
+            )
             if early is None:
                 return
             self.manager.hand_over_early(bucket.id, early.job)
@@ -649,6 +650,8 @@ class Engine:
             raise error
 
     def _backward_begins(self) -> None:
+        if self.stepper is None or not self.stepper.early:
+            self._settings = None  # a step that was skipped may have left others
         self.fitting.resume()
         self._read_ahead()
 
@@ -769,12 +772,14 @@ class Engine:
             )
 
     def _is_seen(self, bucket: Bucket) -> bool:
-        """Whether somebody outside holds a state's tensor, and would watch it change."""
-        return any(
-            home.held or home.objects_held or home.copies
-            for name, home in self.store.of_bucket(bucket.id)
-            if name not in NOT_STATES
-        )
+        """Whether somebody outside holds a state or a tensor of one, and would watch it change."""
+        homes = (home for name, home in self.store.of_bucket(bucket.id) if name not in NOT_STATES)
+        if any(home.held or home.objects_held or home.copies for home in homes):
+            return True
+        if self.optimizer is None:
+            return False
+        params = (self.params[segment.index] for segment in bucket.segments)
+        return any(map(self.optimizer.state_is_held, params))
 
     def finish(self) -> None:
         """Wait until every update is done; raises what one of them raised.

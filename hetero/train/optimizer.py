@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from hetero.device import ALONE, use_count
 from hetero.errors import ConfigError
 from hetero.interrupts import theirs
 from hetero.train.precision import LossScaler
@@ -94,7 +96,19 @@ class Optimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, dict[str, Any]]) -> None:
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.finish()
         self.known_state = value
+
+    @property
+    def states_are_held(self) -> bool:
+        """Whether somebody outside holds ``state`` itself, and would see what is done to it."""
+        return sys.getrefcount(self.known_state) > _MAPPING
+
+    def state_is_held(self, param: torch.Tensor) -> bool:
+        """Whether somebody outside holds a parameter's state, or a number in it."""
+        return _is_held(self.known_state, param)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -208,6 +222,39 @@ def unwrapped(optimizer: Any) -> Any:
     while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def _is_held(states: Mapping[torch.Tensor, dict[str, Any]], param: torch.Tensor) -> bool:
+    """Whether the dict of a state, or a 0-dim tensor that it owns, has a reference besides.
+
+    Tensors of a parameter's shape are homes' own: these tell themselves who holds them.
+    """
+    state = states.get(param)
+    if state is None:
+        return False
+    numbers = [key for key, value in state.items() if _is_number(value)]
+    return sys.getrefcount(state) > _ROW or any(
+        sys.getrefcount(state[key]) > _MAPPING or use_count(state[key]) > ALONE for key in numbers
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and type(value) is torch.Tensor
+
+
+class _Owner:
+    """Refers to an object as an optimizer does to its states."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, dict[str, Any]] = {0: {}}
+
+    def references(self) -> tuple[int, int]:
+        """Return the references to the mapping and to a state in it (they differ by release)."""
+        state = self.states.get(0)
+        return sys.getrefcount(self.states), sys.getrefcount(state)
+
+
+_MAPPING, _ROW = _Owner().references()
 
 
 def _alias(value: Any) -> Any:

@@ -212,6 +212,7 @@ class Runtime:
             yield
         finally:
             self._unbind(buckets)
+            self.manager.watch(bucket for bucket in buckets if not self.swizzle.bound[bucket])
 
     def _spare(self) -> int:
         computes = self._phases or self._entered or _task() != NO_TASK

@@ -102,7 +102,7 @@ class Stepper:
         """
         self.finish()
         self._grads.finish()
-        begun = self.check_early(groups, states)
+        begun = self.check_early(groups)
         self.skipped = False
         if self.scaler is not None:
             norms = self._grads.norms()
@@ -125,12 +125,16 @@ class Stepper:
         return job
 
     def open_early(
-        self, bucket: Bucket, settings: Mapping[int, Settings], before: Sequence[Job]
+        self,
+        bucket: Bucket,
+        settings: Mapping[int, Settings],
+        states: defaultdict[torch.Tensor, State],
+        before: Sequence[Job],
     ) -> Early | None:
         """Return a bucket's update, to be submitted before the step that it belongs to; it waits
         for the jobs ``before``. None where that step has to look at something first."""
         slots = self._grads.landed(bucket)
-        update = self.updater.open(bucket, slots, settings) if slots else None
+        update = self.updater.open(bucket, slots, settings, states) if slots else None
         if slots is None or update is None:
             return None
         adding = [slot.job for slot in slots if slot.job is not None and not slot.job.done]
@@ -139,12 +143,10 @@ class Stepper:
         self.early[bucket.id] = Early(update, job, tuple(slots), settings)
         return self.early[bucket.id]
 
-    def check_early(
-        self, groups: Sequence[Group], states: defaultdict[torch.Tensor, State]
-    ) -> list[int]:
+    def check_early(self, groups: Sequence[Group]) -> list[int]:
         """Return the parameters whose updates were begun; StateError where the step would be
         another one now."""
-        now = self.updater.settings(groups, states) if self.early else {}
+        now = self.updater.settings(groups) if self.early else {}
         begun: list[int] = []
         for early in self.early.values():
             for slot in early.slots:

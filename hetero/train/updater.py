@@ -82,8 +82,6 @@ class Settings(NamedTuple):
 
     group: Group
     kinds: str
-    states: defaultdict[torch.Tensor, State]
-    """Of all parameters."""
 
 
 class Piece(NamedTuple):
@@ -180,7 +178,11 @@ class Updater:
         return list(updates.values())
 
     def open(
-        self, bucket: Bucket, slots: Sequence[GradSlot], settings: Mapping[int, Settings]
+        self,
+        bucket: Bucket,
+        slots: Sequence[GradSlot],
+        settings: Mapping[int, Settings],
+        states: defaultdict[torch.Tensor, State],
     ) -> Update | None:
         """Return the update of one bucket whose gradients have all come, before the step.
 
@@ -193,7 +195,7 @@ class Updater:
         found: dict[int, tuple[Settings, list[Ready]]] = {}
         for slot in slots:
             now = settings[slot.segment.index]
-            state = self.adopt(slot.segment, now.states[self._params[slot.segment.index]])
+            state = self.adopt(slot.segment, states[self._params[slot.segment.index]])
             row = Ready(slot.segment, state, (), slot)
             if not self._is_settled(row, now.kinds):
                 return None
@@ -203,14 +205,12 @@ class Updater:
         self._set_counts()
         return update
 
-    def settings(
-        self, groups: Sequence[Group], states: defaultdict[torch.Tensor, State]
-    ) -> dict[int, Settings]:
+    def settings(self, groups: Sequence[Group]) -> dict[int, Settings]:
         """Return what the groups say now of each parameter, by its index."""
         found: dict[int, Settings] = {}
         for group in groups:
             now = frozen(group)
-            of_group = Settings(now, kinds_of(now), states)
+            of_group = Settings(now, kinds_of(now))
             indices = (self._index.get(id(param), -1) for param in group["params"])
             found.update((index, of_group) for index in indices if index >= 0)
         return found
@@ -219,6 +219,7 @@ class Updater:
         """Leave step counts as the updates that were drafted leave them."""
         for count, value in self._counts:
             count.fill_(value)
+        self._counts, self._begun = [], []  # references that are ours look like a user's
 
     def _is_settled(self, row: Ready, kinds: str) -> bool:
         """Whether a parameter was stepped so before, and still has the states of that."""
