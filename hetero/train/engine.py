@@ -8,7 +8,7 @@ made once, at prepare, and reported as the update place.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -629,6 +629,7 @@ class Engine:
         # 1. gradients and written parameters come home; norm, clip and settings are closed
         (self.runtime if self.mode == "paged" else self.resident).quiesce()
         division = self.fitting.divide() if self.mode == "paged" else None  # or nothing is updated
+        seen = self._seen(self.stepper)
         updates = self.stepper.close(optimizer.param_groups, optimizer.known_state, clip)
         begun = self._seal(self.stepper)
         # 2. versions move as they would in place
@@ -638,7 +639,9 @@ class Engine:
             if self.mode == "paged":
                 self.runtime.stepped(update.bucket.id for update in updates)
         # 3. homes are handed to their updates, in the order in which they are needed next
-        self._hand_over_all(self.stepper, begun, self._in_order(updates))
+        updates = self._in_order(updates)
+        self._announce(begun, updates)
+        self._hand_over_all(self.stepper, updates, seen)
         self._border(division)
 
     def _refuse_excess(self) -> None:
@@ -686,29 +689,39 @@ class Engine:
             self.runtime.early.step_ended()
         return stepper.seal()
 
-    def _hand_over_all(self, stepper: Stepper, begun: list[Update], updates: list[Update]) -> None:
-        """Begin all updates but those ``begun``, then raise what a disk raised, or whoever would
-        not wait for one: a step is begun as a whole."""
+    def _announce(self, begun: list[Update], updates: list[Update]) -> None:
+        """Tell the pool what updates need from disk; those ``begun`` have told it."""
+        if self.store.pool is None:
+            return
+        early, requests = (
+            [request for update in some for request in update.requests] for some in (begun, updates)
+        )
+        self.store.pool.ahead(requests)
+        self._again = [request.again() for request in (*early, *requests)]
+
+    def _hand_over_all(self, stepper: Stepper, updates: list[Update], seen: Container[int]) -> None:
+        """Begin all updates, and do those of buckets that are ``seen``; then raise what a disk
+        raised, or whoever would not wait for one: a step is begun as a whole."""
         self._finished = False
-        requests = [request for update in updates for request in update.requests]
-        if self.store.pool is not None:
-            self.store.pool.ahead(requests)
-            early = [request for update in begun for request in update.requests]
-            self._again = [request.again() for request in (*early, *requests)]
         errors: list[StorageError | KeyboardInterrupt] = []
         for update in updates:
             try:
-                self._hand_over(stepper, update)
+                self._hand_over(stepper, update, seen=update.bucket.id in seen)
             except (StorageError, KeyboardInterrupt) as error:
                 errors.append(error)
         if errors:
             self._count()
             raise errors[0]
 
-    def _hand_over(self, stepper: Stepper, update: Update) -> None:
+    def _seen(self, stepper: Stepper) -> set[int]:
+        """Return the buckets whose updates would be watched, before updates refer to states."""
+        if self.mode != "paged" or self.tuning.update_on_device:
+            return {bucket.id for bucket in self.blueprint.layout.buckets}
+        stepper.finish()  # as the updates of the last step do until they are done
+        return {b.id for b in self.blueprint.layout.buckets if b.trainable and self._is_seen(b)}
+
+    def _hand_over(self, stepper: Stepper, update: Update, *, seen: bool) -> None:
         """Begin a bucket's update; wait where it cannot go on behind our back."""
-        here = self.mode != "paged" or self.tuning.update_on_device
-        seen = here or self._is_seen(update.bucket)
         after = self.saver.jobs_before(update.bucket.id)
         job = stepper.begin(update, at_once=seen, after=after)
         if self.mode == "paged":

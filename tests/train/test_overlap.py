@@ -20,6 +20,7 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
+from hetero.train.engine import Engine
 from hetero.train.rules import Rule
 from hetero.train.tuning import Tuning
 from hetero.train.worker import Job, Worker
@@ -329,3 +330,26 @@ def test_an_added_group_is_stepped_as_in_torch() -> None:
             if number == 2:
                 o.add_param_group({"params": [extra[o]], "lr": 0.5})
     same(values(plain), values(model), "weights")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_updates_that_are_not_watched_go_on_after_the_step(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: list[set[int]] = []
+    seen = Engine._seen
+    monkeypatch.setattr(
+        Engine, "_seen", lambda self, stepper: watched.append(seen(self, stepper)) or watched[-1]
+    )
+    torch.manual_seed(0)
+    model: Any = Stack()
+    settings = {"device": "cpu", "hbm": HBM, "chunk_bytes": 256, "precision": precision}
+    model, optimizer = hetero.prepare(model, adamw(model), **settings)
+    for number in range(4):
+        loss_of(model, data(number)).backward()
+        held = optimizer.state[next(model.parameters())] if number == 3 else None
+        optimizer.step()
+        optimizer.zero_grad()
+        del held
+    assert engine_of(model).mode == "paged"
+    assert watched[:3] == [set(), set(), set()] and len(watched[3]) == 1
