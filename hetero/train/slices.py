@@ -37,6 +37,7 @@ from hetero.train.moment import Moment, Reach
 from hetero.train.structure import Structure, flatten, told_apart
 
 Call = Callable[..., Any]
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 NEAR = {1: 0.2, 2: 0.05, 4: 1e-3, 8: 1e-8}  # of the largest output, by bytes of a number
 
 
@@ -244,8 +245,8 @@ class _Slices(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        tensors = ctx.saved_tensors  # first: torch's own error for a graph that is gone
         job: Sliced = ctx.job
-        tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2:]
         sums = [_Sum(p) for p in job.params]
         parts = [
@@ -282,6 +283,8 @@ class _Slices(torch.autograd.Function):
                     if part is not None:
                         part.put(rows, next(rest))
         totals = [s.total for s in sums]
+        if not _keeps_graph():  # what is left of the graph holds the unit, [Note: out of gc's sight]
+            del ctx.job, ctx.moments
         return None, None, *totals, *(None if part is None else part.whole for part in parts)
 
 
