@@ -80,6 +80,8 @@ class Pack:
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided or tensor.is_nested:  # nothing to look at by strides
+            if tensor.is_nested and self._owner.again is not None:  # torch's checkpoint asks shapes
+                raise self._owner.again.refusal("saves a nested tensor")
             if self._owner.digests is not None:
                 self._owner.digests.saw(tensor)
             return self._keep(tensor, id(tensor), 0)

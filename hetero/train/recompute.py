@@ -83,7 +83,7 @@ class Forward:
     def path(self) -> list[Any]:
         """Return what tells this call's way through the unit's code from another's."""
         kinds = [
-            (leaf.dtype, leaf.dim(), leaf.requires_grad)
+            (leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.layout, leaf.is_nested)
             if isinstance(leaf, torch.Tensor)
             else leaf
             if leaf is None or type(leaf) in (bool, str)

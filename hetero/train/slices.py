@@ -44,7 +44,7 @@ NEAR = {1: 0.2, 2: 0.05, 4: 1e-3, 8: 1e-8}  # of the largest output, by bytes of
 def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     """Return the first dimension of the first tensor among arguments; 0 where there is none."""
     leaves, _ = flatten((tuple(args), kwargs))
-    sizes = (leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+    sizes = (leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
     return int(next(sizes, 0))
 
 
@@ -83,6 +83,8 @@ class Sliced:
         self._call = call
         leaves, self._structure = flatten((tuple(args), kwargs))
         self._leaves, self._places = told_apart(leaves)
+        if any(tensor.is_nested for tensor in self.tensors):
+            raise self.refusal("is given a nested tensor, of which torch takes no slices")
         self.candidates = tuple(t.dim() > 0 and t.shape[0] == batch for t in self.tensors)
         """Which tensors have a first dimension as long as the batch."""
         self.cut = self.candidates
