@@ -167,9 +167,10 @@ class SavedTensors:
     def push_where_differentiated(self) -> bool:
         """Make our hooks the innermost pair where gradients are enabled; False where they are not.
 
-        Raises StateError where torch allows no such hooks.
+        What fake tensors save (torch.export) has no bytes. Raises StateError where torch allows no
+        such hooks.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_faking():
             return False
         try:
             self.push()
@@ -218,6 +219,11 @@ class SavedTensors:
             if isinstance(error, (HeteroError, torch.OutOfMemoryError)):
                 raise
             raise packed.again.refusal(f"ended in {str(error).splitlines()[0]!r}") from error
+
+
+def is_faking() -> bool:
+    """Whether operations make fake tensors, which have shapes and no bytes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def foreign() -> bool:
