@@ -285,7 +285,7 @@ class _Slices(torch.autograd.Function):
                     if part is not None:
                         part.put(rows, next(rest))
         totals = [s.total for s in sums]
-        if not _keeps_graph():  # what is left of the graph holds the unit, [Note: out of gc's sight]
+        if not _keeps_graph():  # [Note: out of gc's sight]
             del ctx.job, ctx.moments
         return None, None, *totals, *(None if part is None else part.whole for part in parts)
 
