@@ -543,12 +543,14 @@ class Engine:
         buckets = self.blueprint.layout.buckets
         trained = [[b for b in need if buckets[b].trainable] for need in self.blueprint.needs]
 
+        grads, begin_early = self.grads, unless_gone(self._begin_early, None)
+
         def complete(unit: int) -> bool:
-            return all(self.grads.landed(buckets[b]) for b in trained[unit])
+            return all(grads.landed(buckets[b]) for b in trained[unit])
 
         def begin(unit: int) -> None:
             for bucket in trained[unit]:
-                self._begin_early(buckets[bucket])
+                begin_early(buckets[bucket])
 
         self.runtime.early = EarlyUpdates(self.blueprint.needs, complete=complete, begin=begin)
 

@@ -340,6 +340,7 @@ class Keeps(Stack):
         {"micro_batch": 1},
         {"precision": "bf16"},
         {"optimizer": None},
+        {"updates": "backward"},
     ],
     ids=str,
 )
