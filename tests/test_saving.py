@@ -239,6 +239,33 @@ def test_what_is_extra_comes_back_as_it_was(disk: Path) -> None:
         hetero.save_checkpoint(disk / "other", model, optimizer, {"f": train})
 
 
+def loops() -> list[tuple[Any, str]]:
+    """Return values without an end, and the words that refuse each."""
+    inside: list[Any] = [1]
+    inside.append({"again": inside})
+    pairs: dict[Any, Any] = {}
+    pairs[3] = (pairs,)
+    deep: Any = None
+    for _ in range(100_000):
+        deep = [deep]
+    return [
+        (inside, r"extra\.x\[1\]\.again is a list that contains itself"),
+        (pairs, r"extra\.x\[3\]\[0\] is a dict that contains itself"),
+        (deep, r"extra\.x\[0\].* is nested deeper than 16"),
+    ]
+
+
+def test_what_is_extra_and_has_no_end_is_refused_by_its_path(disk: Path) -> None:
+    model, optimizer, _ = make(disk, "paged")
+    for value, words in loops():
+        with pytest.raises(hetero.ConfigError, match=words) as caught:
+            hetero.save_checkpoint(disk / "saved", model, optimizer, {"x": value})
+        assert caught.value.advice
+    twice = [1]  # in two places, and not inside of itself
+    hetero.save_checkpoint(disk / "saved", model, optimizer, {"x": [twice, twice]})
+    assert hetero.load_checkpoint(disk / "saved", model, optimizer) == {"x": [[1], [1]]}
+
+
 def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(disk: Path) -> None:
     model, optimizer, scheduler = make(disk, "disk")
     train(model, optimizer, scheduler, 2)

@@ -94,8 +94,8 @@ def measured(n_units: int) -> dict[str, float]:
     trace = schedule.trace
     copies = [torch.zeros_like(p) for p in plain.parameters()]
     calls: dict[str, Callable[[], Any]] = {
-        "a plan": partial(engine._plan, trace, training=True),
-        "a plan without an optimizer": partial(engine._plan, trace, training=False),
+        "a plan": partial(engine.runtime.train._build, trace),
+        "a plan without an optimizer": partial(engine.runtime.evaluate._build, trace),
         "reading the states": partial(read, ours, list(model.parameters())),
         "an average of weights": partial(average, copies, model),
     }

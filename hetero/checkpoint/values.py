@@ -17,16 +17,19 @@ import numpy
 import torch
 
 from hetero.errors import CheckpointCorrupt, ConfigError
+from hetero.parse import MAX_DEPTH
 
 MARK = "__hetero__"
 Keep = Callable[[str, torch.Tensor], None]
 Find = Callable[[str], torch.Tensor]
 
 
-def encode(value: Any, path: str, keep: Keep) -> Any:
+def encode(value: Any, path: str, keep: Keep, within: tuple[Any, ...] = ()) -> Any:
     """Return a value as JSON; its tensors go to ``keep(path, tensor)``.
 
-    Raises ConfigError for what is neither a number, a string, bytes, a container nor a tensor.
+    ``within`` are the containers around it, outermost first. Raises ConfigError for what is neither
+    a number, a string, bytes, a container nor a tensor, for a container that contains itself, and
+    for nesting beyond `MAX_DEPTH`.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return _plain(value)
@@ -36,18 +39,19 @@ def encode(value: Any, path: str, keep: Keep) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {MARK: "bytes", "base64": base64.b64encode(value).decode()}
     if isinstance(value, numpy.generic):
-        return encode(value.item(), path, keep)
+        return encode(value.item(), path, keep, within)
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
         keep(path, torch.from_numpy(value.copy()))
         return {MARK: "array", "entry": path}
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        items = [encode(item, f"{path}[{i}]", keep) for i, item in enumerate(value)]
+        within = _entered(value, path, within)
+        items = [encode(item, f"{path}[{i}]", keep, within) for i, item in enumerate(value)]
         kind = next(k for k in (list, tuple, set, frozenset, deque) if isinstance(value, k))
         return items if kind is list else {MARK: kind.__name__, "items": items}
     if isinstance(value, Mapping):
-        return _mapping(value, path, keep)
+        return _mapping(value, path, keep, _entered(value, path, within))
     raise ConfigError(
         f"{path} is a {type(value).__name__}, which a checkpoint does not keep",
         advice="save numbers, strings, bytes, lists, tuples, dicts and tensors: nothing is pickled",
@@ -62,12 +66,27 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _mapping(value: Mapping[Any, Any], path: str, keep: Keep) -> Any:
+def _entered(value: Any, path: str, within: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the containers around what a container holds, or refuse it by its path."""
+    if any(value is one for one in within):
+        raise ConfigError(
+            f"{path} is a {type(value).__name__} that contains itself",
+            advice="save what it stands for, as a name or a number: a checkpoint is a tree",
+        )
+    if len(within) == MAX_DEPTH:
+        raise ConfigError(
+            f"{path} is nested deeper than {MAX_DEPTH}",
+            advice="save it flat, as a list of pairs, or in a file of its own",
+        )
+    return (*within, value)
+
+
+def _mapping(value: Mapping[Any, Any], path: str, keep: Keep, within: tuple[Any, ...]) -> Any:
     plain = all(isinstance(key, str) for key in value) and MARK not in value
     if plain:
-        return {str(k): encode(v, f"{path}.{k}", keep) for k, v in value.items()}
+        return {str(k): encode(v, f"{path}.{k}", keep, within) for k, v in value.items()}
     pairs = [
-        [encode(k, f"{path} key {i}", keep), encode(v, f"{path}[{k!r}]", keep)]
+        [encode(k, f"{path} key {i}", keep, within), encode(v, f"{path}[{k!r}]", keep, within)]
         for i, (k, v) in enumerate(value.items())
     ]
     return {MARK: "dict", "items": pairs}

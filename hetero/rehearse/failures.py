@@ -11,9 +11,12 @@ import torch
 
 from hetero.errors import ConfigError, HeteroError
 from hetero.rehearse.clock import OpClock
+from hetero.train.rules import Rule
 
 OURS = Path(__file__).parent.parent
 LIBRARIES = (str(Path(torch.__file__).parent), str(OURS / "train"), str(OURS / "rehearse"))
+
+ASKS = "computes by its numbers, and a plan has none:"
 
 
 @contextmanager
@@ -30,18 +33,36 @@ def explaining(model: str) -> Iterator[None]:
 def explained(model: str, error: Exception) -> ConfigError:
     """Return what to tell about an error in a model without bytes."""
     where = "".join(f" {part}" for part in (operation_of(error), line_of(error)) if part)
-    if isinstance(error, NotImplementedError) or "meta" in str(error).lower():
+    asks = isinstance(error, NotImplementedError) or "meta" in str(error).lower()
+    said = str(error).partition("\n")[0]
+    rule = rule_of(error)
+    if rule is not None:
+        failing = f"fails in its step: {type(error).__name__}: {said}"
         return ConfigError(
-            f"{model} computes by its numbers, and a plan has none:{where or f' {error}'}",
+            f"optimizer {rule.kind.__name__} {ASKS if asks else failing}{where or f' {error}'}",
+            advice="plan with an optimizer that keeps as many states, as torch.optim.AdamW with its"
+            " two, or run it: hetero.prepare takes what steps each parameter by itself",
+        )
+    if asks:
+        return ConfigError(
+            f"{model} {ASKS}{where or f' {error}'}",
             advice="plan the part that does not, or run it: hetero.prepare takes such a model, and"
             " hetero.profile shows what it does",
         )
-    said = str(error).partition("\n")[0]
     return ConfigError(
         f"{model} fails on this batch{where and ':'}{where}: {type(error).__name__}: {said}",
         advice="check batch= and loss=: the model is called as a training loop calls it, on tensors"
         " without bytes, of which any number is 1",
     )
+
+
+def rule_of(error: Exception) -> Rule | None:
+    """Return the rule in whose step an error was raised; None where it was the model's."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is Rule.run.__code__ or frame.f_code is Rule.step_in_place.__code__:
+            found: Rule = frame.f_locals["self"]
+            return found
+    return None
 
 
 def operation_of(error: Exception) -> str:

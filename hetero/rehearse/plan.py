@@ -27,6 +27,7 @@ from hetero.report.make import PREDICTED, WHATIF, examine
 from hetero.report.measure import Summary, measure, summarize
 from hetero.report.views import Beside, WhatIf
 from hetero.train.budget import CUDA_RESIDENT
+from hetero.train.trial import check_optimizer
 from hetero.types import Kind, Tier, format_bytes
 
 MOST_RAISES = 24  # of budgets, until everything fits
@@ -169,7 +170,8 @@ def plan(
         settings: as for `hetero.prepare`; ``profile`` names the machine (`hetero calibrate`).
 
     Raises:
-        ConfigError: a setting cannot be honoured, or the model computes by its numbers.
+        ConfigError: a setting cannot be honoured, the model or the optimizer computes by its
+            numbers, or `prepare` refuses the optimizer.
     """
     known = Config.load(config, **settings)
     profile = machine(known)
@@ -196,8 +198,10 @@ def scene_of(
     config: Config,
     profile: Profile,
 ) -> Scene:
-    """Return what is rehearsed."""
+    """Return what is rehearsed; raises ConfigError for an optimizer that `prepare` refuses."""
     twin = twin_of(described.model, optimizer)
+    if twin.optimizer is not None:
+        check_optimizer(twin.optimizer)
     trained = [p for p in twin.model.parameters() if p.requires_grad]
     return Scene(
         model=twin.model,

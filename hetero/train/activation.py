@@ -80,6 +80,8 @@ class Pack:
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is not torch.strided or tensor.is_nested:  # nothing to look at by strides
+            if tensor.is_nested and self._owner.again is not None:  # torch's checkpoint asks shapes
+                raise self._owner.again.refusal("saves a nested tensor")
             if self._owner.digests is not None:
                 self._owner.digests.saw(tensor)
             return self._keep(tensor, id(tensor), 0)
@@ -165,9 +167,10 @@ class SavedTensors:
     def push_where_differentiated(self) -> bool:
         """Make our hooks the innermost pair where gradients are enabled; False where they are not.
 
-        Raises StateError where torch allows no such hooks.
+        What fake tensors save (torch.export) has no bytes. Raises StateError where torch allows no
+        such hooks.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_faking():
             return False
         try:
             self.push()
@@ -216,6 +219,11 @@ class SavedTensors:
             if isinstance(error, (HeteroError, torch.OutOfMemoryError)):
                 raise
             raise packed.again.refusal(f"ended in {str(error).splitlines()[0]!r}") from error
+
+
+def is_faking() -> bool:
+    """Whether operations make fake tensors, which have shapes and no bytes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def foreign() -> bool:

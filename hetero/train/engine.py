@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -25,7 +26,7 @@ from hetero.events import EventLog, What
 from hetero.io import Folder, spill_folder
 from hetero.memory.codec import Workspace
 from hetero.memory.frame import FrameMap
-from hetero.memory.layout import Bucket, Segment
+from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
@@ -48,6 +49,7 @@ from hetero.train.fitting import CopySeconds, Division, Fitting
 from hetero.train.flight import Flight
 from hetero.train.forecast import Forecast, UnitKind
 from hetero.train.grads import GRAD, WIDE, GradStore, LazyGrad
+from hetero.train.graph import unless_gone
 from hetero.train.hooks import Hooks, before_node
 from hetero.train.meter import Keeper, Meter, make_meter, unmeasured
 from hetero.train.offload import MIN_BYTES, Offload
@@ -159,7 +161,7 @@ class Engine:
             self.hooks.guard(self.model, self._state_dict_access, self._check_copy)
             if any(home.extents is not None for home in self.store.homes.values()):
                 self.hooks.refuse_saving(self.model)
-            self.store.before_use = self.finish
+            self.store.before_use = unless_gone(self.finish, None)
             object.__setattr__(self.model, MARK, self)
             self._step_began = self.log.clock()
         except BaseException:
@@ -205,7 +207,7 @@ class Engine:
             self.ledger,
             chunk_bytes=chunk_bytes,
             pool=self.store.pool,
-            reserved=self._to_come,
+            reserved=unless_gone(self._to_come, 0),
             counts_on=self.config.activations == "offload",
         )
         return Offload(
@@ -240,7 +242,7 @@ class Engine:
             store=self.store,
             limit=least,
             ceiling=ceiling,
-            next_use=self._next_use,
+            next_use=self.tuning.victim or (lambda bucket: runtime.active.next_use(bucket)),
             workspace=None if decoding is None else Workspace.on(self.device, *decoding),
         )
         self.manager.overwriting = self.masters.overwriting
@@ -249,30 +251,32 @@ class Engine:
         self._attach_grads(self.device)
         self.grads.flight.limit_bytes = 0  # until it is known what is left
         self.manager.claimed = self.grads.let_go
-        self.runtime = Runtime(
+        planned = partial(plan_for, layout=layout, manager=self.manager, tuning=self.tuning)
+        trains = self.inner is not None
+        self.runtime = runtime = Runtime(
             layout,
             plan.needs,
             device=self.device,
             manager=self.manager,
             grads=self.grads,
             masters=self.masters,
-            train=Cursor(lambda trace: self._plan(trace, training=True)),
-            evaluate=Cursor(lambda trace: self._plan(trace, training=False)),
-            stepped=self.inner is not None,
+            train=Cursor(partial(planned, training=trains)),
+            evaluate=Cursor(partial(planned, training=False)),
+            stepped=trains,
         )
-        self.grads.on_arrival = self.runtime.gradient_arrived
-        self.runtime.on_idle = self._after_evaluation
-        self.runtime.before_load = self.saver.finish
-        self.runtime.before_use = self._before_use
-        self.runtime.backward_begins = self._backward_begins
+        self.grads.on_arrival = runtime.gradient_arrived
+        runtime.on_idle = unless_gone(self._after_evaluation, None)
+        runtime.before_load = self.saver.finish
+        runtime.before_use = unless_gone(self._before_use, None)
+        runtime.backward_begins = unless_gone(self._backward_begins, None)
         self.runtime.attach(self.params)
         self.origin.give_back_grads()
         self._shape(self.runtime.saved, self.runtime.enter, self.runtime.leave)
         self.fitting = self._make_fitting()
         self.activations.watch = self.fitting
         if not self.device.is_cuda:  # whose allocator would count them in a step's peak
-            self.runtime.spare = self.fitting.spare
-        self.runtime.resume = self.fitting.resume
+            runtime.spare = unless_gone(self.fitting.spare, 0)
+        runtime.resume = unless_gone(self.fitting.resume, None)
         meter = self.fitting.meter
         if self.inner is None:
             self.activations.may_change = False  # no step comes that would end the measuring
@@ -539,12 +543,14 @@ class Engine:
         buckets = self.blueprint.layout.buckets
         trained = [[b for b in need if buckets[b].trainable] for need in self.blueprint.needs]
 
+        grads, begin_early = self.grads, unless_gone(self._begin_early, None)
+
         def complete(unit: int) -> bool:
-            return all(self.grads.landed(buckets[b]) for b in trained[unit])
+            return all(grads.landed(buckets[b]) for b in trained[unit])
 
         def begin(unit: int) -> None:
             for bucket in trained[unit]:
-                self._begin_early(buckets[bucket])
+                begin_early(buckets[bucket])
 
         self.runtime.early = EarlyUpdates(self.blueprint.needs, complete=complete, begin=begin)
 
@@ -898,21 +904,6 @@ class Engine:
             self._take_stats()
             self.evaluation.end()
 
-    def _plan(self, trace: Trace, *, training: bool) -> Schedule:
-        layout, limit = self.blueprint.layout, self.manager.frames.limit
-        shapes = {
-            b.id: Shape(b.granules, training and b.trainable and self.inner is not None)
-            for b in layout.buckets
-        }
-        if self.tuning.schedule is not None:
-            return self.tuning.schedule(trace, shapes, limit)
-        return Planner(trace, shapes, FrameMap(limit), limit, self.tuning.depth).build()
-
-    def _next_use(self, bucket: int) -> float:
-        if self.tuning.victim is not None:
-            return float(self.tuning.victim(bucket))
-        return self.runtime.active.next_use(bucket)
-
     # -- what the optimizer asks -----------------------------------------------------------------
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -1043,7 +1034,7 @@ class Engine:
             states = self._plain_states()
             self.origin.fetch(self.store, self.masters)
         except StorageError as error:
-            self.store.before_use = self.finish
+            self.store.before_use = unless_gone(self.finish, None)
             if not failed:
                 raise
             self._abandon()
@@ -1111,6 +1102,17 @@ class Engine:
         self.hooks.remove()
         resident = self.mode == "resident"
         self.origin.move_out(self.store, self.masters, resident=resident, failed=failed)
+
+
+def plan_for(
+    trace: Trace, *, layout: Layout, manager: ChunkManager, tuning: Tuning, training: bool
+) -> Schedule:
+    """Plan a step, or a forward, like one that was traced, for the frames that there are."""
+    limit = manager.frames.limit
+    shapes = {b.id: Shape(b.granules, training and b.trainable) for b in layout.buckets}
+    if tuning.schedule is not None:
+        return tuning.schedule(trace, shapes, limit)
+    return Planner(trace, shapes, FrameMap(limit), limit, tuning.depth).build()
 
 
 def _nothing() -> None: ...

@@ -16,9 +16,11 @@ import torch._dynamo
 import torch._functorch.eager_transforms
 import torch._functorch.vmap
 from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_iter
 
 from hetero.errors import StateError
+from hetero.train.activation import is_faking
 from hetero.train.swizzle import plainly
 
 FUNCTORCH = (
@@ -26,7 +28,8 @@ FUNCTORCH = (
     "use plain autograd, transform inside hetero.gathered(...), or hetero.release the model first",
 )
 TRACING = (
-    "torch.jit.trace of a paged model would keep the memory of this moment for its weights",
+    "a tracer (torch.jit.trace, make_fx) of a paged model would keep the memory of this moment for"
+    " its weights",
     "hetero.release the model first, or trace a copy that has loaded model.state_dict()",
 )
 _functorch = torch._C._functorch.peek_interpreter_stack
@@ -246,7 +249,8 @@ def refuse_transforms() -> None:
     """Raise StateError inside of what does not see paged parameters: transforms and tracers."""
     if _functorch() is not None:
         raise StateError(FUNCTORCH[0], advice=FUNCTORCH[1])
-    if torch._C._get_tracing_state() is not None:
+    traces_real = get_proxy_mode() is not None and not is_faking()  # torch.export's are fake
+    if traces_real or torch._C._get_tracing_state() is not None:
         raise StateError(TRACING[0], advice=TRACING[1])
 
 

@@ -1,12 +1,20 @@
-"""What autograd's graphs and passes look like from outside (floor 2)."""
+"""What autograd's graphs and passes look like from outside (floor 2).
+
+[Note: out of gc's sight]  A graph holds parameters where gc does not look, and a module may hold a
+graph: it has kept an output. So a parameter, its class, the runtime and all that it leads to lead
+to no module; else such a model would keep itself, with its files and threads. They call the engine
+through weak references, and do without it where only parameters or a graph are left of a model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
+R = TypeVar("R")
 NO_TASK = -1
 _task = torch._C._current_graph_task_id
 
@@ -44,3 +52,17 @@ def leaves_of(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 def versions(values: Sequence[Any]) -> list[int]:
     """Return how often each tensor among values was written."""
     return [v._version for v in values if isinstance(v, torch.Tensor) and not v.is_inference()]
+
+
+def unless_gone(method: Callable[..., R], otherwise: R) -> Callable[..., R]:
+    """Return a call of a method that does not keep its object, see [Note: out of gc's sight].
+
+    It returns ``otherwise`` once the object is gone.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> R:
+        here = found()
+        return otherwise if here is None else here(*args)
+
+    return call

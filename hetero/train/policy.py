@@ -17,7 +17,7 @@ from torch import nn
 
 from hetero.interrupts import theirs
 from hetero.plan.activations import KEEP, OFFLOAD, RECOMPUTE, Policy
-from hetero.train.activation import SavedTensors, foreign
+from hetero.train.activation import SavedTensors, foreign, is_faking
 from hetero.train.caches import has_rows
 from hetero.train.graph import in_backward
 from hetero.train.moment import Reach
@@ -167,7 +167,7 @@ class Activations:
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A call of the whole model begins, on this batch."""
-        if in_backward():
+        if in_backward() or is_faking():
             return
         self._batch = batch_of(args, kwargs) if self._micro_batch else 0
         self.evaluates(args, kwargs)
@@ -181,6 +181,8 @@ class Activations:
 
     def run(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Carry out a unit's forward under its policy."""
+        if is_faking():
+            return self._access(index, call, args, kwargs)
         self._offload.border()
         self.unit_begins()
         module = self._units[index].module

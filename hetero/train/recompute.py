@@ -83,7 +83,7 @@ class Forward:
     def path(self) -> list[Any]:
         """Return what tells this call's way through the unit's code from another's."""
         kinds = [
-            (leaf.dtype, leaf.dim(), leaf.requires_grad)
+            (leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.layout, leaf.is_nested)
             if isinstance(leaf, torch.Tensor)
             else leaf
             if leaf is None or type(leaf) in (bool, str)
@@ -161,7 +161,7 @@ class Forward:
         if self.written:
             conclude(self.written)
             return found
-        hook = due(trials, Trial(self, digests, conclude), saved, packed, asks)
+        hook = due(weakref.ref(Trial(self, digests, conclude, trials)), saved, packed, asks)
         leaves, _ = flatten(found)
         nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)}
         for node in nodes - {None}:
@@ -248,18 +248,30 @@ class Trial:
     """A unit's call, to be made again once, when backward comes to it.
 
     What it knows of the call may lead to the graph that it waits for, so that the graph does not
-    hold it: see `due`.
+    hold it: ``waiting`` does, until it ran or that set is cleared. See `due`.
     """
 
     def __init__(
-        self, forward: Forward, digests: Digests, conclude: Callable[[str | None], None]
+        self,
+        forward: Forward,
+        digests: Digests,
+        conclude: Callable[[str | None], None],
+        waiting: set[Trial],
     ) -> None:
         self._forward = forward
         self._first = digests
         self._conclude = conclude
+        self._waiting = waiting
+        waiting.add(self)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it did not run, and is still wanted."""
+        return self in self._waiting
 
     def run(self, saved: SavedTensors, packed: Sequence[Any], asks: Sequence[bool]) -> None:
         """Make the call with the inputs that were packed; conclude what differed."""
+        self._waiting.discard(self)
         self._conclude(self._reason(saved, packed, asks))
 
     def _reason(
@@ -281,21 +293,17 @@ class Trial:
 
 
 def due(
-    trials: set[Trial], trial: Trial, saved: SavedTensors, packed: list[Any], asks: list[bool]
+    trial: weakref.ref[Trial], saved: SavedTensors, packed: list[Any], asks: list[bool]
 ) -> Callable[..., None]:
     """Return a hook before the first node of a unit's backward, where the trial is due.
 
-    It is held by ``trials``, until it ran or they are cleared; the hook has the inputs alone.
+    It has nothing but the inputs, see [Note: out of gc's sight].
     """
-    trials.add(trial)
-    waiting = weakref.ref(trial)
-    del trial
 
     def hook(*_: Any) -> None:
-        found = waiting()
-        if found not in trials or not in_backward():
+        found = trial()
+        if found is None or not found.is_due or not in_backward():
             return
-        trials.discard(found)
         found.run(saved, packed, asks)
         packed.clear()
 

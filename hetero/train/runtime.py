@@ -25,7 +25,7 @@ from hetero.memory.manager import ChunkManager
 from hetero.plan.schedule import Op
 from hetero.plan.trace import Access
 from hetero.train import fault, swizzle
-from hetero.train.activation import Saved, SavedTensors, foreign, guard_hooks
+from hetero.train.activation import Saved, SavedTensors, foreign, guard_hooks, is_faking
 from hetero.train.caches import is_cache
 from hetero.train.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.footprint import CHANGED
@@ -193,8 +193,9 @@ class Runtime:
 
     def leave_model(self, output: object, *, pushed: bool) -> None:
         """End a call of the whole model."""
-        n_bytes = sum(t.nbytes for t in tree_iter(output, is_leaf=is_cache) if is_there(t))
-        self.saved.footprint.output_bytes = max(self.saved.footprint.output_bytes, n_bytes)
+        if not is_faking():
+            n_bytes = sum(t.nbytes for t in tree_iter(output, is_leaf=is_cache) if is_there(t))
+            self.saved.footprint.output_bytes = max(self.saved.footprint.output_bytes, n_bytes)
         if pushed:
             self.saved.pop()
         phase = self._phases.pop() if self._phases else Phase.FORWARD

@@ -37,13 +37,14 @@ from hetero.train.moment import Moment, Reach
 from hetero.train.structure import Structure, flatten, told_apart
 
 Call = Callable[..., Any]
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 NEAR = {1: 0.2, 2: 0.05, 4: 1e-3, 8: 1e-8}  # of the largest output, by bytes of a number
 
 
 def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     """Return the first dimension of the first tensor among arguments; 0 where there is none."""
     leaves, _ = flatten((tuple(args), kwargs))
-    sizes = (leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+    sizes = (leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
     return int(next(sizes, 0))
 
 
@@ -82,6 +83,8 @@ class Sliced:
         self._call = call
         leaves, self._structure = flatten((tuple(args), kwargs))
         self._leaves, self._places = told_apart(leaves)
+        if any(tensor.is_nested for tensor in self.tensors):
+            raise self.refusal("is given a nested tensor, of which torch takes no slices")
         self.candidates = tuple(t.dim() > 0 and t.shape[0] == batch for t in self.tensors)
         """Which tensors have a first dimension as long as the batch."""
         self.cut = self.candidates
@@ -244,8 +247,8 @@ class _Slices(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        tensors = ctx.saved_tensors  # first: torch's own error for a graph that is gone
         job: Sliced = ctx.job
-        tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2:]
         sums = [_Sum(p) for p in job.params]
         parts = [
@@ -282,6 +285,8 @@ class _Slices(torch.autograd.Function):
                     if part is not None:
                         part.put(rows, next(rest))
         totals = [s.total for s in sums]
+        if not _keeps_graph():  # [Note: out of gc's sight]
+            del ctx.job, ctx.moments
         return None, None, *totals, *(None if part is None else part.whole for part in parts)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import hetero
 from hetero.errors import ConfigError, StateError
@@ -112,6 +113,21 @@ def an_exported_program(side: Side) -> None:
     side.train(model, optimizer, steps=2)
 
 
+def a_program_exported_for_any_batch(side: Side) -> None:
+    """Larger than what the budget holds: what is exported has shapes and no bytes."""
+    model, optimizer = net_of(side)
+    side.train(model, optimizer, steps=2)
+    batch = torch.export.Dim("batch", min=2, max=10**6)
+    tokens = torch.zeros(100_000, 7, dtype=torch.long)
+    fixed, any_ = (
+        torch.export.export(model, (tokens,), dynamic_shapes=shapes, strict=False).module()
+        for shapes in (None, {"tokens": {0: batch}})
+    )
+    side.record("exported", any_(tokens_of(1)))
+    assert fixed is not None
+    side.train(model, optimizer, steps=2)
+
+
 def tracing(trace: Callable[[nn.Module], Any], name: str) -> Callable[[Side], None]:
     def program(side: Side) -> None:
         model, _ = net_of(side)
@@ -129,6 +145,12 @@ REFUSED = [
         "a_traced_function",
     ),
     tracing(torch.jit.script, "a_scripted_model"),
+    tracing(lambda m: make_fx(lambda t: m(t))(tokens_of(0)), "a_model_traced_by_make_fx"),
+    tracing(lambda m: make_fx(m.blocks[0])(torch.ones(2, 32)), "a_block_traced_by_make_fx"),
+    tracing(
+        lambda m: make_fx(lambda x: x @ m.head.weight)(torch.ones(2, 23)),
+        "a_function_traced_by_make_fx",
+    ),
 ]
 
 
@@ -218,7 +240,11 @@ CASES = [
     *(Case(program, where) for program in COMPILED for where in (PAGED, PLENTY)),
     *(Case(program, PAGED, refusal=(StateError, "torch.jit")) for program in REFUSED),
     *(Case(p, PAGED) for p in (a_script_function_of_a_parameter, a_symbolic_trace)),
-    Case(an_exported_program, PAGED),
+    *(
+        Case(program, {**PAGED, **more})
+        for program in (an_exported_program, a_program_exported_for_any_batch)
+        for more in ({}, {"activations": "recompute"}, {"activations": "auto", "device": "cpu:sim"})
+    ),
     *(Case(prepared_and_released_in_inference_mode, where) for where in (PAGED, PLENTY)),
     Case(made_in_inference_mode, PAGED, refusal=(ConfigError, "inference tensor")),
     *(Case(denormals_that_are_flushed_from_the_third_step_on, w) for w in (PAGED, PLENTY)),

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hetero.errors import StateError
 from tests.campaigns.harness import Block, Case, Net, Program, Side, adamw
 
 settings_of_the_user = ModuleType("settings_of_the_user")
@@ -355,6 +356,46 @@ class Ragged(Block):
         return super().forward(x + torch.nested.to_padded_tensor(ragged * 2.0, 0.0, x.shape))
 
 
+def rows_of(layout: torch.layout, number: int) -> Tensor:
+    """Return rows of unequal length; every third time as one dense tensor of as many dimensions."""
+    rows = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(number))
+    if number % 3 == 0:
+        return rows
+    return torch.nested.as_nested_tensor([rows[0], rows[1][:3]], layout=layout)
+
+
+def rows_of_unequal_length(side: Side, layout: torch.layout) -> None:
+    def loss_of(model: nn.Module, number: int) -> Tensor:
+        return sum((row.square().mean() for row in model(rows_of(layout, number)).unbind()), zero)
+
+    zero = torch.zeros(())
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)))
+    model, optimizer = side.prepare(Blocks(net), adamw(net))
+    side.train(model, optimizer, loss_of, steps=8)
+
+
+def jagged_rows(side: Side) -> None:
+    rows_of_unequal_length(side, torch.jagged)
+
+
+def ragged_rows(side: Side) -> None:
+    rows_of_unequal_length(side, torch.strided)
+
+
+class Blocks(nn.Module):
+    def __init__(self, blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+NESTED = StateError, "blocks.0', a Sequential, cannot be computed again: it saves a nested tensor"
+
+
 def nested_tensors_inside(side: Side) -> None:
     net = Net(3, block=Ragged)
     side.train(*side.prepare(net, adamw(net)), steps=4)
@@ -399,6 +440,21 @@ PROGRAMS = [*(notes(kind) for kind in KINDS), hooks_that_write_state, hooks_of_a
 PROGRAMS += [gradient_hooks_made_in_forward, outputs_that_an_object_keeps]
 CASES = [
     Case(nested_tensors_inside),
+    Case(nested_tensors_inside, {"activations": "recompute"}, (StateError, "saves a nested")),
+    *(
+        Case(program, settings)
+        for program in (jagged_rows, ragged_rows)
+        for settings in ({}, {"activations": "keep"}, {"activations": "offload", "hbm": None})
+    ),
+    *(
+        Case(program, settings, refusal)
+        for program in (jagged_rows, ragged_rows)
+        for settings, refusal in (
+            ({"activations": "recompute"}, NESTED),
+            ({"activations": "recompute", "hbm": None}, NESTED),
+            ({"micro_batch": 1}, (StateError, "blocks.0' is given a nested tensor")),
+        )
+    ),
     *(Case(program) for program in PROGRAMS),
     *(Case(program, {"activations": "recompute", "hbm": None}) for program in PROGRAMS),
 ]

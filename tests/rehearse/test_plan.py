@@ -330,6 +330,46 @@ def test_a_model_that_computes_by_its_numbers_is_refused_with_the_operation(
     assert "hetero.prepare takes such a model" in e.value.advice
 
 
+class Halves(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None and param.grad.abs().max().item() > 0.1:
+                param.grad.mul_(0.5)
+        return super().step(closure)
+
+
+class Arrays(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.add_(torch.from_numpy(param.grad.numpy() * -0.1))
+
+
+@pytest.mark.parametrize(
+    ("rule", "said", "hbm"),
+    [
+        (Halves, r"\.item\(\)", HBM),  # where all stays on the device, its numbers are 1
+        (Arrays, r"\.numpy\(\)", HBM),
+        (Arrays, r"\.numpy\(\)", None),
+    ],
+)
+def test_an_optimizer_that_computes_by_its_numbers_is_named_and_not_the_model(
+    rule: type[torch.optim.SGD], said: str, hbm: int | None
+) -> None:
+    model = mlp()
+    words = rf"^optimizer {rule.__name__} computes by its numbers.* of test_plan\.py: .*{said}"
+    with pytest.raises(ConfigError, match=words) as e:
+        planned(model, torch.zeros(8, 64), hbm=hbm, optimizer=rule(model.parameters(), lr=0.1))
+    assert "AdamW" in e.value.advice
+
+
+def test_an_optimizer_that_prepare_refuses_is_not_planned() -> None:
+    model = mlp()
+    with pytest.raises(ConfigError, match="optimizer LBFGS is not supported"):
+        planned(model, torch.zeros(8, 64), optimizer=torch.optim.LBFGS(model.parameters()))
+
+
 def test_a_batch_of_the_wrong_shape_is_refused_with_the_operation() -> None:
     with pytest.raises(ConfigError, match=r"fails on this batch: aten\.addmm.*RuntimeError") as e:
         planned(mlp(), torch.zeros(8, 63))

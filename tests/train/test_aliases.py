@@ -323,6 +323,83 @@ def test_a_dropped_model_is_freed() -> None:
     assert [ref() for ref in refs] == [None] * 4
 
 
+class Keeps(Stack):
+    """Keeps what it made last, with its graph, as an attribute of its own and of a unit."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        self.last = self.blocks[1].last = super().forward(tokens)
+        return self.last
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"activations": "keep"},
+        {"activations": "recompute"},
+        {"micro_batch": 1},
+        {"precision": "bf16"},
+        {"optimizer": None},
+        {"updates": "backward"},
+    ],
+    ids=str,
+)
+def test_a_dropped_model_that_keeps_its_output_is_freed(settings: dict[str, Any]) -> None:
+    def scope() -> list[Any]:
+        model = Keeps()
+        given = {"optimizer": sgd(model), "hbm": HBM, "chunk_bytes": 256, "device": "cpu"}
+        hetero.prepare(model, **{**given, **settings})
+        optimizer = engine_of(model).optimizer
+        for number in range(3):
+            loss_of(model, data(number)).backward()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert hetero.status(model).mode == "paged"
+        model.state_dict()  # waits for the updates
+        return [weakref.ref(x) for x in (model, engine_of(model), model.head.weight)]
+
+    refs = scope()
+    gc.collect()
+    assert [ref() for ref in refs[:2]] == [None] * 2
+    gc.collect()  # the graph went with the module; what only the graph held is free now
+    assert refs[2]() is None
+
+
+class Scores(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).square().mean()
+
+
+def alone(*, paged: bool) -> tuple[Tensor, Tensor, dict[str, nn.Parameter]]:
+    """Return an input, its score and the weights of a model that is gone."""
+    torch.manual_seed(3)
+    model = Scores()
+    if paged:
+        hetero.prepare(model, hbm=HBM, chunk_bytes=256, device="cpu", activations="keep")
+        assert hetero.status(model).mode == "paged"
+    x = torch.randn(2, 7, model.norm.weight.numel(), requires_grad=True)
+    return x, model(x), dict(model.named_parameters())
+
+
+def test_a_graph_and_parameters_outlive_their_model() -> None:
+    expected, found = alone(paged=False), alone(paged=True)
+    gc.collect()
+    for _, score, _ in (expected, found):
+        score.backward()
+    same([expected[0].grad], [found[0].grad], "gradient of the input")
+    for name, param in expected[2].items():
+        theirs = found[2][name]
+        same([param * 2, param.grad], [theirs * 2, theirs.grad], name)
+    del found
+    x, score = alone(paged=True)[:2]
+    gc.collect()
+    score.backward()
+    same([expected[0].grad], [x.grad], "without parameters")
+
+
 def test_a_padded_transformer_encoder_evaluates_as_in_torch() -> None:
     def build() -> nn.Module:
         layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)

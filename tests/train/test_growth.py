@@ -56,13 +56,13 @@ def test_a_model_that_trains_by_a_method_is_forecast_by_its_units_once() -> None
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
     """Return what is planned for from here on."""
     planned: list[Trace] = []
-    plan = hetero.train.engine.Engine._plan
+    planner = hetero.train.engine.Planner
 
-    def noting(self: Any, trace: Trace, *, training: bool) -> Any:
+    def noting(trace: Trace, *args: Any) -> Any:
         planned.append(trace)
-        return plan(self, trace, training=training)
+        return planner(trace, *args)
 
-    monkeypatch.setattr(hetero.train.engine.Engine, "_plan", noting)
+    monkeypatch.setattr(hetero.train.engine, "Planner", noting)
     return planned
 
 

@@ -271,7 +271,7 @@ def test_threads_end_with_their_model() -> None:
     for number in range(3):
         one_step(model, ours, number)
     threads = updating_threads() - others
-    gone = weakref.ref(engine_of(model))
+    gone = weakref.ref(engine_of(model).worker)
     del model, ours
     for _ in range(200):  # a thread may be just about to let the last job go
         gc.collect()
