@@ -8,7 +8,7 @@ saved weight is unpacked and closes when another unit's is, or when the pass end
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from hetero.train.head import LateLogits
 from hetero.train.lazy import HomeSlot, shown
 from hetero.train.meter import unmeasured
 from hetero.train.precision import Masters, Scaling
+from hetero.train.structure import leaves_of
 from hetero.train.swizzle import Swizzle
 from hetero.train.tracer import Cursor
 from hetero.types import Kind, Phase, Tier
@@ -59,6 +60,38 @@ class Open(NamedTuple):
 
     buckets: tuple[int, ...]
     accessed: Accessed
+
+
+class Late:
+    """Planned fetches whose homes are not ready yet, in order, and the buckets that they are of."""
+
+    def __init__(self) -> None:
+        self._ops: deque[Op] = deque()
+        self._of: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    def __contains__(self, bucket: int) -> bool:
+        return self._of[bucket] > 0
+
+    @property
+    def first(self) -> Op:
+        return self._ops[0]
+
+    def add(self, op: Op) -> None:
+        self._ops.append(op)
+        self._of[op.bucket] += 1
+
+    def pop(self) -> Op:
+        """Return the first, which is late no more."""
+        op = self._ops.popleft()
+        self._of[op.bucket] -= 1
+        return op
+
+    def clear(self) -> None:
+        self._ops.clear()
+        self._of.clear()
 
 
 class Runtime:
@@ -107,7 +140,7 @@ class Runtime:
         self._sources: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self.closed = False
         self._stepped = stepped  # whether an optimizer's step ends a trace
-        self._late: deque[Op] = deque()  # planned fetches whose homes are not ready yet
+        self._late = Late()
         self.scaling: Scaling | None = None  # of the loss, under precision="fp16"
 
     @property
@@ -265,11 +298,14 @@ class Runtime:
         A fetch whose home is still being updated, or read from disk, is late, and those behind it
         wait with it, in order: the addresses of a plan are right only in its own order.
         """
-        self._late.extend(op for op in ops if not op.demand)
-        while self._late and not self.manager.busy(self._late[0].bucket):
-            op = self._late.popleft()
+        late, manager = self._late, self.manager
+        for op in ops:
+            if not op.demand:
+                late.add(op)
+        while late and not manager.busy(late.first.bucket):
+            op = late.pop()
             with unmeasured():  # who leaves may be coded, on HOST
-                self.manager.prefetch(op.bucket, op.start, op.evict)
+                manager.prefetch(op.bucket, op.start, op.evict)
 
     def stepped(self, buckets: Iterable[int]) -> None:
         """Versions of bound parameters moved because of a step, which is nobody's write."""
@@ -292,10 +328,11 @@ class Runtime:
 
     def _pin(self, buckets: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0) -> None:
         """Pin buckets, after the late fetches among which theirs are: the plan knew a place."""
-        missing = [b for b in buckets if b not in self.manager.replicas] if self._late else []
+        late, replicas = self._late, self.manager.replicas
+        missing = [b for b in buckets if b not in replicas] if late else []
         with unmeasured():  # frames are counted as such, and what comes from disk is on HOST
-            while any(op.bucket in missing for op in self._late):
-                op = self._late.popleft()
+            while any(bucket in late for bucket in missing):
+                op = late.pop()
                 self.manager.prefetch(op.bucket, op.start, op.evict)
             self.manager.pin(buckets, why, spare)
 
@@ -469,7 +506,7 @@ class Runtime:
         if self._at_home and func in _HOMEWARD:
             return self._reach_home(func, args)
         index = self.swizzle.index
-        places = (index.get(id(v), -1) for v in tree_iter((args, dict(kwargs))))
+        places = (index.get(id(value), -1) for value in leaves_of((args, dict(kwargs))))
         buckets = tuple(dict.fromkeys(self.layout.home[i][0] for i in places if i >= 0))
         if not buckets:
             with swizzle.plainly():  # only the class took part, no parameter's bytes
