@@ -239,7 +239,7 @@ class ChunkManager:
             return False
         free = self.ledger.free(Tier.HBM)
         leaving = sum(run.length for run in runs) * self.layout.chunk_numel
-        if free is not None and free + leaving < self._frame_bytes(bucket):
+        if free is not None and free + leaving < bucket.n_bytes:
             return False
         self._fetch(bucket, Place(start, tuple(run.owner for run in runs)), why)
         return True
@@ -391,7 +391,8 @@ class ChunkManager:
             if bucket_id not in self._updates:
                 self._follow_home(bucket_id)
         for bucket in self.layout.buckets:
-            self._take_copies(bucket.id, held=held)
+            if self._store.homes[PARAM, bucket.id].copies:
+                self._take_copies(bucket.id, held=held)
 
     def renew(self, bucket_id: int) -> None:
         """The home was written: discard the replica, or refresh it where somebody looks at it."""
@@ -488,7 +489,7 @@ class ChunkManager:
         for bucket_id, replica in list(self.replicas.items()):
             if self._may_leave(replica):
                 self.evict(bucket_id)
-        return sum(self._frame_bytes(replica.bucket) for replica in self.replicas.values())
+        return sum(replica.bucket.n_bytes for replica in self.replicas.values())
 
     def clear_the_way(self, places: Mapping[int, int]) -> None:
         """Evict what nobody holds and what is to stand at another place, {bucket: first frame}."""
@@ -602,7 +603,7 @@ class ChunkManager:
         for owner in place.evict:
             self.evict(owner)
         # 2. debit the frames when the transfer is queued, not when it lands
-        self.ledger.charge(Tier.HBM, Kind.PARAM, self._frame_bytes(bucket), f"bucket {bucket.id}")
+        self.ledger.charge(Tier.HBM, Kind.PARAM, bucket.n_bytes, f"bucket {bucket.id}")
         if place.start == APART:
             self._apart.add(bucket.id)
         else:
@@ -805,7 +806,7 @@ class ChunkManager:
             del self.by_storage[replica.cdata]
         else:
             self.frames.drop(bucket.id)
-        self.ledger.credit(Tier.HBM, Kind.PARAM, self._frame_bytes(bucket))
+        self.ledger.credit(Tier.HBM, Kind.PARAM, bucket.n_bytes)
 
     def _forget(self, replica: Replica) -> None:
         """Take back the frames of a fetch that could not be queued."""
@@ -821,7 +822,7 @@ class ChunkManager:
             what,
             tier=Tier.HBM,
             bucket=bucket.id,
-            n_bytes=self._frame_bytes(bucket),
+            n_bytes=bucket.n_bytes,
             category=Kind.PARAM,
             why=why,
         )
@@ -846,7 +847,7 @@ class ChunkManager:
         key = bucket.id, start
         shell = self._shells.pop(key, None)
         if shell is None:
-            n_bytes = self._frame_bytes(bucket)
+            n_bytes = bucket.n_bytes
             with torch.inference_mode(False), torch.no_grad():  # views outlive the user's mode
                 if start == APART:
                     piece = self.device.arena(n_bytes).carve(0, n_bytes)
@@ -872,17 +873,12 @@ class ChunkManager:
             else:
                 del self.by_storage[shell.cdata]
 
-    def _frame_bytes(self, bucket: Bucket) -> int:
-        return bucket.granules * self.layout.chunk_numel
-
     def _no_room(self, bucket: Bucket, n_spare: int) -> OutOfMemory:
         size = self.layout.chunk_numel
         name = self.layout.unit_names[bucket.unit]
-        pinned = sum(self._frame_bytes(r.bucket) for r in self.replicas.values() if r.pins)
-        leased = sum(
-            self._frame_bytes(r.bucket) for r in self.replicas.values() if not r.pins and r.leased
-        )
-        need, have = self._frame_bytes(bucket), (self.limit + n_spare) * size
+        pinned = sum(r.bucket.n_bytes for r in self.replicas.values() if r.pins)
+        leased = sum(r.bucket.n_bytes for r in self.replicas.values() if not r.pins and r.leased)
+        need, have = bucket.n_bytes, (self.limit + n_spare) * size
         more = max(need + pinned + leased - have, need)
         advice = f"raise hbm= by at least {format_bytes(more)}"
         if leased:

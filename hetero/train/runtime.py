@@ -41,6 +41,7 @@ from hetero.types import Kind, Phase, Tier
 
 _task = torch._C._current_graph_task_id
 NO_TASK = -1
+WHY = {phase: phase.value for phase in Phase}  # asked of an enum it costs two calls
 NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.EVAL: "eval"}
 _HOMEWARD = (torch.Tensor.detach, torch.Tensor.copy_)
 
@@ -66,31 +67,24 @@ class Late:
     """Planned fetches whose homes are not ready yet, in order, and the buckets that they are of."""
 
     def __init__(self) -> None:
-        self._ops: deque[Op] = deque()
+        self.ops: deque[Op] = deque()
         self._of: Counter[int] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._ops)
-
     def __contains__(self, bucket: int) -> bool:
-        return self._of[bucket] > 0
-
-    @property
-    def first(self) -> Op:
-        return self._ops[0]
+        return self._of.get(bucket, 0) > 0
 
     def add(self, op: Op) -> None:
-        self._ops.append(op)
+        self.ops.append(op)
         self._of[op.bucket] += 1
 
     def pop(self) -> Op:
         """Return the first, which is late no more."""
-        op = self._ops.popleft()
+        op = self.ops.popleft()
         self._of[op.bucket] -= 1
         return op
 
     def clear(self) -> None:
-        self._ops.clear()
+        self.ops.clear()
         self._of.clear()
 
 
@@ -190,7 +184,7 @@ class Runtime:
         elif phase is Phase.BACKWARD:
             self.early.reached(unit)
         accessed = self._begin_access(unit)
-        self._pin(buckets, phase.value)
+        self._pin(buckets, WHY[phase])
         self._bind(buckets)
         try:
             self._look_ahead(phase, unit, buckets)
@@ -302,7 +296,7 @@ class Runtime:
         for op in ops:
             if not op.demand:
                 late.add(op)
-        while late and not manager.busy(late.first.bucket):
+        while late.ops and not manager.busy(late.ops[0].bucket):
             op = late.pop()
             with unmeasured():  # who leaves may be coded, on HOST
                 manager.prefetch(op.bucket, op.start, op.evict)
@@ -329,7 +323,7 @@ class Runtime:
     def _pin(self, buckets: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0) -> None:
         """Pin buckets, after the late fetches among which theirs are: the plan knew a place."""
         late, replicas = self._late, self.manager.replicas
-        missing = [b for b in buckets if b not in replicas] if late else []
+        missing = [b for b in buckets if b not in replicas] if late.ops else []
         with unmeasured():  # frames are counted as such, and what comes from disk is on HOST
             while any(bucket in late for bucket in missing):
                 op = late.pop()
@@ -388,7 +382,7 @@ class Runtime:
         self.early.reached(unit)
         buckets = self.needs[unit] if bucket in self.needs[unit] else (bucket,)
         accessed = self._begin_access(unit)
-        self._pin(buckets, Phase.BACKWARD.value)
+        self._pin(buckets, WHY[Phase.BACKWARD])
         self._open = Open(buckets, accessed)
         self._look_ahead(Phase.BACKWARD, unit, buckets)
 

@@ -163,6 +163,7 @@ def test_a_miss_looks_for_its_own_fetch_alone_among_those_that_are_late() -> Non
     model, optimizer = prepared(Net(), activations="keep")
     for number in range(3):
         step(model, optimizer, number)
+    engine_of(model).finish()
     runtime = engine_of(model).runtime
 
     def work(n_late: int) -> int:
@@ -176,9 +177,10 @@ def test_a_miss_looks_for_its_own_fetch_alone_among_those_that_are_late() -> Non
             return lines_of(lambda: runtime._pin((0,), "test"))
         finally:
             runtime.manager.unpin((0,))
-            assert len(runtime._late) == n_late
+            assert len(runtime._late.ops) == n_late
             runtime._late.clear()
 
+    work(1)  # views of a new place are made
     assert work(400) <= work(40) + 5
 
 
@@ -186,10 +188,10 @@ def test_late_fetches_are_made_in_order_up_to_the_last_of_what_is_missing() -> N
     late = Late()
     for op in (Op(3, 0), Op(5, 4), Op(3, 8), Op(7, 12)):
         late.add(op)
-    assert 3 in late and 5 in late and 4 not in late and late.first == Op(3, 0)
+    assert 3 in late and 5 in late and 4 not in late and late.ops[0] == Op(3, 0)
     made = []
     while 3 in late:
         made.append(late.pop())
-    assert made == [Op(3, 0), Op(5, 4), Op(3, 8)] and len(late) == 1
+    assert made == [Op(3, 0), Op(5, 4), Op(3, 8)] and len(late.ops) == 1
     late.clear()
-    assert 7 not in late and not late
+    assert 7 not in late and not late.ops
