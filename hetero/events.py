@@ -138,12 +138,8 @@ class EventLog:
         ``t1`` may be something that knows both later.
         """
         if self.enabled:
-            self.append(
-                (
-                    *(next(self._count), t0, t1, what, self.step, self.phase),
-                    *(lane, tier, unit, bucket, n_bytes, category, why, self.access),
-                )
-            )
+            self.append((next(self._count), t0, t1, what, self.step, self.phase, lane, tier, unit,
+                         bucket, n_bytes, category, why, self.access))  # fmt: skip
 
     def now(
         self,
@@ -160,12 +156,8 @@ class EventLog:
         """Append an instant; see `add`."""
         if self.enabled:
             t = self.clock()
-            self.append(
-                (
-                    *(next(self._count), t, t, what, self.step, self.phase),
-                    *(lane, tier, unit, bucket, n_bytes, category, why, self.access),
-                )
-            )
+            self.append((next(self._count), t, t, what, self.step, self.phase, lane, tier, unit,
+                         bucket, n_bytes, category, why, self.access))  # fmt: skip
 
     @contextmanager
     def during(self, what: What, **columns: Any) -> Iterator[None]:
@@ -193,12 +185,8 @@ class EventLog:
     def end_access(self, seq: int, t0: float, unit: int, n_bytes: int) -> None:
         """Append an access that is over."""
         if self.enabled:
-            self.append(
-                (
-                    *(seq, t0, self.clock(), What.ACCESS, self.step, self.phase),
-                    *(Lane.COMPUTE, None, unit, -1, n_bytes, None, "", -1),
-                )
-            )
+            self.append((seq, t0, self.clock(), What.ACCESS, self.step, self.phase, Lane.COMPUTE,
+                         None, unit, -1, n_bytes, None, "", -1))  # fmt: skip
 
     def drain(self) -> Iterator[Event]:
         """Yield what is there and forget it; safe beside threads that append."""

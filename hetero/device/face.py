@@ -50,6 +50,10 @@ class Ticket:
         self._begin, self._end = begin, end
         return self
 
+    def ended(self, end: float) -> None:
+        """Note its end, where its begin was noted before."""
+        self._end = end
+
     def time_by(self, timing: Timing) -> None:
         """Let the device say when it was."""
         self._timing = timing

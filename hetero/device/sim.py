@@ -69,6 +69,8 @@ class SimDevice(CpuDevice):
         self._lazy = lazy
         self._queues: dict[Lane, deque[_Deferred]] = {lane: deque() for lane in COPY_LANES}
         self._free_at = dict.fromkeys(COPY_LANES, 0.0)
+        if not self.is_timed:
+            self.clock = time.monotonic  # type: ignore[method-assign]  # asked for every event
 
     def compute(self, seconds: float) -> None:
         """Let the modelled compute stream work for ``seconds``."""
@@ -81,10 +83,11 @@ class SimDevice(CpuDevice):
         after = tuple(after)
         rate = self.rates[lane]
         free_at = max(self._free_at.values()) if self.shared_link else self._free_at[lane]
-        start = max(free_at, self.clock_seconds, *(t.end for t in after), 0.0)
+        start, ready = max(free_at, self.clock_seconds), True
+        for before in after:
+            start, ready = max(start, before.end), ready and before.done
         end = start + (src.numel() / rate if rate else 0.0)
         self._free_at[lane] = end
-        ready = all(t.done for t in after)
         digest = _crc(src) if self.checked and ready and not self._written(src) else None
         if self.checked:
             self._refuse_reuse(dst, after)
@@ -130,7 +133,7 @@ class SimDevice(CpuDevice):
         return self._free_at.get(lane, 0.0) > self.clock_seconds
 
     def clock(self) -> float:
-        return self.clock_seconds if self.is_timed else time.monotonic()
+        return self.clock_seconds
 
     def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
         rate = self.rates[lane]
@@ -143,9 +146,16 @@ class SimDevice(CpuDevice):
 
     def _tick(self) -> None:
         if self._random.random() < self._lazy:
-            queue = self._queues[self._random.choice(COPY_LANES)]
+            queue = self._queues[self._any_lane()]
             if queue:
                 self._step(queue)
+
+    def _any_lane(self) -> Lane:
+        """Return what `random.choice` would of the lanes, without its calls."""
+        bits, n_lanes = self._random.getrandbits, len(COPY_LANES)
+        while (number := bits(n_lanes.bit_length())) >= n_lanes:
+            pass
+        return COPY_LANES[number]
 
     def _run_to(self, ticket: Ticket) -> None:
         while not ticket.done:
@@ -168,7 +178,7 @@ class SimDevice(CpuDevice):
         item.dst.copy_(item.src)
         item.ticket.done = True
         if not self.is_timed:
-            item.ticket.was(item.ticket.span()[0], time.monotonic())
+            item.ticket.ended(time.monotonic())
 
     def _written(self, src: torch.Tensor) -> bool:
         return any(_overlap(item.dst, src) for q in self._queues.values() for item in q)

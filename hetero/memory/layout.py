@@ -8,6 +8,7 @@ parameters lie at home is its codec's business (codec.py); a tensor begins a blo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,13 +34,10 @@ class ParamSpec:
     dtype: torch.dtype
     trainable: bool
     codec: Codec = EXACT
+    numel: int = field(init=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", math.prod(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +51,10 @@ class Segment:
     position: int
     spec: ParamSpec
     offset: int
+    end: int = field(init=False, compare=False)
 
-    @property
-    def end(self) -> int:
-        return self.offset + self.spec.numel
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "end", self.offset + self.spec.numel)
 
     def inside(self, run: slice) -> slice:
         """Return a run of the bucket's elements as a run of the segment's own."""
@@ -80,21 +78,17 @@ class Bucket:
     """Frames of the 1-byte class that the bucket's PARAM chunks fill."""
     chunks: range = field(init=False)
     """Ids of its chunks."""
+    numel: int = field(init=False)
+    """Elements of the index space, the tail of the last chunk included."""
+    n_bytes: int = field(init=False)
+    """Bytes of the PARAM chunks in frames."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "granules", self.n_chunks * self.dtype.itemsize)
         chunks = range(self.first_chunk, self.first_chunk + self.n_chunks)
         object.__setattr__(self, "chunks", chunks)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the index space, the tail of the last chunk included."""
-        return self.n_chunks * self.chunk_numel
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the PARAM chunks in frames."""
-        return self.numel * self.dtype.itemsize
+        object.__setattr__(self, "numel", self.n_chunks * self.chunk_numel)
+        object.__setattr__(self, "n_bytes", self.numel * self.dtype.itemsize)
 
     @property
     def home_bytes(self) -> int:

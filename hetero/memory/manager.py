@@ -57,6 +57,7 @@ from hetero.types import CopyState, Kind, Lane, Tier, format_bytes
 PARAM = Kind.PARAM.value
 APART = -1  # where a replica starts that has memory of its own
 FEW = 32  # replicas among which the one that is to leave is looked for
+SHELLS = 4  # a bucket, on average, whose views are kept while nothing is in them
 Done = Callable[[], None]
 
 
@@ -228,17 +229,17 @@ class ChunkManager:
         The buckets in ``leave`` go as well, wherever they stand, where they may.
         """
         for other in leave:
-            if other in self.replicas and self._worth(other) is not None:
+            if other in self.replicas and self._may_leave(self.replicas[other]):
                 self.evict(other)
         bucket = self.layout.buckets[bucket_id]
         if bucket_id in self.replicas or start + bucket.granules > self.frames.limit:
             return False
         runs = self.frames.overlapping(start, bucket.granules)
-        if any(self._worth(run.owner) is None for run in runs):
+        if not all(self._may_leave(self.replicas[run.owner]) for run in runs):
             return False
         free = self.ledger.free(Tier.HBM)
         leaving = sum(run.length for run in runs) * self.layout.chunk_numel
-        if free is not None and free + leaving < self._frame_bytes(bucket):
+        if free is not None and free + leaving < bucket.n_bytes:
             return False
         self._fetch(bucket, Place(start, tuple(run.owner for run in runs)), why)
         return True
@@ -390,7 +391,8 @@ class ChunkManager:
             if bucket_id not in self._updates:
                 self._follow_home(bucket_id)
         for bucket in self.layout.buckets:
-            self._take_copies(bucket.id, held=held)
+            if self._store.homes[PARAM, bucket.id].copies:
+                self._take_copies(bucket.id, held=held)
 
     def renew(self, bucket_id: int) -> None:
         """The home was written: discard the replica, or refresh it where somebody looks at it."""
@@ -444,7 +446,7 @@ class ChunkManager:
     def shed(self) -> None:
         """Give back the replicas apart that nobody holds."""
         for bucket_id in list(self._apart):
-            if self._worth(bucket_id) is not None:
+            if self._may_leave(self.replicas[bucket_id]):
                 self.evict(bucket_id)
 
     def resize(self, limit: int) -> bool:
@@ -484,16 +486,16 @@ class ChunkManager:
 
     def vacate(self) -> int:
         """Evict all that nobody holds; returns the bytes of what is held."""
-        for bucket_id in list(self.replicas):
-            if self._worth(bucket_id) is not None:
+        for bucket_id, replica in list(self.replicas.items()):
+            if self._may_leave(replica):
                 self.evict(bucket_id)
-        return sum(self._frame_bytes(replica.bucket) for replica in self.replicas.values())
+        return sum(replica.bucket.n_bytes for replica in self.replicas.values())
 
     def clear_the_way(self, places: Mapping[int, int]) -> None:
         """Evict what nobody holds and what is to stand at another place, {bucket: first frame}."""
         for bucket_id, replica in list(self.replicas.items()):
             elsewhere = places.get(bucket_id, replica.start) != replica.start
-            if elsewhere and self._worth(bucket_id) is not None:
+            if elsewhere and self._may_leave(replica):
                 self.evict(bucket_id)
 
     @property
@@ -558,19 +560,33 @@ class ChunkManager:
         most = self.ceiling - self._granules_apart
         self.frames.limit = max(self.frames.limit, min(most, self.frames.end + granules))
 
-    def _worth(self, bucket_id: int) -> tuple[float, float] | None:
-        replica = self.replicas[bucket_id]
-        if replica.pins or replica.leased:
-            return None
-        return (self.next_use(bucket_id), -replica.stamp)
+    def _may_leave(self, replica: Replica) -> bool:
+        return not (replica.pins or replica.leased)
 
     def _leaving(self) -> Iterator[tuple[object, int]]:
-        """Yield who may leave, of a few that were used longest ago those first whose next use is
-        furthest away: to ask all of them would make a miss dearer the more there are."""
-        order = (b for b in list(self.replicas) if b not in self._apart)
-        while few := list(itertools.islice(order, FEW)):
-            found = [(worth, b) for b in few if (worth := self._worth(b)) is not None]
-            yield from sorted(found, reverse=True)
+        """Yield who may leave, of a few those first whose next use is furthest away.
+
+        The few are who was used longest ago, and first of all who was used last as well, whom a
+        loop over all weights needs last: to ask all of them would make a miss dearer the more there
+        are.
+        """
+        last = list(itertools.islice(reversed(self.replicas), FEW // 2))
+        older = itertools.filterfalse(frozenset(last).__contains__, self.replicas)
+        few = [*last, *itertools.islice(older, FEW // 2)]
+        while few:
+            yield from self._furthest(few)
+            few = list(itertools.islice(older, FEW))
+
+    def _furthest(self, few: Sequence[int]) -> Iterator[tuple[object, int]]:
+        """Yield those of a few that may leave, by next use; of equals the one used longest ago."""
+        found = [
+            ((self.next_use(bucket_id), -replica.stamp), bucket_id)
+            for bucket_id in few
+            if not ((replica := self.replicas[bucket_id]).pins or bucket_id in self._apart)
+        ]
+        for worth, bucket_id in sorted(found, reverse=True):
+            if self._may_leave(self.replicas[bucket_id]):
+                yield worth, bucket_id
 
     def _fetch_anywhere(self, bucket: Bucket, why: str, spare: Callable[[], int]) -> Replica:
         place = self.frames.place(bucket.granules, self._leaving())
@@ -587,7 +603,7 @@ class ChunkManager:
         for owner in place.evict:
             self.evict(owner)
         # 2. debit the frames when the transfer is queued, not when it lands
-        self.ledger.charge(Tier.HBM, Kind.PARAM, self._frame_bytes(bucket), f"bucket {bucket.id}")
+        self.ledger.charge(Tier.HBM, Kind.PARAM, bucket.n_bytes, f"bucket {bucket.id}")
         if place.start == APART:
             self._apart.add(bucket.id)
         else:
@@ -790,7 +806,7 @@ class ChunkManager:
             del self.by_storage[replica.cdata]
         else:
             self.frames.drop(bucket.id)
-        self.ledger.credit(Tier.HBM, Kind.PARAM, self._frame_bytes(bucket))
+        self.ledger.credit(Tier.HBM, Kind.PARAM, bucket.n_bytes)
 
     def _forget(self, replica: Replica) -> None:
         """Take back the frames of a fetch that could not be queued."""
@@ -806,7 +822,7 @@ class ChunkManager:
             what,
             tier=Tier.HBM,
             bucket=bucket.id,
-            n_bytes=self._frame_bytes(bucket),
+            n_bytes=bucket.n_bytes,
             category=Kind.PARAM,
             why=why,
         )
@@ -828,31 +844,41 @@ class ChunkManager:
     def _shell(self, bucket: Bucket, start: int) -> Replica:
         """Return the replica of a bucket at an address, with its views built once; one that is
         apart is built each time."""
-        shell = self._shells.get((bucket.id, start))
+        key = bucket.id, start
+        shell = self._shells.pop(key, None)
         if shell is None:
-            n_bytes = self._frame_bytes(bucket)
+            n_bytes = bucket.n_bytes
             with torch.inference_mode(False), torch.no_grad():  # views outlive the user's mode
                 if start == APART:
                     piece = self.device.arena(n_bytes).carve(0, n_bytes)
-                    shell = Replica(bucket, start, piece)
                 else:
                     piece = self._arena.carve(start * self.layout.chunk_numel, n_bytes)
-                    shell = self._shells[bucket.id, start] = Replica(bucket, start, piece)
+                shell = Replica(bucket, start, piece)
             self.by_storage[shell.cdata] = shell
+        if start != APART:
+            self._shells[key] = shell
+            self._forget_shells()
         shell.pins = 0
         return shell
 
-    def _frame_bytes(self, bucket: Bucket) -> int:
-        return bucket.granules * self.layout.chunk_numel
+    def _forget_shells(self) -> None:
+        """Let go of the views that were used longest ago: there are as many as buckets times
+        places."""
+        most = SHELLS * len(self.layout.buckets)
+        while len(self._shells) > most:
+            key = next(iter(self._shells))
+            shell = self._shells.pop(key)
+            if self.replicas.get(shell.bucket.id) is shell:
+                self._shells[key] = shell  # it is resident: it comes to the end, as if used now
+            else:
+                del self.by_storage[shell.cdata]
 
     def _no_room(self, bucket: Bucket, n_spare: int) -> OutOfMemory:
         size = self.layout.chunk_numel
         name = self.layout.unit_names[bucket.unit]
-        pinned = sum(self._frame_bytes(r.bucket) for r in self.replicas.values() if r.pins)
-        leased = sum(
-            self._frame_bytes(r.bucket) for r in self.replicas.values() if not r.pins and r.leased
-        )
-        need, have = self._frame_bytes(bucket), (self.limit + n_spare) * size
+        pinned = sum(r.bucket.n_bytes for r in self.replicas.values() if r.pins)
+        leased = sum(r.bucket.n_bytes for r in self.replicas.values() if not r.pins and r.leased)
+        need, have = bucket.n_bytes, (self.limit + n_spare) * size
         more = max(need + pinned + leased - have, need)
         advice = f"raise hbm= by at least {format_bytes(more)}"
         if leased:

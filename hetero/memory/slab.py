@@ -15,6 +15,7 @@ copy is given too. Bits are compared, by their digest: numpy and ``.data`` move 
 from __future__ import annotations
 
 import sys
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
@@ -172,7 +173,7 @@ class HomeStore:
         self._on_disk = on_disk
         self._charged: dict[tuple[str, int], tuple[Kind, int]] = {}
         self._parked: dict[tuple[str, int], Home] = {}  # homes on NVME without content
-        self._names: set[str] = set()
+        self._names: list[str] = []  # ascending
         self.pool = pool
         self.homes: dict[tuple[str, int], Home] = {}
         self.before_use: Callable[[], None] = _nothing  # somebody outside reads or writes a state
@@ -191,7 +192,8 @@ class HomeStore:
             spilled = self.pool is not None and self._on_disk(kind, bucket.id)
             make = self._on_nvme if spilled else self._in_memory
             home = self.homes[name, bucket.id] = make(kind, name, bucket, dtype, codec)
-            self._names.add(name)
+            if name not in self._names:
+                insort(self._names, name)
         return home
 
     def _in_memory(
@@ -217,7 +219,7 @@ class HomeStore:
 
     def of_bucket(self, bucket_id: int) -> Iterator[tuple[str, Home]]:
         """Yield the homes of one bucket with their names."""
-        for name in sorted(self._names):
+        for name in self._names:
             home = self.homes.get((name, bucket_id))
             if home is not None:
                 yield name, home

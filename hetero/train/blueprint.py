@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -41,6 +41,18 @@ class Blueprint:
     needs: tuple[tuple[int, ...], ...]
     costs: tuple[Costs, ...]
     """What an element of each bucket costs beside itself."""
+    widest: int = field(init=False)
+    """The unit that pins most frames."""
+    least_bytes: int = field(init=False)
+    """Bytes of the frames that the widest unit pins: fewer cannot work."""
+    home_bytes: int = field(init=False)
+    """Bytes of parameters, gradients and states at home."""
+
+    def __post_init__(self) -> None:  # every step asks for these, of all units
+        most, widest = max(((self.granules(u), -u) for u in range(len(self.units))), default=(0, 0))
+        object.__setattr__(self, "widest", -widest)
+        object.__setattr__(self, "least_bytes", most * self.granule_bytes)
+        object.__setattr__(self, "home_bytes", self._home_bytes())
 
     @property
     def granule_bytes(self) -> int:
@@ -51,22 +63,10 @@ class Blueprint:
         return sum(self.layout.buckets[b].granules for b in self.needs[unit])
 
     @property
-    def widest(self) -> int:
-        """The unit that pins most frames."""
-        return max(range(len(self.units)), key=self.granules)
-
-    @property
     def widest_name(self) -> str:
         return self.units[self.widest].name or "model"
 
-    @property
-    def least_bytes(self) -> int:
-        """Bytes of the frames that the widest unit pins: fewer cannot work."""
-        return self.granules(self.widest) * self.granule_bytes
-
-    @property
-    def home_bytes(self) -> int:
-        """Bytes of parameters, gradients and states at home."""
+    def _home_bytes(self) -> int:
         total = 0
         for bucket in self.layout.buckets:
             total += bucket.home_bytes

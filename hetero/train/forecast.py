@@ -4,21 +4,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_iter
 
 from hetero.device import Device, Ticket
 from hetero.plan.activations import Policy, Use, peaks
 from hetero.train.caches import is_cache
 from hetero.train.footprint import Footprint
+from hetero.train.structure import leaves_of
 from hetero.train.swizzle import plainly
 from hetero.types import format_bytes
-
-_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 @dataclass(slots=True)
@@ -262,22 +260,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     What caches of keys and values hold is not among them (older transformers let pytrees see it):
     it grows from unit to unit, and what a unit leaves does not grow with it.
     """
-    found = {id(leaf): leaf for leaf in _leaves(value)}
+    leaves = leaves_of(value, is_cache)
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
     with plainly():
         return [t for t in found.values() if t.layout is torch.strided]
-
-
-def _leaves(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value; of usual values without torch's pytrees, for speed."""
-    kind = type(value)
-    if kind is torch.Tensor:
-        yield value
-    elif kind is tuple or kind is list:
-        for item in value:
-            yield from _leaves(item)
-    elif kind is dict:
-        for item in value.values():
-            yield from _leaves(item)
-    elif kind not in _PLAIN:
-        leaves = tree_iter(value, is_leaf=is_cache)
-        yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))

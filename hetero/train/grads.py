@@ -695,9 +695,10 @@ class GradStore:
         if job is not None and not job.done:
             return
         self._updates.pop(bucket.id, None)
-        slots = (self._slots.get(s.index, _gone)() for s in bucket.segments)
-        if any(s is not None and s.value is None for s in slots):
-            return
+        for segment in bucket.segments:
+            slot = self._slots.get(segment.index, _gone)()
+            if slot is not None and slot.value is None:
+                return
         for name in (GRAD, WIDE):
             home = self._store.homes.get((name, bucket.id))
             if home is not None and (self._device.cheap_slabs or home.extents is not None):

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Protocol
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -365,10 +366,13 @@ def _node(root: Any) -> Any:
 def _nobody() -> None: ...
 
 
+_NOTHING = nullcontext()
+
+
 def unmeasured() -> AbstractContextManager[Any]:
     """Let operations on HOST inside a block count for nothing."""
-    if _get_current_dispatch_mode() is None:
-        return nullcontext()
+    if not _len_torch_dispatch_stack():
+        return _NOTHING
     manager: AbstractContextManager[Any] = _disable_current_modes()
     return manager
 

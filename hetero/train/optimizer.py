@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from hetero.device import ALONE, use_count
 from hetero.errors import ConfigError
 from hetero.interrupts import theirs
 from hetero.train.precision import LossScaler
+from hetero.train.swizzle import plainly
 
 HOOKS = tuple(
     f"_optimizer_{what}_{when}_hooks"
@@ -135,6 +137,11 @@ class Optimizer(torch.optim.Optimizer):
             self._engine.step(self)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients, as torch does."""
+        with plainly() if set_to_none else nullcontext():  # no bytes are asked for
+            super().zero_grad(set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

@@ -204,8 +204,6 @@ def _kind(value: Any) -> Any:
 
 def is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
     """Return whether a state entry is one number per element of its parameter."""
-    return (
-        isinstance(value, torch.Tensor)
-        and key not in SCALARS
-        and tuple(value.shape) == tuple(shape)
-    )
+    if key in SCALARS or not isinstance(value, torch.Tensor):
+        return False
+    return value.shape == tuple(shape)

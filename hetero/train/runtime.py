@@ -8,7 +8,7 @@ saved weight is unpacked and closes when another unit's is, or when the pass end
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -34,12 +34,14 @@ from hetero.train.head import LateLogits
 from hetero.train.lazy import HomeSlot, shown
 from hetero.train.meter import unmeasured
 from hetero.train.precision import Masters, Scaling
+from hetero.train.structure import leaves_of
 from hetero.train.swizzle import Swizzle
 from hetero.train.tracer import Cursor
 from hetero.types import Kind, Phase, Tier
 
 _task = torch._C._current_graph_task_id
 NO_TASK = -1
+WHY = {phase: phase.value for phase in Phase}  # asked of an enum it costs two calls
 NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.EVAL: "eval"}
 _HOMEWARD = (torch.Tensor.detach, torch.Tensor.copy_)
 
@@ -59,6 +61,31 @@ class Open(NamedTuple):
 
     buckets: tuple[int, ...]
     accessed: Accessed
+
+
+class Late:
+    """Planned fetches whose homes are not ready yet, in order, and the buckets that they are of."""
+
+    def __init__(self) -> None:
+        self.ops: deque[Op] = deque()
+        self._of: Counter[int] = Counter()
+
+    def __contains__(self, bucket: int) -> bool:
+        return self._of.get(bucket, 0) > 0
+
+    def add(self, op: Op) -> None:
+        self.ops.append(op)
+        self._of[op.bucket] += 1
+
+    def pop(self) -> Op:
+        """Return the first, which is late no more."""
+        op = self.ops.popleft()
+        self._of[op.bucket] -= 1
+        return op
+
+    def clear(self) -> None:
+        self.ops.clear()
+        self._of.clear()
 
 
 class Runtime:
@@ -107,7 +134,7 @@ class Runtime:
         self._sources: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self.closed = False
         self._stepped = stepped  # whether an optimizer's step ends a trace
-        self._late: deque[Op] = deque()  # planned fetches whose homes are not ready yet
+        self._late = Late()
         self.scaling: Scaling | None = None  # of the loss, under precision="fp16"
 
     @property
@@ -157,7 +184,7 @@ class Runtime:
         elif phase is Phase.BACKWARD:
             self.early.reached(unit)
         accessed = self._begin_access(unit)
-        self._pin(buckets, phase.value)
+        self._pin(buckets, WHY[phase])
         self._bind(buckets)
         try:
             self._look_ahead(phase, unit, buckets)
@@ -265,11 +292,14 @@ class Runtime:
         A fetch whose home is still being updated, or read from disk, is late, and those behind it
         wait with it, in order: the addresses of a plan are right only in its own order.
         """
-        self._late.extend(op for op in ops if not op.demand)
-        while self._late and not self.manager.busy(self._late[0].bucket):
-            op = self._late.popleft()
+        late, manager = self._late, self.manager
+        for op in ops:
+            if not op.demand:
+                late.add(op)
+        while late.ops and not manager.busy(late.ops[0].bucket):
+            op = late.pop()
             with unmeasured():  # who leaves may be coded, on HOST
-                self.manager.prefetch(op.bucket, op.start, op.evict)
+                manager.prefetch(op.bucket, op.start, op.evict)
 
     def stepped(self, buckets: Iterable[int]) -> None:
         """Versions of bound parameters moved because of a step, which is nobody's write."""
@@ -292,10 +322,11 @@ class Runtime:
 
     def _pin(self, buckets: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0) -> None:
         """Pin buckets, after the late fetches among which theirs are: the plan knew a place."""
-        missing = [b for b in buckets if b not in self.manager.replicas] if self._late else []
+        late, replicas = self._late, self.manager.replicas
+        missing = [b for b in buckets if b not in replicas] if late.ops else []
         with unmeasured():  # frames are counted as such, and what comes from disk is on HOST
-            while any(op.bucket in missing for op in self._late):
-                op = self._late.popleft()
+            while any(bucket in late for bucket in missing):
+                op = late.pop()
                 self.manager.prefetch(op.bucket, op.start, op.evict)
             self.manager.pin(buckets, why, spare)
 
@@ -351,7 +382,7 @@ class Runtime:
         self.early.reached(unit)
         buckets = self.needs[unit] if bucket in self.needs[unit] else (bucket,)
         accessed = self._begin_access(unit)
-        self._pin(buckets, Phase.BACKWARD.value)
+        self._pin(buckets, WHY[Phase.BACKWARD])
         self._open = Open(buckets, accessed)
         self._look_ahead(Phase.BACKWARD, unit, buckets)
 
@@ -469,7 +500,7 @@ class Runtime:
         if self._at_home and func in _HOMEWARD:
             return self._reach_home(func, args)
         index = self.swizzle.index
-        places = (index.get(id(v), -1) for v in tree_iter((args, dict(kwargs))))
+        places = (index.get(id(value), -1) for value in leaves_of((args, dict(kwargs))))
         buckets = tuple(dict.fromkeys(self.layout.home[i][0] for i in places if i >= 0))
         if not buckets:
             with swizzle.plainly():  # only the class took part, no parameter's bytes

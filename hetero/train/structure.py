@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 
 from hetero.train.caches import is_cache
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 class _Fields(NamedTuple):
@@ -55,6 +58,27 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
         leaves.extend(below)
         inner.append((_Fields(type(leaf), names), structure))
     return leaves, Structure(spec, tuple(inner))
+
+
+def leaves_of(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Return what torch's pytrees find in a value; in usual values without them, for speed."""
+    found: list[Any] = []
+    _add_leaves(value, found, is_leaf)
+    return found
+
+
+def _add_leaves(value: Any, found: list[Any], is_leaf: Callable[[Any], bool] | None) -> None:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        for item in value:
+            _add_leaves(item, found, is_leaf)
+    elif kind is dict:
+        for item in value.values():
+            _add_leaves(item, found, is_leaf)
+    elif kind in _PLAIN or isinstance(value, torch.Tensor):
+        found.append(value)
+    else:
+        found.extend(tree_iter(value, is_leaf=is_leaf))
 
 
 def told_apart(leaves: Sequence[Any]) -> tuple[list[Any], list[int]]:

@@ -87,8 +87,7 @@ class Cursor:
         """Return how far away a bucket's next use is; 0 when nothing is planned (then: LRU)."""
         if self._schedule is None:
             return 0.0
-        use = next_use(self._uses.get(bucket, ()), self._at)
-        return use - self._at if math.isfinite(use) else math.inf
+        return next_use(self._uses.get(bucket, ()), self._at) - self._at
 
     def _resynchronise(self, schedule: Schedule, access: Access) -> tuple[Op, ...]:
         """Jump forward to the access, with the skipped ops; stay when it is not there."""

@@ -266,14 +266,14 @@ class Updater:
         else:
             draft = self._draft_whole
         made_here = self._masters.has(bucket) and self.formula is not None
-        fresh = self.rule.known is None or any(
-            self._stepped.get(row.segment.index) != known for row in rows
-        )
-        fresh |= any(self._lost_state(row) for row in rows)
+        fresh = self.rule.known is None
+        for row in rows:
+            index = row.segment.index
+            fresh |= self._lost_state(row) or self._stepped.get(index) != known
+            self._stepped[index] = known
+            update.touched.append(index)
         update.fresh |= fresh and not made_here
-        self._stepped.update((row.segment.index, known) for row in rows)
         draft(update, group, rows)
-        update.touched.extend(row.segment.index for row in rows)
 
     def _lost_state(self, row: Ready) -> bool:
         """Whether a parameter that had states has none: they were cleared, and appear again."""
@@ -626,7 +626,11 @@ class Updater:
 
         With ``own`` the other tensors are copied too, as when a state dict is loaded.
         """
+        homes, bucket_id = self._store.homes, self._layout.home[segment.index][0]
         for key, value in state.items():
+            known = homes.get((key, bucket_id))
+            if not own and known is not None and value is known.segments[segment.position]:
+                continue  # as the last step left it
             if own and isinstance(value, torch.Tensor) and key not in EXACT:
                 value = _cast(value, self._state_dtype(segment))
             if not is_elementwise(key, value, segment.spec.shape):

@@ -29,7 +29,7 @@ from hetero.events import EventLog
 from hetero.memory.layout import Layout, ParamSpec, build_layout, contiguous_stride
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.memory.manager import PARAM, ChunkManager
+from hetero.memory.manager import FEW, PARAM, SHELLS, ChunkManager
 from hetero.memory.slab import HomeStore
 from hetero.types import CopyState, Kind, Lane, Tier
 
@@ -394,6 +394,14 @@ class ManagerMachine(RuleBasedStateMachine):
         assert all(self.manager.by_storage[r.cdata] is r for r in apart)
 
     @invariant()
+    def as_many_views_are_kept_as_are_found_by_their_storage(self) -> None:
+        manager = self.manager
+        assert len(manager._shells) <= SHELLS * len(BUCKETS)
+        kept = {*manager._shells.values(), *(manager.replicas[b] for b in self.apart())}
+        assert {r.cdata: r for r in kept} == manager.by_storage
+        assert kept >= set(manager.replicas.values())
+
+    @invariant()
     def what_is_held_never_moves(self) -> None:
         for bucket in self.held():
             replica = self.manager.replicas[bucket]
@@ -562,6 +570,75 @@ def test_without_a_plan_the_least_recently_used_is_evicted_first() -> None:
         world.visit(bucket)
 
     assert set(world.manager.replicas) == {0, 2}
+
+
+def test_views_at_places_that_were_left_long_ago_are_let_go() -> None:
+    world = World()
+    for start in range(4 * SHELLS * len(BUCKETS)):
+        bucket = (3, 5)[start % 2]
+        assert world.manager.prefetch(bucket, start % (ALL - 4))
+        world.visit(bucket)
+        world.manager.evict(bucket)
+    world.visit(0)
+
+    assert len(world.manager._shells) == len(world.manager.by_storage) == SHELLS * len(BUCKETS)
+    world.manager.prefetch(3, 30)
+    for start in range(4 * SHELLS * len(BUCKETS)):
+        world.manager.prefetch(5, start % 30)
+        world.manager.evict(5)
+    world.visit(3, 0)  # they are resident all the while: what locates their bytes is there
+
+
+def test_a_view_of_a_place_that_was_let_go_is_made_anew_with_the_right_values() -> None:
+    world = World()
+    world.visit(3)
+    gone = world.manager.replicas[3]
+    world.manager.evict(3)
+    world.manager.prefetch(0, 30)
+    for start in range(SHELLS * len(BUCKETS)):
+        world.manager.prefetch(5, start % 28)
+        world.manager.evict(5)
+        world.manager.prefetch(6, 60 - start)
+        world.manager.evict(6)
+    world.manager.prefetch(3, gone.start)
+    world.visit(3)
+
+    assert world.manager.replicas[3] is not gone
+    assert gone.cdata not in world.manager.by_storage
+    world.scribble(3, 2, 9)
+    world.visit(3)
+
+
+def loop(n_buckets: int, n_frames: int, laps: int) -> float:
+    """Return the misses of an access, in loops over buckets that are used in this order next."""
+    specs = [ParamSpec(f"u{i}.p", i, (16,), (1,), F32, True) for i in range(n_buckets)]
+    layout = build_layout(specs, [f"u{i}" for i in range(n_buckets)], CHUNK_BYTES)
+    device, log = SimDevice(), EventLog()
+    ledger = Ledger({Tier.HBM: None})
+    store = HomeStore(device, ledger)
+    for bucket in layout.buckets:
+        store.get(Kind.PARAM, PARAM, bucket)
+    limit = 4 * n_frames
+    manager = ChunkManager(
+        layout,
+        device=device,
+        ledger=ledger,
+        link=Link(device, log),
+        store=store,
+        limit=limit,
+        ceiling=limit,
+        next_use=lambda bucket: bucket + 1.0,
+    )
+    for _ in range(laps):
+        manager.counts.clear()
+        for bucket in range(n_buckets):
+            manager.pin((bucket,), "fault")
+            manager.unpin((bucket,))
+    return manager.counts["miss"] / n_buckets
+
+
+def test_a_loop_over_more_weights_than_frames_misses_what_frames_do_not_hold() -> None:
+    assert loop(8 * FEW, 4 * FEW, laps=4) <= 0.5 + 2 / FEW
 
 
 def test_a_pin_that_does_not_fit_pins_nothing() -> None:

@@ -12,9 +12,10 @@ from torch import nn
 import hetero
 from hetero.api import engine_of
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE
-from hetero.plan.schedule import Schedule
+from hetero.plan.schedule import Op, Schedule
 from hetero.plan.trace import Access, Trace
 from hetero.train.policy import Policies
+from hetero.train.runtime import Late
 from hetero.train.tracer import Cursor
 from hetero.types import Phase
 from tests.campaigns.harness import Net, adamw, tokens_of
@@ -156,3 +157,41 @@ def test_an_access_out_of_turn_is_found_without_a_search() -> None:
         return lines_of(lambda: cursor.observe(chain(1).accesses[0]))
 
     assert work(400) <= work(40) + 5
+
+
+def test_a_miss_looks_for_its_own_fetch_alone_among_those_that_are_late() -> None:
+    model, optimizer = prepared(Net(), activations="keep")
+    for number in range(3):
+        step(model, optimizer, number)
+    engine_of(model).finish()
+    runtime = engine_of(model).runtime
+
+    def work(n_late: int) -> int:
+        runtime.quiesce()
+        runtime._late.clear()
+        for bucket in list(runtime.manager.replicas):
+            runtime.manager.evict(bucket)
+        for _ in range(n_late):
+            runtime._late.add(Op(1, 0))
+        try:
+            return lines_of(lambda: runtime._pin((0,), "test"))
+        finally:
+            runtime.manager.unpin((0,))
+            assert len(runtime._late.ops) == n_late
+            runtime._late.clear()
+
+    work(1)  # views of a new place are made
+    assert work(400) <= work(40) + 5
+
+
+def test_late_fetches_are_made_in_order_up_to_the_last_of_what_is_missing() -> None:
+    late = Late()
+    for op in (Op(3, 0), Op(5, 4), Op(3, 8), Op(7, 12)):
+        late.add(op)
+    assert 3 in late and 5 in late and 4 not in late and late.ops[0] == Op(3, 0)
+    made = []
+    while 3 in late:
+        made.append(late.pop())
+    assert made == [Op(3, 0), Op(5, 4), Op(3, 8)] and len(late.ops) == 1
+    late.clear()
+    assert 7 not in late and not late.ops
