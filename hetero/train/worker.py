@@ -142,11 +142,14 @@ class Job:
             while self.help():
                 interrupts.point(2)
             with self._changed:
-                while not (self._closed or self._slices or self._stuck):
-                    interrupts.wait(self._changed)
+                interrupts.wait(self._changed, self._is_for_waiters)
                 stuck, self._stuck = self._stuck, None
             if stuck is not None and not self._closed:
                 raise stuck
+
+    def _is_for_waiters(self) -> bool:
+        """Whether those who wait have something to do, or nothing to wait for."""
+        return self._closed or bool(self._slices) or self._stuck is not None
 
     def wait(self) -> None:
         """Return when the job is done, helping with it; raises what it raised, where it did."""
