@@ -19,6 +19,7 @@ from torch import nn
 
 import hetero
 from hetero import interrupts
+from hetero.errors import StorageError
 from hetero.interrupts import Deferring
 from hetero.memory.manager import ChunkManager
 from hetero.train.updater import Updater
@@ -296,6 +297,30 @@ def test_a_job_that_ends_as_a_wait_for_it_runs_out_of_time_is_done() -> None:
     begun.wait()
     job.wait()
     assert job.done
+
+
+def test_what_failed_on_another_thread_is_tried_again_by_who_waits() -> None:
+    begun, go = threading.Event(), threading.Event()
+    done: list[threading.Thread] = []
+
+    def work() -> None:
+        if threading.current_thread() is thread:
+            begun.set()
+            go.wait()
+            raise StorageError("the drive failed then", advice="")
+        done.append(threading.current_thread())
+
+    def end() -> None:
+        go.set()
+        thread.join()
+
+    job = Job([work])
+    thread = threading.Thread(target=job.help)
+    job._changed = Missed(end)
+    thread.start()
+    begun.wait()
+    job.wait()
+    assert done == [threading.current_thread()]
 
 
 def test_what_was_given_up_for_ctrl_c_is_done_by_the_next_who_waits() -> None:
