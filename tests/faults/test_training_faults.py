@@ -508,14 +508,15 @@ def things_of(disk: Path) -> tuple[set[str], list[str]]:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_release_gives_up_what_a_failed_disk_holds_and_says_so(disk: Path, moment: str) -> None:
-    before = things_of(disk)
+    threads, files = things_of(disk)  # some of which other tests left, and may end
     run = stuck(disk, moment)
     params = list(run.model.parameters())
     assert things_of(disk)[1]
     with pytest.raises(StateError, match="a drive took along") as caught:
         hetero.release(run.model, run.optimizer)
     assert isinstance(caught.value.__cause__, StorageError)
-    assert things_of(disk) == before
+    found = things_of(disk)
+    assert found[0] <= threads and found[1] == files
     for param in params:
         assert type(param) is nn.Parameter and bool(param.isnan().all())
     with pytest.raises(StateError, match="not prepared"):
