@@ -11,7 +11,8 @@ clears it.
 Where the system cannot exchange directories (and for a mount point, the working directory, one of
 another user), files change hands in place: what loaders look for is set aside first (`OLD`),
 configs, then index and weights, so that between the renames nothing loads; a failure undoes them,
-and what a killed process left, the next export undoes or clears.
+and what a killed process left, the next export undoes or clears. Names of one stage are durable
+before those of the next, and what loaders look for comes last both ways.
 """
 
 from __future__ import annotations
@@ -464,23 +465,34 @@ def switch(folder: Folder, parts: Sequence[str], notes: Sequence[str]) -> None:
         folder.rename(name, to)
         moved.append((name, to))
 
+    # 1. what tells `recover` that this did not come to its end
+    folder.sync()
     try:
-        # 1. nothing loads what is there: configs, the index, whole weights, then parts
+        # 2. nothing loads what is there: configs, the index, whole weights, then parts
         for name in dict.fromkeys((*notes, INDEX, SINGLE, *parts)):
             if name in there:
                 move(name, OLD + name)
                 if name in (INDEX, SINGLE):
                     folder.sync()
-        # 2. parts and configs
+        folder.sync()
+        # 3. parts and configs
         for name in others:
             move(NEW + name, name)
         folder.sync()
-        # 3. what loaders look for
+        # 4. what loaders look for
         move(NEW + last, last)
     except BaseException:
-        for name, to in reversed(moved):
-            quietly(folder.rename, to, name)
+        undo(folder, moved)
         raise
+
+
+def undo(folder: Folder, moved: Sequence[tuple[str, str]]) -> None:
+    """Give files their names back; what loaders look for comes after the files it names."""
+    for name, to in reversed(moved):
+        if name in (INDEX, SINGLE):
+            quietly(folder.sync)
+        quietly(folder.rename, to, name)
+    quietly(folder.sync)  # before the new files go, which say that there is something to undo
 
 
 def recover(folder: Folder, sibling: Sibling | None) -> None:
@@ -489,11 +501,21 @@ def recover(folder: Folder, sibling: Sibling | None) -> None:
         sibling.recover(folder)
     there = set(folder.names())
     undone = any(NEW + name in there for name in (SINGLE, INDEX)) or not there & {SINGLE, INDEX}
+    aside = sorted(name for name in there if name.startswith(OLD))
+    if aside and undone:
+        put_back(folder, aside)
     for name in sorted(there):
-        if name.startswith(OLD) and undone:
-            folder.rename(name, name.removeprefix(OLD))
-        elif name.startswith((OLD, NEW)):
+        if name.startswith(NEW) or (name in aside and not undone):
             folder.unlink(name)
+
+
+def put_back(folder: Folder, aside: Sequence[str]) -> None:
+    """Give what a killed export set aside its names again, in the order of `undo`."""
+    last = {OLD + INDEX, OLD + SINGLE}
+    for names in (set(aside) - last, last & set(aside)):
+        for name in sorted(names):
+            folder.rename(name, name.removeprefix(OLD))
+        folder.sync()
 
 
 def sweep(folder: Folder, parts: Mapping[str, object]) -> None:

@@ -15,6 +15,7 @@ Ctrl-C comes out of these, as an error of a disk would.
 from __future__ import annotations
 
 import _thread
+import math
 import signal
 import sys
 import threading
@@ -158,14 +159,19 @@ def point(presses: int = 1) -> None:
         found.handle(sys._getframe())
 
 
-def wait(changed: threading.Condition, seconds: float | None = None) -> bool:
-    """Wait for a condition that is held; False where so many seconds passed without it."""
+def wait(
+    changed: threading.Condition, happened: Callable[[], bool], seconds: float | None = None
+) -> bool:
+    """Wait on a condition that is held until something is so; False where it is not in time.
+
+    A notification that comes as a wait runs out of time is lost: only ``happened`` says the truth.
+    """
     if threading.current_thread() is not threading.main_thread():
-        return changed.wait(seconds)
-    end = None if seconds is None else time.monotonic() + seconds
-    while not changed.wait(WAIT_SECONDS):
+        return changed.wait_for(happened, seconds)
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    while not changed.wait_for(happened, min(WAIT_SECONDS, end - time.monotonic())):
         point(2)
-        if end is not None and time.monotonic() > end:
+        if time.monotonic() >= end:
             return False
     return True
 

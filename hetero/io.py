@@ -97,7 +97,7 @@ class IO:
 
 
 class Op(NamedTuple):
-    """One recorded call. ``data`` is what a write wrote; ``to`` the new name of a rename."""
+    """One recorded call. ``data`` is what a write wrote; ``to`` as in `target`."""
 
     op: str
     where: str
@@ -181,8 +181,7 @@ class FaultPlan(IO):
         with self._lock:
             n_bytes: Any = result if op == "write" and self._keep_data else 0
             data = b"".join(args[1])[:n_bytes] if n_bytes else b""
-            to = str(args[1]) if op in ("rename", "exchange") else ""
-            self.log.append(Op(op, where, offset, data, to))
+            self.log.append(Op(op, where, offset, data, target(op, args)))
         return result
 
     def _wrong(self, op: str) -> Callable[..., Any] | None:
@@ -193,6 +192,13 @@ class FaultPlan(IO):
                 self.fired += 1
                 return act
         return None
+
+
+def target(op: str, args: tuple[Any, ...]) -> str:
+    """Return the second name of a call: in its directory, or with the path of another one."""
+    if op in ("rename", "exchange"):
+        return str(args[1])
+    return str(args[2].where(args[0])) if op in ("move", "link") else ""
 
 
 class File:
@@ -460,11 +466,11 @@ class Folder:
 
     def move(self, name: str, to: Folder) -> None:
         """Bring a file or directory, under its name, to another directory of the file system."""
-        self._call("move", _move, self.checked(name), self._fd, to._fd, where=self.where(name))
+        self._call("move", _move, self.checked(name), self._fd, to, where=self.where(name))
 
     def link(self, name: str, to: Folder) -> None:
         """Give a file in here the same name in another directory of the file system, too."""
-        self._call("link", _link, self.checked(name), self._fd, to._fd, where=self.where(name))
+        self._call("link", _link, self.checked(name), self._fd, to, where=self.where(name))
 
     def exchange(self, name: str, to: str) -> None:
         """Let two names in here lead to each other's files or directories, both at one moment.
@@ -485,6 +491,10 @@ class Folder:
     def sync(self) -> None:
         """Return when the names in this directory are durable."""
         self._call("sync_folder", os.fsync, self._fd, where=self.path)
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._fd
 
     def space(self) -> int:
         """Return the bytes that this user can still write here."""
@@ -577,12 +587,12 @@ def _rename(name: str, to: str, folder: int) -> None:
     os.replace(name, to, src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def _move(name: str, folder: int, to: int) -> None:
-    os.rename(name, name, src_dir_fd=folder, dst_dir_fd=to)
+def _move(name: str, folder: int, to: Folder) -> None:
+    os.rename(name, name, src_dir_fd=folder, dst_dir_fd=to.fileno())
 
 
-def _link(name: str, folder: int, to: int) -> None:
-    os.link(name, name, src_dir_fd=folder, dst_dir_fd=to, follow_symlinks=False)
+def _link(name: str, folder: int, to: Folder) -> None:
+    os.link(name, name, src_dir_fd=folder, dst_dir_fd=to.fileno(), follow_symlinks=False)
 
 
 def _exchange(name: str, to: str, folder: int) -> None:

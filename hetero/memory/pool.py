@@ -220,6 +220,7 @@ class Pool:
         self._in_flight = 0
         self._holders: Counter[int] = Counter()  # threads, and how many requests each has pinned
         self._n_waiting = 0  # threads that wait for room
+        self._n_changes = 0  # of which they were told
         self._failures = 0  # of writes
         self._failure: BaseException | None = None  # the last one, for whoever needs the room
         self.told = False  # whether a drive's error was raised, since an owner last asked
@@ -314,14 +315,14 @@ class Pool:
                 window.requests.clear()
                 while window.let_go_last():
                     pass
-            self._changed.notify_all()
+            self._tell_waiters()
 
     def discard(self, extents: Extents) -> None:
         """Let a home's content go, in memory and on disk; it reads as zeros from now on."""
         self._refuse_fork()
         with self._changed:
-            while any(self._state(e) in (FILLING, FLUSHING) for e in extents.all):
-                self._wait()
+            moving = (FILLING, FLUSHING)
+            self._wait(lambda: not any(self._state(e) in moving for e in extents.all))
             if any(extent.pins for extent in extents.all):
                 raise StateError("a home on disk was discarded while it is pinned")
             for extent in extents.all:
@@ -329,7 +330,7 @@ class Pool:
                 if self._state(extent) is not ABSENT:
                     self._leave(extent, "discard")
             self._pump()
-            self._changed.notify_all()
+            self._tell_waiters()
 
     def drain(self) -> None:
         """Return when no transfer is under way; what was announced is forgotten."""
@@ -338,8 +339,7 @@ class Pool:
         with self._changed:
             self._window.requests.clear()
             self._later.requests.clear()
-            while self._in_flight:
-                self._wait()
+            self._wait(lambda: not self._in_flight)
 
     def close(self) -> None:
         """Finish transfers and let the files go; what is in memory is gone with them."""
@@ -389,12 +389,15 @@ class Pool:
                 self._unpin(request, me)
             return not failed
 
-    def _wait(self, seconds: float | None = None) -> bool:
-        return interrupts.wait(self._changed, seconds)
+    def _wait(self, happened: Callable[[], bool], seconds: float | None = None) -> bool:
+        return interrupts.wait(self._changed, happened, seconds)
 
     def _wait_for_reads(self, request: Request) -> None:
-        while any(self._state(extent) is FILLING for extent in request.needs):
-            self._wait()
+        self._wait(lambda: not any(self._state(extent) is FILLING for extent in request.needs))
+
+    def _tell_waiters(self) -> None:
+        self._n_changes += 1
+        self._changed.notify_all()
 
     def _give_back(self, request: Request, me: int, *, whole: bool) -> None:
         if self._pid != os.getpid():
@@ -417,7 +420,7 @@ class Pool:
             if extent.blank and not extent.pins:
                 self._leave(extent, "discard")  # never written whole: the old content stands
         self._pump()
-        self._changed.notify_all()
+        self._tell_waiters()
 
     def _let_go(self, extent: Extent) -> None:
         self._window.let_go(extent)
@@ -478,7 +481,9 @@ class Pool:
             if self._holders.keys() == {me}:
                 raise self._too_small(request.n_bytes)
         # 3. wait for those who hold some
-        if not self._wait(STALL_SECONDS) and not self._in_flight:
+        seen = self._n_changes
+        changed = self._wait(lambda: self._n_changes != seen, STALL_SECONDS)
+        if not changed and not self._in_flight:
             raise self._too_small(request.n_bytes)
 
     def _short(self, n_bytes: int) -> int:
@@ -609,7 +614,7 @@ class Pool:
         self._in_flight -= 1
         if not failed:  # or a disk that is full would be asked again at once, for ever
             self._pump()
-        self._changed.notify_all()
+        self._tell_waiters()
 
     def _tell(self, error: BaseException) -> BaseException:
         self.told = True

@@ -37,7 +37,7 @@ class Job:
 
     __slots__ = (
         *("_after", "_changed", "_clock", "_closed", "_error", "_finish", "_flushes", "_left"),
-        *("_slices", "_stuck", "began", "ended", "then"),
+        *("_slices", "began", "ended", "then"),
     )
 
     def __init__(
@@ -61,7 +61,6 @@ class Job:
         self._finish = finish
         self._after = tuple(after)
         self._error: tuple[BaseException, TracebackType | None] | None = None
-        self._stuck: StorageError | None = None
         self._closed = False
         self._changed = threading.Condition()
         if not self._left:
@@ -75,11 +74,18 @@ class Job:
 
     def help(self) -> bool:
         """Do one slice; False when none is left to begin, or one cannot be done now."""
+        try:
+            return self._do_one()
+        except StorageError:  # who waits for it tries again, and is told
+            return False
+
+    def _do_one(self) -> bool:
+        """Do one slice; False when none is left to begin. Raises StorageError, and what a second
+        Ctrl-C raises: the slice is still to be done then."""
         with self._changed:
             if not self._slices:
                 return False
             work = self._slices.popleft()
-            self._stuck = None
             if self.began is None:
                 self.began = self._clock()
         try:
@@ -89,21 +95,14 @@ class Job:
                 work()
                 work = _nothing  # what is done is not done again, should the finish fail
                 self._complete()
-        except StorageError as error:
-            self._put_back(work, error)
-            return False
-        except KeyboardInterrupt:  # the second one, of somebody who would not wait for a drive
-            self._put_back(work, None)
+        except (StorageError, KeyboardInterrupt):
+            with self._changed:
+                self._slices.appendleft(work)
+                self._changed.notify_all()
             raise
         except BaseException as error:
             self.fail(error)
         return True
-
-    def _put_back(self, work: Slice, stuck: StorageError | None) -> None:
-        with self._changed:
-            self._slices.appendleft(work)
-            self._stuck = stuck
-            self._changed.notify_all()
 
     def _complete(self) -> None:
         with self._changed:
@@ -136,17 +135,15 @@ class Job:
             then(self)
 
     def settle(self) -> None:
-        """Return when the job is done or has failed, helping with it; raises StorageError, and
-        what a second Ctrl-C raises."""
+        """Return when the job is done or has failed, helping with it; raises what `_do_one` does.
+
+        What failed on another thread is tried again here: that drive may be well by now.
+        """
         while not self._closed:
-            while self.help():
+            while self._do_one():
                 interrupts.point(2)
             with self._changed:
-                while not (self._closed or self._slices or self._stuck):
-                    interrupts.wait(self._changed)
-                stuck, self._stuck = self._stuck, None
-            if stuck is not None and not self._closed:
-                raise stuck
+                interrupts.wait(self._changed, lambda: self._closed or bool(self._slices))
 
     def wait(self) -> None:
         """Return when the job is done, helping with it; raises what it raised, where it did."""

@@ -161,8 +161,8 @@ def header(directory: Path) -> Attempt:
         text, data = as_text(changed(HEADER, seeded)), bytes(32)
         if seeded.random() < 0.4:
             text = spoiled(as_text(HEADER), seeded)
-        length = len(text) + seeded.choice([0, 0, 0, 0, 1, -1, 2**40, -(len(text))])
-        raw = struct.pack("<Q", length) + text + data[: seeded.choice([32, 32, 32, 31, 0])]
+        length = len(text) + seeded.choice([*[0] * 12, 1, -1, 2**40, -len(text)])
+        raw = struct.pack("<Q", length) + text + data[: seeded.choice([*[32] * 8, 31, 0])]
         (directory / "model.safetensors").write_bytes(raw)
         return read_weights(directory)
 

@@ -7,36 +7,46 @@ names are pending until a sync of their directory; of the pending ones there sur
     prefix   any prefix of them, across all directories (a journal)
     subset   any subset of them (all that POSIX promises)
 
-A sync of a file makes no name durable, and a sync of a directory no bytes.
+One call is one change: an exchange, or a move from one directory to another, is there with all its
+names or with none of them, and a sync of either directory makes it durable. A sync of a file makes
+no name durable, and a sync of a directory no bytes.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from hetero.io import Op
+from hetero.io import ALIGN, Op
+from tests.faults.saves import Quick
+
+T = TypeVar("T")
 
 Model = Literal["prefix", "subset"]
 Tree = dict[str, "bytes | Tree"]
 Fate = Literal["kept", "lost", "torn", "zero"]
 
-OPS = ("mkdir", "create", "rename", "unlink", "rmdir", "write", "reserve", "sync", "sync_folder")
+OPS = ("open", "mkdir", "create", "write", "reserve", "sync", "sync_folder")
+OPS += ("rename", "move", "link", "exchange", "unlink", "rmdir")
 FATES: tuple[Fate, ...] = ("kept", "lost", "torn", "zero")
 SAMPLES = 8  # random mixtures of fates, beside the systematic ones
 
 
-class Change(NamedTuple):
-    """A change of names in one directory: ``old`` goes, ``new`` leads to ``inode``."""
+class Edit(NamedTuple):
+    """What a change does to one name: it leads to ``inode`` from now on, or no longer does."""
 
     folder: int
-    old: str
-    new: str
+    name: str
     inode: int
+    leads: bool = True
+
+
+Change = tuple[Edit, ...]
 
 
 @dataclass
@@ -80,14 +90,12 @@ class Drive:
         """Take one operation of a log whose paths are relative to the root."""
         head, name = os.path.split(op.where)
         folder = self.paths[head]
-        if op.op in ("mkdir", "create"):
+        if op.op == "open" and op.where:
+            self.paths[op.where] = self.live[folder, name]
+        elif op.op in ("mkdir", "create"):
             self.inodes.append(Inode(names={} if op.op == "mkdir" else None))
-            self._rename(folder, "", name, len(self.inodes) - 1, op.where)
-        elif op.op == "rename":
-            inode = self.live.pop((folder, name))
-            self._rename(folder, name, op.to, inode, os.path.join(head, op.to))
-        elif op.op in ("unlink", "rmdir"):
-            self._rename(folder, name, "", self.live.pop((folder, name)), "")
+            self._change(Edit(folder, name, len(self.inodes) - 1))
+            self.paths[op.where] = len(self.inodes) - 1
         elif op.op == "write":
             self.inodes[self.paths[op.where]].writes.append((op.offset, op.data))
         elif op.op == "reserve":
@@ -96,19 +104,43 @@ class Drive:
             settle(self.inodes[self.paths[op.where]])
         elif op.op == "sync_folder":
             self._sync_names(self.paths[op.where])
+        elif op.op != "open":
+            self._change(*self._edits(op, folder, name))
 
-    def _rename(self, folder: int, old: str, new: str, inode: int, path: str) -> None:
-        self.changes.append(Change(folder, old, new, inode))
-        if new:
-            self.live[folder, new] = self.paths[path] = inode
+    def _edits(self, op: Op, folder: int, name: str) -> tuple[Edit, ...]:
+        """Return what a call does to names that are there."""
+        inode = self.live[folder, name]
+        gone = Edit(folder, name, inode, leads=False)
+        to, new = os.path.split(op.to)
+        if op.op == "rename":
+            return gone, Edit(folder, op.to, inode)
+        if op.op == "exchange":
+            return Edit(folder, name, self.live[folder, op.to]), Edit(folder, op.to, inode)
+        if op.op == "move":
+            return gone, Edit(self.paths[to], new, inode)
+        if op.op == "link":
+            return (Edit(self.paths[to], new, inode),)
+        return (gone,)  # unlink, rmdir
+
+    def _change(self, *edits: Edit) -> None:
+        self.changes.append(edits)
+        for folder, name, inode, leads in edits:
+            if leads:
+                self.live[folder, name] = inode
+            else:
+                del self.live[folder, name]
 
     def _sync_names(self, folder: int) -> None:
-        mine = [n for n, change in enumerate(self.changes) if change.folder == folder]
-        if (
-            self.model == "prefix"
-        ):  # a journal keeps their order: what is before them is durable too
-            mine = list(range(mine[-1] + 1)) if mine else []
-        for n in mine:
+        """Make durable what changed in a directory, and what the same names were before."""
+        mine: list[int] = []
+        names: set[tuple[int, str]] = set()
+        for n, change in reversed(list(enumerate(self.changes))):
+            # a journal keeps the order of all: what is before them is durable too
+            follows = bool(mine) if self.model == "prefix" else not names.isdisjoint(spots(change))
+            if follows or any(edit.folder == folder for edit in change):
+                mine.append(n)
+                names.update(spots(change))
+        for n in reversed(mine):
             perform(self.durable(), self.changes[n])
         self.changes = [change for n, change in enumerate(self.changes) if n not in mine]
 
@@ -149,6 +181,19 @@ class Drive:
         }
 
 
+def crash_states(
+    before: Tree, log: Sequence[Op], model: Model, since: int = 0
+) -> Iterator[tuple[int, Tree]]:
+    """Yield what crashes of a log may leave, with how many operations were done by then."""
+    seeded, drive = random.Random(0), Drive(before, model)
+    for position, op in enumerate([*log, None]):
+        if position >= since and (op is None or op.op != "open"):  # which changes nothing
+            for tree in drive.trees(seeded):
+                yield position, tree
+        if op is not None:
+            drive.apply(op)
+
+
 def frozen(tree: Tree) -> Hashable:
     """Return a tree as a key."""
     return tuple(
@@ -162,10 +207,15 @@ def settle(inode: Inode) -> None:
 
 
 def perform(names: dict[int, dict[str, int]], change: Change) -> None:
-    if change.old and names[change.folder].get(change.old) == change.inode:
-        del names[change.folder][change.old]
-    if change.new:
-        names[change.folder][change.new] = change.inode
+    for folder, name, inode, leads in change:
+        if leads:
+            names[folder][name] = inode
+        elif names[folder].get(name) == inode:
+            del names[folder][name]
+
+
+def spots(change: Change) -> set[tuple[int, str]]:
+    return {(edit.folder, edit.name) for edit in change}
 
 
 def survivals(changes: Sequence[Change], model: Model) -> Iterator[tuple[Change, ...]]:
@@ -202,3 +252,45 @@ def surviving(inode: Inode, fates: Sequence[Fate]) -> bytes:
         data += bytes(max(0, end - len(data)))
         data[offset:end] = bytes(end - offset) if fate == "zero" else what[: end - offset]
     return bytes(data)
+
+
+# -- from a directory, and into one ----------------------------------------------------------------
+
+
+class Recorder(Quick):
+    """Keeps the log of a scenario, with the size of a reservation in place of an offset."""
+
+    def __init__(self) -> None:
+        super().__init__(keep_data=True)
+
+    def call(self, op: str, act: Callable[..., T], *args: Any, where: str, offset: int = 0) -> T:
+        offset = args[2] if op == "reserve" else offset
+        return super().call(op, act, *args, where=where, offset=offset)
+
+    def told(self, name: Callable[[str], str]) -> list[Op]:
+        """Return what matters to a drive, with other paths, and large writes in blocks."""
+        done = [each for op in self.log if op.op in OPS for each in blocks(op)]
+        return [op._replace(where=name(op.where), to=name(op.to)) for op in done]
+
+
+def blocks(op: Op) -> Iterator[Op]:
+    """Yield an operation, a write block by block: a crash may keep any of what one call wrote."""
+    if op.op != "write":
+        yield op
+    for start in range(0, len(op.data), ALIGN):
+        yield op._replace(offset=op.offset + start, data=op.data[start : start + ALIGN])
+
+
+def lay_out(tree: Tree, path: Path) -> None:
+    path.mkdir()
+    for name, each in tree.items():
+        if isinstance(each, bytes):
+            (path / name).write_bytes(each)
+        else:
+            lay_out(each, path / name)
+
+
+def as_tree(path: Path) -> Tree:
+    return {
+        each.name: as_tree(each) if each.is_dir() else each.read_bytes() for each in path.iterdir()
+    }

@@ -7,14 +7,13 @@ then, and the real Reader looks at it.
 from __future__ import annotations
 
 import errno
-import random
 import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import pytest
 
@@ -22,24 +21,12 @@ from hetero.checkpoint.reader import State, steps
 from hetero.checkpoint.shard import ShardReader
 from hetero.checkpoint.writer import retain
 from hetero.errors import HeteroError, NoCheckpoint
-from hetero.io import ALIGN, Folder, Op
-from tests.faults.crash import OPS, Drive, Model, Tree, frozen
+from hetero.io import Folder, Op
+from tests.faults.crash import Model, Recorder, Tree, as_tree, crash_states, frozen, lay_out
 from tests.faults.saves import Quick, contents, load, save, unfinished
 
-T = TypeVar("T")
 ID = re.compile("[0-9a-f]{32}")
 MODELS: tuple[Model, ...] = ("prefix", "subset")
-
-
-class Recorder(Quick):
-    """Keeps the log of a scenario, with the size of a reservation in place of an offset."""
-
-    def __init__(self) -> None:
-        super().__init__(keep_data=True)
-
-    def call(self, op: str, act: Callable[..., T], *args: Any, where: str, offset: int = 0) -> T:
-        offset = args[2] if op == "reserve" else offset
-        return super().call(op, act, *args, where=where, offset=offset)
 
 
 @dataclass
@@ -96,36 +83,16 @@ class Judge:
         return Verdict(found[0], found != contents(found[0]), half)
 
 
-def lay_out(tree: Tree, path: Path) -> None:
-    path.mkdir()
-    for name, each in tree.items():
-        if isinstance(each, bytes):
-            (path / name).write_bytes(each)
-        else:
-            lay_out(each, path / name)
-
-
-def as_tree(path: Path) -> Tree:
-    return {
-        each.name: as_tree(each) if each.is_dir() else each.read_bytes() for each in path.iterdir()
-    }
-
-
 def crashes(story: Story, model: Model, judge: Judge) -> Counter[str]:
     """Count the states that every crash of a story may leave, by what is wrong with them."""
     counts: Counter[str] = Counter(states=0)
-    seeded = random.Random(0)
-    drive, met = Drive(story.before, model), set()
-    for position in range(len(story.log) + 1):
-        acknowledged = story.acknowledged(position)
-        for tree in drive.trees(seeded):
-            key = (frozen(tree), acknowledged)
-            if key not in met:
-                met.add(key)
-                counts["states"] += 1
-                counts[wrong(judge(tree), acknowledged)] += 1
-        if position < len(story.log):
-            drive.apply(story.log[position])
+    met = set()
+    for position, tree in crash_states(story.before, story.log, model):
+        key = (frozen(tree), acknowledged := story.acknowledged(position))
+        if key not in met:
+            met.add(key)
+            counts["states"] += 1
+            counts[wrong(judge(tree), acknowledged)] += 1
     del counts[""]
     return counts
 
@@ -139,14 +106,6 @@ def wrong(verdict: Verdict, acknowledged: int) -> str:
     if verdict.step < acknowledged:
         return "LOST" if verdict.step < 0 else "ACK-LOST"
     return "HALF" if verdict.half else ""  # a visible checkpoint that is not whole
-
-
-def blocks(op: Op) -> Iterator[Op]:
-    """Yield an operation, a write block by block: a crash may keep any of what one call wrote."""
-    if op.op != "write":
-        yield op
-    for start in range(0, len(op.data), ALIGN):
-        yield op._replace(offset=op.offset + start, data=op.data[start : start + ALIGN])
 
 
 # -- stories -------------------------------------------------------------------------------------
@@ -173,15 +132,14 @@ class Teller:
             retain(self.root, keep_last)
 
     def log(self) -> list[Op]:
-        """Return what changed something: paths begin in the root, and names are the same again."""
+        """Return what was done: paths begin in the root, and names are the same again."""
         ids = {name: name for name in ID.findall(" ".join(self.before))}
 
         def told(path: str) -> str:
             path = f"{path}/".removeprefix(f"{self.path}/").rstrip("/")
             return ID.sub(lambda found: ids.setdefault(found[0], f"{len(ids) + 1:032x}"), path)
 
-        done = [each for op in self.plan.log if op.op in OPS for each in blocks(op)]
-        return [op._replace(where=told(op.where), to=told(op.to)) for op in done]
+        return self.plan.told(told)
 
     def story(self) -> Story:
         return Story(self.before, self.log(), [(0, self.first), *self.returned])

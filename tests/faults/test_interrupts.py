@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 
 import hetero
 from hetero import interrupts
+from hetero.errors import StorageError
 from hetero.interrupts import Deferring
 from hetero.memory.manager import ChunkManager
 from hetero.train.updater import Updater
@@ -253,6 +254,73 @@ def test_the_second_ctrl_c_ends_a_wait_that_does_not_end(how: str) -> None:
     stuck.set()
     job.wait()
     worker.close()
+
+
+class Missed(threading.Condition):
+    """Something happens, and is told, just as the first wait has run out of time."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__()
+        self._acts = [act]
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert self._acts, "it waits for what has happened"
+        self.release()
+        self._acts.pop()()
+        self.acquire()
+        return False
+
+
+@pytest.mark.parametrize("seconds", [None, 0.0])
+def test_what_happens_as_a_wait_runs_out_of_time_is_seen(seconds: float | None) -> None:
+    happened: list[bool] = []
+    changed = Missed(lambda: happened.append(True))
+    with changed:
+        assert interrupts.wait(changed, lambda: bool(happened), seconds)
+
+
+def test_a_job_that_ends_as_a_wait_for_it_runs_out_of_time_is_done() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        go.wait()
+
+    def end() -> None:
+        go.set()
+        thread.join()
+
+    job = Job([slow])
+    thread = threading.Thread(target=job.help)
+    job._changed = Missed(end)
+    thread.start()
+    begun.wait()
+    job.wait()
+    assert job.done
+
+
+def test_what_failed_on_another_thread_is_tried_again_by_who_waits() -> None:
+    begun, go = threading.Event(), threading.Event()
+    done: list[threading.Thread] = []
+
+    def work() -> None:
+        if threading.current_thread() is thread:
+            begun.set()
+            go.wait()
+            raise StorageError("the drive failed then", advice="")
+        done.append(threading.current_thread())
+
+    def end() -> None:
+        go.set()
+        thread.join()
+
+    job = Job([work])
+    thread = threading.Thread(target=job.help)
+    job._changed = Missed(end)
+    thread.start()
+    begun.wait()
+    job.wait()
+    assert done == [threading.current_thread()]
 
 
 def test_what_was_given_up_for_ctrl_c_is_done_by_the_next_who_waits() -> None:

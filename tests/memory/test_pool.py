@@ -120,10 +120,12 @@ class Turns(threading.Condition):
         super().__init__()
         self.late = late
 
-    def wait(self, timeout: float | None = None) -> bool:
-        done = self.late.step()
-        assert done or timeout is not None, "nobody will ever wake this thread"
-        return done
+    def until(self, happened: Callable[[], bool], seconds: float | None = None) -> bool:
+        while not happened():
+            if not self.late.step():
+                assert seconds is not None, "no thread will ever wake this one"
+                return False
+        return True
 
 
 def make_pool(
@@ -134,7 +136,7 @@ def make_pool(
     pool = Pool(nvme, n_extents * NUMEL, extent_numel=NUMEL, n_threads=2, executor=executor)
     if isinstance(executor, Late):
         pool._changed = turns = Turns(executor)
-        pool._wait = turns.wait  # type: ignore[method-assign]
+        pool._wait = turns.until  # type: ignore[method-assign]
     return pool
 
 
@@ -533,7 +535,7 @@ def test_a_thread_that_is_interrupted_while_it_waits_holds_nothing(disk: Path, l
     fill(pool, home)
     flushed(pool, home)
 
-    def interrupt(timeout: float | None = None) -> bool:
+    def interrupt(happened: Callable[[], bool], seconds: float | None = None) -> bool:
         raise KeyboardInterrupt
 
     waits, pool._wait = pool._wait, interrupt  # type: ignore[method-assign]
