@@ -280,6 +280,20 @@ def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(disk: Pat
         hetero.save_checkpoint(disk / "saved", model, optimizer)
 
 
+def test_a_checkpoint_of_other_shapes_is_refused_with_both_and_changes_nothing(disk: Path) -> None:
+    def prepared(width: int) -> tuple[nn.Module, Any]:
+        model = nn.Linear(width, 4)
+        return hetero.prepare(model, RULES["adamw"](model.parameters()), device="cpu")
+
+    hetero.save_checkpoint(disk / "saved", *prepared(8))
+    model, optimizer = prepared(6)
+    before = values(model)
+
+    with pytest.raises(CheckpointMismatch, match=r"float32 \[4, 6\] here and .* \[4, 8\] there"):
+        hetero.load_checkpoint(disk / "saved", model, optimizer)
+    assert same(values(model), before)
+
+
 def lie(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Rewrite what a checkpoint says beside tensors, with a manifest that is valid."""
     file = path / MANIFEST
