@@ -96,7 +96,7 @@ def test_a_run_cut_at_every_chunk_border_steps_bitwise(
     assert compare(case, make, hbm=budget.of(0.3), chunk_bytes=256).mode == "paged"
 
 
-@pytest.mark.campaign(seconds=5)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("flavour", OTHERS)
 def test_every_other_rule_steps_bitwise_while_paged(flavour: str) -> None:
     make = over(OTHERS[flavour])

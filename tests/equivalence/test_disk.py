@@ -536,7 +536,7 @@ def maker(case: Any) -> MakeOptimizer:
     return make
 
 
-@pytest.mark.campaign(seconds=5)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("rule", ONE_OF_EACH, ids=str)
 def test_every_optimizer_steps_bitwise_on_disk(rule: Any, disk: Path) -> None:
     make, hbm = maker(rule), budget_of(THREE, sgd).of(0.5)

@@ -472,6 +472,7 @@ def assert_same_run(found: dict[str, Any]) -> None:
     assert_equal(ours["state"], {k.removeprefix("module."): v for k, v in plain["state"].items()})
 
 
+@pytest.mark.slow  # 12 s of processes that import
 def test_the_standard_launcher_starts_it_with_its_standard_file(tmp_path: Path) -> None:
     config = tmp_path / "default_config.yaml"
     config.write_text(
