@@ -283,10 +283,18 @@ class Dropping(Block):
         return Hidden(F.dropout(self.up(hidden.value)[..., :D], 0.5), hidden.mask)
 
 
+class Blurring(Block):
+    """Mixes samples beside dropout, with which one sample alone gives other numbers anyway."""
+
+    def forward(self, hidden: Hidden, *, place: Tensor) -> Hidden:
+        return Hidden(F.dropout(hidden.value + hidden.value.mean(0), 0.5), hidden.mask)
+
+
 @pytest.mark.parametrize(
     ("block", "what"),
     [
         (Normed, "mixes samples"),
+        (Blurring, "mixes samples"),
         (Auxiliary, "one row for each"),
         (None, "not its own"),
         (Writing, "in place"),
