@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import random
+import shlex
 import signal
 import tempfile
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,27 +13,59 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.draw import UNKNOWN_SECONDS, campaign_of, commit, drawn, expected
+from tests.times import Times
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 RUNS = Path(__file__).parent.parent / "runs"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--times", action="store_true", help="print the seconds of each file")
+    parser.addoption("--campaign-seed", help="draws the cases of campaigns; by default the commit")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Times())
+    if config.option.campaign_seed is None:  # xdist's workers are told
+        config.option.campaign_seed = commit()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Say the seed: the header, where it would stand, is not shown by quiet runs."""
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(session.config, "workerinput"):
+        terminal.write_line(f"campaign seed: {session.config.option.campaign_seed}")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a campaign's cases, all but a sample that its name seeds are slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a campaign's cases, those that are not drawn are slow."""
     campaigns: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if "sample" in marks and "slow" not in marks:
-            campaigns[item.nodeid.partition("[")[0]].append(item)
+        if item.get_closest_marker("campaign") and not item.get_closest_marker("slow"):
+            campaigns[campaign_of(item.nodeid)].append(item)
+    known = expected()
     for name, cases in campaigns.items():
-        marker = cases[0].get_closest_marker("sample")
-        size = marker.args[0] if marker is not None else 0
-        if len(cases) > size:
-            taken = random.Random(zlib.crc32(name.encode())).sample(cases, size)
-            for case in cases:
-                if case not in taken:
-                    case.add_marker(pytest.mark.slow)
+        seconds = cases[0].get_closest_marker("campaign").kwargs["seconds"]
+        names, case_seconds = [case.nodeid for case in cases], known.get(name, UNKNOWN_SECONDS)
+        taken = drawn(names, seconds, case_seconds, config.option.campaign_seed)
+        for case in cases:
+            if case.nodeid not in taken:
+                case.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Say with every failure how to see it again."""
+    report = yield
+    if report.failed:
+        seed = item.config.option.campaign_seed
+        again = shlex.join(["python", "-m", "pytest", "-m", "", item.nodeid])
+        draw = f"bash tests/run.sh --campaign-seed {shlex.quote(seed)}"
+        report.sections.append(("again", f"{again}\nthe same draw of all campaigns: {draw}"))
+    return report
 
 
 def pytest_collection_finish() -> None:

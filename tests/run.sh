@@ -1,17 +1,28 @@
 #!/usr/bin/env bash
-# Lint, types and all tests, in a .venv of this checkout: bash tests/run.sh [pytest arguments].
-# Without arguments, the tests of integrations with the oldest versions of these, too.
+# bash tests/run.sh [pytest arguments]: the gate. Lint, types, and all tests but the slow ones; of
+# campaigns as many cases as fit their seconds, drawn with the commit as the seed (tests/draw.py).
+# bash tests/run.sh --all [pytest arguments]: every test and every case; without arguments, also the
+# oldest versions of what integrations are for, and ten mutants that tests must kill.
+# Both in a .venv of this checkout; seconds of each test are in runs/times.tsv then (tests/times.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tests/setup_venv.sh
 setup_venv test
 
+select=()
+if [ "${1:-}" = --all ]; then select=(-m ""); shift; fi
+whole=$((${#select[@]} > 0 && $# == 0))
+
 python -m ruff check .
 python -m ruff format --check .
-python -m mypy >.venv/mypy.log 2>&1 & types=$!  # one process: the others have a core meanwhile
+python -m mypy >.venv/mypy.log 2>&1 & types=$!  # one process, while tests wait for disks
 
 export HETERO_PARANOID="${HETERO_PARANOID:-1}" OMP_NUM_THREADS=1
-if [ $# -eq 0 ]; then bash tests/oldest.sh; fi
-wait $types || { cat .venv/mypy.log; exit 1; }
+python -m pytest -n 2 --dist worksteal ${select[@]+"${select[@]}"} "$@" && failed=0 || failed=$?
+wait $types || failed=1
 cat .venv/mypy.log
-python -m pytest -n 2 --dist worksteal "$@"
+if [ $failed = 0 ] && [ $whole = 1 ]; then
+  bash tests/oldest.sh
+  python -m tests.mutants --sample 10
+fi
+exit $failed

@@ -170,7 +170,7 @@ def uninterrupted(line: str) -> Any:
     return last_json(call(f"{line} --json --save-dir whole"))
 
 
-@pytest.mark.sample(1)  # each takes 15 s
+@pytest.mark.campaign(seconds=1)  # each takes 15 s
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_ends_a_run_behind_its_step_and_resume_goes_on_bit_for_bit(
     name: str, status: int

@@ -292,6 +292,26 @@ V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 V1_LINE = "12:cpu,cpuacct:/x\n9:memory:{}\n1:name=systemd:/x\n"
 
 LIMITED: dict[str, tuple[dict[str, str], int, str]] = {
+    "version 2 with pages that the kernel would give back": (
+        {
+            "proc/self/cgroup": "0::/job\n",
+            f"{V2}/job/memory.max": f"{64 * MIB}\n",
+            f"{V2}/job/memory.current": f"{40 * MIB}\n",
+            f"{V2}/job/memory.stat": f"anon {MIB}\ninactive_file {24 * MIB}\nactive_file {MIB}\n",
+        },
+        48 * MIB,
+        f"{V2}/job/memory.max",
+    ),
+    "version 1 with pages that the kernel would give back": (
+        {
+            "proc/self/cgroup": V1_LINE.format("/job"),
+            f"{V1}/job/memory.limit_in_bytes": f"{64 * MIB}\n",
+            f"{V1}/job/memory.usage_in_bytes": f"{40 * MIB}\n",
+            f"{V1}/job/memory.stat": f"inactive_file {MIB}\ntotal_inactive_file {24 * MIB}\n",
+        },
+        48 * MIB,
+        f"{V1}/job/memory.limit_in_bytes",
+    ),
     "version 2": (
         {
             "proc/self/cgroup": "0::/job\n",

@@ -112,20 +112,12 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 WHAT = [("adamw", "fp32"), ("adafactor", "fp32"), ("adamw", "bf16")]
-RUNS = [
-    pytest.param(
-        *(where, *what, asynchronous),
-        # by default both ways take turns: each meets every place and every rule
-        marks=[] if (place + number) % 2 == asynchronous else [pytest.mark.slow],
-    )
-    for place, where in enumerate(WHERE)
-    for number, what in enumerate(WHAT)
-    for asynchronous in (False, True)
-]
 
 
-@pytest.mark.sample(7)
-@pytest.mark.parametrize(("where", "rule", "precision", "asynchronous"), RUNS)
+@pytest.mark.campaign(seconds=6)
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("rule", "precision"), WHAT)
+@pytest.mark.parametrize("where", WHERE)
 def test_a_run_goes_on_bit_for_bit_anywhere(
     disk: Path, where: str, rule: str, precision: str, asynchronous: bool
 ) -> None:
@@ -192,7 +184,7 @@ def write_data(model: nn.Module, optimizer: Any) -> None:
         param.data.zero_()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("write", [write_aliases, write_states, write_data])
 @pytest.mark.parametrize("where", ["resident", "paged", "disk"])
 def test_what_a_user_writes_behind_a_save_is_not_in_it(
@@ -286,6 +278,20 @@ def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(disk: Pat
         hetero.load_checkpoint(disk / "saved", *pair)
     with pytest.raises(CheckpointError, match="step-2"):
         hetero.save_checkpoint(disk / "saved", model, optimizer)
+
+
+def test_a_checkpoint_of_other_shapes_is_refused_with_both_and_changes_nothing(disk: Path) -> None:
+    def prepared(width: int) -> tuple[nn.Module, Any]:
+        model = nn.Linear(width, 4)
+        return hetero.prepare(model, RULES["adamw"](model.parameters()), device="cpu")
+
+    hetero.save_checkpoint(disk / "saved", *prepared(8))
+    model, optimizer = prepared(6)
+    before = values(model)
+
+    with pytest.raises(CheckpointMismatch, match=r"float32 \[4, 6\] here and .* \[4, 8\] there"):
+        hetero.load_checkpoint(disk / "saved", model, optimizer)
+    assert same(values(model), before)
 
 
 def lie(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -456,7 +462,7 @@ def test_a_model_that_was_loaded_in_part_gives_nothing_out_until_a_whole_load(
     hetero.release(model, optimizer)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("op", ["create", "reserve", "write", "sync", "rename", "sync_folder"])
 def test_a_save_that_fails_says_so_and_training_and_the_next_save_go_on(

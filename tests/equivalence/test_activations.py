@@ -23,18 +23,14 @@ D = 16
 HBM = 180 * 1024  # less than eight blocks save, more than their inputs take
 
 
-LEFT = [  # "auto" chooses between the other two: by default it does so for every other case
-    pytest.param(
-        *(case, policy),
-        id=f"{case.name}-{policy}",
-        marks=pytest.mark.slow if policy == "auto" and number % 2 else [],
-    )
-    for number, case in enumerate(CASES)
+LEFT = [
+    pytest.param(case, policy, id=f"{case.name}-{policy}")
+    for case in CASES
     for policy in ("recompute", "offload", "auto")
 ]
 
 
-@pytest.mark.sample(16)
+@pytest.mark.campaign(seconds=8)
 @pytest.mark.parametrize(("case", "policy"), LEFT)
 def test_a_model_trains_bitwise_whatever_is_left_for_backward(case: Case, policy: str) -> None:
     budget = measure(case, adamw, 512)
@@ -224,7 +220,7 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.sample(6)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("reentrant", [None, False, True])

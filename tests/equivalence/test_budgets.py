@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import cache, partial
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 
 from hetero.device import SimDevice
 from hetero.train import updater
-from tests.equivalence.harness import MakeOptimizer, compare, measure, smallest
+from tests.equivalence.harness import MakeOptimizer, Seen, compare, measure, smallest
 from tests.equivalence.zoo import BY_NAME
 
 O = torch.optim
@@ -61,43 +60,30 @@ SCENES = [
     ("mixture", 1024, "cpu"),
     ("convolutional", 1024, "cpu:sim"),
 ]
-every_flavour_and_share = pytest.mark.parametrize(
-    ("flavour", "share"), [*itertools.product(FLAVOURS, SHARES)]
-)
 
 
-@pytest.mark.sample(6)
-@every_flavour_and_share
-def test_an_optimizer_steps_bitwise_at_every_budget(flavour: str, share: str) -> None:
-    """In two of the four scenes, so that each scene meets each flavour and each share."""
-    odd = ([*FLAVOURS].index(flavour) + [*SHARES].index(share)) % 2
-    check_budget(flavour, SHARES[share], [SCENES[odd], SCENES[3 - odd]])
-
-
-@pytest.mark.slow
-@every_flavour_and_share
-def test_an_optimizer_steps_bitwise_at_every_budget_in_every_scene(
-    flavour: str, share: str
+@pytest.mark.campaign(seconds=6)
+@pytest.mark.parametrize("scene", SCENES, ids=[name for name, *_ in SCENES])
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_an_optimizer_steps_bitwise_at_every_budget(
+    flavour: str, share: str, scene: tuple[str, int, str]
 ) -> None:
-    check_budget(flavour, SHARES[share], SCENES)
+    make, part = over(FLAVOURS[flavour]), SHARES[share]
+    name, chunk_bytes, backend = scene
+    device = SimDevice(seed=3, checked=True) if backend == "cpu:sim" else backend
+    case = BY_NAME[name]
+    if part is None:
+        seen = compare(case, make, hbm=1 << 24, chunk_bytes=chunk_bytes, device=device)
+        assert seen.mode == "resident"
+        return
+    budget = measure(case, make, chunk_bytes)
 
+    def run(hbm: int) -> Seen:
+        return compare(case, make, hbm=hbm, chunk_bytes=chunk_bytes, device=device)
 
-def check_budget(flavour: str, share: float | None, scenes: list[tuple[str, int, str]]) -> None:
-    make = over(FLAVOURS[flavour])
-    for name, chunk_bytes, backend in scenes:
-        device = SimDevice(seed=3, checked=True) if backend == "cpu:sim" else backend
-        case = BY_NAME[name]
-        if share is None:
-            seen = compare(case, make, hbm=1 << 24, chunk_bytes=chunk_bytes, device=device)
-            assert seen.mode == "resident"
-            continue
-        budget = measure(case, make, chunk_bytes)
-
-        def run(hbm: int) -> object:
-            return compare(case, make, hbm=hbm, chunk_bytes=chunk_bytes, device=device)  # noqa: B023
-
-        seen = run(budget.of(share)) if share else smallest(case, budget, run)
-        assert seen.mode == "paged" and seen.chunks >= 5 and seen.evictions >= 3
+    seen = run(budget.of(part)) if part else smallest(case, budget, run)
+    assert seen.mode == "paged" and seen.chunks >= 5 and seen.evictions >= 3
 
 
 @pytest.mark.parametrize("flavour", ["sgd", "adam_amsgrad", "adamw_foreach", "rmsprop"])
@@ -110,7 +96,7 @@ def test_a_run_cut_at_every_chunk_border_steps_bitwise(
     assert compare(case, make, hbm=budget.of(0.3), chunk_bytes=256).mode == "paged"
 
 
-@pytest.mark.sample(5)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("flavour", OTHERS)
 def test_every_other_rule_steps_bitwise_while_paged(flavour: str) -> None:
     make = over(OTHERS[flavour])

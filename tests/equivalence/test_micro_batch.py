@@ -109,7 +109,7 @@ def one_step(model: nn.Module, optimizer: Any, step: int) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.sample(6)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("where", ["cpu", "cpu:sim", "resident"])
 def test_slices_add_up_bitwise_as_micro_batches_do_in_plain_torch(size: int, where: str) -> None:
@@ -283,10 +283,18 @@ class Dropping(Block):
         return Hidden(F.dropout(self.up(hidden.value)[..., :D], 0.5), hidden.mask)
 
 
+class Blurring(Block):
+    """Mixes samples beside dropout, with which one sample alone gives other numbers anyway."""
+
+    def forward(self, hidden: Hidden, *, place: Tensor) -> Hidden:
+        return Hidden(F.dropout(hidden.value + hidden.value.mean(0), 0.5), hidden.mask)
+
+
 @pytest.mark.parametrize(
     ("block", "what"),
     [
         (Normed, "mixes samples"),
+        (Blurring, "mixes samples"),
         (Auxiliary, "one row for each"),
         (None, "not its own"),
         (Writing, "in place"),

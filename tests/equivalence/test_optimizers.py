@@ -354,35 +354,24 @@ every_case = pytest.mark.parametrize("number", range(len(CASES)), ids=[str(c) fo
 PIECES = [1, 256, 1024]  # elements; the first cuts at every chunk border
 
 
-@pytest.mark.sample(20)
+@pytest.mark.campaign(seconds=6)
+@pytest.mark.parametrize("numel", PIECES)
 @every_case
 def test_every_flag_set_steps_bitwise_cut_at_chunk_borders(
-    number: int, monkeypatch: pytest.MonkeyPatch
+    number: int, numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_cut(number, PIECES[number % len(PIECES)], monkeypatch)
-
-
-@pytest.mark.slow
-@every_case
-def test_every_flag_set_steps_bitwise_cut_at_every_chunk_border(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_cut(number, PIECES[0], monkeypatch)
-
-
-def check_cut(number: int, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updater, "RULE_NUMEL", numel)
     way = Way(micro=2, clip=CLIPS[number % len(CLIPS)])
     compare(CASES[number], way, seed=number)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("case", RICHEST, ids=str)
 def test_steps_that_nobody_looks_at_are_the_same(case: Case) -> None:
     compare(case, Way(micro=2, clip=Clip(), look=False))
 
 
-@pytest.mark.sample(14)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("way", [Way(), Way(micro=3), *(Way(clip=clip) for clip in CLIPS)], ids=str)
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_micro_steps_alone_and_clips_alone_change_no_bit(case: Case, way: Way) -> None:
@@ -408,7 +397,7 @@ def test_capturable_is_refused_on_a_cpu_in_torchs_words(kind: Kind) -> None:
 # -- state dicts ---------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(20)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("into", ["hetero", "torch"])
 @pytest.mark.parametrize("case", RICHEST, ids=str)
 def test_a_state_dict_goes_on_bitwise_on_the_other_side(case: Case, into: str) -> None:
@@ -495,7 +484,7 @@ def train_beside(reference: Reference, ours: Any, *, steps: int, follow: bool) -
         assert evicted(ours[0]) >= 3
 
 
-@pytest.mark.sample(10)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("case", ARITHMETIC, ids=str)
 def test_bf16_masters_stay_close_to_those_torch_steps(case: Case) -> None:
     """Both start from the same gradients; torch fuses here and there what the formulas round.
@@ -534,7 +523,7 @@ def test_rules_that_hetero_does_not_know_step_fp32_masters_bitwise(case: Case) -
     check_whole_on_masters(case)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_whole_tensor_rules_step_fp32_masters_bitwise(case: Case) -> None:
     check_whole_on_masters(case)
@@ -583,7 +572,7 @@ def outcome(case: Case, **settings: Any) -> tuple[list[Tensor], dict[str, Any], 
 RICH = [sorted(RULES[kind], key=lambda c: len(c.flags))[-2:] for kind in ELEMENTWISE]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("number", range(len(RICH)), ids=[str(pair[1]) for pair in RICH])
 def test_bf16_bits_do_not_depend_on_placement(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of the placements each: every placement meets a third of the optimizers."""

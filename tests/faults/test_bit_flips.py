@@ -14,6 +14,7 @@ import pytest
 
 from hetero.checkpoint.manifest import BLOCK, MANIFEST, SHARD, Entry, decode, layout
 from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.shard import block_crcs
 from hetero.checkpoint.verify import verify
 from hetero.errors import CheckpointCorrupt, CheckpointError
 from hetero.io import ALIGN, Folder, align_up
@@ -142,6 +143,14 @@ def test_blocks_of_equal_bytes_are_refused_in_each_others_place(tmp_path: Path) 
 
     with pytest.raises(CheckpointCorrupt, match=r"block 0 of entry 0"):
         load(tmp_path)
+
+
+def test_equal_blocks_have_another_crc_in_every_place() -> None:
+    zeros = memoryview(bytes(2 * BLOCK))
+    crcs = [crc for entry in (0, 1) for crc in block_crcs(entry, 0, zeros)]
+
+    assert len(set(crcs)) == 4
+    assert block_crcs(1, BLOCK, zeros[BLOCK:]) == crcs[3:]
 
 
 def test_every_flipped_bit_of_a_manifest_is_refused(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_every_crash_leaves_the_old_checkpoint_or_the_new_one(
 FAILING = ("write", "sync", "sync_folder", "rename", "create", "reserve", "unlink")
 
 
-@pytest.mark.sample(7)
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.filterwarnings("ignore:an older checkpoint was not removed")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("op", FAILING)
@@ -291,7 +291,7 @@ def test_each_sync_that_is_left_out_is_missed(tmp_path: Path) -> None:
     assert found == MISSED
 
 
-@pytest.mark.sample(1)
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize(
     "tell", [save_after_the_last_sync_failed, save_after_the_last_sync_failed_twice]
 )

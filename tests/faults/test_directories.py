@@ -339,6 +339,15 @@ def test_a_directory_that_another_job_makes_at_the_same_moment_is_taken(tmp_path
     assert io.times == 0
 
 
+def test_each_directory_that_is_made_is_durable_before_the_next_one(tmp_path: Path) -> None:
+    io = FaultPlan()
+
+    make_folder(tmp_path / "a" / "b", io).close()
+
+    made = [op.op for op in io.log if op.op in ("mkdir", "sync_folder")]
+    assert made == ["mkdir", "sync_folder", "mkdir", "sync_folder"]
+
+
 def test_jobs_that_make_one_directory_all_get_it(tmp_path: Path) -> None:
     for number in range(20):
         where = tmp_path / str(number) / "a" / "b"

@@ -170,6 +170,17 @@ def test_a_handler_of_the_users_own_is_called_once_for_each_time_it_is_pressed(
     assert signal.signal(signal.SIGINT, before) is mine
 
 
+def test_presses_that_waited_together_are_each_handled() -> None:
+    seen: list[int] = []
+    deferring = interrupts.Deferring(lambda number, frame: seen.append(number))
+    deferring.waiting = 3
+
+    deferring.handle(None)
+
+    assert seen == [signal.SIGINT] * 3
+    assert deferring.waiting == 0
+
+
 def test_a_handler_that_is_set_while_a_model_is_prepared_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

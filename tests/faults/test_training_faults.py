@@ -278,7 +278,7 @@ def fail_at_each(disk: Path, op: str, what: str, times: int | None, indices: lis
     return run.outcomes
 
 
-@pytest.mark.sample(6)
+@pytest.mark.campaign(seconds=6)
 @in_every_way
 def test_a_transfer_that_fails_leaves_the_weights_before_or_after_the_step(
     disk: Path, op: str, what: str, times: int | None
@@ -756,7 +756,7 @@ def end(disk: Path, ending: str, delay: float) -> Ended:
     return Ended(sorted(path.name for path in (disk / "saves").iterdir()), done.stderr)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize(
     ("ending", "delay"), [("return", 0.0), ("sys.exit", 0.0), ("exception", 0.003)]
 )

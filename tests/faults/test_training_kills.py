@@ -363,7 +363,8 @@ def test_three_hundred_kills_lose_nothing_that_was_acknowledged(disk: Path) -> N
     assert found["kills"] >= 300 and found["runs"] >= 3
 
 
-@pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow  # `test_kills` asks this of every operation of a save without a model
+@pytest.mark.parametrize("share", [1])
 def test_a_save_that_is_killed_at_any_operation_leaves_the_older_one_or_itself(
     disk: Path, share: int
 ) -> None:

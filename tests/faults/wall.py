@@ -1,7 +1,7 @@
-"""One side of the memory wall: python -m tests.faults.wall SIDE WEIGHTS DISK (run in a child).
+"""One side of a memory wall: python -m tests.faults.wall SIDE WALL WEIGHTS DISK (run in a child).
 
-SIDE is "plain" or "hetero". Prints one line of JSON: the digest of the weights after the last step,
-and for hetero what was where.
+SIDE is "plain" or "hetero", WALL one of `WALLS`. Prints one line of JSON: the digest of the
+weights after the last step, and for hetero what was where.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,11 +17,28 @@ from torch import nn
 import hetero
 from hetero.weights import Weights
 
-WIDTH, LAYERS, STEPS, BATCH = 2048, 24, 2, 4
-PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
-STATE_BYTES = 16 * PARAMETERS  # parameter, gradient and two moments
-LIMIT_BYTES = STATE_BYTES // 3
-HBM, HOST = "96MiB", "112MiB"  # beside them there is Python with torch
+WIDTH, STEPS, BATCH = 2048, 2, 4
+
+
+class Wall(NamedTuple):
+    """A model, and the memory that it does not fit."""
+
+    layers: int
+    limit_bytes: int
+    """Of the kernel: budgets, and Python with torch."""
+    hbm: str
+    host: str
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameter, gradient and two moments."""
+        return 16 * self.layers * (WIDTH * WIDTH + WIDTH)
+
+
+WALLS = {
+    "small": Wall(6, 400 * 2**20, "48MiB", "48MiB"),
+    "large": Wall(24, 512 * 2**20, "96MiB", "112MiB"),
+}
 
 
 class Block(nn.Module):
@@ -32,18 +50,20 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-def build() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(LAYERS)))
+def build(wall: Wall) -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(wall.layers)))
 
 
-def main(side: str, weights: str, disk: str) -> None:
-    torch.set_num_threads(1)
-    settings = {"device": "cpu", "hbm": HBM, "host": HOST, "nvme": disk, "weights": weights}
+def trained(side: str, name: str, weights: str, disk: str) -> dict[str, Any]:
+    """Train one side; return the digest of its weights, and for hetero what was where."""
+    wall = WALLS[name]
+    budgets = {"hbm": wall.hbm, "host": wall.host, "nvme": disk}
+    settings = {"device": "cpu", **budgets, "weights": weights}
     if side == "hetero":
         with hetero.empty_init():
-            model = build()
+            model = build(wall)
     else:
-        model = build()
+        model = build(wall)
         load(model, weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if side == "hetero":
@@ -59,7 +79,7 @@ def main(side: str, weights: str, disk: str) -> None:
     if side == "hetero":
         status = hetero.status(model)
         found |= {"tiers": status.tiers, "read": status.read_bytes, "write": status.write_bytes}
-    print(json.dumps(found))
+    return found
 
 
 def load(model: nn.Module, weights: str) -> None:
@@ -78,4 +98,5 @@ def digest(model: nn.Module) -> str:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    torch.set_num_threads(1)
+    print(json.dumps(trained(*sys.argv[1:])))

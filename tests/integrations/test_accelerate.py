@@ -219,6 +219,25 @@ def test_under_fp16_losses_are_scaled_once() -> None:
     accelerator.free_memory()
 
 
+def test_under_fp16_losses_are_divided_by_the_passes_that_add_up() -> None:
+    def norm_of(passes: int) -> float:
+        afresh_state()
+        plugin = {"device": "cpu:sim", "hbm": HBM, "precision": "fp16"}
+        accelerator = HeteroAccelerator(
+            cpu=True, gradient_accumulation_steps=passes, hetero_plugin=plugin
+        )
+        model, _, batches, _ = prepared(accelerator, "model first")
+        (tokens,) = next(iter(batches))
+        for _ in range(passes):
+            with accelerator.accumulate(model):
+                accelerator.backward(1e-3 * model(tokens).float().square().mean())
+        found = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+        accelerator.free_memory()
+        return found
+
+    assert norm_of(4) == pytest.approx(norm_of(1), rel=1e-2)  # sums of fp16 gradients are rounded
+
+
 def test_values_are_clipped_as_stock_clips_them() -> None:
     def clipped(accelerator: Any) -> dict[str, torch.Tensor]:
         model, optimizer, batches, _ = prepared(accelerator, "model first")
@@ -472,6 +491,7 @@ def assert_same_run(found: dict[str, Any]) -> None:
     assert_equal(ours["state"], {k.removeprefix("module."): v for k, v in plain["state"].items()})
 
 
+@pytest.mark.slow  # 12 s of processes that import
 def test_the_standard_launcher_starts_it_with_its_standard_file(tmp_path: Path) -> None:
     config = tmp_path / "default_config.yaml"
     config.write_text(

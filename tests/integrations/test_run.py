@@ -230,7 +230,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.sample(1)  # each takes the imports of two processes
+@pytest.mark.slow  # each takes the imports of two processes
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launchers_start_it_as_a_module(launcher: str, tmp_path: Path) -> None:
     path = script(tmp_path, OF_ACCELERATE.replace("{kind}", "Accelerator"))

@@ -115,7 +115,7 @@ MEASURE = """
 """
 
 
-@pytest.mark.sample(1)  # each is a process of its own
+@pytest.mark.campaign(seconds=1)  # each is a process of its own
 @pytest.mark.parametrize("way", ["export", "save_pretrained"])
 def test_writing_takes_hardly_any_memory(way: str, tmp_path: Path) -> None:
     code = [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path), way]

@@ -207,6 +207,25 @@ def test_the_same_owner_cannot_hold_two_runs() -> None:
         frames.take(0, 4, 2)
 
 
+def test_a_run_that_reaches_into_others_by_one_frame_overlaps_them() -> None:
+    frames = FrameMap(8)
+    frames.take(0, 0, 3)
+
+    assert [run.owner for run in frames.overlapping(2, 4)] == [0]
+    assert frames.overlapping(3, 4) == []
+
+
+def test_frames_that_become_free_side_by_side_are_one_gap() -> None:
+    frames = FrameMap(8)
+    for owner, start, length in ((0, 0, 3), (1, 3, 3), (2, 6, 2)):
+        frames.take(owner, start, length)
+
+    frames.drop(0)
+    frames.drop(1)
+
+    assert frames.place(6, ()) == Place(0, ())
+
+
 def test_a_run_ends_where_its_length_says() -> None:
     assert Run(3, 4, owner=0).end == 7
 

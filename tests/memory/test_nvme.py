@@ -248,6 +248,16 @@ def test_an_older_generation_is_caught_even_where_its_bytes_are_the_same(disk: P
     assert len(digests) == 50
 
 
+def test_equal_bytes_of_one_generation_have_another_digest_in_every_slot(disk: Path) -> None:
+    nvme = make(disk)
+    slots = make_slots(nvme, 8)
+    for slot in slots:
+        nvme.write(slot, block(1))
+
+    assert {slot.generation for slot in slots} == {1}
+    assert len({slot.digest for slot in slots}) == 8
+
+
 def test_a_neighbours_content_is_caught_even_of_the_same_generation(disk: Path) -> None:
     nvme, rng = make(disk), random.Random(0)
     slots = make_slots(nvme, 20)

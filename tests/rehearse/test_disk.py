@@ -79,7 +79,7 @@ def trained(host: int, activations: str, disk: Path) -> Seen:
     return Seen(peaks, moved[Lane.READ], moved[Lane.WRITE])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize(("share", "activations"), [(0.2, "keep"), (0.3, "offload"), (0.5, "keep")])
 def test_ram_and_disk_hold_what_was_rehearsed(share: float, activations: str, disk: Path) -> None:
     host = host_bytes(share)

@@ -183,10 +183,8 @@ def test_at_any_budget(hbm: int) -> None:
     assert_the_same(play)
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize(  # by default every other one
-    "name", [*ZOO[::2], *(pytest.param(name, marks=pytest.mark.slow) for name in ZOO[1::2])]
-)
+@pytest.mark.campaign(seconds=4)
+@pytest.mark.parametrize("name", ZOO)
 def test_a_model_of_the_zoo_is_rehearsed_as_it_runs(name: str) -> None:
     case = BY_NAME[name]
     torch.manual_seed(0)

@@ -23,7 +23,6 @@ from tests.rehearse.test_identity import ZOO, WithTargets
 PROFILE = "laptop-4c-avx2-ddr4"
 STEPS = 6
 DRAWS = 100
-SAMPLE = range(0, DRAWS, 7)
 STATES = 4  # parameters, gradients and two moments
 ACTIVATIONS = ("auto", "auto", "keep", "recompute", "offload")
 
@@ -118,27 +117,17 @@ def as_planned(draw: Draw, plan: Plan, disk: Path) -> Draw:
     return replace(draw, settings={**draw.settings, **needed, **there})
 
 
-def assert_never_short(number: int, disk: Path) -> None:
+@pytest.mark.campaign(seconds=6)
+@pytest.mark.parametrize("number", range(DRAWS))
+def test_what_is_planned_to_fit_runs(number: int, disk: Path) -> None:
     plan = planned(number)
 
     assert plan.fits == (not plan.shortfalls)
     run(as_planned(drawn(number), plan, disk))  # no BudgetError
 
 
-@pytest.mark.sample(8)
-@pytest.mark.parametrize("number", SAMPLE)
-def test_what_is_planned_to_fit_runs(number: int, disk: Path) -> None:
-    assert_never_short(number, disk)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", sorted({*range(DRAWS)} - {*SAMPLE}))
-def test_what_is_planned_to_fit_runs_in_the_whole_campaign(number: int, disk: Path) -> None:
-    assert_never_short(number, disk)
-
-
 def test_draws_are_of_both_kinds() -> None:
-    assert {planned(number).fits for number in SAMPLE[:6]} == {True, False}
+    assert {planned(number).fits for number in range(0, 42, 7)} == {True, False}
 
 
 def test_a_peak_just_above_the_least_that_runs_is_no_surprise_later(tmp_path: Path) -> None:

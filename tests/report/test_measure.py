@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hetero.errors import ConfigError
 from hetero.events import Event
-from hetero.report.levels import COLUMNS, reduced
+from hetero.report.levels import COLUMNS, m4, reduced
 from hetero.report.measure import Measured, figures, measure, summarize
 from hetero.report.residency import residency_of
 from hetero.report.run import Meta, Run
@@ -217,6 +217,15 @@ def test_a_reduced_timeline_is_small_and_keeps_its_peak() -> None:
     assert {*zip(small.times_ns, small.totals, strict=True)} <= {
         *zip(line.times_ns, line.totals, strict=True)
     }
+
+
+def test_each_column_keeps_its_first_lowest_highest_and_last_point() -> None:
+    shape = [3, 9, 2, 5, 1, 8, 4, 6]
+    times = range(len(shape) * COLUMNS)
+
+    kept = m4(times, shape * COLUMNS)
+
+    assert kept == {8 * column + at for column in range(COLUMNS) for at in (0, 1, 4, 7)}
 
 
 def test_a_run_without_moves_has_levels_and_times_and_no_stays() -> None:

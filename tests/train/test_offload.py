@@ -68,15 +68,11 @@ def trains_alike(model: nn.Module, optimizer: Any, plain: nn.Module, rows: list[
 
 BUDGETS = ["512KiB", "8MiB", None]
 SEEDS = [None, *range(6)]  # of a simulated device; None: "cpu"
-PLACES = [  # by default two of the seeds at each budget
-    pytest.param(hbm, seed, marks=pytest.mark.slow if seed is not None and seed % 3 != at else [])
-    for at, hbm in enumerate(BUDGETS)
-    for seed in SEEDS
-]
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(("hbm", "seed"), PLACES)
+@pytest.mark.campaign(seconds=4)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("hbm", BUDGETS)
 def test_all_that_the_blocks_save_goes_down_once_and_comes_back_once(
     hbm: str | None, seed: int | None
 ) -> None:
@@ -128,10 +124,8 @@ def test_without_a_disk_a_full_host_is_a_budget_error_that_says_how_much() -> No
     assert refused.value.needed_bytes > 1900 * 1024
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4, 5))]
-)
+@pytest.mark.campaign(seconds=2)
+@pytest.mark.parametrize("seed", range(6))
 def test_what_was_fetched_ahead_and_is_not_needed_is_let_go_behind_its_copy(seed: int) -> None:
     """Backward stops in the last blocks, where the load of one before them is under way."""
     plain = deep()

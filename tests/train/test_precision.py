@@ -372,6 +372,17 @@ def test_a_step_with_an_infinite_gradient_changes_only_the_scale() -> None:
     assert not optimizer.step_was_skipped
 
 
+def test_a_step_with_one_infinite_gradient_among_finite_ones_is_skipped() -> None:
+    _, model, optimizer = start("fp16", "sgd")
+    hetero.backward(loss_of(model, data(0, "fp16")))
+    param = next(model.parameters())
+    param.grad = torch.full(param.shape, float("inf"), dtype=param.dtype)
+
+    optimizer.step()
+
+    assert optimizer.step_was_skipped
+
+
 def test_the_loss_scale_follows_torch_s_scaler() -> None:
     torch.manual_seed(0)
     _, model, optimizer = start("fp16", "sgd")
