@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from hetero.checkpoint.load import load_checkpoint
     from hetero.checkpoint.save import Save, save_checkpoint
     from hetero.export import export
+    from hetero.functional.loss import linear_cross_entropy
     from hetero.integrations.pretrained import from_pretrained
     from hetero.integrations.transformers import enable, trainer
     from hetero.rehearse.plan import Plan, plan
     from hetero.report.make import report
     from hetero.report.profile import Profile, profile
-    from hetero.train.loss import linear_cross_entropy
-    from hetero.train.optimizer import Optimizer
-    from hetero.train.tiles import tile
+    from hetero.train.activations.tiles import tile
+    from hetero.train.update.optimizer import Optimizer
 
 _LAZY = {
     **dict.fromkeys(
@@ -54,9 +54,9 @@ _LAZY = {
     **dict.fromkeys(("profile", "Profile"), "hetero.report.profile"),
     "report": "hetero.report.make",
     **dict.fromkeys(("plan", "Plan"), "hetero.rehearse.plan"),
-    "Optimizer": "hetero.train.optimizer",
-    "linear_cross_entropy": "hetero.train.loss",
-    "tile": "hetero.train.tiles",
+    "Optimizer": "hetero.train.update.optimizer",
+    "linear_cross_entropy": "hetero.functional.loss",
+    "tile": "hetero.train.activations.tiles",
 }
 
 

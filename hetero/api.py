@@ -15,13 +15,13 @@ from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import StateError
 from hetero.interrupts import theirs
-from hetero.train.blueprint import draw
-from hetero.train.check import MARK, check_codes, check_model, check_pair
-from hetero.train.empty import empty_parameters
-from hetero.train.engine import Engine
-from hetero.train.graph import leaves_of
-from hetero.train.optimizer import Optimizer, unwrapped
-from hetero.train.tuning import Tuning
+from hetero.train.engine.blueprint import draw
+from hetero.train.engine.check import MARK, check_codes, check_model, check_pair
+from hetero.train.engine.engine import Engine
+from hetero.train.engine.tuning import Tuning
+from hetero.train.model.empty import empty_parameters
+from hetero.train.model.graph import leaves_of
+from hetero.train.update.optimizer import Optimizer, unwrapped
 from hetero.types import Kind, Lane, Tier
 
 

@@ -27,7 +27,10 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
-ROOMS = ("api", "checkpoint", "device", "events", "export", "io", "memory", "train")
+ROOMS = (
+    *("api", "checkpoint", "cores", "device", "events", "export", "functional", "internals"),
+    *("io", "jobs", "memory", "train"),
+)
 MANAGERS = ("torch.autograd.grad_mode", "torch.autograd.graph", "torch.amp.autocast_mode")
 LOOK_SECONDS = 1e-3  # between two looks at whether Ctrl-C may come out by now
 WAIT_SECONDS = 0.1  # between two looks at whether it was pressed again

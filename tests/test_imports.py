@@ -15,13 +15,27 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "hetero"
 FLOORS = {
     **dict.fromkeys(("types", "config", "crc", "errors", "version", "events"), 0),
-    **dict.fromkeys(("interrupts", "optim"), 0),
+    **dict.fromkeys(("interrupts", "optim", "jobs", "cores"), 0),
     **dict.fromkeys(("device", "dry", "io", "parse", "weights"), 0),
-    **dict.fromkeys(("memory", "plan"), 1),
+    **dict.fromkeys(("memory", "plan", "functional"), 1),
     "train": 2,
     "parallel": 3,
     **dict.fromkeys(("api", "checkpoint", "export", "cli", "__main__"), 4),
     **dict.fromkeys(("report", "rehearse", "integrations", "bench", "recipes"), 4),
+}
+ROOMS = {  # of train/: a room imports those below it
+    "model": 0,
+    **dict.fromkeys(("gradients", "activations"), 1),
+    "update": 2,
+    "access": 3,
+    "engine": 4,
+}
+UPWARDS = {  # arrows between rooms that are still to be cut: this list only shrinks
+    ("train.gradients.store", "train.activations.meter"),
+    ("train.gradients.store", "train.update.masters"),
+    ("train.access.hooks", "train.engine.check"),
+    ("train.activations.slices", "train.engine.check"),
+    ("train.model.faults", "train.activations.saved"),
 }
 PRODUCT = 4  # rooms of the top floor may stand on each other (cli on report/, bench/, recipes/)
 PRINTERS = ("cli", "report", "bench", "recipes")
@@ -131,6 +145,39 @@ def wrong_floor(trees: Trees) -> list[str]:
     return bad
 
 
+def wrong_room(trees: Trees) -> list[str]:
+    """Return what modules of train/ import of rooms beside or above their own."""
+    bad = []
+    for module in trees:
+        here = inner_room(module)
+        if room(module) == "train" and here not in ROOMS and module != "train":
+            bad.append(f"{module}: is in no room")
+            continue
+        for line, target in own_imports(trees, module):
+            there = inner_room(target)
+            if here in (None, there) or there is None or (module, target) in UPWARDS:
+                continue
+            if ROOMS[there] >= ROOMS[here]:
+                bad.append(f"{module}:{line} imports {target} of room {there}")
+    return bad
+
+
+def inner_room(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "train" and len(parts) > 1 and parts[1] in ROOMS else None
+
+
+def reaches_engine(trees: Trees) -> list[str]:
+    """Return who imports what builds a prepared model: the product's rooms alone may."""
+    return [
+        f"{module}:{line} imports {target}"
+        for module in trees
+        if FLOORS.get(room(module)) != PRODUCT and inner_room(module) != "engine"
+        for line, target in own_imports(trees, module)
+        if inner_room(target) == "engine" and (module, target) not in UPWARDS
+    ]
+
+
 def cycle(trees: Trees) -> list[str]:
     edges = {m: {t for _, t in own_imports(trees, m) if t in trees and t != m} for m in trees}
     done: set[str] = set()
@@ -183,7 +230,8 @@ def names_cuda(trees: Trees) -> list[str]:
 
 
 def names_distributed(trees: Trees) -> list[str]:
-    return naming(trees, "torch.distributed", only_in("train.zero", "parallel", "checkpoint"))
+    may = only_in("train.engine.replicas", "parallel", "checkpoint")
+    return naming(trees, "torch.distributed", may)
 
 
 def names_crc(trees: Trees) -> list[str]:
@@ -269,7 +317,7 @@ def assigns(trees: Trees, attribute: str, may: Callable[[str], bool]) -> list[st
 
 
 def assigns_data(trees: Trees) -> list[str]:
-    return assigns(trees, "data", only_in("train.swizzle"))
+    return assigns(trees, "data", only_in("train.model.binding"))
 
 
 def assigns_pins(trees: Trees) -> list[str]:
@@ -279,7 +327,7 @@ def assigns_pins(trees: Trees) -> list[str]:
 def pushes_saved_tensors_hooks(trees: Trees) -> list[str]:
     bad = []
     for module, tree in trees.items():
-        if module == "train.activation":
+        if module == "train.activations.saved":
             continue
         for node in nodes(tree):
             name = getattr(node, "attr", getattr(node, "id", getattr(node, "name", "")))
@@ -304,7 +352,7 @@ def calls(trees: Trees, pattern: re.Pattern[str], may: Callable[[str], bool]) ->
 
 
 def registers_hooks(trees: Trees) -> list[str]:
-    return calls(trees, HOOK, only_in("train.hooks"))
+    return calls(trees, HOOK, only_in("train.access.hooks"))
 
 
 def changes_states(trees: Trees) -> list[str]:
@@ -324,17 +372,19 @@ def prints(trees: Trees) -> list[str]:
 
 RULES: dict[str, Rule] = {
     "modules import lower floors and their own folder": wrong_floor,
+    "rooms of train import the rooms below them": wrong_room,
+    "only engine and the product rooms import engine": reaches_engine,
     "imports make no cycle": cycle,
     "plan never imports torch": plan_imports_torch,
     "plan never imports memory": plan_imports_memory,
     "memory never imports plan, torch.nn or torch.distributed": memory_imports_upwards,
     "only device names torch.cuda": names_cuda,
-    "only zero, parallel and checkpoint name torch.distributed": names_distributed,
+    "only replicas, parallel and checkpoint name torch.distributed": names_distributed,
     "only crc.py names zlib's CRC-32, or zlib-ng": names_crc,
     "what is built on torch stays in its rooms": names_ecosystem,
-    "only swizzle.py assigns param.data": assigns_data,
+    "only binding.py assigns param.data": assigns_data,
     "only manager.py and pool.py change a pin count": assigns_pins,
-    "only activation.py pushes saved-tensor hooks": pushes_saved_tensors_hooks,
+    "only saved.py pushes saved-tensor hooks": pushes_saved_tensors_hooks,
     "only hooks.py registers hooks": registers_hooks,
     "only manager.py and pool.py change a copy's state": changes_states,
     "only the product rooms print": prints,
@@ -348,6 +398,19 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
     (
         "modules import lower floors and their own folder",
         {"types": "def f():\n from .memory import x", "memory": ""},
+    ),
+    (
+        "rooms of train import the rooms below them",
+        {"train.model.a": "from hetero.train.update.b import x", "train.update.b": ""},
+    ),
+    (
+        "rooms of train import the rooms below them",
+        {"train.gradients.a": "def f():\n from ..activations import b", "train.activations.b": ""},
+    ),
+    ("rooms of train import the rooms below them", {"train.attic.a": ""}),
+    (
+        "only engine and the product rooms import engine",
+        {"train.access.a": "import hetero.train.engine.b", "train.engine.b": ""},
     ),
     (
         "imports make no cycle",
@@ -380,7 +443,7 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
     ("only device names torch.cuda", {"api": "from torch import cuda"}),
     ("only device names torch.cuda", {"api": "import torch.cuda.nvtx"}),
     (
-        "only zero, parallel and checkpoint name torch.distributed",
+        "only replicas, parallel and checkpoint name torch.distributed",
         {"train.a": "import torch.distributed as dist"},
     ),
     ("only crc.py names zlib's CRC-32, or zlib-ng", {"io": "import zlib\nzlib.crc32(b'')"}),
@@ -388,21 +451,21 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
     ("only crc.py names zlib's CRC-32, or zlib-ng", {"io": "from zlib_ng import zlib_ng"}),
     ("what is built on torch stays in its rooms", {"api": "import transformers"}),
     ("what is built on torch stays in its rooms", {"api": "import lightning"}),
-    ("only swizzle.py assigns param.data", {"train.a": "param.data = x"}),
-    ("only swizzle.py assigns param.data", {"train.a": "a, (b.data, c) = x"}),
-    ("only swizzle.py assigns param.data", {"train.a": "setattr(param, 'data', x)"}),
-    ("only swizzle.py assigns param.data", {"train.a": "torch.Tensor.data.__set__(p, x)"}),
+    ("only binding.py assigns param.data", {"train.a": "param.data = x"}),
+    ("only binding.py assigns param.data", {"train.a": "a, (b.data, c) = x"}),
+    ("only binding.py assigns param.data", {"train.a": "setattr(param, 'data', x)"}),
+    ("only binding.py assigns param.data", {"train.a": "torch.Tensor.data.__set__(p, x)"}),
     (
-        "only swizzle.py assigns param.data",
+        "only binding.py assigns param.data",
         {"train.a": "get, put = T.data.__get__, T.data.__set__\nput(p, x)"},
     ),
     ("only manager.py and pool.py change a pin count", {"train.a": "replica.pins += 1"}),
     (
-        "only activation.py pushes saved-tensor hooks",
+        "only saved.py pushes saved-tensor hooks",
         {"train.a": "torch._C._autograd._push_saved_tensors_default_hooks(a, b)"},
     ),
     (
-        "only activation.py pushes saved-tensor hooks",
+        "only saved.py pushes saved-tensor hooks",
         {"train.a": "from torch.autograd.graph import saved_tensors_hooks"},
     ),
     ("only hooks.py registers hooks", {"train.a": "module.register_full_backward_hook(f)"}),
@@ -431,13 +494,13 @@ def test_a_planted_violation_is_caught(rule: str, sources: dict[str, str]) -> No
     "sources",
     [
         {"device": "import torch\ntorch.cuda.synchronize()"},
-        {"train.swizzle": "put = torch.Tensor.data.__set__\nput(p, x)\np.data = x"},
-        {"train.fault": "put = T.data.__set__\nif func == put: pass\nx = p.data\np.data.copy_(x)"},
-        {"train.activation": "_autograd._push_saved_tensors_default_hooks(a, b)"},
-        {"train.hooks": "module.register_forward_hook(f)"},
+        {"train.model.binding": "put = torch.Tensor.data.__set__\nput(p, x)\np.data = x"},
+        {"train.model.faults": "put = T.data.__set__\nif f == put: x = p.data\np.data.copy_(x)"},
+        {"train.activations.saved": "_autograd._push_saved_tensors_default_hooks(a, b)"},
+        {"train.access.hooks": "module.register_forward_hook(f)"},
         {"memory.manager": "table.transition(0, t, s, 'w')\nreplica.pins -= 1"},
         {"cli": "from hetero.report import x\nprint(x)", "report": ""},
-        {"train.a": "from hetero.memory import b", "memory.b": "import torch"},
+        {"train.model.a": "from hetero.memory import b", "memory.b": "import torch"},
         {"crc": "from zlib_ng.zlib_ng import crc32", "report.run": "import zlib\nzlib.error"},
         {"plan.a": "from hetero.types import Tier", "types": "", "plan": ""},
         {"report.html": "print('x')", "bench.run": "import hetero", "recipes.t": "import peft"},
@@ -485,3 +548,9 @@ def test_importing_the_plan_does_not_load_torch() -> None:
 
 def test_a_torch_bound_name_of_hetero_loads_torch_when_it_is_used() -> None:
     assert "torch" in modules_after("import hetero; hetero.prepare")
+
+
+def test_the_map_names_every_module() -> None:
+    told = set(re.findall(r"\w+", (PACKAGE / "README.md").read_text(encoding="utf-8")))
+    known = {module.rsplit(".", 1)[-1] for module in house()} - {"__main__", "version"}
+    assert known - told == set()

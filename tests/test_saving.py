@@ -32,8 +32,8 @@ from hetero.errors import (
     StateError,
 )
 from hetero.io import IO, FaultPlan
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Worker
+from hetero.jobs import Worker
+from hetero.train.engine.tuning import Tuning
 
 WIDTH = 128
 TUNING = {"extent_numel": 4096}

@@ -18,9 +18,9 @@ from hetero.bench.engine import Figure, Figures, adamw, timed, virtual
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.errors import BudgetError
+from hetero.functional.loss import linear_cross_entropy
 from hetero.recipes.gpt import GPT, Block, GPTConfig
-from hetero.train.loss import linear_cross_entropy
-from hetero.train.meter import LiveBytes
+from hetero.train.activations.meter import LiveBytes
 from hetero.types import Lane
 
 ROUNDS = 3

@@ -31,8 +31,8 @@ from hetero.io import IO, File, Folder, align_up, aligned_buffer
 from hetero.memory.ledger import Ledger
 from hetero.memory.pool import Extents, Pool, Request, Span, Use, open_pool
 from hetero.recipes.gpt import GPT, GPTConfig
-from hetero.train.engine import Engine
-from hetero.train.tuning import Tuning
+from hetero.train.engine.engine import Engine
+from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Tier
 
 RUNS = "runs"  # in the working directory: a drive, where a system's temporary folder may be RAM

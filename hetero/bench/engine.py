@@ -16,11 +16,11 @@ from torch import nn
 from hetero.api import engine_of, prepare_tuned, status
 from hetero.config import Config
 from hetero.device import SimDevice, finish_compute
+from hetero.jobs import Worker
 from hetero.plan.schedule import Schedule
 from hetero.recipes.gpt import GPT, GPTConfig
-from hetero.train.engine import Engine
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Worker
+from hetero.train.engine.engine import Engine
+from hetero.train.engine.tuning import Tuning
 from hetero.types import Lane
 
 

@@ -28,8 +28,8 @@ from hetero.bench.memory import memory_of_this_process, reset_peak
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.recipes.gpt import GPT, GPTConfig
-from hetero.train.empty import empty_parameters
-from hetero.train.tuning import Tuning
+from hetero.train.engine.tuning import Tuning
+from hetero.train.model.empty import empty_parameters
 from hetero.types import Lane
 from hetero.weights import CODES
 

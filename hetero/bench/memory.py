@@ -15,7 +15,7 @@ from hetero.api import empty_init, engine_of, prepare_tuned, status
 from hetero.bench.engine import Figure, Figures, adamw
 from hetero.config import Config
 from hetero.recipes.gpt import GPT, GPTConfig
-from hetero.train.blueprint import draw
+from hetero.train.engine.blueprint import draw
 from hetero.types import Kind, Tier
 
 ADAMW_BYTES = 16  # fp32 parameter, gradient and two moments

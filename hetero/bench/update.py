@@ -16,12 +16,12 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.bench.engine import Figure, Figures, adamw, timed
 from hetero.config import Config
 from hetero.device import CpuDevice, Ticket
+from hetero.jobs import Job, Worker
 from hetero.recipes.gpt import GPT, GPTConfig
-from hetero.train import kernel
-from hetero.train.engine import Engine
-from hetero.train.formulas import formula_of
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Job, Worker
+from hetero.train.engine.engine import Engine
+from hetero.train.engine.tuning import Tuning
+from hetero.train.update import kernel
+from hetero.train.update.formulas import formula_of
 from hetero.types import Lane, Tier
 
 NUMEL = 32 * 2**20

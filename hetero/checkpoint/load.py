@@ -36,11 +36,9 @@ from hetero.checkpoint.verify import read_all
 from hetero.device import check_accelerator_rng, checked_rng, set_accelerator_rng
 from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from hetero.io import IO
-from hetero.train.engine import Engine
-from hetero.train.optimizer import Optimizer
-from hetero.train.precision import LossScaler
-from hetero.train.snapshot import PIECE_BYTES, Name, Part
-from hetero.train.state import (
+from hetero.train.engine.engine import Engine
+from hetero.train.engine.snapshot import PIECE_BYTES, Name, Part
+from hetero.train.engine.state_dict import (
     begin_again,
     check_states,
     empty_states,
@@ -49,6 +47,8 @@ from hetero.train.state import (
     settle,
     take_scalars,
 )
+from hetero.train.update.masters import LossScaler
+from hetero.train.update.optimizer import Optimizer
 
 LOAD_THREADS = 2  # one reads while another checks
 SHOWN = 10  # differences that a message lists

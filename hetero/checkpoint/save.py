@@ -27,10 +27,10 @@ from hetero.device import accelerator_rng
 from hetero.errors import CheckpointCorrupt, ConfigError, StateError
 from hetero.io import IO, make_folder
 from hetero.memory.layout import Bucket
-from hetero.train.engine import Engine
-from hetero.train.optimizer import Optimizer, unwrapped
-from hetero.train.snapshot import Name, Part, Saving, of_tensor
-from hetero.train.state import Scalars, counted_at_close, parts_of, scalars_of
+from hetero.train.engine.engine import Engine
+from hetero.train.engine.snapshot import Name, Part, Saving, of_tensor
+from hetero.train.engine.state_dict import Scalars, counted_at_close, parts_of, scalars_of
+from hetero.train.update.optimizer import Optimizer, unwrapped
 from hetero.version import __version__
 
 SAVE_THREADS = 2  # one checksums and copies while another writes

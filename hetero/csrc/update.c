@@ -1,6 +1,6 @@
 /* One update of an fp32 master from a gradient, in one pass over memory.
  *
- * hetero/train/formulas.py holds the same arithmetic in torch operations, and the two must agree bit
+ * hetero/train/update/formulas.py holds the same arithmetic in torch operations, and the two must agree bit
  * for bit: every operation is IEEE binary32, rounded to nearest by itself, in the order written here.
  * So this file is compiled without contraction to fused multiply-adds and without fast-math (the
  * flags are in hatch_build.py). A vector lane computes what a scalar does: the instruction set is
@@ -309,7 +309,7 @@ COUPLE(whole, float)
 
 /* -- runs ------------------------------------------------------------------------------------- */
 
-/* A run of n elements: hetero/train/kernel.py fills it in. */
+/* A run of n elements: hetero/train/update/kernel.py fills it in. */
 typedef struct {
     int64_t n;
     int layout, kind; /* of the gradient */
@@ -388,7 +388,7 @@ LOOPS(asgd)
 LOOPS(rprop)
 LOOPS(lion)
 
-/* What hetero/train/kernel.py compares before it calls anything above. */
+/* What hetero/train/update/kernel.py compares before it calls anything above. */
 EXPORT int hetero_abi(void) { return ABI; }
 
 /* The CRC-32 of this file as it was compiled: tests see a library that is older than its source. */

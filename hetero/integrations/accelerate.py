@@ -24,10 +24,10 @@ from hetero.checkpoint.save import KINDS, STATES, save_latest
 from hetero.config import Config
 from hetero.errors import ConfigError, StateError
 from hetero.io import IO
-from hetero.train.check import MARK
-from hetero.train.hooks import before_next_forward
-from hetero.train.optimizer import Optimizer
-from hetero.train.zero import Replicas, open_group
+from hetero.train.access.hooks import before_next_forward
+from hetero.train.engine.check import MARK
+from hetero.train.engine.replicas import Replicas, open_group
+from hetero.train.update.optimizer import Optimizer
 
 FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
 SETTINGS = "HETERO_CONFIG"

@@ -27,8 +27,8 @@ from hetero.checkpoint.save import newest_step, save_latest
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import ConfigError, StateError
-from hetero.train.check import MARK
-from hetero.train.optimizer import Optimizer
+from hetero.train.engine.check import MARK
+from hetero.train.update.optimizer import Optimizer
 
 NAME = "hetero"  # of both strategies
 TIED = "hetero_tied"  # entry of what is saved beside a model

@@ -3,7 +3,7 @@
 transformers loads as it always does: it finds the files, builds the model, renames keys, ties,
 initialises what is missing, and reports. Between the two halves of that, `Streaming` keeps from it
 the tensors that become parameters as they are; their parameters stay empty and know their file
-(`hetero.train.empty.Place`). Whoever prepares the model reads them, piece by piece, into the homes.
+(`hetero.train.model.empty.Place`). `prepare` reads them, piece by piece, into the homes.
 Tensors that are computed with (experts that are merged), buffers, and weights that may or may not
 be tied, are loaded by transformers.
 """
@@ -26,8 +26,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from hetero.train.check import pageable
-from hetero.train.empty import Place, promise
+from hetero.train.engine.check import pageable
+from hetero.train.model.empty import Place, promise
 from hetero.weights import SUFFIX, Weights
 
 LOADING = threading.RLock()  # a method of transformers is replaced while a model is loaded

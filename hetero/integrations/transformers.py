@@ -40,7 +40,7 @@ from hetero.integrations.accelerate import (
     HeteroOptimizer,
     HeteroPlugin,
 )
-from hetero.train.check import MARK, check_model
+from hetero.train.engine.check import MARK, check_model
 from hetero.types import Tier
 
 if TYPE_CHECKING:

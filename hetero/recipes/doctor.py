@@ -27,7 +27,7 @@ from hetero.crc import crc32
 from hetero.device import CudaDevice, Device, release_slab
 from hetero.errors import ConfigError, StorageError
 from hetero.io import Folder, aligned_buffer, mount_of
-from hetero.train import kernel
+from hetero.train.update import kernel
 from hetero.types import Lane, format_bytes
 from hetero.version import __version__
 

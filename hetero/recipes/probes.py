@@ -27,12 +27,12 @@ from hetero.bench.update import Split
 from hetero.config import host_limit
 from hetero.device import COPY_LANES, OPPOSITE, Device, Move, release_slab
 from hetero.io import File, Folder
+from hetero.jobs import Worker
 from hetero.memory.pool import N_THREADS, Use
 from hetero.plan.cost import attention_flops
 from hetero.plan.hardware import Dtype
 from hetero.recipes.doctor import usable_cores
-from hetero.train import kernel
-from hetero.train.worker import Worker
+from hetero.train.update import kernel
 from hetero.types import Lane
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

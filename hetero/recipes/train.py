@@ -30,9 +30,9 @@ from hetero.recipes.record import Recording, free_folder
 from hetero.recipes.task import Task, count, demo, loss_of
 from hetero.recipes.text import unigram_entropy
 from hetero.rehearse.plan import Plan, plan
-from hetero.train.blueprint import draw
-from hetero.train.optimizer import Optimizer
-from hetero.train.spill import draw_spill
+from hetero.train.engine.blueprint import draw
+from hetero.train.engine.spill import draw_spill
+from hetero.train.update.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from hetero.integrations.tracking import Trackers

@@ -15,7 +15,7 @@ from hetero.dry import META
 from hetero.plan.cost import attention_flops, side_of
 from hetero.plan.hardware import Dtype, Profile
 from hetero.rehearse.kernels import as_on_cpu
-from hetero.train.meter import tensors_in
+from hetero.train.activations.meter import tensors_in
 from hetero.types import Lane
 
 DTYPES: dict[torch.dtype, Dtype] = {

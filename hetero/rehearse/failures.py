@@ -11,10 +11,13 @@ import torch
 
 from hetero.errors import ConfigError, HeteroError
 from hetero.rehearse.clock import OpClock
-from hetero.train.rules import Rule
+from hetero.train.update.rules import Rule
 
 OURS = Path(__file__).parent.parent
-LIBRARIES = (str(Path(torch.__file__).parent), str(OURS / "train"), str(OURS / "rehearse"))
+LIBRARIES = (
+    str(Path(torch.__file__).parent),
+    *(str(OURS / room) for room in ("train", "rehearse", "functional", "jobs.py", "cores.py")),
+)
 
 ASKS = "computes by its numbers, and a plan has none:"
 

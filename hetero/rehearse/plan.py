@@ -26,8 +26,8 @@ from hetero.rehearse.whatif import ENDLESS, Estimate, Facts, what_if, without_he
 from hetero.report.make import PREDICTED, WHATIF, examine
 from hetero.report.measure import Summary, measure, summarize
 from hetero.report.views import Beside, WhatIf
-from hetero.train.budget import CUDA_RESIDENT
-from hetero.train.trial import check_optimizer
+from hetero.train.engine.budget import CUDA_RESIDENT
+from hetero.train.update.trial import check_optimizer
 from hetero.types import Kind, Tier, format_bytes
 
 MOST_RAISES = 24  # of budgets, until everything fits

@@ -32,10 +32,10 @@ from hetero.rehearse.twin import twin_of
 from hetero.rehearse.worker import DryWorker
 from hetero.report.profile import ceilings, meta_of
 from hetero.report.run import Meta, Run
-from hetero.train.blueprint import Blueprint, draw
-from hetero.train.engine import Engine
-from hetero.train.meter import LiveBytes
-from hetero.train.tuning import Tuning
+from hetero.train.activations.meter import LiveBytes
+from hetero.train.engine.blueprint import Blueprint, draw
+from hetero.train.engine.engine import Engine
+from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Lane, Tier
 
 MOST_STEPS = 8  # until every step is as the one before it

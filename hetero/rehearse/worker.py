@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hetero.dry import DryDevice
+from hetero.jobs import Job, Slice, Worker
 from hetero.rehearse.disk import DryDisk
-from hetero.train.worker import Job, Slice, Worker
 from hetero.types import Lane
 
 UpdateSeconds = Callable[[int], float]

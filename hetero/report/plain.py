@@ -20,9 +20,9 @@ from hetero.device import Allocated, allocated
 from hetero.events import EventLog, What
 from hetero.report.run import BucketMeta, Meta
 from hetero.report.storages import Category, Storages
-from hetero.train.check import check_watchable, check_whose
-from hetero.train.hooks import Hooks
-from hetero.train.units import Unit, assign, find_units
+from hetero.train.access.hooks import Hooks
+from hetero.train.engine.check import check_watchable, check_whose
+from hetero.train.model.units import Unit, assign, find_units
 from hetero.types import Kind, Tier
 
 Counts = Callable[[torch.device], Allocated | None]

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from hetero.events import EventLog, What
-from hetero.train.meter import tensors_in
+from hetero.train.activations.meter import tensors_in
 from hetero.types import Kind, Tier
 
 OTHER = "other"

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.errors import BudgetError
-from hetero.train.blueprint import draw
-from hetero.train.engine import Engine
-from hetero.train.tuning import Tuning
+from hetero.train.engine.blueprint import draw
+from hetero.train.engine.engine import Engine
+from hetero.train.engine.tuning import Tuning
 from hetero.types import Lane, Tier
 from tests.equivalence.zoo import Case, Loop
 

@@ -26,9 +26,9 @@ from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.errors import BudgetError, ConfigError, DiskFull, StateError
 from hetero.io import ALIGN, IO, FaultPlan
-from hetero.train.blueprint import draw
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Worker
+from hetero.jobs import Worker
+from hetero.train.engine.blueprint import draw
+from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Tier
 from tests.equivalence import zoo
 from tests.equivalence.harness import (

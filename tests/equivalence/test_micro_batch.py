@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hetero
 from hetero.api import engine_of
 from hetero.errors import StateError
-from hetero.train.slices import laid_out_like
+from hetero.train.activations.slices import laid_out_like
 
 D, VOCAB, LENGTH, BATCH = 16, 23, 7, 8
 

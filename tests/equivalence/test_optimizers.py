@@ -19,12 +19,12 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
+from hetero.jobs import Worker
 from hetero.optim import LAMB, LARS, AdamW8bit, Lion
-from hetero.train import grads as gradients
-from hetero.train import updater
-from hetero.train.rules import ELEMENTWISE, WHOLE_TENSOR
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Worker
+from hetero.train.engine.tuning import Tuning
+from hetero.train.gradients import store as gradients
+from hetero.train.update import draft
+from hetero.train.update.rules import ELEMENTWISE, WHOLE_TENSOR
 from tests.campaigns import optimizers
 from tests.equivalence.harness import grads, same, values
 from tests.train.test_precision import rounded
@@ -360,7 +360,7 @@ PIECES = [1, 256, 1024]  # elements; the first cuts at every chunk border
 def test_every_flag_set_steps_bitwise_cut_at_chunk_borders(
     number: int, numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updater, "RULE_NUMEL", numel)
+    monkeypatch.setattr(draft, "RULE_NUMEL", numel)
     way = Way(micro=2, clip=CLIPS[number % len(CLIPS)])
     compare(CASES[number], way, seed=number)
 
@@ -589,7 +589,7 @@ def test_bf16_bits_do_not_depend_on_any_placement(
 
 def check_placements(case: Case, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     expected, state, _ = outcome(case, device="cpu", hbm=None)
-    monkeypatch.setattr(updater, "KERNEL_NUMEL", 1)  # the kernel is cut at every chunk border
+    monkeypatch.setattr(draft, "KERNEL_NUMEL", 1)  # the kernel is cut at every chunk border
     for name in names:
         found, states, evictions = outcome(case, **PLACEMENTS[name]())
         same(expected, found, name)
@@ -690,13 +690,13 @@ def test_a_step_is_the_gradient_times_its_factors(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_forgotten_clip_would_be_noticed(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updater, "numbers_of", lambda factors: [() for _ in factors])
+    monkeypatch.setattr(draft, "numbers_of", lambda factors: [() for _ in factors])
     with pytest.raises(AssertionError, match="updates"):
         check_factors(precision, micro=1, max_norm=0.5, hbm=BUDGETS["paged"])
 
 
 def test_a_forgotten_loss_scale_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updater, "numbers_of", lambda factors: [() for _ in factors])
+    monkeypatch.setattr(draft, "numbers_of", lambda factors: [() for _ in factors])
     with pytest.raises(AssertionError, match="updates"):
         check_factors("fp16", micro=1, max_norm=None, hbm=BUDGETS["paged"])
 

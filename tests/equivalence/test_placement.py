@@ -11,7 +11,7 @@ import pytest
 from hetero.device import SimDevice
 from hetero.plan.schedule import Op, Schedule, Shape
 from hetero.plan.trace import Trace
-from hetero.train.tuning import Tuning
+from hetero.train.engine.tuning import Tuning
 from tests.equivalence.harness import Seen, adamw, compare, measure
 from tests.equivalence.zoo import BY_NAME
 

@@ -7,8 +7,8 @@ import zlib
 import pytest
 
 from hetero.device import SimDevice
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Worker
+from hetero.jobs import Worker
+from hetero.train.engine.tuning import Tuning
 from tests.equivalence.harness import adamw, compare, measure, sgd, smallest
 from tests.equivalence.zoo import CASES, Case
 

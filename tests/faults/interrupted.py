@@ -28,7 +28,7 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.errors import BudgetError
 from hetero.io import ALIGN
-from hetero.train.tuning import Tuning
+from hetero.train.engine.tuning import Tuning
 
 WIDE, LAYERS, MICRO = 128, 4, 2
 HBM = 7 * 4 * WIDE * WIDE

@@ -21,9 +21,9 @@ import hetero
 from hetero import interrupts
 from hetero.errors import StorageError
 from hetero.interrupts import Deferring
+from hetero.jobs import Job, Worker
 from hetero.memory.manager import ChunkManager
-from hetero.train.updater import Updater
-from hetero.train.worker import Job, Worker
+from hetero.train.update.draft import Updater
 from tests.conftest import RUNS
 from tests.faults.interrupted import TIERS, WAYS, interrupt
 

@@ -35,8 +35,8 @@ from hetero.errors import (
     StorageError,
 )
 from hetero.io import ALIGN, IO, FaultPlan
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Worker
+from hetero.jobs import Worker
+from hetero.train.engine.tuning import Tuning
 from hetero.types import Tier
 from tests.conftest import RUNS
 

@@ -35,8 +35,8 @@ from hetero.checkpoint.save import save_through
 from hetero.config import Config
 from hetero.errors import NoCheckpoint
 from hetero.io import ALIGN, FaultPlan
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Worker
+from hetero.jobs import Worker
+from hetero.train.engine.tuning import Tuning
 
 WIDE, N_LAYERS = 128, 3
 LAYER_BYTES = 4 * WIDE * (WIDE + 1)

@@ -13,10 +13,10 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import CudaDevice
+from hetero.jobs import Worker
 from hetero.recipes.calibrate import CalibrateOptions, calibrate
 from hetero.recipes.probes import Ends
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Worker
+from hetero.train.engine.tuning import Tuning
 from hetero.types import Lane
 from tests.equivalence.harness import compare_with, sgd, values
 from tests.equivalence.zoo import BY_NAME, CASES, Case, Loop

@@ -17,7 +17,7 @@ import hetero  # noqa: E402
 from hetero.api import engine_of, prepare_tuned  # noqa: E402
 from hetero.config import Config  # noqa: E402
 from hetero.memory.codec import CODECS  # noqa: E402
-from hetero.train.tuning import Tuning  # noqa: E402
+from hetero.train.engine.tuning import Tuning  # noqa: E402
 from tests.equivalence.harness import Seen, adamw, note, same, sgd, states  # noqa: E402
 
 STEPS = 5

@@ -24,7 +24,7 @@ from transformers import (
 
 import hetero
 from hetero.errors import BudgetError, CheckpointMismatch, ConfigError, StateError
-from hetero.train.stepper import Stepper
+from hetero.train.update.step import Stepper
 from tests.integrations.trainers import (
     HBM,
     SETTINGS,

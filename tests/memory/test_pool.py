@@ -52,6 +52,7 @@ from hetero.errors import (
 )
 from hetero.events import EventLog
 from hetero.io import ALIGN, IO, FaultPlan, Folder, align_up, aligned_buffer
+from hetero.jobs import Job, Worker
 from hetero.memory import pool as pool_module
 from hetero.memory.ledger import Ledger
 from hetero.memory.nvme import Executor, Nvme, Urgent, Work
@@ -65,7 +66,6 @@ from hetero.memory.pool import (
     Use,
     open_pool,
 )
-from hetero.train.worker import Job, Worker
 from hetero.types import CopyState, Kind, Lane, Tier
 
 T = TypeVar("T")

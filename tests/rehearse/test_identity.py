@@ -13,6 +13,7 @@ from torch import nn
 from hetero.config import Config
 from hetero.device import SimDevice, Ticket
 from hetero.dry import DryDevice
+from hetero.jobs import Worker
 from hetero.plan.hardware import Profile, find
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.rehearse.clock import OpClock
@@ -20,11 +21,10 @@ from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.rehearsal import backward
 from hetero.rehearse.twin import batch_twin, twin_of
 from hetero.rehearse.worker import DryWorker
-from hetero.train.blueprint import draw
-from hetero.train.engine import Engine
-from hetero.train.meter import unmeasured
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Worker
+from hetero.train.activations.meter import unmeasured
+from hetero.train.engine.blueprint import draw
+from hetero.train.engine.engine import Engine
+from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Tier
 from tests.equivalence.zoo import BY_NAME
 

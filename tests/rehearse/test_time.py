@@ -25,7 +25,7 @@ from hetero.rehearse.disk import DryDisk
 from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.rehearsal import touched_by_update
 from hetero.rehearse.worker import DryWorker
-from hetero.train.blueprint import draw
+from hetero.train.engine.blueprint import draw
 from hetero.types import Lane
 
 PROFILE = find("rtx4090")

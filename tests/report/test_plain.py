@@ -28,8 +28,8 @@ from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.report.plain import Watcher
 from hetero.report.run import Run
 from hetero.report.storages import Storages
-from hetero.train.hooks import Hooks
-from hetero.train.meter import LiveBytes
+from hetero.train.access.hooks import Hooks
+from hetero.train.activations.meter import LiveBytes
 from hetero.types import Kind
 
 BATCH, WIDE, DEEP = 32, 16, 3
@@ -705,7 +705,7 @@ def test_storages_that_go_after_the_block_tell_nobody() -> None:
 
 
 def test_hooks_on_graphs_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero.train.hooks.MANY", 4)
+    monkeypatch.setattr("hetero.train.access.hooks.MANY", 4)
     model = mlp()
     before = {id(found) for found in gc.get_objects() if type(found) is Hooks}  # of other tests
     with hetero.profile(model):
@@ -789,7 +789,8 @@ def test_a_model_that_cannot_be_watched_is_refused_with_advice(name: str) -> Non
 
 
 def test_parameters_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero.train.check.check_plain", lambda *_: None)  # no second device here
+    # there is no second device here
+    monkeypatch.setattr("hetero.train.engine.check.check_plain", lambda *_: None)
     with pytest.raises(hetero.ConfigError, match="several devices"), hetero.profile(split()):
         pass
 

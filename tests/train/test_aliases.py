@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hetero
 from hetero import StateError
 from hetero.api import engine_of
-from hetero.train.rules import Rule
+from hetero.train.update.rules import Rule
 from tests.equivalence.harness import adamw, compare, measure, same, sgd, smallest, values
 from tests.equivalence.zoo import Block, Case, Loop, Stack, loss_of, tokens
 

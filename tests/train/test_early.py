@@ -17,9 +17,9 @@ from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.errors import ConfigError, StateError
 from hetero.events import What
-from hetero.train.early import EarlyUpdates, Visits
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Worker
+from hetero.jobs import Worker
+from hetero.train.access.early import EarlyUpdates, Visits
+from hetero.train.engine.tuning import Tuning
 from tests.campaigns.harness import Net, loss_of_tokens
 from tests.equivalence.harness import MakeOptimizer, adamw, compare, measure, same, sgd, values
 from tests.equivalence.test_disk import WORDS, Wide
@@ -69,7 +69,7 @@ def between(**settings: Any) -> tuple[Any, Any]:
 @pytest.fixture
 def early(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count, step by step, the updates that were begun early."""
-    from hetero.train.stepper import Stepper
+    from hetero.train.update.step import Stepper
 
     found: list[int] = []
     seal = Stepper.seal

@@ -21,9 +21,9 @@ from hetero.errors import BudgetError
 from hetero.events import What
 from hetero.memory.manager import ChunkManager
 from hetero.plan.activations import KEEP, RECOMPUTE
-from hetero.train.fitting import Tight
-from hetero.train.forecast import tensors_of
-from hetero.train.meter import LiveBytes, meters_of
+from hetero.train.activations.forecast import tensors_of
+from hetero.train.activations.meter import LiveBytes, meters_of
+from hetero.train.engine.fitting import Tight
 from tests.campaigns.harness import Net, tokens_of
 from tests.equivalence.harness import adamw, same, values
 

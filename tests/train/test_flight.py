@@ -11,7 +11,7 @@ from hetero.device import SimDevice
 from hetero.events import EventLog
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.train.flight import Flight
+from hetero.train.gradients.flight import Flight
 from hetero.types import Kind, Tier
 
 PIECE_BYTES = 256

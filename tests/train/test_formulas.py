@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hetero.optim import Lion
-from hetero.train import kernel
-from hetero.train.formulas import Formula, formula_of
+from hetero.train.update import kernel
+from hetero.train.update.formulas import Formula, formula_of
 
 O = torch.optim
 STEPS = 8

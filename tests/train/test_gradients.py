@@ -19,8 +19,8 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Worker
+from hetero.jobs import Worker
+from hetero.train.engine.tuning import Tuning
 from tests.equivalence.harness import same, values
 
 PLACES: dict[str, dict[str, Any]] = {

@@ -14,9 +14,9 @@ from hetero.api import engine_of
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE
 from hetero.plan.schedule import Op, Schedule
 from hetero.plan.trace import Access, Trace
-from hetero.train.policy import Policies
-from hetero.train.runtime import Late
-from hetero.train.tracer import Cursor
+from hetero.train.access.cursor import Cursor
+from hetero.train.access.runtime import Late
+from hetero.train.activations.policy import Policies
 from hetero.types import Phase
 from tests.campaigns.harness import Net, adamw, tokens_of
 from tests.counting import lines_of
@@ -57,13 +57,13 @@ def test_a_model_that_trains_by_a_method_is_forecast_by_its_units_once() -> None
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
     """Return what is planned for from here on."""
     planned: list[Trace] = []
-    planner = hetero.train.engine.Planner
+    planner = hetero.train.engine.engine.Planner
 
     def noting(trace: Trace, *args: Any) -> Any:
         planned.append(trace)
         return planner(trace, *args)
 
-    monkeypatch.setattr(hetero.train.engine, "Planner", noting)
+    monkeypatch.setattr(hetero.train.engine.engine, "Planner", noting)
     return planned
 
 

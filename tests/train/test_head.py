@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import hetero
 from hetero.api import engine_of
 from hetero.errors import ConfigError
-from hetero.train.head import LateLogits
+from hetero.functional.head import LateLogits
 from tests.equivalence.harness import adamw
 
 D, VOCAB, LENGTH = 16, 41, 9

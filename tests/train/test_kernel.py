@@ -17,8 +17,8 @@ import torch
 import hetero
 from hetero.errors import StateError
 from hetero.optim import Lion
-from hetero.train import kernel
-from hetero.train.kernel import join, split_
+from hetero.train.update import kernel
+from hetero.train.update.kernel import join, split_
 from tests.train.test_formulas import CASES, STEPS, cases, rule
 
 O = torch.optim

@@ -20,10 +20,10 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
-from hetero.train.engine import Engine
-from hetero.train.rules import Rule
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Job, Worker
+from hetero.jobs import Job, Worker
+from hetero.train.engine.engine import Engine
+from hetero.train.engine.tuning import Tuning
+from hetero.train.update.rules import Rule
 from tests.equivalence.harness import adamw, compare, measure, same, sgd, values
 from tests.equivalence.zoo import BY_NAME, Stack, loss_of, tokens
 

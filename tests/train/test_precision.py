@@ -15,8 +15,8 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
-from hetero.train.tuning import Tuning
-from hetero.train.worker import Worker
+from hetero.jobs import Worker
+from hetero.train.engine.tuning import Tuning
 
 F32 = np.float32
 WORKING = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hetero.train.proof import PATIENCE, Digests, Proof
+from hetero.train.activations.proof import PATIENCE, Digests, Proof
 
 
 class View(NamedTuple):

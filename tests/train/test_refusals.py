@@ -15,7 +15,7 @@ from torch import nn
 
 import hetero
 from hetero import BudgetError, ConfigError, StateError
-from hetero.train import origin
+from hetero.train.engine import handover
 from tests.equivalence.harness import adamw, same, values
 from tests.equivalence.zoo import Stack, loss_of, tokens
 
@@ -336,8 +336,8 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
 
 
 def test_a_failure_while_moving_in_leaves_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hetero.train.engine import Engine
-    from hetero.train.origin import Origin
+    from hetero.train.engine.engine import Engine
+    from hetero.train.engine.handover import Origin
 
     def broken(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -364,7 +364,7 @@ def test_a_buffer_that_another_prepared_model_has_too_stays_where_that_computes(
     models = [nn.ModuleDict({"shared": shared, "own": nn.Linear(3, 3)}) for _ in range(2)]
     first, second = (hetero.prepare(model, device="cpu") for model in models)
     moved: list[nn.Module] = []
-    monkeypatch.setattr(origin, "move_buffers", lambda modules, place: moved.extend(modules))
+    monkeypatch.setattr(handover, "move_buffers", lambda modules, place: moved.extend(modules))
 
     hetero.release(first)
     assert first["own"] in moved

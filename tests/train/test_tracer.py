@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetero.plan.schedule import Op, Schedule
 from hetero.plan.trace import Access, Trace
-from hetero.train.tracer import Cursor
+from hetero.train.access.cursor import Cursor
 from hetero.types import Phase
 
 UNITS = range(5)

@@ -1,0 +1,152 @@
+"""A causal language model's head that leaves its logits to the loss (floor 2).
+
+`LateLogits` stands where the head's output would: a tensor of the right shape that computes itself
+when somebody looks at its numbers. The loss that Hugging Face's causal models share does not: it
+goes from the hidden states to the number with `linear_cross_entropy`. A model that does anything
+else with its logits gets them, and the loss it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from hetero.errors import ConfigError
+from hetero.functional.loss import linear_cross_entropy
+
+LOSS = "ForCausalLMLoss"  # of transformers; models that share it name no other
+_METADATA = {
+    *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "__len__")),
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "nbytes")
+    ),
+    torch.Tensor.is_floating_point,
+}
+
+
+class LateLogits(torch.Tensor):
+    """Logits [..., V] that are computed when they are looked at, and then once."""
+
+    hidden: torch.Tensor
+    _compute: Callable[[torch.Tensor], torch.Tensor]
+    _found: torch.Tensor | None
+
+    @staticmethod
+    def of(
+        hidden: torch.Tensor, size: int, compute: Callable[[torch.Tensor], torch.Tensor]
+    ) -> LateLogits:
+        """Return ``compute(hidden)``, of ``size`` columns, for later."""
+        made: LateLogits = torch.Tensor._make_wrapper_subclass(
+            LateLogits, (*hidden.shape[:-1], size), dtype=hidden.dtype, device=hidden.device
+        )
+        made.hidden, made._compute, made._found = hidden, compute, None
+        return made
+
+    @property
+    def computed(self) -> bool:
+        """Whether somebody looked."""
+        return self._found is not None
+
+    def logits(self) -> torch.Tensor:
+        """Return the logits themselves."""
+        if self._found is None:
+            self._found = self._compute(self.hidden)
+        return self._found
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = tuple(args), kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*given[0], **given[1])
+        args, kwargs = tree_map(_looked_at, given)
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map(_looked_at, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _looked_at(value: Any) -> Any:
+    return value.logits() if isinstance(value, LateLogits) else value
+
+
+def head_of(model: nn.Module) -> nn.Linear:
+    """Return a causal model's head; ConfigError for any other model."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    loss = getattr(model, "loss_function", None)
+    if not isinstance(head, nn.Linear) or getattr(loss, "__name__", "") != LOSS:
+        raise ConfigError(
+            f"fused_loss: {type(model).__name__} is no causal model of transformers: its head is"
+            f" {type(head).__name__}, its loss {getattr(loss, '__name__', type(loss).__name__)}",
+            advice="leave fused_loss out, and call hetero.linear_cross_entropy where the loss is"
+            " computed",
+        )
+    return head
+
+
+def late(head: nn.Linear, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a head's forward that leaves its logits for later while gradients are recorded."""
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled() or not hidden.is_floating_point():
+            found: torch.Tensor = call(hidden)
+            return found
+        return LateLogits.of(hidden, head.out_features, call)
+
+    return forward
+
+
+def causal_loss(head: nn.Linear, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the loss of a causal model, from hidden states where its logits are still late."""
+    return partial(_causal_loss, head, call)
+
+
+def _causal_loss(
+    head: nn.Linear,
+    call: Callable[..., Any],
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    if not isinstance(logits, LateLogits) or logits.computed:
+        given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+        found: torch.Tensor = call(
+            logits, labels, vocab_size, shift_labels=shift_labels, **given, **kwargs
+        )
+        return found
+    if shift_labels is None:  # a token's label is the one behind it
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    hidden = logits.hidden
+    loss = linear_cross_entropy(
+        hidden,
+        head.weight,
+        shift_labels.to(hidden.device).reshape(hidden.shape[:-1]),
+        head.bias,
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+    )
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch

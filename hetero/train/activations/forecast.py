@@ -1,0 +1,266 @@
+"""What each unit's forward left on the device when it was seen, and what the next one will leave
+(floor 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from hetero.device import Device, Ticket
+from hetero.plan.activations import Policy, Use, peaks
+from hetero.train.activations.caches import is_cache
+from hetero.train.activations.held import Footprint
+from hetero.train.activations.structure import leaves_of
+from hetero.train.model.binding import plainly
+from hetero.types import format_bytes
+
+
+@dataclass(slots=True)
+class Row:
+    """What a unit's forward left when it was seen last."""
+
+    policy: Policy
+    input_bytes: int
+    left_bytes: int
+    saved_bytes: int
+    """All that autograd saves; guessed from others of its kind where it was never kept."""
+    held_bytes: int
+    """By graphs, when it began."""
+    seconds: float
+
+
+class Open(NamedTuple):
+    """The unit whose forward runs."""
+
+    unit: int
+    inputs: list[torch.Tensor]
+    input_bytes: int
+    held_bytes: int
+    began: Ticket | None
+
+
+class UnitKind(NamedTuple):
+    """What units that are alike have in common."""
+
+    module: type | None
+    weight_bytes: int
+    """Of the parameters that its access pins."""
+
+
+class Forecast:
+    """What units left, and in proportion to their inputs what they will leave.
+
+    Args:
+        names: of the units.
+        kinds: of the units; those of one kind are expected to save alike.
+        may_recompute: whether it is proven that a unit can be computed again.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        footprint: Footprint,
+        *,
+        names: Sequence[str],
+        kinds: Sequence[UnitKind],
+        may_recompute: Callable[[int], bool],
+    ) -> None:
+        self.rows: dict[int, Row] = {}
+        """By unit."""
+        self.open: Open | None = None
+        self.scale = 1.0
+        """Of what this forward leaves, by what the last one left."""
+        self.beside_bytes = 0
+        """On the device at the peak, beside what units left."""
+        self.end_bytes = 0
+        """On the device behind the last unit's forward, beside what graphs held there."""
+        self.between_bytes = 0
+        """Saved between units, which stays where nothing goes down."""
+        self._device = device
+        self._footprint = footprint
+        self._names = names
+        self._kinds = kinds
+        self._may_recompute = may_recompute
+        self._order: list[int] = []  # units of the last forward
+        self._places: dict[int, int] = {}  # of each among these, the first
+        self._ahead: dict[float, list[int]] = {}  # by scale: the peak from each of them on
+        self._now: list[int] = []  # and of this one, so far
+        self._stamps: dict[int, tuple[Ticket, Ticket]] = {}  # of units seen for the first time
+        self._held_bytes = 0  # by graphs, when the last unit's forward ended
+
+    # -- a forward -------------------------------------------------------------------------------
+
+    def begin(self, *, anew: bool) -> None:
+        """A forward of the whole model begins; ``anew`` after one that came to nothing."""
+        if self._now and not anew:
+            self._order = self._now
+            places = zip(reversed(self._order), reversed(range(len(self._order))), strict=True)
+            self._places = dict(places)
+        self._now, self.open, self.scale = [], None, 1.0
+        self._ahead.clear()
+
+    def grows(self, unit: int, input_bytes: int) -> bool:
+        """Whether this forward leaves more than the last one did, as a known unit's inputs show."""
+        row = self.rows[unit]
+        if row.input_bytes:
+            self.scale = max(self.scale, input_bytes / row.input_bytes)
+        return self.scale > 1.0 or self._footprint.live_bytes > row.held_bytes
+
+    def enter(self, unit: int, inputs: list[torch.Tensor]) -> None:
+        """A unit's forward begins."""
+        first = unit not in self.rows
+        self.open = Open(
+            unit,
+            inputs,
+            sum(tensor.nbytes for tensor in inputs),
+            self._footprint.live_bytes,
+            self._device.stamp() if first else None,
+        )
+
+    def note(self, policy: Policy) -> None:
+        """The open unit's forward is done: write down what it left under its policy."""
+        if self.open is None:
+            return
+        seen, unit = self.open, self.open.unit
+        left = max(0, self._footprint.live_bytes - seen.held_bytes)
+        row, n_bytes = self.rows.get(unit), seen.input_bytes
+        saved = self._saved(unit, n_bytes) if policy.recompute else left
+        if row is None:
+            seconds = 0.0
+            if seen.began is not None:  # told when the step is over: nothing is waited for here
+                self._stamps[unit] = seen.began, self._device.stamp()
+        else:
+            seconds = row.seconds
+            if row.input_bytes:
+                seconds *= n_bytes / row.input_bytes
+            if row.policy == policy and row.left_bytes:
+                self.scale = left / row.left_bytes
+        self.rows[unit] = Row(policy, n_bytes, left, saved, seen.held_bytes, seconds)
+        self._now.append(unit)
+        self._held_bytes = self._footprint.live_bytes
+
+    def _saved(self, unit: int, input_bytes: int) -> int:
+        """Return what a unit would save, by what it did or what those of its kind did."""
+        row = self.rows.get(unit)
+        alike = [row] if row is not None else self._of_kind(unit, self.rows)
+        known = [r for r in alike if r.input_bytes]
+        return int(max((r.saved_bytes * input_bytes / r.input_bytes for r in known), default=0))
+
+    def _of_kind(self, unit: int, others: Iterable[int]) -> list[Row]:
+        kind = self._kinds[unit]
+        return [self.rows[other] for other in others if self._kinds[other] == kind]
+
+    # -- what comes ------------------------------------------------------------------------------
+
+    def ahead(self, unit: int) -> list[int]:
+        """Return the units from this one on, as the last forward had them."""
+        at = self._places.get(unit)
+        return [unit] if at is None else self._order[at:]
+
+    def use(self, unit: int) -> Use:
+        """Return what a unit is expected to leave in a forward of the present scale."""
+        row, scale = self.rows[unit], max(1.0, self.scale)
+        return Use(
+            int(scale * row.saved_bytes),
+            int(scale * row.input_bytes),
+            scale * row.seconds,
+            self._kinds[unit].weight_bytes,
+            again=self._may_recompute(unit),
+        )
+
+    def working_bytes(self, *, goes_down: bool) -> int:
+        """Return what is expected at the peak beside what units leave.
+
+        ``goes_down`` says whether any unit's goes down, and what is saved between units with it.
+        """
+        return self._scaled(self.beside_bytes, goes_down=goes_down)
+
+    def behind_bytes(self, *, goes_down: bool) -> int:
+        """Return what is expected behind the last unit's forward beside what units left."""
+        return self._scaled(self.end_bytes, goes_down=goes_down)
+
+    def _scaled(self, n_bytes: int, *, goes_down: bool) -> int:
+        between = 0 if goes_down else self.between_bytes
+        return int(max(1.0, self.scale) * (n_bytes + between))
+
+    def peak_bytes(
+        self, units: Sequence[int], policies: Mapping[int, Policy], *, overlaps: bool = True
+    ) -> int:
+        """Return what units are expected to have on the device at once."""
+        return self._peaks(units, policies, overlaps=overlaps)[0]
+
+    def peak_ahead(self, unit: int, policies: Mapping[int, Policy]) -> int:
+        """Return `peak_bytes` of the units from this one on, as long as policies do not change.
+
+        All units ask it one after another: it is found for all at once.
+        """
+        at = self._places.get(unit)
+        if at is None:
+            return self.peak_bytes([unit], policies)
+        if self.scale not in self._ahead:
+            self._ahead[self.scale] = self._peaks(self._order, policies)
+        return self._ahead[self.scale][at]
+
+    def chosen(self) -> None:
+        """Policies are others from here on."""
+        self._ahead.clear()
+
+    def _peaks(
+        self, units: Sequence[int], policies: Mapping[int, Policy], *, overlaps: bool = True
+    ) -> list[int]:
+        uses, chosen = [self.use(unit) for unit in units], [policies[unit] for unit in units]
+        goes_down = any(policy.offload for policy in policies.values())
+        working, end = (of(goes_down=goes_down) for of in (self.working_bytes, self.behind_bytes))
+        return peaks(uses, chosen, working, end_bytes=end, overlaps=overlaps)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def close(
+        self, peak: int, end: int, policies: Mapping[int, Policy], *, overlaps: bool
+    ) -> list[int]:
+        """A step is over; returns its units.
+
+        ``peak`` bytes were on the device, ``end`` of them behind the last unit's forward.
+        """
+        for unit, (began, ended) in self._stamps.items():
+            self.rows[unit].seconds = self._device.seconds_between(began, ended)
+        self._stamps.clear()
+        units = self.units()
+        if any(policy.offload for policy in policies.values()):
+            self.between_bytes = self._footprint.between_bytes
+        self.scale, self.beside_bytes, self.end_bytes = 1.0, 0, 0
+        expected = self.peak_bytes(units, policies, overlaps=overlaps)
+        self.beside_bytes = max(0, peak - expected)
+        self.end_bytes = max(0, end - self._held_bytes)
+        return units
+
+    def units(self) -> list[int]:
+        """Return the units of the last forward, in its order."""
+        return [unit for unit in self._now or self._order if unit in self.rows]
+
+    def where(self) -> str:
+        """Return the unit whose forward runs, for an error."""
+        return "" if self.open is None else f" in unit {self._names[self.open.unit]!r}"
+
+    def largest(self) -> str:
+        """Return the unit that saves most, for an error."""
+        if not self.rows:
+            return ""
+        unit, row = max(self.rows.items(), key=lambda item: item[1].saved_bytes)
+        return f"unit {self._names[unit]!r} saves {format_bytes(row.saved_bytes)}"
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the distinct strided tensors in a value.
+
+    What caches of keys and values hold is not among them (older transformers let pytrees see it):
+    it grows from unit to unit, and what a unit leaves does not grow with it.
+    """
+    leaves = leaves_of(value, is_cache)
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    with plainly():
+        return [t for t in found.values() if t.layout is torch.strided]

@@ -1,0 +1,387 @@
+"""How many bytes are on the device beside frames: the allocator's count, a traced one, or a bound
+(floor 2).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch._C import _len_torch_dispatch_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
+from torch.utils._pytree import tree_iter
+
+from hetero.device import Device
+from hetero.train.activations.held import Footprint
+from hetero.train.model.binding import plainly
+
+MADE_BY = "hetero_meter"  # in the metadata of graph nodes
+MARGIN = 0.05  # of a measured peak: segments are not perfectly reused, nor copies equally fast
+
+
+class Meter(Protocol):
+    """Measures a step; bytes of frames, of buffers and of the gradient ring are not counted."""
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Measure inside the block: the model's forward, or a backward."""
+
+    def unit_done(self) -> None:
+        """A unit's forward ended; what comes now is the model's end, if no other unit comes."""
+
+    def made(self, output: Any) -> None:
+        """The model's forward made this: a backward pass from it is to be measured."""
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes there were at once since `restart`, with margins."""
+
+    def seen_bytes(self) -> int:
+        """Return it without margins."""
+
+    def live_bytes(self) -> int:
+        """Return how many bytes there are now."""
+
+    def end_bytes(self) -> int:
+        """Return the most bytes behind the last unit of the last forward; 0: nobody knows."""
+
+    def restart(self) -> None:
+        """Begin a new measurement."""
+
+
+class Keeper(Protocol):
+    """Who answers for a budget while operations are counted."""
+
+    def fits(self, live_bytes: int) -> bool:
+        """Whether so many bytes may be alive, with room made for them."""
+
+    def passed(self, live_bytes: int) -> None:
+        """They may not; where this raises, the operation does."""
+
+    def forward_done(self) -> None:
+        """The model's forward is done; may raise."""
+
+
+class BoundMeter:
+    """For RAM, as models train: what graphs hold, with a bound on temporaries and on gradients that
+    are made."""
+
+    def __init__(self, footprint: Footprint, gradient_bytes: int) -> None:
+        self._footprint = footprint
+        self._gradient_bytes = gradient_bytes
+
+    def watching(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def unit_done(self) -> None: ...
+
+    def made(self, output: Any) -> None: ...
+
+    def peak_bytes(self) -> int:
+        return self._footprint.bound_bytes + self._gradient_bytes
+
+    def seen_bytes(self) -> int:
+        return self.peak_bytes()
+
+    def live_bytes(self) -> int:
+        return self._footprint.live_bytes
+
+    def end_bytes(self) -> int:
+        return 0
+
+    def restart(self) -> None:
+        self._footprint.restart()
+
+
+class AllocatorMeter:
+    """For CUDA: torch's allocator counts, without synchronising. ``others`` is what is not ours.
+
+    It cannot tell gradients that are on their way down from others: they are counted twice.
+    """
+
+    def __init__(self, device: Device, footprint: Footprint, others: Callable[[], int]) -> None:
+        self._device = device
+        self._footprint = footprint
+        self._others = others
+        self._before = 0  # the peak, up to the last unit's end
+        self._end = 0
+
+    def watching(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def unit_done(self) -> None:
+        self._before = self.seen_bytes()
+        self._device.reset_peak()
+
+    def made(self, output: Any) -> None:
+        self._end = self._recent()
+
+    def peak_bytes(self) -> int:
+        return int((1 + MARGIN) * self.seen_bytes())
+
+    def seen_bytes(self) -> int:
+        return max(self._before, self._recent())
+
+    def live_bytes(self) -> int:
+        return self._recent()  # since the last reset, so no less than now
+
+    def end_bytes(self) -> int:
+        return self._end + self._footprint.output_bytes
+
+    def restart(self) -> None:
+        self._before = 0
+        self._device.reset_peak()
+        self._footprint.restart()
+
+    def _recent(self) -> int:
+        return max(0, (self._device.allocated_peak() or 0) - self._others())
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make, for as long as they live.
+
+    What lives already, and ``known`` tensors, are not counted.
+
+    Args:
+        grown: called with the bytes alive whenever they are more than ever; returns how many are,
+            once it has looked. It may raise.
+        ours: what is no business of ours makes no peak.
+        passing: parts of storages that others count.
+    """
+
+    def __init__(
+        self,
+        known: Iterable[torch.Tensor] = (),
+        grown: Callable[[int], int] | None = None,
+        ours: Callable[[], bool] = lambda: True,
+        passing: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0
+        self.recent = 0  # the peak, since somebody set it back
+        self._grown = grown
+        self._ours = ours
+        self._passing = passing
+        self._seen: dict[int, object] = {t.untyped_storage()._cdata: None for t in known}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the guard against compiling would cost more than the counting
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **kwargs) if kwargs else func(*args)
+        if func.is_view:
+            return found
+        with plainly():  # a parameter that is not bound would be fetched for the question
+            for tensor in tensors_in(found):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._seen:
+                    given = (*args, *kwargs.values()) if kwargs else args
+                    shared = (t.untyped_storage()._cdata for t in tensors_in(given))
+                    if key not in shared:  # or it is a view, or written in place
+                        self._note(storage, key)
+        return found
+
+    def _note(self, storage: torch.UntypedStorage, key: int) -> None:
+        n_bytes = storage.nbytes()
+
+        def gone(_: object) -> None:
+            del self._seen[key]
+            self.live -= n_bytes
+
+        self.live += n_bytes
+        self._seen[key] = weakref.ref(storage, gone)
+        if self.live <= self.recent or not self._ours():
+            return
+        counted = self.counted()
+        if counted > self.peak and self._grown is not None:
+            counted = self._grown(counted)
+        self.peak = max(self.peak, counted)
+        self.recent = max(self.recent, counted)
+
+    def counted(self) -> int:
+        """Return the bytes that are alive, without those that others count."""
+        seen, passing = self._seen, self._passing()
+        return self.live - sum(t.nbytes for t in passing if t.untyped_storage()._cdata in seen)
+
+
+_meters: weakref.WeakSet[TracedMeter] = weakref.WeakSet()
+
+
+class TracedMeter:
+    """For "cpu:sim", and for RAM where nothing is trained: every allocation of an operation in the
+    model's forward and in backward.
+
+    What a program computes between the two, by itself, is taken for a copy of the model's outputs.
+
+    Args:
+        keeper: returns who answers for the budget.
+        ours: whether this forward or backward is of the model that is measured.
+        passing: gradients on their way down, which are counted by what may be held of them: how
+            many are at the peak is chance.
+    """
+
+    def __init__(
+        self,
+        footprint: Footprint,
+        *,
+        keeper: Callable[[], Keeper],
+        ours: Callable[[], bool],
+        passing: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
+        self._footprint = footprint
+        self._keeper = keeper
+        self._mode = LiveBytes(grown=self._look, ours=ours, passing=passing)
+        self._end = 0
+        _meters.add(self)
+        guard_backward()
+
+    def _look(self, live_bytes: int) -> int:
+        keeper = self._keeper()
+        for generation in range(3):
+            if keeper.fits(live_bytes):
+                return live_bytes
+            gc.collect(generation)  # graphs in cycles (`create_graph=True`) live until then
+            live_bytes = self._mode.counted()
+        if not keeper.fits(live_bytes):
+            keeper.passed(live_bytes)
+        return live_bytes
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        if _get_current_dispatch_mode() is self._mode:  # a backward inside a forward
+            yield
+            return
+        with self._mode:
+            yield
+
+    def unit_done(self) -> None:
+        self._mode.recent = self._mode.counted()
+
+    def made(self, output: Any) -> None:
+        self._end = self._mode.recent
+        for tensor in tree_iter(output):
+            node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+            if node is not None:
+                node.metadata[MADE_BY] = weakref.ref(self)
+        self._keeper().forward_done()
+
+    def peak_bytes(self) -> int:
+        return int((1 + MARGIN) * self._mode.peak) + self._footprint.output_bytes
+
+    def seen_bytes(self) -> int:
+        return self._mode.peak
+
+    def live_bytes(self) -> int:
+        return self._mode.counted()
+
+    def end_bytes(self) -> int:
+        return self._end + self._footprint.output_bytes
+
+    def restart(self) -> None:
+        self._mode.peak = self._mode.recent = self._mode.counted()
+        self._footprint.restart()
+
+
+def make_meter(
+    device: Device,
+    footprint: Footprint,
+    *,
+    gradient_bytes: int,
+    traced: bool,
+    others: Callable[[], int],
+    passing: Callable[[], Iterable[torch.Tensor]],
+    ours: Callable[[], bool],
+    keeper: Callable[[], Keeper],
+) -> Meter:
+    """Return what measures activations on a device.
+
+    Args:
+        gradient_bytes: of the largest gradients that are made at once.
+        traced: whether a mode may watch operations, where the device cannot count.
+        others: returns the allocated bytes that are no activations; for the rest see the meters.
+    """
+    if device.allocated_peak() is not None:
+        return AllocatorMeter(device, footprint, others)
+    if traced:
+        return TracedMeter(footprint, keeper=keeper, ours=ours, passing=passing)
+    return BoundMeter(footprint, gradient_bytes)
+
+
+def guard_backward() -> None:
+    """Have backward passes watched: a mode holds for a pass only where it is on as it begins."""
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+    if hasattr(run, "hetero_guard"):
+        return
+
+    @functools.wraps(run)
+    def watched(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for meter in meters_of(roots):
+                stack.enter_context(meter.watching())
+            return run(roots, *args, **kwargs)
+
+    watched.hetero_guard = True  # type: ignore[attr-defined]  # once is enough
+    autograd._engine_run_backward = watched
+
+
+def meters_of(roots: Sequence[Any]) -> list[TracedMeter]:
+    """Return the meters of the models whose outputs a graph leads to.
+
+    Others' graphs are left alone: compiled code runs as other code under any mode.
+    """
+    found: dict[int, TracedMeter] = {}
+    n_there = len(_meters)
+    # a root is a tensor or a GradientEdge
+    ahead = [node for root in roots if (node := getattr(root, "grad_fn", None) or _node(root))]
+    seen = set(ahead)
+    while ahead and len(found) < n_there:
+        node = ahead.pop()
+        meter = node.metadata.get(MADE_BY, _nobody)()
+        if meter is not None:
+            found[id(meter)] = meter
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                ahead.append(below)
+    return list(found.values())
+
+
+def _node(root: Any) -> Any:
+    return getattr(root, "node", None)
+
+
+def _nobody() -> None: ...
+
+
+_NOTHING = nullcontext()
+
+
+def unmeasured() -> AbstractContextManager[Any]:
+    """Let operations on HOST inside a block count for nothing."""
+    if not _len_torch_dispatch_stack():
+        return _NOTHING
+    manager: AbstractContextManager[Any] = _disable_current_modes()
+    return manager
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the strided tensors in an operation's arguments or results: no pytree, for speed."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)

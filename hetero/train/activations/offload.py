@@ -1,0 +1,306 @@
+"""What graphs hold of a unit goes down behind its forward, and up before its backward (floor 2).
+
+[Note: nobody else]  A storage goes down when nobody but graphs of ours refers to it: then no one
+can write to it any more, its bytes are final, and copying them needs no further order. What
+somebody still holds (the unit's output, a tensor that a user keeps) stays, and is asked again at
+the next border of units.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from hetero.device import ALONE, Device, Ticket, use_count
+from hetero.errors import BudgetError, StateError
+from hetero.memory.parcel import Parcel, ParcelStore
+from hetero.train.activations.held import Footprint, Held, Kept
+from hetero.train.model.graph import NO_TASK, in_backward
+
+MIN_BYTES = 16 * 2**10  # smaller storages stay: a transfer's launch costs more than they weigh
+PATIENCE = 4  # borders after which a storage that others still have stays for good
+NOBODY = -1
+_task = torch._C._current_graph_task_id
+
+
+class Load:
+    """A parcel, and its storages on the device while they are."""
+
+    __slots__ = ("__weakref__", "_dead", "claims", "number", "parcel", "storages", "ticket", "uses")
+
+    def __init__(self, number: int, n_storages: int, dead: deque[Remains]) -> None:
+        self.number = number
+        self.parcel: Parcel | None = None
+        self.storages: list[torch.Tensor | None] = [None] * n_storages
+        self.claims: list[Held | None] = [None] * n_storages
+        self.uses = [0] * n_storages  # by what graphs keep
+        self.ticket: Ticket | None = None  # of the fetch that nobody has waited for
+        self._dead = dead
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it was fetched, and not let go since."""
+        return any(storage is not None for storage in self.storages)
+
+    def let_go(self, position: int) -> None:
+        """One graph less needs a storage; nobody does: its memory is free, once it was waited for.
+
+        Called on any thread, at any time.
+        """
+        self.uses[position] -= 1
+        if not self.uses[position] and self.ticket is None:
+            self.storages[position] = self.claims[position] = None
+
+    def __del__(self) -> None:
+        # on any thread, at any time: who comes next through here gives the memory back
+        if self.parcel is not None:
+            self._dead.append(Remains(self.parcel, self.storages, self.ticket))
+
+
+class Remains(NamedTuple):
+    """What is left of a load that no graph needs any more."""
+
+    parcel: Parcel
+    storages: list[torch.Tensor | None]
+    ticket: Ticket | None
+
+
+class Spot:
+    """Where a tensor lies in a load."""
+
+    __slots__ = ("_geometry", "_load", "_offload", "_position")
+
+    def __init__(self, offload: Offload, load: Load, position: int, tensor: torch.Tensor) -> None:
+        self._offload = offload
+        self._load = load
+        self._position = position
+        load.uses[position] += 1
+        size, stride = tuple(tensor.shape), tuple(tensor.stride())
+        self._geometry = tensor.dtype, int(tensor.storage_offset()), size, stride
+
+    def up(self) -> torch.Tensor:
+        storage = self._offload.storage(self._load, self._position)
+        dtype, offset, size, stride = self._geometry
+        empty = torch.empty(0, dtype=dtype, device=storage.device)
+        return empty.set_(storage.untyped_storage(), offset, size, stride)
+
+    def __del__(self) -> None:
+        self._load.let_go(self._position)
+
+
+class Waiting:
+    """What graphs keep of a storage that somebody else may have too, and for how many borders."""
+
+    __slots__ = ("borders", "inside", "kept")
+
+    def __init__(self, inside: bool) -> None:
+        self.borders = 0
+        self.inside = inside  # whether a unit saved it
+        self.kept: list[weakref.ref[Kept]] = []
+
+
+class Going(NamedTuple):
+    """A storage (1-D, uint8) that goes down, and what graphs keep of it."""
+
+    storage: torch.Tensor
+    kept: list[tuple[Kept, torch.Tensor]]
+    inside: bool
+
+
+class Offload:
+    """Sends down what graphs hold, and has it on the device when backward comes to it.
+
+    At any time the device holds the storages of two loads at most beside what never went down: in
+    forward one on its way and one that is being made, in backward one in use and the next.
+
+    Args:
+        required: whether it is an error that there is no room below.
+        min_bytes: storages that are smaller stay.
+    """
+
+    def __init__(
+        self,
+        store: ParcelStore,
+        device: Device,
+        *,
+        required: bool,
+        min_bytes: int = MIN_BYTES,
+    ) -> None:
+        self.store = store
+        self.footprint = Footprint()
+        """Where what is fetched is counted."""
+        self.active = False
+        """Whether what is saved now may go down."""
+        self.inside = False
+        """Whether it is a unit that saves it."""
+        self.overlaps = True
+        """Whether transfers of one unit's overlap with the next one's compute; if not, the device
+        holds the storages of one load at most."""
+        self.required = required
+        self._device = device
+        self._min_bytes = min_bytes
+        self._kept: dict[int, Waiting] = {}  # by storage
+        self._loads: dict[int, weakref.ref[Load]] = {}  # by number, oldest first
+        self._n_loads = 0
+        self._dead: deque[Remains] = deque()
+        self._in_use = NOBODY  # number of the load that backward is at
+        self._pass = NO_TASK  # the backward pass that was begun last
+
+    def wants(self, tensor: torch.Tensor, n_bytes: int) -> bool:
+        """Whether a tensor that is saved now may go down."""
+        return (
+            self.active
+            and n_bytes >= self._min_bytes
+            and tensor.device == self._device.torch_device
+            and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and not (tensor.is_conj() or tensor.is_neg())
+            and not in_backward()
+        )
+
+    def keep(self, tensor: torch.Tensor, key: int, held: Held) -> Kept:
+        """Return what a graph keeps of a tensor for now; ``key`` is its storage's."""
+        kept = Kept(tensor.detach(), held)
+        waiting = self._kept.setdefault(key, Waiting(self.inside))
+        waiting.kept.append(weakref.ref(kept))
+        return kept
+
+    # -- down ------------------------------------------------------------------------------------
+
+    def border(self) -> None:
+        """Between two units of a forward: send down what nobody else holds."""
+        if not (self._kept or self._dead) or in_backward():
+            return
+        self._bury()
+        going = [found for key in list(self._kept) if (found := self._final(key)) is not None]
+        if not going:
+            return
+        try:
+            self._send(going)
+        except BudgetError:
+            if self.required:
+                raise
+            # there is no room below: what graphs hold stays where it is
+        if not self.overlaps:
+            self.store.finish()
+
+    def _final(self, key: int) -> Going | None:
+        """Return what graphs keep of a storage that nobody else has, and forget it."""
+        waiting = self._kept[key]
+        found = [(k, k.tensor) for ref in waiting.kept if (k := ref()) is not None]
+        kept = [(k, tensor) for k, tensor in found if tensor is not None]
+        waiting.borders += 1
+        if not kept:  # and the key may be another storage's soon
+            del self._kept[key]
+            return None
+        if use_count(kept[0][1]) > ALONE - 1 + len(kept):  # [Note: nobody else]
+            if waiting.borders == PATIENCE:  # a parameter, or what the user keeps
+                del self._kept[key]
+            return None
+        del self._kept[key]
+        if any(tensor._version != k.version for k, tensor in kept):
+            return None  # backward, if it comes to it, raises as torch does
+        flat = torch.empty(0, dtype=torch.uint8, device=self._device.torch_device)
+        return Going(flat.set_(kept[0][1].untyped_storage()), kept, waiting.inside)
+
+    def _send(self, going: list[Going]) -> None:
+        """Flush storages as one load."""
+        claims: list[Held | None] = []
+        # 1. queue the copies; where there is no room nothing has happened
+        load = Load(self._n_loads, len(going), self._dead)
+        load.parcel = self.store.flush([one.storage for one in going], claims)
+        # 2. graphs refer to the load from here on; what they claim goes when it has landed
+        for position, one in enumerate(going):
+            for kept, tensor in one.kept:
+                claims.append(kept.sink(Spot(self, load, position, tensor)))
+        self._loads[load.number] = weakref.ref(load)
+        self._n_loads += 1
+        self.footprint.between_bytes += sum(o.storage.nbytes for o in going if not o.inside)
+
+    # -- up --------------------------------------------------------------------------------------
+
+    def awake(self) -> None:
+        """Something is unpacked; where a pass begins with it, fetch what was made last."""
+        task = _task()
+        if task in (NO_TASK, self._pass):
+            return
+        self._pass = task
+        self._bury()
+        self.store.finish()  # what is still on its way down would be a third load
+        last = next(reversed(self._loads.values()), None)
+        load = None if last is None else last()
+        if load is not None and self.overlaps:
+            self._fetch(load)
+
+    def storage(self, load: Load, position: int) -> torch.Tensor:
+        """Return a load's storage on the device, fetched by now; the next load is begun."""
+        if self._in_use != load.number:
+            self._bury()
+            self._turn_to(load)
+        if load.ticket is not None:
+            self.store.wait(load.ticket)
+            load.ticket = None
+        storage = load.storages[position]
+        if storage is None:
+            raise StateError(f"storage {position} of load {load.number} was let go while in use")
+        return storage
+
+    def _turn_to(self, load: Load) -> None:
+        """Backward comes to a load: let go of the others, and begin to fetch the one before it."""
+        before = [n for n in self._loads if n < load.number]
+        following = [self._loads[n]() for n in sorted(before, reverse=True)[:2]]
+        near = [found for found in following if found is not None and self.overlaps]
+        for ref in self._loads.values():
+            other = ref()
+            if other is not None and other is not load and other not in near[:1]:
+                self._let_go(other)
+        self._in_use = NOBODY  # where a fetch fails, the next who asks begins anew
+        self._fetch(load)
+        for other in near[:1]:
+            self._fetch(other)
+        for other in near[1:]:
+            self._announce(other)
+        self._in_use = load.number
+
+    def _fetch(self, load: Load) -> None:
+        if load.is_up or load.parcel is None:
+            return
+        needed = [position for position, uses in enumerate(load.uses) if uses]
+        found, load.ticket = self.store.fetch(load.parcel, needed)
+        for position, flat in found.items():
+            load.storages[position] = flat
+            key = flat.untyped_storage()._cdata
+            load.claims[position] = Held(self.footprint, key, flat.numel())
+
+    def _announce(self, load: Load) -> None:
+        if load.parcel is not None and not load.is_up:
+            self.store.announce(load.parcel)
+
+    def _let_go(self, load: Load) -> None:
+        """Free a load's storages on the device; its parcel has the bytes for who comes again."""
+        if load.ticket is not None:
+            self.store.wait(load.ticket)  # memory is torch's again only behind its last writer
+            load.ticket = None
+        for position in range(len(load.uses)):
+            load.storages[position] = load.claims[position] = None
+
+    def _bury(self) -> None:
+        """Take back the memory of loads that no graph needs."""
+        while self._dead:
+            remains = self._dead.popleft()
+            if remains.ticket is not None:
+                self.store.wait(remains.ticket)
+            self.store.discard(remains.parcel)
+        self._loads = {n: ref for n, ref in self._loads.items() if ref() is not None}
+
+    def trim(self) -> None:
+        """Nothing goes down any more: give HOST back what is free."""
+        self._bury()
+        self.store.trim()
+
+    def close(self) -> None:
+        """Give everything back; graphs that are still there have lost what went down."""
+        self._bury()
+        self.store.close()

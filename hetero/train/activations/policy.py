@@ -1,0 +1,302 @@
+"""What each unit's forward leaves for backward: all it saved, its inputs, or slices (floor 2).
+
+The choice changes no number. It is made for a unit when its forward begins; inside a backward pass,
+and inside a checkpoint of the model's own, everything is as the model says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hetero.interrupts import theirs
+from hetero.plan.activations import KEEP, OFFLOAD, RECOMPUTE, Policy
+from hetero.train.activations.caches import has_rows
+from hetero.train.activations.moment import Reach
+from hetero.train.activations.offload import Offload
+from hetero.train.activations.proof import Proof
+from hetero.train.activations.recompute import BeforeNode, Call, Forward, Trial
+from hetero.train.activations.saved import SavedTensors, foreign, is_faking
+from hetero.train.activations.slices import Checked, Sliced, batch_of, check_unit, find_cut
+from hetero.train.model.graph import in_backward
+from hetero.train.model.units import Unit
+
+CHOICES = {"auto": KEEP, "keep": KEEP, "recompute": RECOMPUTE, "offload": OFFLOAD}
+
+
+class Policies(UserDict[int, Policy]):
+    """The policy of every unit; whether any lets something go down is counted as they change."""
+
+    def __init__(self, policies: Mapping[int, Policy]) -> None:
+        self.n_offload = 0
+        super().__init__(policies)
+
+    def __setitem__(self, unit: int, policy: Policy) -> None:
+        self.n_offload += policy.offload - self.data.get(unit, KEEP).offload
+        self.data[unit] = policy
+
+    def __delitem__(self, unit: int) -> None:
+        self.n_offload -= self.data.pop(unit).offload
+
+
+class Watch(Protocol):
+    """Who looks at what units leave, and may change policies before one runs."""
+
+    def begin(self) -> None:
+        """A forward of the whole model begins."""
+
+    def around(self, unit: int, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """A unit's forward with these arguments runs inside the block."""
+
+
+def _unwatched(args: Sequence[Any], kwargs: dict[str, Any]) -> None: ...
+
+
+def _nothing() -> None: ...
+
+
+class Activations:
+    """The policy of every unit.
+
+    Args:
+        choice: "keep", "recompute", "offload", or "auto", which may be changed unit by unit.
+        micro_batch: samples that a unit takes at once; None: all of them.
+        saved: the owner of the hooks that see what units save.
+        offload: what sends down.
+        enter, leave: begin and end a unit's access; `enter` returns what `leave` takes.
+        before_node: has something called before a node of a graph runs.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        choice: str,
+        micro_batch: int | None,
+        *,
+        place: torch.device,
+        saved: SavedTensors,
+        offload: Offload,
+        enter: Callable[[int], bool],
+        leave: Callable[[int, bool], None],
+        before_node: BeforeNode,
+    ) -> None:
+        named = [i for i, unit in enumerate(units) if unit.module is not None]
+        self.may_change = choice == "auto"
+        self.policies = Policies(dict.fromkeys(named, CHOICES[choice]))
+        self.watch: Watch | None = None
+        self.evaluates: Callable[[Sequence[Any], dict[str, Any]], None] = _unwatched
+        self.unit_begins: Callable[[], None] = _nothing
+        self.proofs = {unit: Proof() for unit in named}
+        """Of units that may be computed again."""
+        self._tries = False
+        self._trials: set[Trial] = set()  # that wait for backward
+        self.learned = False
+        """Whether a proof came out since this was set to False."""
+        self.reach = Reach()
+        self._saved = saved
+        self._units = units
+        self._micro_batch = micro_batch
+        self._place = place
+        self._offload = offload
+        self._enter = enter
+        self._leave = leave
+        self._before_node = before_node
+        self._calls: Counter[int] = Counter()  # of each unit in this forward
+        self._latest = max(named, default=-1), 1  # unit, and which of its calls
+        self._final = self._latest  # what comes last would be computed again at once
+        self._used: dict[int, Policy] = {}
+        self._batch = 0
+        self._checked: dict[tuple[Any, ...], Checked] = {}
+
+    @property
+    def tries(self) -> bool:
+        """Whether units are to be computed again, where their policies do not, for a proof."""
+        return self._tries
+
+    @tries.setter
+    def tries(self, tries: bool) -> None:
+        self._tries = tries
+        self._trials.clear()  # of graphs that backward did not come to
+
+    @property
+    def shapes(self) -> bool:
+        """Whether any unit does not just keep what autograd saves."""
+        return bool(self._micro_batch) or any(p != KEEP for p in self.policies.values())
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything goes down."""
+        return self.policies.n_offload > 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether what goes down or comes up for one unit does so while the next one computes."""
+        return self._offload.overlaps
+
+    @overlaps.setter
+    def overlaps(self, overlaps: bool) -> None:
+        self._offload.overlaps = overlaps
+
+    def policy_of(self, unit: int) -> Policy:
+        """Return what is chosen for a unit's next forward."""
+        return KEEP if (unit, self._calls[unit] + 1) == self._final else self.policies[unit]
+
+    def used(self, unit: int) -> Policy:
+        """Return what held for a unit's last forward."""
+        return self._used.get(unit, KEEP)
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether a unit is computed again at this moment, for a proof."""
+        digests = self._saved.digests
+        return digests is not None and not digests.keeps
+
+    def is_open(self, unit: int) -> bool:
+        """Whether it is still to be proven that a unit can be computed again."""
+        return self.proofs[unit].is_open
+
+    def may_recompute(self, unit: int) -> bool:
+        """Whether it is proven that a unit computed again gives the same bits."""
+        return self.proofs[unit].holds
+
+    def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """A call of the whole model begins, on this batch."""
+        if in_backward() or is_faking():
+            return
+        self._batch = batch_of(args, kwargs) if self._micro_batch else 0
+        self.evaluates(args, kwargs)
+        if torch.is_grad_enabled():
+            self._final = self._latest
+            self._calls.clear()
+            self._offload.border()
+            self._offload.active = self.offloads
+            if self.watch is not None:
+                self.watch.begin()
+
+    def run(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Carry out a unit's forward under its policy."""
+        if is_faking():
+            return self._access(index, call, args, kwargs)
+        self._offload.border()
+        self.unit_begins()
+        module = self._units[index].module
+        if in_backward() or foreign() or module is None:
+            return self._access(index, call, args, kwargs)
+        if not torch.is_grad_enabled():
+            if self._micro_batch and self._batch > self._micro_batch:
+                return self._run_sliced(index, module, call, args, kwargs)
+            return self._access(index, call, args, kwargs)
+        if self.watch is None:
+            return self._run(index, module, call, args, kwargs)
+        with self.watch.around(index, args, kwargs):
+            return self._run(index, module, call, args, kwargs)
+
+    def _run(
+        self, index: int, module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        policy = self.policy_of(index)
+        try:
+            self._offload.active, self._offload.inside = policy.offload, True
+            if self._micro_batch and self._batch > self._micro_batch:
+                return self._run_sliced(index, module, call, args, kwargs)
+            self._calls[index] += 1
+            self._latest = index, self._calls[index]
+            self._used[index] = policy
+            tries = self.tries and self.may_change and self.proofs[index].is_open
+            if policy.recompute or tries:
+                return self._run_proven(index, module, call, args, kwargs)
+            return self._access(index, call, args, kwargs)
+        finally:
+            self._offload.active, self._offload.inside = self.offloads, False
+
+    def _run_proven(
+        self, index: int, module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Compute a unit so that it can be computed again, where that gives the same bits."""
+        forward = Forward(
+            self._units[index].name or "model",
+            module,
+            lambda *args, **kwargs: self._access(index, call, args, kwargs),
+            args,
+            kwargs,
+            place=self._place,
+            reach=self.reach,
+            saved=self._saved,
+        )
+        proof, policy = self.proofs[index], self._used[index]
+        path = proof.take(forward.path())
+        conclude = partial(self._conclude, proof, path)
+        if policy.recompute and (proof.holds or not self.may_change):
+            return forward.recomputed(args, kwargs, None if proof.holds else conclude)
+        if policy.recompute:  # chosen for a path that the unit does not take
+            self._used[index], self._offload.active = OFFLOAD, True
+            self.learned = True
+        if proof.is_open and not forward.is_whole:
+            conclude("reads what no snapshot holds")
+        if proof.is_open:
+            return forward.tried(
+                args, kwargs, self._saved, self._before_node, self._trials, conclude
+            )
+        return self._access(index, call, args, kwargs)
+
+    def _conclude(self, proof: Proof, path: int, reason: str | None) -> None:
+        proof.conclude(path, reason)
+        self.learned = True
+
+    def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        pushed = self._enter(index)
+        try:
+            return theirs(call, *args, **kwargs)
+        finally:
+            self._leave(index, pushed)
+
+    @contextmanager
+    def _accessed(self, index: int) -> Iterator[None]:
+        pushed = self._enter(index)
+        try:
+            yield
+        finally:
+            self._leave(index, pushed)
+
+    def _run_sliced(
+        self, index: int, module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        job = Sliced(
+            self._units[index].name or "model",
+            module,
+            call,
+            around=lambda: self._accessed(index),
+            place=self._place,
+            reach=self.reach,
+            batch=self._batch,
+            size=self._micro_batch or self._batch,
+            args=args,
+            kwargs=kwargs,
+        )
+        if not any(job.candidates):
+            return self._access(index, call, args, kwargs)
+        if not torch.is_grad_enabled():
+            return self._evaluate_sliced(index, job, call, args, kwargs)
+        job.refuse_caches()
+        which = index, job.candidates, tuple(t.requires_grad for t in job.tensors)
+        if which not in self._checked:
+            self._checked[which] = check_unit(job)
+        job.cut, job.differentiable = self._checked[which]
+        return job()
+
+    def _evaluate_sliced(
+        self, index: int, job: Sliced, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        if not all(has_rows(cache) for cache in job.caches):
+            return self._access(index, call, args, kwargs)
+        which = index, job.candidates
+        if which not in self._checked:
+            self._checked[which] = Checked(find_cut(job, job.moment()))
+        job.cut = self._checked[which].cut
+        return job.evaluated()

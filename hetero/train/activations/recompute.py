@@ -1,0 +1,310 @@
+"""Computing a unit again in backward, from its inputs (floor 2).
+
+Torch's own non-reentrant checkpoint at the unit's border keeps the inputs. What else the forward
+read is taken down as a `Moment` and had again, and what the second forward changes is put back, so
+that it moves no buffer, draws from no generator and adds to no container a second time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from hetero.errors import BudgetError, HeteroError, StateError
+from hetero.interrupts import theirs
+from hetero.train.activations.caches import is_cache, twin
+from hetero.train.activations.moment import Moment, Reach
+from hetero.train.activations.proof import Digests
+from hetero.train.activations.saved import SavedTensors
+from hetero.train.activations.structure import flatten, told_apart
+from hetero.train.model.graph import in_backward, versions
+
+Call = Callable[..., Any]
+BeforeNode = Callable[[Any, Callable[..., None]], None]
+"""Has something called before a node of a graph runs."""
+ADVICE = (
+    "use activations='auto', which computes again only what gave the same bits, or keep what such"
+    " units save with activations='keep' or 'offload'"
+)
+
+
+class Forward:
+    """One call of a unit, which can be made again.
+
+    Args:
+        name: the unit's, for errors.
+        call: what is called, inside an access of the unit.
+        saved: the owner of the hooks that see what is saved; None inside of units, where they do
+            already.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        call: Call,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        place: torch.device,
+        reach: Reach,
+        saved: SavedTensors | None,
+    ) -> None:
+        self.name = name
+        self._module = module
+        self._call = call
+        self._saved = saved
+        leaves, self._structure = flatten((tuple(args), kwargs))
+        self.distinct, self._places = told_apart(leaves)
+        self._caches = {
+            at: twin(value) for at, value in enumerate(self.distinct) if is_cache(value)
+        }
+        self.written = ""
+        """What the call changed of what it was given: it cannot be made again."""
+        self._leaves_inputs = False  # and nothing else, for backward
+        tensors = enumerate(self.distinct)
+        self._tensors_at = {at for at, leaf in tensors if isinstance(leaf, torch.Tensor)}
+        given = [
+            leaf for leaf in self.distinct if not (isinstance(leaf, torch.Tensor) or is_cache(leaf))
+        ]
+        self._moment = Moment(module, place, reach, given)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the call can be tried without a trace."""
+        return self._moment.is_whole
+
+    def path(self) -> list[Any]:
+        """Return what tells this call's way through the unit's code from another's."""
+        kinds = [
+            (leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.layout, leaf.is_nested)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            if leaf is None or type(leaf) in (bool, str)
+            else type(leaf)
+            for leaf in self.distinct
+        ]
+        return [*self._moment.path(), *kinds, *self._places]
+
+    # -- the first time --------------------------------------------------------------------------
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any], digests: Digests | None) -> Any:
+        """Make the call; ``digests`` takes down what it saves. Inputs have to stay as they are."""
+        weights = [] if digests is None else list(self._module.parameters())
+        before = versions(self.distinct), versions(weights)
+        with self._watched(digests):
+            found = theirs(self._call, *args, **kwargs)
+        self._moment.close()
+        _digest_outputs(found, digests)
+        if versions(self.distinct) != before[0]:
+            self.written = "writes to its inputs in place"
+        elif versions(weights) != before[1]:
+            self.written = "writes to its parameters in its forward"
+        elif weights and list(map(id, self._module.parameters())) != list(map(id, weights)):
+            self.written = "makes its parameters anew in its forward"
+        return found
+
+    def recomputed(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        conclude: Callable[[str | None], None] | None,
+    ) -> Any:
+        """Make the call so that only its inputs stay until backward.
+
+        ``conclude`` is told how the second computation went, where that is not known yet.
+
+        Raises StateError, before a gradient is used, where the call cannot be made again.
+        """
+        digests = None if conclude is None else Digests()
+        self._leaves_inputs = True
+        first = [(args, kwargs)]  # taken out once: backward is not to hold the tensors among them
+
+        def run(*distinct: Any) -> Any:
+            if first:
+                return self.run(*first.pop(), digests)
+            return self._verified(distinct, digests, conclude)
+
+        early = nullcontext() if digests is None else set_checkpoint_early_stop(False)
+        with early:  # a proof looks at the outputs, too
+            found = checkpoint(run, *self.distinct, use_reentrant=False, preserve_rng_state=False)
+        if self.written:
+            raise self.refusal(f"{self.written}: what it was given is gone")
+        self._forget_tensors()
+        return found
+
+    def tried(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        saved: SavedTensors,
+        before_node: BeforeNode,
+        trials: set[Trial],
+        conclude: Callable[[str | None], None],
+    ) -> Any:
+        """Make the call as ever, and once more when backward comes to it, to compare the bits.
+
+        ``conclude`` is told "" or what differed, or None where there was no room. No number depends
+        on it.
+        """
+        inputs = [leaf for leaf in self.distinct if isinstance(leaf, torch.Tensor)]
+        asks = [tensor.requires_grad for tensor in inputs]
+        packed, digests = saved.pack(inputs), Digests()
+        found = self.run(args, kwargs, digests)
+        self._forget_tensors()
+        if self.written:
+            conclude(self.written)
+            return found
+        hook = due(weakref.ref(Trial(self, digests, conclude, trials)), saved, packed, asks)
+        leaves, _ = flatten(found)
+        nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        for node in nodes - {None}:
+            before_node(node, hook)
+        return found
+
+    def _forget_tensors(self) -> None:
+        """Inputs stay where autograd keeps them, and can go down from there."""
+        self.distinct = [None if isinstance(x, torch.Tensor) else x for x in self.distinct]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Return the arguments, each once, with these tensors among them."""
+        given = iter(tensors)
+        return [next(given) if at in self._tensors_at else x for at, x in enumerate(self.distinct)]
+
+    # -- once more -------------------------------------------------------------------------------
+
+    def again(self, distinct: Sequence[Any], digests: Digests | None) -> Any:
+        """Make the call a second time, with the tensors of ``distinct`` among its arguments."""
+        given = [_apart(value) for value in distinct]
+        leaves = [
+            twin(self._caches[at]) if at in self._caches else given[at] for at in self._places
+        ]
+        args, kwargs = self._structure.build(iter(leaves))
+        with self._moment.again(), self._watched(digests):
+            found = theirs(self._call, *args, **kwargs)
+        _digest_outputs(found, digests)
+        return found
+
+    def _verified(
+        self,
+        distinct: Sequence[Any],
+        first: Digests | None,
+        conclude: Callable[[str | None], None] | None,
+    ) -> Any:
+        """Make the call a second time; raise StateError where it did not save the same."""
+        if first is None or conclude is None:
+            return self.again(distinct, None)
+        second = Digests()
+        try:
+            found = self.again(distinct, second)
+        except HeteroError:
+            raise
+        except Exception as error:
+            self._judge(f"raised {type(error).__name__}", conclude)
+            raise
+        self._judge(first.difference(second), conclude)
+        return found
+
+    def _judge(self, reason: str, conclude: Callable[[str | None], None]) -> None:
+        conclude(reason)
+        if reason:
+            raise self.refusal(f"{reason} when it was computed again")
+
+    def _watched(self, digests: Digests | None) -> AbstractContextManager[None]:
+        if self._saved is None:
+            return nullcontext()
+        return self._saved.watched(digests, self if self._leaves_inputs else None)
+
+    def refusal(self, what: str) -> StateError:
+        """Return the error of a unit that cannot be computed again."""
+        kind = type(self._module).__name__
+        return StateError(
+            f"unit {self.name!r}, a {kind}, cannot be computed again: it {what}", advice=ADVICE
+        )
+
+
+def _apart(value: Any) -> Any:
+    """Return an input without the graph that made it: a hook on it would be there twice."""
+    if type(value) is not torch.Tensor or not value.requires_grad:
+        return value
+    return value.detach().requires_grad_()
+
+
+def _digest_outputs(found: Any, digests: Digests | None) -> None:
+    """Take down what a call returned: state may show there alone."""
+    if digests is not None:
+        for leaf in flatten(found)[0]:
+            if isinstance(leaf, torch.Tensor):
+                digests.saw(leaf)
+
+
+class Trial:
+    """A unit's call, to be made again once, when backward comes to it.
+
+    What it knows of the call may lead to the graph that it waits for, so that the graph does not
+    hold it: ``waiting`` does, until it ran or that set is cleared. See `due`.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        digests: Digests,
+        conclude: Callable[[str | None], None],
+        waiting: set[Trial],
+    ) -> None:
+        self._forward = forward
+        self._first = digests
+        self._conclude = conclude
+        self._waiting = waiting
+        waiting.add(self)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it did not run, and is still wanted."""
+        return self in self._waiting
+
+    def run(self, saved: SavedTensors, packed: Sequence[Any], asks: Sequence[bool]) -> None:
+        """Make the call with the inputs that were packed; conclude what differed."""
+        self._waiting.discard(self)
+        self._conclude(self._reason(saved, packed, asks))
+
+    def _reason(
+        self, saved: SavedTensors, packed: Sequence[Any], asks: Sequence[bool]
+    ) -> str | None:
+        """Return what differed, "" where nothing did, None where memory did not suffice."""
+        second = Digests(keeps=False)
+        try:
+            given = saved.unpack(packed)
+            for tensor, of in zip(given, asks, strict=True):
+                tensor.requires_grad_(of)
+            with torch.enable_grad():
+                self._forward.again(self._forward.with_tensors(given), second)
+        except (BudgetError, torch.OutOfMemoryError):
+            return None
+        except Exception as error:  # the call's own, which it did not raise in forward
+            return f"raised {type(error).__name__}"
+        return self._first.difference(second)
+
+
+def due(
+    trial: weakref.ref[Trial], saved: SavedTensors, packed: list[Any], asks: list[bool]
+) -> Callable[..., None]:
+    """Return a hook before the first node of a unit's backward, where the trial is due.
+
+    It has nothing but the inputs, see [Note: out of gc's sight].
+    """
+
+    def hook(*_: Any) -> None:
+        found = trial()
+        if found is None or not found.is_due or not in_backward():
+            return
+        found.run(saved, packed, asks)
+        packed.clear()
+
+    return hook

@@ -1,0 +1,264 @@
+"""The one owner of saved-tensor hooks (floor 2).
+
+A saved tensor that lies in a frame is packed as (parameter, offset, shape, stride, version) and
+unpacked through a pin, so frames may be reused between forward and backward and transposed views
+are right. Everything else is delegated to the enclosing pair of hooks (torch applies only the
+innermost pair), or kept, with torch's own check against in-place changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from hetero.errors import HeteroError, StateError
+from hetero.train.activations.held import Footprint, Held, Kept
+from hetero.train.activations.offload import Offload
+from hetero.train.activations.proof import Digests
+from hetero.train.model.binding import plainly
+
+_autograd = torch._C._autograd
+_top = _autograd._top_saved_tensors_default_hooks
+
+
+class Saved(NamedTuple):
+    """A saved view of a parameter; ``offset`` counts elements from the parameter's first."""
+
+    param: int
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    version: int
+
+
+class Delegated(NamedTuple):
+    """What the enclosing hooks made of a tensor, and how they read it back."""
+
+    unpack: Callable[[Any], torch.Tensor]
+    packed: Any
+    held: Held | None
+    again: Again | None
+    """The unit's call that is made again to read it back."""
+
+
+class Again(Protocol):
+    """A unit's call that backward makes again."""
+
+    def refusal(self, what: str) -> StateError:
+        """Return the error that names the unit."""
+
+
+class Swizzled(Protocol):
+    """What packing asks of the runtime."""
+
+    def locate(self, tensor: torch.Tensor, cdata: int) -> Saved | None:
+        """Return where a tensor with storage ``cdata`` lies in a frame, None for any other."""
+
+    def resolve(self, saved: Saved) -> torch.Tensor:
+        """Return the saved view, pinned in again."""
+
+
+class Pack:
+    """The pack hook; an instance knows the pair that encloses it."""
+
+    __slots__ = ("_footprint", "_offload", "_owner", "_swizzled", "outer")
+
+    def __init__(
+        self,
+        owner: SavedTensors,
+        outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None,
+        offload: Offload | None = None,
+    ) -> None:
+        self._owner = owner
+        self._swizzled = owner.swizzled
+        self._footprint = owner.footprint
+        self._offload = offload
+        self.outer = outer
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided or tensor.is_nested:  # nothing to look at by strides
+            if tensor.is_nested and self._owner.again is not None:  # torch's checkpoint asks shapes
+                raise self._owner.again.refusal("saves a nested tensor")
+            if self._owner.digests is not None:
+                self._owner.digests.saw(tensor)
+            return self._keep(tensor, id(tensor), 0)
+        with plainly():
+            storage = tensor.untyped_storage()
+        cdata = storage._cdata
+        saved = self._swizzled.locate(tensor, cdata)
+        digests = self._owner.digests
+        if digests is not None:
+            digests.saw(tensor) if saved is None else digests.saw_view(saved)
+            if not digests.keeps:
+                return None
+        if saved is not None:
+            return saved
+        return self._keep(tensor, cdata, storage.nbytes())
+
+    def _keep(self, tensor: torch.Tensor, key: int, n_bytes: int) -> Any:
+        if self.outer is None:
+            offload = self._offload
+            if offload is not None and offload.wants(tensor, n_bytes):
+                return offload.keep(tensor, key, Held(self._footprint, key, n_bytes))
+            # not the tensor itself: an output that its own node saves would never go (autograd puts
+            # the node back when it unpacks)
+            alias = tensor.detach() if tensor.grad_fn is not None else tensor
+            return Kept(alias, Held(self._footprint, key, n_bytes))
+        # An enclosing checkpoint drops what it is given in forward and keeps it in recomputation.
+        recomputed = torch._C._current_graph_task_id() != -1
+        held = Held(self._footprint, key, n_bytes) if recomputed else None
+        return Delegated(self.outer[1], self.outer[0](tensor), held, self._owner.again)
+
+
+class Unswizzled:
+    """What packing asks of a model whose parameters stay where they are."""
+
+    def locate(self, tensor: torch.Tensor, cdata: int) -> None:
+        """No tensor lies in a frame."""
+
+    def resolve(self, saved: Saved) -> torch.Tensor:
+        """Nothing was located, so nothing is resolved."""
+        raise StateError(f"parameter {saved.param} was saved as paged, and is not")
+
+
+class SavedTensors:
+    """Pushes and pops our pair of hooks around whatever differentiates parameters."""
+
+    def __init__(self, swizzled: Swizzled) -> None:
+        self.footprint = Footprint()
+        self.swizzled = swizzled
+        self.digests: Digests | None = None
+        """What takes down the bits of all that is saved, for a proof."""
+        self.again: Again | None = None
+        """The unit's call that runs, where only its inputs stay."""
+        self._offload: Offload | None = None
+        self._plain = Pack(self, None)
+
+    def lower(self, offload: Offload) -> None:
+        """Let what graphs hold go down, as far as ``offload`` wants it."""
+        self._offload = offload
+        offload.footprint = self.footprint
+        self._plain = Pack(self, None, offload)
+
+    @contextmanager
+    def watched(self, digests: Digests | None, again: Again | None = None) -> Iterator[None]:
+        """Let a block's saved tensors pass through our pair; ``digests`` takes them down."""
+        before = self.digests, self.again
+        self.digests, self.again = digests, again
+        pushed = self.push_where_differentiated()
+        try:
+            yield
+        finally:
+            if pushed:
+                self.pop()
+            self.digests, self.again = before
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Return what a graph would keep of tensors: they may go down."""
+        return [self._plain(tensor) for tensor in tensors]
+
+    def unpack(self, packed: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the tensors that were packed, detached; raises torch's error for a written one."""
+        return [self._unpack(one).detach() for one in packed]
+
+    def push_where_differentiated(self) -> bool:
+        """Make our hooks the innermost pair where gradients are enabled; False where they are not.
+
+        What fake tensors save (torch.export) has no bytes. Raises StateError where torch allows no
+        such hooks.
+        """
+        if not torch.is_grad_enabled() or is_faking():
+            return False
+        try:
+            self.push()
+        except RuntimeError as error:
+            raise StateError(
+                f"saved-tensor hooks are disabled here ({error}); autograd would keep placeholders",
+                advice="leave torch.autograd.graph.disable_saved_tensors_hooks around the model",
+            ) from error
+        return True
+
+    def push(self) -> None:
+        """Make our hooks the innermost pair, delegating to the present one."""
+        _autograd._push_saved_tensors_default_hooks(self._pack(), self._unpack)
+
+    def pop(self) -> None:
+        """Take our hooks off again."""
+        _autograd._pop_saved_tensors_default_hooks()
+
+    def _pack(self) -> Pack:
+        top = _top(True)
+        if top is None:
+            return self._plain
+        pack = top[0]
+        if isinstance(pack, Pack) and pack._swizzled is self.swizzled:
+            return pack
+        return Pack(self, top)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, Saved):
+            return self.swizzled.resolve(packed)
+        if self._offload is not None:
+            self._offload.awake()
+        if isinstance(packed, Kept):
+            return packed.get()
+        if isinstance(packed, Delegated):
+            return self._delegated(packed)
+        raise StateError(f"a saved tensor came back as {type(packed).__name__}")
+
+    @staticmethod
+    def _delegated(packed: Delegated) -> torch.Tensor:
+        if packed.again is None:
+            return packed.unpack(packed.packed)
+        try:
+            return packed.unpack(packed.packed)
+        except RuntimeError as error:  # torch's, of inputs that were written, or of other tensors
+            if isinstance(error, (HeteroError, torch.OutOfMemoryError)):
+                raise
+            raise packed.again.refusal(f"ended in {str(error).splitlines()[0]!r}") from error
+
+
+def is_faking() -> bool:
+    """Whether operations make fake tensors, which have shapes and no bytes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def foreign() -> bool:
+    """Return whether somebody else's saved-tensor hooks are innermost.
+
+    [Note: consistent counting]  A checkpoint counts the tensors its own hooks see, in forward and
+    again in recomputation. A fault inside such a region must leave its pair alone both times; the
+    aliases it keeps are leases.
+    """
+    top = _top(True)
+    return top is not None and not isinstance(top[0], Pack)
+
+
+def guard_hooks() -> None:
+    """Hand the user's own saved-tensor hooks an alias of a paged parameter, not the parameter.
+
+    A pack hook that keeps what it is given would keep the Parameter object, which is a placeholder
+    by the time it is unpacked. The alias keeps its frame as a lease.
+    """
+    owner = torch.autograd.graph.saved_tensors_hooks
+    if hasattr(owner.__enter__, "hetero_guard"):
+        return
+    enter = owner.__enter__
+
+    def guarded(self: Any) -> None:
+        pack = self.pack_hook
+        if not hasattr(pack, "hetero_guard"):
+
+            def alias(tensor: torch.Tensor) -> Any:
+                paged = hasattr(type(tensor), "hetero_runtime")
+                return pack(tensor.detach() if paged else tensor)
+
+            alias.hetero_guard = True  # type: ignore[attr-defined]
+            self.pack_hook = alias
+        enter(self)
+
+    guarded.hetero_guard = True  # type: ignore[attr-defined]
+    owner.__enter__ = guarded  # type: ignore[method-assign]

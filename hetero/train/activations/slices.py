@@ -1,0 +1,480 @@
+"""Layer-major micro-batching: a unit takes a large batch slice by slice (floor 2).
+
+A unit's forward runs under no_grad on a few samples at a time and keeps nothing but its inputs; its
+backward computes one slice again, differentiates it, and goes on to the next. Weights are pinned
+once for all slices, so that a step fetches each of them twice, however many slices there are.
+
+[Note: order of sums]  The gradient of a parameter is ``((g0 + g1) + g2) + ...`` over the slices of
+a unit in the order of the batch, summed in fp32 for 2-byte parameters and rounded once; the first
+addend is a copy. For parameters of 4 bytes and more these are the bits of plain gradient
+accumulation over the same slices.
+
+[Note: one batch]  To the user there is one batch: one loss over all samples. A unit in which
+samples meet (batch norm in training, an auxiliary loss) has no such slices and is refused. It is
+found by tainting: with other values in all other samples, the outputs of a slice must not change.
+
+[Note: what is cut]  A first dimension as long as the batch may be one by chance: a causal mask of
+as many positions. A tensor whose other rows change a slice's outputs is no tensor of samples, and
+is given whole; what is left has to give a sample the same output in company and alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from hetero.errors import HeteroError, StateError
+from hetero.interrupts import theirs
+from hetero.train.activations.caches import is_cache, put_together, rows_of, twin
+from hetero.train.activations.moment import Moment, Reach
+from hetero.train.activations.structure import Structure, flatten, told_apart
+from hetero.train.engine.check import makes_anew
+from hetero.train.model.graph import leaves_of, users_hooks, versions
+
+Call = Callable[..., Any]
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+NEAR = {1: 0.2, 2: 0.05, 4: 1e-3, 8: 1e-8}  # of the largest output, by bytes of a number
+
+
+def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Return the first dimension of the first tensor among arguments; 0 where there is none."""
+    leaves, _ = flatten((tuple(args), kwargs))
+    sizes = (leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+    return int(next(sizes, 0))
+
+
+class Sliced:
+    """One call of a unit on a batch, as calls on its slices.
+
+    Args:
+        name: the unit's, for messages.
+        around: a context in which the unit's parameters are bound.
+        reach: what the code of modules names outside of itself.
+        size: samples of a slice; batch: samples of all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        call: Call,
+        *,
+        around: Callable[[], Any],
+        place: torch.device,
+        reach: Reach,
+        batch: int,
+        size: int,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.around = around
+        self.batch = batch
+        self.rows = [slice(at, min(at + size, batch)) for at in range(0, batch, size)]
+        self.params = [p for p in module.parameters() if p.requires_grad]
+        self._place = place
+        self._reach = reach
+        self._call = call
+        leaves, self._structure = flatten((tuple(args), kwargs))
+        self._leaves, self._places = told_apart(leaves)
+        if any(tensor.is_nested for tensor in self.tensors):
+            raise self.refusal("is given a nested tensor, of which torch takes no slices")
+        self.candidates = tuple(t.dim() > 0 and t.shape[0] == batch for t in self.tensors)
+        """Which tensors have a first dimension as long as the batch."""
+        self.cut = self.candidates
+        """Which tensors are given slice by slice."""
+        self.differentiable: tuple[bool, ...] = ()
+        """Which outputs a gradient comes back through, as `check_unit` found."""
+        self.draws = False
+        """Whether the unit draws random numbers, as it was tried last."""
+        self._outputs: Structure
+        self._constants: list[Any]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments, each once."""
+        return [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+
+    def moment(self) -> Moment:
+        """Return what the unit's forward would find now."""
+        plain = [leaf.value if isinstance(leaf, _Plain) else leaf for leaf in self._leaves]
+        given = [leaf for leaf in plain if not (isinstance(leaf, torch.Tensor) or is_cache(leaf))]
+        return Moment(self.module, self._place, self._reach, given)
+
+    def refuse_caches(self) -> None:
+        """Refuse a cache among the arguments, to which every slice would add."""
+        if self.caches:
+            raise StateError(
+                f"micro_batch: unit {self.name!r} adds to a cache of keys and values",
+                advice="set model.config.use_cache = False while it trains",
+            )
+
+    def parts(self, tensors: Sequence[torch.Tensor], rows: slice) -> list[torch.Tensor]:
+        """Return rows of the tensors that are cut, and the others whole."""
+        pairs = zip(tensors, self.cut, strict=True)
+        return [tensor[rows] if cut else tensor for tensor, cut in pairs]
+
+    def __call__(self) -> Any:
+        """Return the unit's output for the whole batch."""
+        tensors = self.tensors
+        # arguments stay with the graph as saved tensors, where hooks see them, not in this object
+        self._leaves = [None if isinstance(x, torch.Tensor) else _Plain(x) for x in self._leaves]
+        found = _Slices.apply(self, len(self.params), *self.params, *tensors)  # type: ignore[no-untyped-call]
+        outputs = iter(found)
+        return self._outputs.build(next(outputs) if c is None else c.value for c in self._constants)
+
+    @property
+    def caches(self) -> list[Any]:
+        """The caches among the arguments."""
+        return [leaf for leaf in self._leaves if is_cache(leaf)]
+
+    def evaluated(self) -> Any:
+        """Return the unit's output for the whole batch, nothing of which is differentiated.
+
+        Caches among the arguments are extended row by row.
+        """
+        tensors, leaves = self.tensors, list(self._leaves)
+        self._leaves = [None if isinstance(x, torch.Tensor) else _Plain(x) for x in leaves]
+        caches = {i: leaf for i, leaf in enumerate(leaves) if is_cache(leaf)}
+        parts: list[dict[int, Any]] = []
+        whole: list[torch.Tensor] = []
+        with self.around():
+            for rows in self.rows:
+                parts.append({i: rows_of(cache, rows) for i, cache in caches.items()})
+                for i, part in parts[-1].items():
+                    self._leaves[i] = _Plain(part)
+                outputs = self.run(self.parts(tensors, rows))
+                self.check_rows(outputs, rows)
+                whole = whole or [laid_out_like(o, self.batch) for o in outputs]
+                for to, output in zip(whole, outputs, strict=True):
+                    to[rows] = output
+                del outputs
+        for i, cache in caches.items():
+            put_together(cache, [part[i] for part in parts])
+        own = {id(part): caches[i] for i, part in parts[-1].items()}
+        given = iter(whole)
+        return self._outputs.build(
+            next(given) if c is None else own.get(id(c.value), c.value) for c in self._constants
+        )
+
+    def tried(
+        self, tensors: Sequence[torch.Tensor], moment: Moment, rows: slice | None = None
+    ) -> list[torch.Tensor]:
+        """Call the unit as at a moment, for its outputs alone: nothing is left of it.
+
+        Caches among the arguments are given as copies, or as their ``rows``.
+        """
+        kept = self._leaves
+        self._leaves = [
+            None
+            if isinstance(x, torch.Tensor)
+            else _Plain((rows_of(x, rows) if rows else twin(x)) if is_cache(x) else x)
+            for x in kept
+        ]
+        try:
+            with moment.again(), torch.no_grad(), self.around():
+                found = self.run(tensors)
+                self.draws = moment.has_drawn()
+                return found
+        finally:
+            self._leaves = kept
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Call the unit with these tensors among its arguments; returns the output's tensors."""
+        given = iter(tensors)
+        distinct = [next(given) if leaf is None else leaf.value for leaf in self._leaves]
+        args, kwargs = self._structure.build(distinct[place] for place in self._places)
+        found, self._outputs = flatten(theirs(self._call, *args, **kwargs))
+        left, _ = flatten((args, kwargs))
+        if [id(leaf) for leaf in left] != [id(distinct[place]) for place in self._places]:
+            raise self.refusal("writes to a list or dictionary that it is given")
+        self._constants = [None if isinstance(x, torch.Tensor) else _Plain(x) for x in found]
+        return [x for x in found if isinstance(x, torch.Tensor)]
+
+    def check_rows(self, outputs: Sequence[torch.Tensor], rows: slice) -> None:
+        """Refuse an output that is not of the batch."""
+        for output in outputs:
+            if output.dim() == 0 or output.shape[0] != rows.stop - rows.start:
+                raise self.refusal(
+                    f"returned a tensor of shape {list(output.shape)} for {rows.stop - rows.start}"
+                    " samples, which is not one row for each"
+                )
+
+    def refusal(self, what: str) -> StateError:
+        return StateError(
+            f"micro_batch: unit {self.name!r} {what}",
+            advice="train this model without micro_batch=, with smaller batches and gradient"
+            " accumulation; or keep what mixes samples outside of units with units=",
+        )
+
+
+class _Plain(NamedTuple):
+    """An argument or output that is no tensor."""
+
+    value: Any
+
+
+class _Slices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, job: Sliced, n_params: int, *inputs: torch.Tensor) -> Any:
+        tensors = inputs[n_params:]
+        ctx.job, ctx.n_params = job, n_params
+        ctx.moments = []
+        whole: list[torch.Tensor] = []
+        with job.around():
+            for rows in job.rows:
+                ctx.moments.append(job.moment())
+                outputs = job.run(job.parts(tensors, rows))
+                ctx.moments[-1].close()
+                job.check_rows(outputs, rows)
+                if not whole:
+                    whole = [laid_out_like(o, job.batch) for o in outputs]
+                for to, output in zip(whole, outputs, strict=True):
+                    to[rows] = output
+                del outputs
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        constant = zip(whole, job.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(o for o, through in constant if not through))
+        return tuple(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        tensors = ctx.saved_tensors  # first: torch's own error for a graph that is gone
+        job: Sliced = ctx.job
+        wanted = ctx.needs_input_grad[2:]
+        sums = [_Sum(p) for p in job.params]
+        parts = [
+            _Gathered(t, sliced=cut) if need else None
+            for t, cut, need in zip(tensors, job.cut, wanted[ctx.n_params :], strict=True)
+        ]
+        with torch.enable_grad(), job.around():
+            for rows, moment in zip(job.rows, ctx.moments, strict=True):
+                given = [
+                    t.detach().requires_grad_(part is not None)
+                    for t, part in zip(job.parts(tensors, rows), parts, strict=True)
+                ]
+                with moment.again():
+                    outputs = job.run(given)
+                pairs = [
+                    (output, grad[rows])
+                    for output, grad in zip(outputs, grads, strict=True)
+                    if grad is not None and output.requires_grad
+                ]
+                leaves = [t for t, part in zip(given, parts, strict=True) if part is not None]
+                if not pairs or not (job.params or leaves):
+                    continue
+                found = torch.autograd.grad(
+                    [output for output, _ in pairs],
+                    [*job.params, *leaves],
+                    [grad for _, grad in pairs],
+                    allow_unused=True,
+                )
+                del outputs, pairs
+                for total, grad in zip(sums, found, strict=False):
+                    total.add(grad)
+                rest = iter(found[len(sums) :])
+                for part in parts:
+                    if part is not None:
+                        part.put(rows, next(rest))
+        totals = [s.total for s in sums]
+        if not _keeps_graph():  # [Note: out of gc's sight]
+            del ctx.job, ctx.moments
+        return None, None, *totals, *(None if part is None else part.whole for part in parts)
+
+
+def laid_out_like(output: torch.Tensor, batch: int) -> torch.Tensor:
+    """Return memory for a batch of which ``output`` is a slice, with its dimensions in its order.
+
+    What comes next may choose its arithmetic by strides, and is to choose as it would for a slice.
+    """
+    strides: tuple[int, ...] = output.stride()
+    order = sorted(range(output.dim()), key=lambda d: (-strides[d], d))
+    shape = (batch, *output.shape[1:])
+    memory = output.new_empty([shape[d] for d in order])
+    return memory.permute([order.index(d) for d in range(output.dim())])
+
+
+class _Sum:
+    """A parameter's gradient over slices; see [Note: order of sums]."""
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.total: torch.Tensor | None = None
+        self._wide = param.dtype.itemsize < 4 and param.dtype.is_floating_point
+
+    def add(self, grad: torch.Tensor | None) -> None:
+        if grad is None:
+            return
+        dtype = torch.float32 if self._wide else grad.dtype
+        if self.total is None:
+            self.total = grad.to(dtype, copy=True)
+        else:
+            self.total += grad
+
+
+class _Gathered:
+    """An argument's gradient, put together from slices, or summed where it was not sliced."""
+
+    def __init__(self, tensor: torch.Tensor, *, sliced: bool) -> None:
+        self._sliced = sliced
+        self.whole = torch.zeros_like(tensor) if sliced else None
+        self._sum = _Sum(tensor)
+
+    def put(self, rows: slice, grad: torch.Tensor | None) -> None:
+        if grad is None:
+            return
+        if self.whole is not None and self._sliced:
+            self.whole[rows] = grad
+            return
+        self._sum.add(grad)
+        self.whole = self._sum.total
+
+
+class Checked(NamedTuple):
+    """How a unit can be cut into slices."""
+
+    cut: tuple[bool, ...]
+    """Which of its tensors are of the batch."""
+    differentiable: tuple[bool, ...] = ()
+    """Which outputs gradients go through."""
+
+
+def check_unit(job: Sliced) -> Checked:
+    """Refuse a unit that cannot be cut into slices, or say how it is; changes nothing."""
+    if makes_anew(job.module):
+        raise job.refusal("makes its parameters anew in each forward, which would be many")
+    if any(users_hooks(param) for param in job.params):
+        raise job.refusal("has parameters with hooks of their own, which would run for each slice")
+    moment = job.moment()
+    job.cut = find_cut(job, moment)
+    kept, originals = list(job._leaves), job.tensors
+    job._leaves = [None if isinstance(x, torch.Tensor) else _Plain(x) for x in kept]
+    try:
+        with moment.again(), torch.enable_grad(), job.around():
+            given = [
+                t.detach().requires_grad_(of.requires_grad)
+                for t, of in zip(job.parts(originals, job.rows[0]), originals, strict=True)
+            ]
+            outputs = job.run(given)
+            check_leaves(job, outputs, given)
+            return Checked(job.cut, tuple(output.requires_grad for output in outputs))
+    finally:
+        job._leaves = kept
+
+
+def find_cut(job: Sliced, moment: Moment) -> tuple[bool, ...]:
+    """Return which tensors of a unit are of the batch; see [Note: what is cut].
+
+    Raises StateError for a unit in which samples meet. It runs two samples a few times, and changes
+    nothing.
+    """
+    places = [at for at, candidate in enumerate(job.candidates) if candidate]
+    refused: StateError | None = None
+    for n in range(len(places)):
+        for whole in combinations(places, n):
+            job.cut = tuple(of and at not in whole for at, of in enumerate(job.candidates))
+            try:
+                if keeps_apart(job, moment):
+                    return job.cut
+            except Shapes:
+                continue
+            except StateError as error:
+                refused = refused or error
+    raise refused or job.refusal("mixes samples: one changes when another does")
+
+
+class Shapes(Exception):
+    """Tensors do not belong together: some were cut that are not of the batch."""
+
+
+TWO, ONE = slice(0, 2), slice(0, 1)
+
+
+def keeps_apart(job: Sliced, moment: Moment) -> bool:
+    """Whether a unit gives a sample the same output whatever the other one is, and without it.
+
+    One row in place of two may choose other kernels, so that these are compared by size; those of a
+    unit that draws random numbers are others in any case.
+    """
+    tensors = [t.detach() for t in job.tensors]
+    clean = _of_rows(job, tensors, TWO, moment)
+    for at, tensor in enumerate(job.parts(tensors, TWO)):
+        for row in (0, 1) if job.cut[at] else ():
+            other = changed_outside(tensor, slice(row, row + 1))
+            if other is None:
+                continue
+            given = [other if i == at else t for i, t in enumerate(job.parts(tensors, TWO))]
+            after = job.tried([t.clone() for t in given], moment, TWO)
+            if any(not _same(a[row], b[row]) for a, b in zip(clean, after, strict=True)):
+                return False
+    alone = _of_rows(job, tensors, ONE, moment)
+    return job.draws or all(is_near(few, both[ONE]) for few, both in zip(alone, clean, strict=True))
+
+
+def _of_rows(
+    job: Sliced, tensors: Sequence[torch.Tensor], rows: slice, moment: Moment
+) -> list[torch.Tensor]:
+    """Return a unit's outputs for some samples; raises Shapes, or StateError for a refusal."""
+    given = [t.clone() for t in job.parts(tensors, rows)]
+    untouched = versions(given)
+    try:
+        found = job.tried(given, moment, rows)
+    except HeteroError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
+        raise Shapes from error
+    if versions(given) != untouched:
+        raise job.refusal("writes to its inputs in place, of which it is given parts")
+    job.check_rows(found, rows)
+    return found
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    nan = torch.equal(first.isnan(), second.isnan())
+    return nan and torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
+def changed_outside(tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
+    """Return a tensor with other values in all samples but some; None where there are none."""
+    if tensor.is_meta:
+        return None
+    found = tensor.clone()
+    outside = torch.ones(len(tensor), dtype=torch.bool, device=tensor.device)
+    outside[rows] = False
+    if tensor.is_floating_point() or tensor.is_complex():
+        found[outside] = float("nan")
+    elif tensor.dtype == torch.bool:
+        found[outside] = ~found[outside]
+    elif tensor.numel():  # a value that is there already: an index stays in its range
+        for value in (tensor.flatten()[0], tensor.flatten()[-1], 0):
+            found[outside] = value
+            if not torch.equal(found, tensor):
+                break
+    return None if torch.equal(found, tensor) else found
+
+
+def is_near(few: torch.Tensor, all_: torch.Tensor) -> bool:
+    """Whether outputs are the same up to the rounding of other kernels."""
+    if few.shape != all_.shape:
+        return False
+    if not few.is_floating_point() or few.is_meta:
+        return True
+    top = all_.nan_to_num().abs().max() if all_.numel() else torch.zeros(())
+    error = (few - all_).nan_to_num().abs().max() if all_.numel() else torch.zeros(())
+    return bool(error <= NEAR[few.dtype.itemsize] * top)
+
+
+def check_leaves(
+    job: Sliced, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> None:
+    """Refuse a unit that uses parameters of another: their gradients would be lost."""
+    own = {id(leaf) for leaf in (*job.params, *given)}
+    if any(id(leaf) not in own for leaf in leaves_of(outputs)):
+        raise job.refusal("uses a parameter that is not its own")

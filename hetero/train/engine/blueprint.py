@@ -1,0 +1,229 @@
+"""The blueprint of a prepared model: what is decided before anything is touched (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hetero.config import Config
+from hetero.errors import ConfigError
+from hetero.memory.codec import CODECS, CODED, EXACT, Blocked, Codec, Workspace, slice_numel
+from hetero.memory.layout import Bucket, Layout, ParamSpec, build_layout, dense_stride
+from hetero.train.engine.check import pageable, pages, tables
+from hetero.train.model.units import Unit, assign, find_units
+from hetero.train.update.masters import WORKING, low_dtype, named_by, working_dtypes
+from hetero.train.update.rules import Group, Rule
+from hetero.types import Kind
+
+
+class Costs(NamedTuple):
+    """What training an element costs beside the element; bytes."""
+
+    grad: int
+    """While several add up."""
+    master: int
+    state: int
+    whole: bool
+    """Whether the rule needs whole tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """Units, layout and sizes; ``needs[unit]`` are the buckets that a unit's access pins."""
+
+    units: tuple[Unit, ...]
+    layout: Layout
+    needs: tuple[tuple[int, ...], ...]
+    costs: tuple[Costs, ...]
+    """What an element of each bucket costs beside itself."""
+    widest: int = field(init=False)
+    """The unit that pins most frames."""
+    least_bytes: int = field(init=False)
+    """Bytes of the frames that the widest unit pins: fewer cannot work."""
+    home_bytes: int = field(init=False)
+    """Bytes of parameters, gradients and states at home."""
+
+    def __post_init__(self) -> None:  # every step asks for these, of all units
+        most, widest = max(((self.granules(u), -u) for u in range(len(self.units))), default=(0, 0))
+        object.__setattr__(self, "widest", -widest)
+        object.__setattr__(self, "least_bytes", most * self.granule_bytes)
+        object.__setattr__(self, "home_bytes", self._home_bytes())
+
+    @property
+    def granule_bytes(self) -> int:
+        return self.layout.chunk_numel
+
+    def granules(self, unit: int) -> int:
+        """Frames that a unit's access pins."""
+        return sum(self.layout.buckets[b].granules for b in self.needs[unit])
+
+    @property
+    def widest_name(self) -> str:
+        return self.units[self.widest].name or "model"
+
+    def _home_bytes(self) -> int:
+        total = 0
+        for bucket in self.layout.buckets:
+            total += bucket.home_bytes
+            costs = self.costs[bucket.id]
+            grad = bucket.dtype.itemsize if costs.grad else 0
+            total += bucket.numel * (grad + costs.master + costs.state)
+        return total
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether any parameters are at home in code."""
+        return any(not bucket.codec.exact for bucket in self.layout.buckets)
+
+    def decoding(self, *, is_cuda: bool) -> tuple[Blocked, int] | None:
+        """Return the codec there is, and the elements it decodes at once; None without one."""
+        coded = {b.numel: b.codec for b in self.layout.buckets if isinstance(b.codec, Blocked)}
+        if not coded:
+            return None
+        most = max(coded)
+        return coded[most], slice_numel(coded[most], most, is_cuda=is_cuda)
+
+    def workspace_bytes(self, *, is_cuda: bool) -> int:
+        """Return the HBM in which codes are decoded."""
+        found = self.decoding(is_cuda=is_cuda)
+        return 0 if found is None else Workspace.size_bytes(*found)
+
+    @property
+    def grad_sizes(self) -> list[int]:
+        """Bytes of every gradient there can be."""
+        trainable = [b for b in self.layout.buckets if self.costs[b.id].grad]
+        return [s.spec.numel * b.dtype.itemsize for b in trainable for s in b.segments]
+
+    def element_bytes(self, bucket: Bucket) -> dict[Kind, int]:
+        """Return the bytes an element of a trainable bucket costs by kind, PARAM not counted."""
+        costs = self.costs[bucket.id]
+        sizes = {Kind.GRAD: costs.grad, Kind.MASTER: costs.master, Kind.STATE: costs.state}
+        return {kind: size for kind, size in sizes.items() if size}
+
+    def has_master(self, bucket: Bucket) -> bool:
+        """Whether a trainable bucket's weights have fp32 masters."""
+        return self.costs[bucket.id].master > 0
+
+    def whole_tensors(self, bucket: Bucket) -> bool:
+        """Whether a trainable bucket's update needs whole tensors in memory."""
+        return self.costs[bucket.id].whole
+
+
+def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> Blueprint:
+    """Find the units, lay out the buckets and size the states; touches nothing."""
+    owned = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
+    units, home = assign(model, find_units(model, config.units))
+    check_tables(model, config)
+    working = working_dtypes(model, config.precision, config.keep_fp32)
+    codecs = codecs_of(model, config, working)
+    specs = [
+        ParamSpec(
+            name=name,
+            unit=home[name],
+            shape=tuple(p.shape),
+            stride=dense_stride(name, p.shape, p.stride()),
+            dtype=working[id(p)],
+            trainable=id(p) not in codecs and (p.requires_grad or id(p) in owned),
+            codec=codecs.get(id(p), EXACT),
+        )
+        for name, p in pages(model)
+    ]
+    layout = build_layout(specs, [unit.name or "model" for unit in units], config.chunk_bytes)
+    bucket_of = {id(p): layout.home[i][0] for i, (_, p) in enumerate(pages(model))}
+    needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
+    groups = optimizer.param_groups if optimizer else []
+    rule = Rule(optimizer) if optimizer else None
+    costs = cache(partial(costs_of, rule, groups, config.precision))
+    each = (costs(b.dtype, shapes(b), b.trainable) for b in layout.buckets)
+    return Blueprint(tuple(units), layout, needs, tuple(each))
+
+
+def check_tables(model: nn.Module, config: Config) -> None:
+    """Refuse parameters that are not paged, and so are not converted, beside working weights."""
+    working = WORKING.get(config.precision)
+    for name, param in tables(model):
+        if working is not None and pageable(param) and param.dtype is not working:
+            raise ConfigError(
+                f"parameter {name!r} is made anew by its module each time (as PEFT's LoRA on"
+                f" nn.MultiheadAttention does): hetero leaves it {param.dtype}, beside weights that"
+                f" compute in {working}",
+                advice=f"convert the model before adapters are added: model.to({working})",
+            )
+
+
+def codecs_of(
+    model: nn.Module, config: Config, working: dict[int, torch.dtype]
+) -> dict[int, Codec]:
+    """Return how parameters are coded at home that are, by the parameter's id.
+
+    They are frozen matrices, whether or not an optimizer lists them. Norms and biases are little,
+    and each number of them matters; a memory format that is not row by row is somebody's choice.
+    Raises ConfigError where a codec is asked for and there is nothing for it.
+    """
+    codec = CODECS[config.frozen]
+    if codec.exact:
+        return {}
+    kept = named_by(model, "keep_exact", config.keep_exact)
+    found = {
+        id(p): codec
+        for _, p in pages(model)
+        if not p.requires_grad
+        and p.dim() >= 2
+        and working[id(p)] in CODED
+        and p.is_contiguous()
+        and id(p) not in kept
+    }
+    if not found:
+        raise ConfigError(
+            f"frozen={config.frozen!r}, and no matrix of the model is frozen",
+            advice="freeze the base model first (peft.get_peft_model does; model.requires_grad_"
+            "(False) for inference), or drop frozen=",
+        )
+    return found
+
+
+def unit_needs(
+    index: int, unit: Unit, layout: Layout, bucket_of: dict[int, int]
+) -> tuple[int, ...]:
+    """Return the buckets that a unit's access pins, those of parameters tied elsewhere too."""
+    if unit.module is None:
+        return tuple(b.id for b in layout.buckets if b.unit == index)
+    return tuple(sorted({bucket_of[id(p)] for p in unit.module.parameters() if id(p) in bucket_of}))
+
+
+def shapes(bucket: Bucket) -> frozenset[tuple[int, ...]]:
+    """Return the shapes of a bucket's parameters: rules tell by them what they keep."""
+    return frozenset(tuple(segment.spec.shape) for segment in bucket.segments)
+
+
+def costs_of(
+    rule: Rule | None,
+    groups: Sequence[Group],
+    precision: str,
+    dtype: torch.dtype,
+    shapes: frozenset[tuple[int, ...]],
+    trainable: bool,
+) -> Costs:
+    """Return what an element of a bucket costs under an optimizer and a precision."""
+    if not trainable:
+        return Costs(0, 0, 0, False)
+    low = low_dtype(precision)
+    has_master = low is not None and dtype is WORKING[precision]
+    master = low.itemsize if low is not None and has_master else 0
+    if rule is None:
+        return Costs(0, master, 0, False)
+    whole = not all(rule.may_flatten(group, dtype) for group in groups)
+    if has_master:
+        whole = rule.formula is None
+    kept = torch.float32 if has_master else dtype
+    found: dict[str, int] = {}  # a state that one parameter keeps has a home in its whole bucket
+    for group in groups:
+        for shape in sorted(shapes):
+            for key, state in rule.states_of(group, kept, shape).items():
+                found[key] = max(state.itemsize, found.get(key, 0))
+    return Costs(4 if has_master else dtype.itemsize, master, sum(found.values()), whole)

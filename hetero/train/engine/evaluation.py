@@ -1,0 +1,139 @@
+"""HBM is divided between frames and what a model holds that is not trained (floor 2).
+
+Without an optimizer there are no steps: every forward of the whole model is one. What it holds
+beside frames are its inputs, what it computes, and a cache that grows from token to token. As that
+grows, frames are given up, a good many tokens' worth at a time; as it goes, they come back.
+
+[Note: larger inputs]  A forward with larger inputs than the last ones had begins with the fewest
+frames there can be, as the very first does: nobody knows yet what it takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from hetero.errors import OutOfMemory
+from hetero.events import EventLog, What
+from hetero.train.activations.forecast import tensors_of
+from hetero.train.activations.meter import Meter
+from hetero.train.engine.budget import WORTH, Beside, Budget, Excess, Frames
+from hetero.types import Kind, Tier, format_bytes
+
+WINDOW = 16  # forwards whose largest peak is what the next one is expected to need
+AHEAD = 64  # forwards whose growth is made room for at once, up to a part of HBM
+
+
+class Seen(NamedTuple):
+    """A forward."""
+
+    input_bytes: int
+    peak_bytes: int
+
+
+class Evaluation:
+    """Follows forwards, and makes room before the budget is passed.
+
+    Args:
+        charge: charges so many bytes of activations, in place of what was charged before.
+        ram: returns the bytes of RAM that may still be taken.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        *,
+        meter: Meter,
+        frames: Frames,
+        charge: Callable[[int], None],
+        ram: Callable[[], int],
+        log: EventLog,
+    ) -> None:
+        self.budget = budget
+        self.meter = meter
+        self._frames = frames
+        self._beside = Beside(budget, frames, ram)
+        self._charge = charge
+        self._log = log
+        self._inputs = 0  # of the forward that runs, in bytes
+        self._seen: deque[Seen] = deque(maxlen=WINDOW)
+
+    def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """A forward of the whole model begins: see [Note: larger inputs]."""
+        self._inputs = sum(tensor.nbytes for tensor in tensors_of((args, kwargs)))
+        if self._seen and self._inputs > max(seen.input_bytes for seen in self._seen):
+            self._beside.lower(self._beside.fewest)
+
+    def end(self) -> None:
+        """It ended: note what it took, and divide anew where that is due."""
+        self.settle()
+        last = self._seen[-1] if self._seen else None
+        now = Seen(self._inputs, self.meter.peak_bytes())
+        self._seen.append(now)
+        self.meter.restart()
+        alike = last is not None and last.input_bytes == now.input_bytes
+        growth = max(0, now.peak_bytes - last.peak_bytes) if alike and last is not None else 0
+        need = max(seen.peak_bytes for seen in self._seen)
+        # what fitted is no error, though a margin is counted with what was measured
+        room = self.budget.room_bytes
+        wanted = min(need + min(AHEAD * growth, self.budget.most_bytes // WORTH), room)
+        if (
+            need + growth > self._beside.n_bytes
+            or not self.budget.measured
+            or self._beside.is_worth(wanted)
+        ):
+            self._divide(wanted)
+
+    def fits(self, live_bytes: int) -> bool:
+        """Make room for what is alive beside frames; whether there is."""
+        return self._beside.fits(live_bytes)
+
+    def passed(self, live_bytes: int) -> None:
+        """There is no room: the forward is measured to its end, and refused there.
+
+        Raises OutOfMemory where RAM does not hold it that long.
+        """
+        if not self._beside.go_on(live_bytes):
+            raise self._refusal(live_bytes)
+
+    def forward_done(self) -> None:
+        """Raise OutOfMemory where the forward that ends passed the budget."""
+        if self._beside.excess is not None:
+            raise self._refusal(self.meter.seen_bytes())
+
+    def settle(self) -> None:
+        """A unit begins."""
+        self._beside.settle()
+
+    def _divide(self, wanted: int) -> None:
+        """Leave so much to activations, and the rest to frames."""
+        limit = self.budget.frames_beside(wanted)
+        before = self._frames.limit
+        if limit < before:
+            done = self._beside.lower(
+                limit
+            )  # a view may still be held: the next forward tries again
+            if done:
+                self._charge(wanted)
+        else:
+            self._charge(wanted)
+            done = self._frames.resize(limit)
+        if done and limit != before:
+            why = f"{limit} frames, not {before}: forwards hold {wanted} bytes"
+            self._log.now(What.DECISION, tier=Tier.HBM, category=Kind.ACTIVATION, why=why)
+
+    def _refusal(self, live_bytes: int) -> OutOfMemory:
+        budget, excess = self.budget, self._beside.excess or Excess()
+        needed = live_bytes + budget.buffer_bytes + excess.held_bytes
+        self._beside.excess = None
+        room = max(0, budget.room_bytes)
+        return OutOfMemory(
+            f"a forward holds {live_bytes} bytes of inputs, cache and results;"
+            f" hbm={format_bytes(budget.hbm or 0)} has {room} for them beside buffers and frames"
+            f" of unit {budget.plan.widest_name!r}",
+            advice=f"raise hbm= to {needed} bytes or more, lower the batch or the length, or use"
+            " micro_batch=",
+            tier="HBM",
+            needed_bytes=needed,
+        )

@@ -1,0 +1,508 @@
+"""HBM is divided between frames and activations, before a peak comes and at every step (floor 2).
+
+[Note: before the peak]  A forward that leaves more than the last one did (a longer sequence, a
+larger batch, the first of all) is seen at its first units. What the rest will leave follows from
+what these left, in proportion. Where that passes the budget, units that are still to come give way
+if the choice is free, and frames are given up: they are clean, and come back when they are needed.
+What even that does not hold is a BudgetError with the unit that leaves most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from hetero.errors import OutOfMemory
+from hetero.events import EventLog, What
+from hetero.memory.ledger import Ledger
+from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Policy, Use, choose, peak_bytes
+from hetero.train.activations.forecast import Forecast, tensors_of
+from hetero.train.activations.held import Footprint
+from hetero.train.activations.meter import Meter, unmeasured
+from hetero.train.engine.budget import Beside, Budget, Excess, Frames
+from hetero.types import Kind, Lane, Tier, format_bytes
+
+WINDOW = 16  # steps whose largest peak is what the next one is expected to need
+MARGIN = 1 / 16  # of a room, for what a choice that nobody has tried yet may take besides
+PATIENCE = 4  # steps in a row in which units are computed again for a proof
+SHRUNK = 0.75  # inputs of so small a part of those chosen for: units may keep again
+
+
+CopySeconds = Callable[[Lane, int], float]
+
+
+def shown(policies: Mapping[int, Policy]) -> str:
+    """Return how many units have which policy: ``"3 keep, 2 recompute"``."""
+    counts = Counter(str(policy) for policy in policies.values())
+    return ", ".join(f"{n} {policy}" for policy, n in sorted(counts.items()))
+
+
+class Ring(Protocol):
+    """Gradients on their way down, which the device holds until they have landed."""
+
+    limit_bytes: int
+    """Of those that it may hold."""
+
+    @property
+    def useful_bytes(self) -> int:
+        """The limit that lets copies overlap with compute."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Of those that are held now."""
+
+    def poll(self) -> None:
+        """Wait until no more are held than may be."""
+
+
+class Choice(Protocol):
+    """The policies of units."""
+
+    @property
+    def policies(self) -> MutableMapping[int, Policy]:
+        """By unit."""
+
+    overlaps: bool
+    """Whether what goes down or comes up for one unit does so while the next one computes."""
+
+    @property
+    def may_change(self) -> bool:
+        """Whether they are free."""
+
+    tries: bool
+    """Whether units are to be computed again, where their policies do not, for a proof."""
+    learned: bool
+    """Whether a proof came out since this was set to False."""
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether a unit is computed again at this moment, for a proof."""
+
+    def is_open(self, unit: int) -> bool:
+        """Whether it is still to be proven that a unit can be computed again."""
+
+    def used(self, unit: int) -> Policy:
+        """Return what held for a unit's last forward."""
+
+
+class Division(NamedTuple):
+    """How HBM is divided until the next border."""
+
+    activation_bytes: int
+    ring_bytes: int
+    frames: int
+
+
+class Seen(NamedTuple):
+    """A step that was measured."""
+
+    input_bytes: int = 0
+    peak_bytes: int = 0
+
+
+class Tight(NamedTuple):
+    """A choice with which a step ran, though not with the margins that there should be."""
+
+    policies: dict[int, Policy]
+    peak_bytes: int
+
+
+class Fitting:
+    """What fits, and who gives way.
+
+    Args:
+        forecast: of what units leave.
+        may_stay: whether a model that fits the device stays there.
+        copy_seconds: (lane, bytes) -> how long a copy takes.
+        ram: returns the bytes of RAM that may still be taken.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        ledger: Ledger,
+        *,
+        meter: Meter,
+        forecast: Forecast,
+        footprint: Footprint,
+        ring: Ring,
+        frames: Frames,
+        choice: Choice,
+        ram: Callable[[], int],
+        may_stay: bool,
+        copy_seconds: CopySeconds,
+        log: EventLog,
+    ) -> None:
+        self.budget = budget
+        self._copy_seconds = copy_seconds
+        self._log = log
+        self.meter = meter
+        self.forecast = forecast
+        self._ledger = ledger
+        self._footprint = footprint
+        self._ring = ring
+        self._frames = frames
+        self._beside = Beside(budget, frames, ram)
+        self._choice = choice
+        self._may_stay = may_stay
+        self._spoiled = False  # an error ended a forward or a backward
+        self._chosen_for = 0  # bytes of inputs that policies were chosen for
+        self._inputs: deque[int] = deque(maxlen=WINDOW)
+        self._peaks: deque[int] = deque(maxlen=WINDOW)
+        self._largest = Seen()  # by inputs, of the steps with these policies
+        self._tight: list[Tight] = []  # choices that were measured not to fit with the margins
+        self._is_guess = False  # whether the last peak is expected, and not measured
+        self._in_vain = 0  # steps in a row in which proofs were to be made
+        self._tried = False  # whether units are computed again in this step, for a proof
+        self._has_room = False  # whether policies were found that fit
+        self._whole: int | None = None  # frames there were when activations' room was lent
+
+    # -- a forward -------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A forward of the whole model begins, or a step."""
+        if self._spoiled:  # what an attempt took that came to nothing is not what steps take
+            self._forget()
+        self.forecast.begin(anew=self._spoiled)
+        self._tried = self._choice.tries  # which takes memory that later steps do not
+        has_room = self._has_room and not self._tried
+        self._choice.overlaps = has_room or not self._choice.may_change
+        self._spoiled = False
+
+    @contextmanager
+    def around(self, unit: int, args: Any, kwargs: Any) -> Iterator[None]:
+        """Look ahead before a unit's forward, make room, and note what it left.
+
+        Policies may change before the block begins.
+        """
+        if self.forecast.open is not None:  # inside another one
+            yield
+            return
+        self._beside.settle()
+        inputs = tensors_of((args, kwargs))
+        if unit not in self.forecast.rows:
+            self._first_sight(unit)
+        elif self.forecast.grows(unit, sum(tensor.nbytes for tensor in inputs)):
+            self._make_room(unit)
+        self.forecast.enter(unit, inputs)
+        try:
+            yield
+            self.forecast.note(self._choice.used(unit))
+            self.meter.unit_done()
+        except BaseException:
+            self._spoiled = True
+            raise
+        finally:
+            self.forecast.open = None
+
+    def _first_sight(self, unit: int) -> None:
+        """A unit that was never seen goes down whole, which shows what it saves.
+
+        Nothing overlaps until policies are found that fit: overlap needs more memory than this step
+        is known to have.
+        """
+        if self._choice.may_change:
+            self._choice.policies[unit] = OFFLOAD
+
+    # -- room ------------------------------------------------------------------------------------
+
+    def _make_room(self, unit: int) -> None:
+        """Before a unit that leaves more than it did: let others give way, and frames."""
+        plan, held, ring = self.budget.plan, self._footprint.live_bytes, self._ring
+        need = self._need(unit)
+        if need + ring.limit_bytes <= self._beside.n_bytes:
+            return
+        least = plan.least_bytes // plan.granule_bytes
+        if need > self.budget.room_bytes and self._choice.may_change:
+            fits = self._choose(self.forecast.ahead(unit), self.budget.room_bytes - held)
+            self._choice.overlaps = self._choice.overlaps and fits
+            need = self._need(unit)
+        limit = (self.budget.most_bytes - need - ring.limit_bytes) // plan.granule_bytes
+        before = self._frames.limit
+        self._beside.lower(max(least, limit))
+        if self._frames.limit != before:
+            self._note(f"{self._frames.limit} frames, not {before}: units leave {need} bytes")
+        ring.limit_bytes = max(0, min(ring.limit_bytes, self._beside.n_bytes - need))
+
+    def _need(self, unit: int) -> int:
+        """Return what this forward is expected to hold at its peak, by what it holds and the last.
+
+        In proportion to a short one it is too much: what both hold in any case is counted several
+        times. So it is no more than in proportion to the largest one.
+        """
+        forecast, largest, held = self.forecast, self._largest, self._footprint.live_bytes
+        need, scale = held + forecast.peak_ahead(unit, self._choice.policies), forecast.scale
+        expected = round(max(1.0, scale) * forecast.rows[unit].held_bytes)
+        if not largest.input_bytes or held > expected:
+            return need  # it does not grow as its inputs do
+        inputs = max(largest.input_bytes, round(scale * self._inputs[-1]))
+        return min(need, largest.peak_bytes * inputs // largest.input_bytes)
+
+    def _choose(self, units: Sequence[int], room_bytes: int) -> bool:
+        """Choose policies that fit; where none does, those that take least, and False."""
+        uses = [self.forecast.use(unit) for unit in units]
+        found = self._found(uses, room_bytes, goes_down=False)
+        if found is None or any(policy.offload for policy in found):
+            # something goes down in any case, and what is saved between units with it
+            less = self._found(uses, room_bytes, goes_down=True)
+            found = less if less and any(policy.offload for policy in less) else found
+        for option in [found] if found is not None else self._smallest(uses):
+            policies = {**self._choice.policies, **dict(zip(units, option, strict=True))}
+            if not any(policies == tight.policies for tight in self._tight):
+                break
+        else:
+            if found is not None:
+                return False
+            policies = dict(self._choice.policies)
+        if found is None:
+            policies = self._least(units, policies)
+        if policies != self._choice.policies:
+            self._note(f"{shown(policies)} for {room_bytes} bytes")
+            self._largest = Seen()
+        self._choice.policies.update(policies)
+        self.forecast.chosen()
+        return found is not None
+
+    def _least(self, units: Sequence[int], policies: dict[int, Policy]) -> dict[int, Policy]:
+        """Return ``policies``, or those with which a step ran that took no more than they would."""
+        ran = min(self._tight, key=lambda tight: tight.peak_bytes, default=None)
+        if ran is None or self.forecast.peak_bytes(units, policies) < ran.peak_bytes:
+            return policies
+        return ran.policies
+
+    def _found(
+        self, uses: Sequence[Use], room_bytes: int, *, goes_down: bool
+    ) -> list[Policy] | None:
+        return choose(
+            uses,
+            int((1 - MARGIN) * room_bytes),
+            down=partial(self._copy_seconds, Lane.D2H),
+            up=partial(self._copy_seconds, Lane.H2D),
+            working_bytes=self.forecast.working_bytes(goes_down=goes_down),
+            end_bytes=self.forecast.behind_bytes(goes_down=goes_down),
+        )
+
+    def _note(self, why: str) -> None:
+        self._log.now(What.DECISION, tier=Tier.HBM, category=Kind.ACTIVATION, why=why)
+
+    def _smallest(self, uses: Sequence[Use]) -> list[list[Policy]]:
+        """Return one policy for all units, each there is, those that should take least first."""
+        options = [
+            [use.may(policy) for use in uses[:-1]] + [KEEP] * bool(uses)
+            for policy in (LEAST, RECOMPUTE, OFFLOAD, KEEP)
+        ]
+        return sorted(options, key=lambda option: peak_bytes(uses, option))
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def divide(self) -> Division:
+        """Return how HBM is divided until the next border, by what was measured since the last one.
+
+        Raises OutOfMemory where it does not hold what this step took, and no other choice is left;
+        nothing has been updated, and who asks again is told how to go on.
+        """
+        needed = self.needed_bytes()
+        is_known = not (self._is_guess or self._tried)
+        passed = self._beside.excess is not None and is_known
+        if passed or needed > self.budget.room_bytes:
+            self._inputs.pop()
+            self._peaks.pop()
+            raise self._refusal(self.meter.seen_bytes(), is_whole=True)
+        self._beside.forget()
+        ring = self.ring_bytes(needed)
+        return Division(needed, ring, self._frames_beside(needed + ring))
+
+    def _frames_beside(self, n_bytes: int) -> int:
+        """Return the frames that there are to be: fewer at once, more where many more fit."""
+        fitting, now = self.budget.frames_beside(n_bytes), self._frames.limit
+        stays = self.budget.measured and fitting > now and not self._beside.is_worth(n_bytes)
+        return now if stays else fitting
+
+    def needed_bytes(self) -> int:
+        """Return what activations are expected to take from here on, by what was measured.
+
+        Where the choice is free, and was made for something else, it is made anew.
+        """
+        # 1. what the step had on the device, and how much of it is not explained by what units left
+        forecast, peak = self.forecast, self.meter.peak_bytes()
+        if self._tried and self._peaks:  # what proofs took besides is not what steps take
+            units = forecast.units()
+        else:
+            units = forecast.close(
+                *(peak, self.meter.end_bytes(), self._choice.policies),
+                overlaps=self._choice.overlaps,
+            )
+            if self._is_guess:  # now it is known
+                self._peaks.clear()
+                self._is_guess = False
+            self._peaks.append(peak)
+        # 2. choose for the largest inputs of the last steps
+        inputs = sum(forecast.rows[unit].input_bytes for unit in units)
+        self._inputs.append(inputs)
+        if not self._tried and inputs >= self._largest.input_bytes:
+            self._largest = Seen(inputs, peak)
+        if self._choice.may_change and inputs and self._is_due():
+            self._chosen_for = max(self._inputs)
+            forecast.scale = self._chosen_for / inputs
+            self._choose_all(units)
+            forecast.scale = 1.0
+            self._choice.learned = False
+        self._try(units)
+        # 3. what fitted is no error, though margins are counted with what was measured
+        seen = 0 if self._tried else self.meter.seen_bytes()
+        return min(max(self._peaks), max(self.budget.room_bytes, seen))
+
+    def _try(self, units: Sequence[int]) -> None:
+        """Have proofs made in the next step, where they are missing: a later one may need them."""
+        self._in_vain = self._in_vain + 1 if self._tried else 0
+        choice = self._choice
+        choice.tries = (
+            choice.may_change
+            and self._in_vain < PATIENCE
+            and any(choice.is_open(unit) for unit in units)
+        )
+
+    def _is_due(self) -> bool:
+        """Whether policies were chosen for other inputs or other proofs, or do not fit."""
+        top = max(self._inputs)
+        fits = max(self._peaks) <= self.budget.room_bytes
+        if fits:
+            self._tight.clear()
+        near = SHRUNK * self._chosen_for <= top <= self._chosen_for
+        return self._choice.learned or not (near and fits)
+
+    def _choose_all(self, units: Sequence[int]) -> None:
+        """Choose for all units, with room for as much else as there can be.
+
+        Best is that the whole model stays on the device, then that a second unit's frames fit, then
+        that the gradient ring does.
+        """
+        plan = self.budget.plan
+        most, ring = self.budget.most_bytes, self._ring.useful_bytes
+        rooms = [most - 2 * plan.least_bytes - ring, most - plan.least_bytes - ring]
+        rooms.append(self.budget.room_bytes)
+        if self._may_stay:
+            rooms.insert(0, most - plan.home_bytes - ring)
+        before, had_room = dict(self._choice.policies), self._has_room
+        if max(self._peaks) > self.budget.room_bytes:
+            self._tight = [tight for tight in self._tight if tight.policies != before]
+            self._tight.append(Tight(before, max(self._peaks)))
+        self._has_room = any(self._choose(units, room) for room in rooms)
+        if not self._has_room:
+            self._choose(units, self.budget.room_bytes)
+        if self._has_room != had_room:  # it overlaps where it did not
+            self._largest = Seen()
+        if self._choice.policies == before:
+            return
+        # what nobody has tried yet is tried with as few frames as may be needed, and then known
+        largest = max((self.forecast.use(unit).saved_bytes for unit in units), default=0)
+        expected = self.forecast.peak_bytes(units, self._choice.policies)
+        self._peaks.clear()
+        self._peaks.append(min(expected + largest, self.budget.room_bytes))
+        self._is_guess = True
+
+    def ring_bytes(self, activation_bytes: int) -> int:
+        """Return what the gradient ring can have beside activations and the fewest frames."""
+        return max(0, min(self._ring.useful_bytes, self.budget.room_bytes - activation_bytes))
+
+    def charge(self, activation_bytes: int, ring_bytes: int) -> None:
+        """Charge activations and the gradient ring, in place of what was charged before."""
+        budget = self.budget
+        if self._whole is None:
+            self._ledger.credit(Tier.HBM, Kind.ACTIVATION, budget.activation_bytes)
+        self._whole = None
+        budget.activation_bytes = 0
+        self._ledger.charge(Tier.HBM, Kind.ACTIVATION, activation_bytes + ring_bytes, "activations")
+        budget.activation_bytes, budget.measured = activation_bytes + ring_bytes, True
+        self._ring.limit_bytes = ring_bytes
+
+    def spare(self) -> int:
+        """Return how many more frames there may be while nothing computes; from here on the room of
+        activations is not charged, until `resume`."""
+        taken = self.meter.live_bytes() + self._ring.held_bytes
+        most = (self.budget.most_bytes - taken) // self.budget.plan.granule_bytes
+        spare = most - self._frames.limit
+        if spare > 0 and self._whole is None:
+            self._whole = self._frames.limit
+            self._ledger.credit(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes)
+        return max(0, spare)
+
+    def resume(self) -> None:
+        """Something computes from here on: frames have no more than they had before `spare`.
+
+        Raises OutOfMemory where views of parameters hold too many.
+        """
+        if self._whole is None:
+            return
+        with unmeasured():  # who leaves may be coded, on HOST
+            self._frames.shed()
+            if self._frames.limit > self._whole and not self._frames.lower(self._whole):
+                raise self._held_back(self._whole)
+        self._whole = None
+        self._ledger.charge(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes, "activations")
+
+    def _held_back(self, limit: int) -> OutOfMemory:
+        """Return the error of views that hold what activations are about to need."""
+        plan, hbm = self.budget.plan, self.budget.hbm or 0
+        held = self._frames.vacate()
+        more = held + plan.least_bytes - limit * plan.granule_bytes
+        return OutOfMemory(
+            f"views of parameters that are still alive hold {format_bytes(held)} of"
+            f" hbm={format_bytes(hbm)} as leases; beside activations there are"
+            f" {format_bytes(limit * plan.granule_bytes)} of frames",
+            advice=f"drop the views before the model computes, or raise hbm= to {hbm + more} bytes",
+            tier="HBM",
+            needed_bytes=hbm + more,
+        )
+
+    def fits(self, live_bytes: int) -> bool:
+        """Make room for what is alive on the device, where that is simulated; whether there is.
+
+        Gradients on their way down are waited for, then frames are given up.
+        """
+        ring, left = self._ring, self._beside.n_bytes - live_bytes
+        if ring.limit_bytes > left:
+            ring.limit_bytes = max(0, left)
+            with unmeasured():  # where they are added, it is on HOST
+                ring.poll()
+        if self._choice.is_trying:  # with the room there is: nothing gives way for a proof
+            return live_bytes <= self._beside.n_bytes
+        return self._beside.fits(live_bytes)
+
+    def passed(self, live_bytes: int) -> None:
+        """There is no room: the step is measured to its end, and refused there.
+
+        Raises OutOfMemory where RAM does not hold it that long, and for a trial, which ends there.
+        """
+        if self._choice.is_trying:
+            raise OutOfMemory("a trial found no room", tier="HBM")
+        if not self._beside.go_on(live_bytes, self.forecast.where()):
+            raise self._refusal(live_bytes, is_whole=False)
+
+    def forward_done(self) -> None:
+        """The step goes on."""
+
+    def _refusal(self, activation_bytes: int, *, is_whole: bool) -> OutOfMemory:
+        """Return the error of what was measured, which is forgotten: what comes is judged anew."""
+        excess = self._beside.excess or Excess()
+        error = self.budget.refusal(
+            activation_bytes,
+            where=excess.where,
+            known=self.forecast.largest(),
+            held_bytes=excess.held_bytes,
+            is_whole=is_whole,
+        )
+        self.spoil()
+        return error
+
+    def spoil(self) -> None:
+        """Forget what this step measured: it came to nothing."""
+        self._spoiled, self._choice.tries = True, False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._beside.forget()
+        self.meter.restart()

@@ -1,0 +1,161 @@
+"""Parameters on their way into their homes, and out of them to where they came from (floor 2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from hetero.device import trim_heap
+from hetero.memory.layout import Layout
+from hetero.memory.manager import PARAM
+from hetero.memory.slab import HomeStore
+from hetero.train.engine.check import PART, tables
+from hetero.train.engine.source import Promises, Source
+from hetero.train.gradients.store import LazyGrad
+from hetero.train.model import binding
+from hetero.train.model.lazy import handle
+from hetero.train.update.masters import Masters
+from hetero.types import Kind
+
+TRIM_BYTES = 16 * 2**20  # of freed originals, before the heap is asked to shrink
+
+
+class Origin:
+    """Where a model's parameters lay before `prepare`, in what dtype, and with what gradients."""
+
+    def __init__(self, model: nn.Module, params: Sequence[nn.Parameter], layout: Layout) -> None:
+        self.model = model
+        self.params = params
+        self._was_empty = [p.is_meta for p in params]  # of `empty_init`, or of `from_pretrained`
+        self.device = torch.device("cpu") if any(self._was_empty) else params[0].device
+        self._source: Source | Promises | None = None
+        self._layout = layout
+        self._dtypes = [p.dtype for p in params]
+        self._grads: dict[int, torch.Tensor] = {}
+        self._fetched: dict[int, torch.Tensor] = {}
+        self._moved: set[int] = set()  # those whose values are at home
+
+    def move_in(
+        self, store: HomeStore, masters: Masters, place: torch.device, weights: str | None
+    ) -> None:
+        """Copy every parameter to its home and point it there; the originals are freed.
+
+        Args:
+            place: of the buffers, and of gradients that are there.
+            weights: a file or directory that values come from, in place of the model's own.
+        """
+        if weights is not None:
+            self._source = from_files = Source(self.model, weights)
+            from_files.read_buffers()
+        elif any(self._was_empty):
+            self._source = Promises(self.params)
+        source = self._source
+        move_buffers(self.model.modules(), place)
+        move_tables(self.model, place)
+        freed = 0
+        for bucket in self._layout.buckets:
+            home = store.get(Kind.PARAM, PARAM, bucket)
+            for segment, view in zip(bucket.segments, home.segments, strict=True):
+                param = self.params[segment.index]
+                grad, param.grad = param.grad, None
+                freed += param.nbytes
+                if source is not None and source.keeps(segment.index):
+                    source.into(masters, segment)
+                else:
+                    masters.assign(segment, param.detach())
+                binding.point(param, view)
+                self._moved.add(segment.index)
+                if grad is not None:
+                    self._grads[segment.index] = grad.to(place)
+            if freed > TRIM_BYTES or bucket.id == self._layout.buckets[-1].id:
+                freed = 0
+                trim_heap()
+        if source is not None:
+            source.close()
+
+    def give_back_grads(self) -> None:
+        """Let parameters have the gradients that they came with."""
+        for index, grad in self._grads.items():
+            binding.set_grad(self.params[index], grad)
+        self._grads.clear()
+
+    def fetch(self, store: HomeStore, masters: Masters) -> None:
+        """Read what `move_out` needs from disk, so that it need not; raises StorageError."""
+        for index, (bucket_id, segment) in enumerate(self._layout.home):
+            grad = binding.get_grad(self.params[index])
+            if isinstance(grad, LazyGrad):
+                grad.slot.keep()
+            bucket, home = self._layout.buckets[bucket_id], store.homes.get((PARAM, bucket_id))
+            if home is None or index not in self._moved:
+                continue
+            if masters.has(bucket):
+                if home.extents is not None or masters.low(bucket).extents is not None:
+                    self._fetched[index] = masters.value(segment)
+            elif home.extents is not None:
+                self._fetched[index] = store.read(home, segment)
+
+    def give_up(self) -> None:
+        """Make every parameter plain again, with NaN for a value that is not to be had."""
+        for index, param in enumerate(self.params):
+            dtype = self._dtypes[index]
+            nan = torch.full((), math.nan, dtype=dtype, device=self.device)
+            binding.set_grad(param, None)
+            binding.plain(param, nan.expand(param.shape))
+        self._fetched.clear()
+        move_buffers((m for m in self.model.modules() if PART not in m.__dict__), self.device)
+
+    def move_out(
+        self, store: HomeStore, masters: Masters, *, resident: bool, failed: bool = False
+    ) -> None:
+        """Make every parameter plain again, bucket by bucket, on the device it came from.
+
+        One that was empty is empty again where ``failed``: there may be no room for its value. One
+        that is at home in code comes back as what computed, also where ``failed``: its original is
+        freed as soon as it is coded. What can be refused was refused before.
+        """
+        for index, (bucket_id, segment) in enumerate(self._layout.home):
+            bucket = self._layout.buckets[bucket_id]
+            home = store.homes.get((PARAM, bucket_id))
+            param, dtype = self.params[index], self._dtypes[index]
+            grad = binding.get_grad(param)
+            if isinstance(grad, LazyGrad):
+                grad = grad.slot.keep()
+            grad = self._grads.pop(index, grad)
+            binding.set_grad(param, None)
+            if failed and self._was_empty[index]:
+                binding.empty(param, dtype)
+            elif home is not None and index in self._moved:
+                if index in self._fetched:
+                    value = self._fetched.pop(index)
+                elif masters.has(bucket):
+                    value = masters.value(segment)
+                else:
+                    value = param.detach() if resident else handle(store, home, segment)
+                binding.plain(param, value.to(dtype).to(self.device, copy=True))
+            param.grad = None if grad is None else grad.to(self.device, param.dtype)
+            if segment.position == len(bucket.segments) - 1:
+                store.drop(PARAM, bucket_id)
+        if failed and self._source is not None:
+            self._source.close()
+            self._source.renew(self.params)
+        # what is part of another prepared model too stays where that one computes
+        move_buffers((m for m in self.model.modules() if PART not in m.__dict__), self.device)
+        move_tables(self.model, self.device)
+
+
+def move_buffers(modules: Iterable[nn.Module], place: torch.device) -> None:
+    """Put modules' own buffers on a device."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != place:
+                module._buffers[name] = buffer.to(place)
+
+
+def move_tables(model: nn.Module, place: torch.device) -> None:
+    """Put parameters that are not paged on a device."""
+    for _, param in tables(model):
+        if param.device != place:
+            binding.point(param, param.detach().to(place))

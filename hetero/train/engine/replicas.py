@@ -1,0 +1,134 @@
+"""Ranks that each hold a whole model: they begin with the same values and take the same steps.
+
+What torch's DistributedDataParallel does, for models that hetero has prepared (stage 0 of ZeRO,
+floor 2). Gradients are averaged where a script says that they are complete, on HOST, where
+they are anyway: the group is one of gloo, whatever the devices are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hetero.train.access.hooks import Hooks, before_forward
+
+BATCH_BYTES = 25 * 2**20  # of gradients in one collective, as in torch's
+FIRST = 0  # the rank whose values count
+
+
+def open_group() -> dist.ProcessGroup | None:
+    """Return a group of all ranks that averages in RAM; collective. None: the default one does."""
+    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+
+class Replicas:
+    """One rank's copy of a model that every rank has.
+
+    Made before `hetero.prepare`, on all ranks in the same order: the first rank's parameters and
+    buffers become everybody's then. As in torch, it is a forward that decides whether gradients
+    are complete with the backward pass behind it.
+
+    Args:
+        model: the plain model.
+        group: who averages; None: the default group.
+        buffers: whether the first rank's buffers become everybody's again and again, before
+            forwards that follow one whose gradients were to be averaged.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup | None, *, buffers: bool = True
+    ) -> None:
+        self._group = group
+        self._buffers = list(model.buffers()) if buffers else []
+        self._params = [p for p in model.parameters() if p.requires_grad]
+        self._index = {id(p): i for i, p in enumerate(self._params)}
+        self._arrived: set[int] = set()
+        self._share([*model.parameters(), *model.buffers()])
+        self._hooks = Hooks()
+        self._hooks.gradients(self._params, self._note)
+        self._stop = before_forward(model, self._begin)
+        self._shares_next = True
+        self.is_due = True
+        """Whether the next backward pass completes gradients."""
+        self.accumulates = False
+        """Whether forwards are of batches before the last of a step."""
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._hooks.remove()
+        self._stop()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Let gradients of forwards inside wait for later ones."""
+        before, self.accumulates = self.accumulates, True
+        try:
+            yield
+        finally:
+            self.accumulates = before
+
+    def average(self) -> None:
+        """Make every gradient that some rank has made since the last time the mean of all ranks'.
+
+        Collective. A rank without a gradient that others have counts as one of zeros; a gradient
+        that nobody has stays None. Each is multiplied by 1 / ranks and then summed, in the
+        parameter's dtype, as torch does it.
+        """
+        here = torch.zeros(len(self._params), dtype=torch.uint8)
+        here[[i for i in self._arrived if self._params[i].grad is not None]] = 1
+        self._arrived.clear()
+        dist.all_reduce(here, dist.ReduceOp.MAX, group=self._group)
+        params = [self._params[i] for i in here.nonzero().flatten().tolist()]
+        with torch.no_grad():
+            for batch in batches(params):
+                self._average(batch)
+
+    def _average(self, params: Sequence[nn.Parameter]) -> None:
+        flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype)
+        shaped = [
+            piece.view(param.shape)
+            for param, piece in zip(params, flat.split([p.numel() for p in params]), strict=True)
+        ]
+        for param, piece in zip(params, shaped, strict=True):
+            if param.grad is not None:
+                piece.copy_(param.grad)
+        flat.mul_(1 / dist.get_world_size(self._group))
+        dist.all_reduce(flat, group=self._group)
+        for param, piece in zip(params, shaped, strict=True):
+            if param.grad is None:
+                param.grad = piece.to(param.device, copy=True)
+            else:
+                param.grad.copy_(piece)
+
+    def _note(self, param: nn.Parameter) -> None:
+        self._arrived.add(self._index[id(param)])
+
+    def _begin(self) -> None:
+        if self._shares_next:
+            self._share(self._buffers)
+        self.is_due = torch.is_grad_enabled() and not self.accumulates
+        self._shares_next = self.is_due
+
+    def _share(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.device.type != "meta":  # an empty model's weights come from the same files
+                dist.broadcast(tensor.detach(), FIRST, group=self._group)
+
+
+def batches(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters of one dtype together, up to `BATCH_BYTES`, in their order."""
+    batch: list[nn.Parameter] = []
+    n_bytes = 0
+    for param in params:
+        more = param.numel() * param.dtype.itemsize
+        if batch and (param.dtype is not batch[0].dtype or n_bytes + more > BATCH_BYTES):
+            yield batch
+            batch, n_bytes = [], 0
+        batch.append(param)
+        n_bytes += more
+    if batch:
+        yield batch

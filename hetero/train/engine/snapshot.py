@@ -1,0 +1,262 @@
+"""The state of a prepared model as named tensors, to be saved and loaded in pieces (floor 2).
+
+Names and shapes are the model's own and bytes are in row-major order: nothing of chunks, tiers or
+budgets is in them.
+
+[Note: copy on update]  A save reads a bucket's homes in a job of its own, and the next update of
+that bucket comes behind that job. Whoever needs the update helps with the job first, so an update
+that is early pulls its bucket's save forward; nothing is copied aside, and training waits only
+where it has caught up with the drive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from hetero.errors import StorageError
+from hetero.jobs import Job
+from hetero.memory.layout import Segment, contiguous_stride
+from hetero.memory.pool import Use
+from hetero.memory.slab import Home, HomeStore
+
+PIECE_BYTES = 8 * 2**20  # a multiple of every block of a checkpoint, and of every element
+
+Read = Callable[[int, memoryview], None]
+Write = Callable[[int, memoryview], None]
+
+
+class Name(NamedTuple):
+    """Which tensor of a model's state: its kind ("param", "state", ...), whose, and which one."""
+
+    kind: str
+    name: str
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a model's state."""
+
+    name: Name
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bucket: int | None
+    """Whose update changes it; None for what no update does."""
+    save: Callable[[Write], None]
+    """Gives all bytes to ``write(first byte, bytes)``, which may not keep them."""
+    load: Callable[[Read], None]
+    """Takes all bytes from ``read(first byte, into)``."""
+
+
+def of_home(name: Name, store: HomeStore, home: Home, segment: Segment, bucket: int) -> Part:
+    """Return a segment of a home as a part: bytes go in and out of where they live.
+
+    One that is coded is saved in code: what comes back stands for the same bits.
+    """
+    spec, dtype = segment.spec, home.flat.dtype
+    if not home.codec.exact:
+        items = home.items(segment.offset, segment.end)
+        name = name._replace(key=home.codec.name)
+        save, load = partial(_save_run, store, home, items), partial(_load_run, store, home, items)
+        return Part(name, dtype, (items.stop - items.start,), bucket, save, load)
+    if spec.stride == contiguous_stride(spec.shape) and home.flat.device.type == "cpu":
+        items = home.items(segment.offset, segment.end)
+        save = partial(_save_run, store, home, items)
+        load = partial(_load_run, store, home, items)
+    else:
+        save = partial(_save_whole, lambda: store.read(home, segment))
+        load = partial(_load_whole, spec.shape, dtype, partial(store.write, home, segment))
+    return Part(name, dtype, spec.shape, bucket, save, load)
+
+
+def of_tensor(
+    name: Name,
+    tensor: torch.Tensor,
+    bucket: int | None = None,
+    *,
+    current: Callable[[], torch.Tensor] | None = None,
+) -> Part:
+    """Return a plain tensor as a part; ``current`` returns it where updates may replace it."""
+
+    def put(value: torch.Tensor) -> None:
+        with torch.no_grad():
+            tensor.copy_(value)
+
+    save = partial(_save_whole, current or tensor.detach)
+    load = partial(_load_whole, tuple(tensor.shape), tensor.dtype, put)
+    return Part(name, tensor.dtype, tuple(tensor.shape), bucket, save, load)
+
+
+def _pieces(n_bytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, n_bytes, PIECE_BYTES):
+        yield start, min(start + PIECE_BYTES, n_bytes)
+
+
+def _save_run(store: HomeStore, home: Home, items: slice, write: Write) -> None:
+    for start, piece in _flat_pieces(home, items):
+        if home.extents is None:
+            write(start, _bytes(home.flat[piece]))
+            continue
+        stage = torch.empty_like(home.flat[piece])  # no more is pinned than the pool has room for
+        for run in store.runs(piece.start, piece.stop, (home, Use.READ)):
+            stage[run.start - piece.start : run.stop - piece.start].copy_(home.flat[run])
+        write(start, _bytes(stage))
+
+
+def _load_run(store: HomeStore, home: Home, items: slice, read: Read) -> None:
+    for start, piece in _flat_pieces(home, items):
+        if home.extents is None:
+            read(start, _bytes(home.flat[piece]))
+            continue
+        stage = torch.empty_like(home.flat[piece])
+        read(start, _bytes(stage))
+        for run in store.runs(piece.start, piece.stop, (home, Use.FRESH)):
+            home.flat[run].copy_(stage[run.start - piece.start : run.stop - piece.start])
+
+
+def _flat_pieces(home: Home, items: slice) -> Iterator[tuple[int, slice]]:
+    """Yield (byte from the first of the items, some of the items) piece by piece."""
+    size = home.flat.element_size()
+    for start, end in _pieces((items.stop - items.start) * size):
+        yield start, slice(items.start + start // size, items.start + end // size)
+
+
+def _save_whole(value: Callable[[], torch.Tensor], write: Write) -> None:
+    view = _bytes(value().cpu().contiguous())
+    for start, end in _pieces(len(view)):
+        write(start, view[start:end])
+
+
+def _load_whole(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    put: Callable[[torch.Tensor], None],
+    read: Read,
+) -> None:
+    value = torch.empty(tuple(shape), dtype=dtype)
+    view = _bytes(value)
+    for start, end in _pieces(len(view)):
+        read(start, view[start:end])
+    put(value)
+
+
+def _bytes(value: torch.Tensor) -> memoryview:
+    return memoryview(value.view(-1).view(torch.uint8).numpy())
+
+
+class Saving:
+    """One save under way: a job for each bucket that is behind its last update.
+
+    Args:
+        parts: everything to be saved, with its number in the checkpoint.
+        write: takes (number, first byte, bytes); what it raises ends the save, not the training.
+        pending: returns the update of a bucket that is under way, where there is one.
+        noted: called when a bucket's tensors were read, for what is saved beside them.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        write: Callable[[int, int, memoryview], None],
+        *,
+        pending: Callable[[int], Any],
+        noted: Callable[[int], None],
+    ) -> None:
+        self.error: BaseException | None = None
+        self._write = write
+        self._noted = noted
+        grouped: dict[int | None, list[tuple[int, Part]]] = {}
+        for number, part in enumerate(parts):
+            grouped.setdefault(part.bucket, []).append((number, part))
+        self._jobs = {
+            bucket: Job(
+                [partial(self._save, number, part) for number, part in members],
+                finish=partial(self._note, bucket),
+                after=() if bucket is None or pending(bucket) is None else (pending(bucket),),
+            )
+            for bucket, members in grouped.items()
+        }
+
+    def run(self) -> None:
+        """Read everything there is; returns when the last bucket is read."""
+        for job in self._jobs.values():
+            job.wait()
+
+    def before_writing(self, bucket: int | None) -> Sequence[Job]:
+        """Return what has to be done before a bucket's homes may change."""
+        job = self._jobs.get(bucket)
+        return () if job is None or job.done else (job,)
+
+    def wait_for(self, bucket: int) -> None:
+        """Return when a bucket's homes may change."""
+        for job in self.before_writing(bucket):
+            job.wait()
+
+    def _save(self, number: int, part: Part) -> None:
+        if self.error is None:
+            try:
+                part.save(partial(self._write, number))
+            except BaseException as error:
+                # another thread's write may be refused before the failure it comes from is here
+                if self.error is None or isinstance(error, StorageError):
+                    self.error = error
+
+    def _note(self, bucket: int | None) -> None:
+        if bucket is not None and self.error is None:
+            try:
+                self._noted(bucket)
+            except BaseException as error:
+                self.error = error
+
+
+class Waitable(Protocol):
+    """A save that goes on behind the training."""
+
+    told: bool
+
+    def wait(self) -> Any:
+        """Return when it is done; raises what it raised."""
+
+
+class Saver:
+    """The save that changes of homes are behind: one at a time."""
+
+    def __init__(self) -> None:
+        self.last: Waitable | None = None
+        """That may not be durable yet."""
+        self._saving: Saving | None = None
+
+    def begin(self, saving: Saving, store: HomeStore, *, paged: bool) -> None:
+        """From here on, homes change only behind what a save reads of them.
+
+        What somebody outside can change unseen is read at once: parameters that are plain, and
+        homes that a state dict shows.
+        """
+        self.finish()
+        self._saving = saving
+        if not paged:
+            self.finish()
+            return
+        for (_, bucket_id), home in list(store.homes.items()):
+            if home.extents is None and (home.held or home.objects_held):
+                saving.wait_for(bucket_id)
+
+    def finish(self) -> None:
+        """Wait until a save that is under way has read everything."""
+        if self._saving is not None:
+            self._saving.run()  # it keeps its own error, for whoever waits for the save
+            self._saving = None
+
+    def jobs_before(self, bucket_id: int) -> Sequence[Job]:
+        """Return what an update of a bucket has to be behind."""
+        return () if self._saving is None else self._saving.before_writing(bucket_id)
+
+    def wait_for(self, bucket_id: int) -> None:
+        """Return when a bucket's homes may change: a user's write comes home."""
+        if self._saving is not None:
+            self._saving.wait_for(bucket_id)

@@ -1,0 +1,152 @@
+"""What goes to disk of a model that HOST does not hold, and through how much memory (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hetero.errors import BudgetError
+from hetero.io import ALIGN
+from hetero.memory.layout import Bucket
+from hetero.plan.placement import Part, place
+from hetero.train.engine.blueprint import Blueprint
+from hetero.train.gradients.flight import ring_bytes
+from hetero.types import Kind, format_bytes
+
+MAX_EXTENT_NUMEL = 2**21  # 8 MiB of 4-byte elements: past the knee of every drive measured
+EXTENTS = 256  # a model is cut into about so many, or more
+HUGE_NUMEL = (
+    2**19
+)  # a huge page of 4-byte elements: half the cost of a transfer's memory (measured)
+POOL_SHARE = 8  # this part of HOST is memory through which homes on disk pass
+MAX_POOL_BYTES = 2**30  # more of it does not make a drive faster, and homes on HOST do
+AT_ONCE = 2  # slices of updates that are under way together
+DEPTH = 8  # extents that are read or written beside them
+
+
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """Which homes lie on disk, and the sizes that follow from it."""
+
+    on_disk: frozenset[tuple[Kind, int]]
+    pool_bytes: int
+    disk_bytes: int
+    extent_numel: int
+    host_bytes: int
+    """What homes on HOST, the pool and what is on its way take there at most."""
+
+    def holds(self, kind: Kind, bucket: int) -> bool:
+        """Whether a home lies on disk."""
+        return (kind, bucket) in self.on_disk
+
+
+def draw_spill(
+    plan: Blueprint,
+    host_bytes: int,
+    nvme_bytes: int | None,
+    extent_numel: int | None = None,
+    *,
+    pool: bool = False,
+) -> Spill | None:
+    """Return what goes to disk under budgets in bytes; None where HOST holds everything.
+
+    With ``pool`` there is a way to disk in any case, for what comes beside homes. Raises
+    BudgetError where HOST does not hold what has to be in memory at once, or NVME the rest.
+    """
+    parts = list(parts_of(plan))
+    ring = passing_bytes(plan)
+    if sum(part.n_bytes for part in parts) + ring <= host_bytes and not pool:
+        return None
+    spare = min(host_bytes // POOL_SHARE, MAX_POOL_BYTES)
+    size = extent_numel or extent_of(plan, spare)
+    # 1. the most that can be needed at once is what it would be with everything on disk
+    least = ring + least_pool(plan, size)
+    if least > host_bytes:
+        raise BudgetError(
+            f"homes on disk pass through memory: {format_bytes(least)} of HOST are needed for the"
+            f" largest update and what is on its way; {format_bytes(host_bytes)} are there,"
+            f" {least - host_bytes} bytes short",
+            advice=f"raise host= to at least {least} bytes",
+            tier="HOST",
+            needed_bytes=least,
+        )
+    # 2. a part of HOST is for them; homes take the rest
+    pool_bytes = max(least - ring, spare)
+    on_disk = place(parts, host_bytes - ring - pool_bytes)
+    n_bytes = sum(disk_bytes(plan, kind, plan.layout.buckets[b]) for kind, b in on_disk)
+    if nvme_bytes is not None and n_bytes > nvme_bytes:
+        raise BudgetError(
+            f"{format_bytes(n_bytes)} go to disk; nvme_bytes is {format_bytes(nvme_bytes)},"
+            f" {n_bytes - nvme_bytes} bytes short",
+            advice=f"raise nvme_bytes= to at least {n_bytes} bytes, or raise host=",
+            tier="NVME",
+            needed_bytes=n_bytes,
+        )
+    here = sum(part.n_bytes for part in parts if (part.kind, part.bucket) not in on_disk)
+    return Spill(on_disk, pool_bytes, n_bytes, size, here + ring + pool_bytes)
+
+
+def draw_way(plan: Blueprint, host_bytes: int, extent_numel: int | None = None) -> Spill:
+    """Return a way to disk for what comes beside the homes of a model that is all in memory."""
+    spare = min(host_bytes // POOL_SHARE, MAX_POOL_BYTES)
+    size = extent_numel or extent_of(plan, spare)
+    n_bytes = max(spare, DEPTH * 4 * max(size, plan.layout.chunk_numel))
+    return Spill(frozenset(), n_bytes, 0, size, plan.home_bytes + n_bytes)
+
+
+def passing_bytes(plan: Blueprint) -> int:
+    """Return the HOST bytes of what is on its way between device and homes, at most."""
+    return ring_bytes(plan.grad_sizes) + widening(plan)
+
+
+def parts_of(plan: Blueprint) -> Iterator[Part]:
+    """Yield every home there can be, with the most bytes it can take."""
+    for bucket in plan.layout.buckets:
+        yield Part(Kind.PARAM, bucket.id, bucket.home_bytes)
+        if bucket.trainable:
+            for kind, size in plan.element_bytes(bucket).items():
+                yield Part(kind, bucket.id, bucket.numel * size)
+
+
+def widening(plan: Blueprint) -> int:
+    """Return the bytes of a bucket's 2-byte gradients, which stay while they become fp32."""
+    narrow = [b.n_bytes for b in plan.layout.buckets if b.trainable and plan.has_master(b)]
+    return max(narrow, default=0)
+
+
+def disk_bytes(plan: Blueprint, kind: Kind, bucket: Bucket) -> int:
+    """Return the bytes that a home's slots take; gradients have a narrow home and a wide one."""
+    if kind is Kind.PARAM:
+        return bucket.home_bytes + ALIGN
+    size = plan.element_bytes(bucket)[kind]
+    if kind is Kind.GRAD and size != bucket.dtype.itemsize:
+        size += bucket.dtype.itemsize
+    homes = 1 if kind is Kind.MASTER else 1 + size
+    return bucket.numel * size + homes * ALIGN
+
+
+def extent_of(plan: Blueprint, spare_bytes: int) -> int:
+    """Return the elements of an extent: a power of two, smaller for small models.
+
+    It is at least a huge page where a pool of ``spare_bytes`` has room for such ones.
+    """
+    numel = sum(bucket.numel for bucket in plan.layout.buckets)
+    size = min(MAX_EXTENT_NUMEL, max(ALIGN, 1 << max(0, (numel // EXTENTS).bit_length() - 1)))
+    while size < HUGE_NUMEL and least_pool(plan, 2 * size) <= spare_bytes:
+        size *= 2
+    return size
+
+
+def least_pool(plan: Blueprint, extent_numel: int) -> int:
+    """Return the memory in which every update can be carried out, with a little to spare."""
+    most = 0
+    for bucket in plan.layout.buckets:
+        whole = max((s.spec.numel for s in bucket.segments), default=0)
+        numel = min(bucket.codec.items(bucket.numel), extent_numel)
+        if bucket.trainable and plan.whole_tensors(bucket):
+            numel = min(bucket.numel, (whole // extent_numel + 2) * extent_numel)
+        size = bucket.codec.dtype(bucket.dtype).itemsize
+        if bucket.trainable:
+            size += sum(plan.element_bytes(bucket).values())
+        most = max(most, numel * size + 16 * ALIGN)
+    return AT_ONCE * most + DEPTH * 4 * extent_numel

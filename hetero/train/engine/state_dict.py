@@ -1,0 +1,328 @@
+"""Everything of a prepared model that outlives a process, as named parts (floor 2)."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hetero.memory.layout import Bucket, Segment
+from hetero.memory.manager import PARAM
+from hetero.train.engine.check import tables
+from hetero.train.engine.engine import Engine
+from hetero.train.engine.snapshot import Name, Part, of_home, of_tensor
+from hetero.train.gradients.store import GRAD, WIDE
+from hetero.train.model.lazy import handle
+from hetero.train.update.formulas import Formula
+from hetero.train.update.masters import LOW
+from hetero.train.update.rules import BLOCK_SCALES, SCALARS, Group, Rule, is_elementwise
+from hetero.types import Kind
+
+Scalars = dict[str, dict[str, Any]]
+TensorMake = tuple[torch.dtype, tuple[int, ...]]
+Make = tuple[Name, torch.dtype, tuple[int, ...]]
+NO_STATES = (PARAM, GRAD, WIDE, LOW)  # names of homes that are looked after elsewhere
+_F32 = torch.float32
+
+
+def parts_of(engine: Engine, *, as_now: bool = False) -> list[Part]:
+    """Return parameters, what is left of masters, states and buffers, bucket by bucket.
+
+    Buckets come in the order of the next forward, which is that of their updates. With ``as_now``
+    what no update changes, buffers, is copied: the next forward may change it.
+    """
+    found: list[Part] = []
+    for bucket in ordered(engine):
+        for segment in bucket.segments:
+            found.extend(_of_parameter(engine, bucket, segment))
+    for name, tensor in at_hand(engine.model):
+        found.append(of_tensor(name, tensor.detach().cpu().clone() if as_now else tensor))
+    return found
+
+
+def ordered(engine: Engine) -> list[Bucket]:
+    """Return the buckets in the order of the next forward, as far as that is known."""
+    buckets = engine.blueprint.layout.buckets
+    if engine.mode != "paged":
+        return list(buckets)
+    order = engine.runtime.train.order()
+    return sorted(buckets, key=lambda bucket: order.get(bucket.id, len(order)))
+
+
+def _of_parameter(engine: Engine, bucket: Bucket, segment: Segment) -> Iterator[Part]:
+    store, param, name = engine.store, engine.params[segment.index], segment.spec.name
+    homes = store.homes
+    if engine.mode == "paged" or engine.has_masters:
+        home = homes[PARAM, bucket.id]
+        yield of_home(Name("param", name), store, home, segment, bucket.id)
+    else:
+        yield of_tensor(Name("param", name), param, bucket.id)
+    if engine.masters.has(bucket):
+        low = engine.masters.low(bucket)
+        yield of_home(Name("master", name), store, low, segment, bucket.id)
+    for key, value in known_state(engine, param).items():
+        if not is_tensor(key, value, segment):
+            continue
+        here = homes.get((key, bucket.id)) if engine.stepper is not None else None
+        if here is not None and is_elementwise(key, value, segment.spec.shape):
+            yield of_home(Name("state", name, key), store, here, segment, bucket.id)
+        else:
+            current = partial(_current, engine, param, key)
+            yield of_tensor(Name("state", name, key), value, bucket.id, current=current)
+
+
+def is_tensor(key: str, value: Any, segment: Segment) -> bool:
+    """Whether a state is saved as a tensor of its own, and not as a number beside it."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.dim() > 0 or is_elementwise(key, value, segment.spec.shape)
+
+
+def _current(engine: Engine, param: torch.Tensor, key: str) -> torch.Tensor:
+    value: torch.Tensor = known_state(engine, param)[key]
+    return value.detach()
+
+
+def known_state(engine: Engine, param: torch.Tensor) -> dict[str, Any]:
+    """Return the optimizer's state of a parameter as it stands, without waiting for updates."""
+    if engine.optimizer is None:
+        return {}
+    return engine.optimizer.known_state.get(param, {})
+
+
+def at_hand(model: nn.Module) -> Iterator[tuple[Name, torch.Tensor]]:
+    """Yield the persistent buffers, and the parameters that are never paged."""
+    for name, param in tables(model):
+        yield Name("param", name), param
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield Name("buffer", f"{prefix}.{key}" if prefix else key), buffer
+
+
+def scalars_of(engine: Engine, bucket: Bucket) -> Scalars:
+    """Return the states of a bucket's parameters that are no tensors of their own: step counts."""
+    found: Scalars = {}
+    for segment in bucket.segments:
+        state = known_state(engine, engine.params[segment.index])
+        small = {
+            k: v.detach().clone() if isinstance(v, torch.Tensor) else v
+            for k, v in state.items()
+            if not is_tensor(k, v, segment)
+        }
+        if state:
+            found[segment.spec.name] = small
+    return found
+
+
+def counted_at_close(engine: Engine, bucket: Bucket) -> bool:
+    """Whether step counts move when a step is closed, and not when the bucket's update is done."""
+    stepper = engine.stepper
+    if stepper is None:
+        return True
+    return engine.masters.has(bucket) and stepper.updater.formula is not None
+
+
+def check_states(
+    engine: Engine,
+    groups: Sequence[Group],
+    states: Iterable[Make],
+    scalars: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Raise ValueError, or what the rule raises, unless a step goes on from these states.
+
+    Args:
+        groups: settings that go on top of those of the optimizer's groups.
+        states: every tensor's name, dtype and shape; the model has such parameters.
+        scalars: what is no tensor of its own, by the parameter's name.
+    """
+    if engine.optimizer is None:
+        return
+    tensors = makes_of(engine, states)
+    numbers = {id(param): number for number, param in enumerate(engine.params)}
+    tried: set[str] = set()
+    stepped: set[str] = set()
+    for group, saved in zip(engine.optimizer.param_groups, groups, strict=True):
+        settings = {**{k: v for k, v in group.items() if k != "params"}, **saved}
+        for number in (numbers[id(p)] for p in group["params"] if id(p) in numbers):
+            bucket, segment = engine.blueprint.layout.home[number]
+            name, shape = segment.spec.name, segment.spec.shape
+            stepped.add(name)
+            trial = Trial(bucket, shape, tensors.get(name, {}), scalars.get(name, {}))
+            if (known := f"{settings} {trial}") not in tried:
+                tried.add(known)
+                trial.run(engine, settings)
+    odd = (tensors.keys() | scalars.keys()) - stepped
+    if odd:
+        raise ValueError(f"there are states of {min(odd)!r}, which no group has")
+
+
+def makes_of(engine: Engine, states: Iterable[Make]) -> dict[str, dict[str, TensorMake]]:
+    """Return dtypes and shapes by parameter and key; ValueError where homes cannot hold them."""
+    found: defaultdict[str, dict[str, TensorMake]] = defaultdict(dict)
+    dtypes = {place: home.dtype for place, home in engine.store.homes.items()}
+    places = places_of(engine)
+    for name, dtype, shape in states:
+        bucket, segment = places[name.name]
+        if name.key in NO_STATES:
+            raise ValueError(f"{name.name!r} has a state {name.key!r}, which is a home's own name")
+        here = dtypes.setdefault((name.key, bucket), dtype)
+        if here is not dtype and is_paged(engine, name.key, shape, segment):
+            raise ValueError(f"{name.key} of {name.name!r} is {dtype}, its bucket has {here}")
+        found[name.name][name.key] = dtype, shape
+    return found
+
+
+class Trial(NamedTuple):
+    """A step of a tiny parameter from states of the make that a parameter is to have."""
+
+    bucket: int
+    shape: tuple[int, ...]
+    tensors: Mapping[str, TensorMake]
+    scalars: Mapping[str, Any]
+
+    def run(self, engine: Engine, settings: Group) -> None:
+        """Make the step; raises what the rule raises, or ValueError."""
+        bucket, stepper = engine.blueprint.layout.buckets[self.bucket], engine.stepper
+        has_master = engine.masters.has(bucket)
+        if has_master and stepper is not None and stepper.updater.formula is not None:
+            self._follow(stepper.updater.formula, settings)
+        elif not engine.rule.refuses(len(self.shape)):
+            self._step(engine.rule, torch.float32 if has_master else bucket.dtype, settings)
+
+    def _follow(self, formula: Formula, settings: Group) -> None:
+        """Compute the numbers of the next update, which runs on fp32 states."""
+        keys = formula.arrays(settings)
+        odd = [k for k in keys if self.tensors.get(k, (_F32, self.shape)) != (_F32, self.shape)]
+        if odd or keys.keys() & self.scalars.keys():
+            raise ValueError(f"{[*odd, *keys]} are fp32 and of the parameter's shape")
+        fresh = any(key not in self.tensors for key in keys)
+        first = formula.scalars(settings)
+        known = {k: torch.tensor(v) for k, v in first.items()} if fresh else {}
+        counts = {k: {**known, **self.scalars}[k] for k in first}
+        if not all(isinstance(count, torch.Tensor) for count in counts.values()):
+            raise ValueError(f"{[*first]} are tensors")
+        formula.coefficients(settings, {k: float(v) for k, v in counts.items()}, fresh)
+
+    def _step(self, rule: Rule, dtype: torch.dtype, settings: Group) -> None:
+        """Step with the user's own rule."""
+        probe = torch.zeros(probe_shape(self.shape), dtype=dtype)
+        probe.grad = torch.zeros_like(probe)
+        there = {key: self._on_probe(key, make[1], settings) for key, make in self.tensors.items()}
+        state = {
+            key: torch.zeros(shape, dtype=self.tensors[key][0])
+            for key, shape in there.items()
+            if shape is not None
+        }
+        for key, value in self.scalars.items():
+            state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        with torch.no_grad():
+            (after,) = rule.run(settings, [probe], [state])
+        lost = [key for key, shape in there.items() if shape is None and key in after]
+        if lost:  # of a shape that the rule does not give them
+            raise ValueError(f"{lost[0]} is of shape {list(self.tensors[lost[0]][1])}")
+
+    def _on_probe(
+        self, key: str, shape: tuple[int, ...], settings: Group
+    ) -> tuple[int, ...] | None:
+        """Return the shape that a state has beside the tiny parameter; None: of no known kind."""
+        probe = probe_shape(self.shape)
+        if key in BLOCK_SCALES:
+            block = settings["block_size"]
+            right = shape == (-(-math.prod(self.shape) // block),)
+            return (-(-math.prod(probe) // block),) if right else None
+        if len(shape) != len(probe):
+            return shape if shape == () else None
+        sizes = list(zip(shape, self.shape, probe, strict=True))
+        if any(size not in (1, full) for size, full, _ in sizes):
+            return None
+        return tuple(tiny if size == full else 1 for size, full, tiny in sizes)
+
+
+def probe_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a tiny shape with the ones of a shape, whose last two sizes differ."""
+    most = [2] * max(0, len(shape) - 2) + [3, 4][-len(shape) :]
+    return tuple(min(pair) for pair in zip(shape, most, strict=False))
+
+
+def places_of(engine: Engine) -> dict[str, tuple[int, Segment]]:
+    """Return every parameter's bucket and segment, by its name."""
+    return {
+        segment.spec.name: (bucket, segment) for bucket, segment in engine.blueprint.layout.home
+    }
+
+
+def is_paged(engine: Engine, key: str, shape: tuple[int, ...], segment: Segment) -> bool:
+    """Whether a state lies in a home."""
+    return engine.stepper is not None and key not in SCALARS and shape == segment.spec.shape
+
+
+def empty_states(engine: Engine, states: Iterable[Make]) -> dict[Name, torch.Tensor]:
+    """Return a tensor for every state to be loaded; BudgetError where there is no room for them."""
+    if engine.optimizer is None:
+        return {}
+    made: dict[Name, torch.Tensor] = {}
+    places = places_of(engine)
+    for name, dtype, shape in states:
+        bucket, segment = places[name.name]
+        if is_paged(engine, name.key, shape, segment):
+            layout = engine.blueprint.layout
+            home = engine.store.get(Kind.STATE, name.key, layout.buckets[bucket], dtype)
+            made[name] = handle(engine.store, home, segment)
+        else:
+            made[name] = torch.empty(shape, dtype=dtype, device=engine.device.torch_device)
+    return made
+
+
+def begin_again(engine: Engine, states: Mapping[Name, torch.Tensor]) -> None:
+    """Give parameters these states in place of what they have."""
+    if engine.optimizer is None:
+        return
+    engine.optimizer.state.clear()
+    places = places_of(engine)
+    for name, value in states.items():
+        param = engine.params[places[name.name][1].index]
+        engine.optimizer.known_state[param][name.key] = value
+
+
+def take_scalars(engine: Engine, scalars: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give parameters the step counts, and what else is no tensor of its own, that were saved."""
+    if engine.optimizer is None:
+        return
+    by_name = {segment.spec.name: segment for _, segment in engine.blueprint.layout.home}
+    for name, values in scalars.items():
+        if name not in by_name:
+            continue
+        engine.optimizer.known_state[engine.params[by_name[name].index]].update(values)
+
+
+def settle(engine: Engine) -> None:
+    """Bring everything home and finish every update, so that homes may be read and written."""
+    engine.saver.finish()
+    if engine.mode == "paged":
+        engine.runtime.quiesce()
+    elif engine.has_masters:
+        engine.resident.quiesce()
+    engine.finish()
+    engine.store.take_all()
+
+
+def loaded(engine: Engine) -> None:
+    """The homes were written: whoever shows their values shows the new ones."""
+    for param in engine.params:
+        torch.autograd.graph.increment_version(param)
+    engine.masters.forget()
+    for home in engine.store.homes.values():
+        engine.store.refresh(home)
+    for bucket in engine.blueprint.layout.buckets:
+        if engine.mode == "paged":
+            engine.manager.renew(bucket.id)
+        elif engine.has_masters:
+            engine.resident.updated(bucket)
+    if engine.mode == "paged":
+        engine.runtime.stepped(bucket.id for bucket in engine.blueprint.layout.buckets)

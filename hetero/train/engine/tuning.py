@@ -1,0 +1,42 @@
+"""What tests vary and planning chooses (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hetero.io import IO
+from hetero.jobs import Slice, Worker
+from hetero.memory.pool import Pool, open_pool
+from hetero.plan.schedule import Schedule, Shape
+from hetero.plan.trace import Trace
+
+
+@dataclass(slots=True)
+class Tuning:
+    """None of these changes a number."""
+
+    depth: int | None = None
+    """Accesses to look ahead; None: as many as frames allow."""
+    victim: Callable[[int], float] | None = None
+    """Overrides next use in eviction: bucket id -> distance (larger leaves first)."""
+    schedule: Callable[[Trace, Mapping[int, Shape], int], Schedule] | None = None
+    """Overrides planning: (trace, shapes, limit) -> Schedule."""
+    worker: Worker | None = None
+    """Overrides the threads that update; one with 0 threads updates inside `step`."""
+    pause: Slice | None = None
+    """Called before each slice of an update."""
+    update_on_device: bool = False
+    """Whether paged updates are streamed through the device, inside `step`, by torch's blocks."""
+    native: bool = True
+    """Whether the compiled kernel may be used; the blocks of torch have the same bits."""
+    extent_numel: int | None = None
+    """Elements of an extent, a multiple of 4096; None: chosen from the model's size."""
+    io: IO | None = None
+    """Through which the files of the NVME tier are used; tests let it go wrong."""
+    open_pool: Callable[..., Pool] = open_pool
+    """Opens what keeps homes on disk."""
+    io_threads: int | None = None
+    """Threads that read and write the NVME tier; None: chosen by measuring the drive."""
+    checked: bool = True
+    """Whether what lies on disk is checksummed (benchmarks measure what that costs)."""

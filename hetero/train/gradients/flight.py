@@ -1,0 +1,198 @@
+"""What is on its way down from the device to HOST (floor 2).
+
+A source is held until its copy has landed, and what is held is bounded. A copy either goes straight
+to its home, or is staged in a small ring and handed, piece by piece, to a job that adds it there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hetero.device import Device, Slab, Ticket
+from hetero.jobs import Job
+from hetero.memory.ledger import Ledger
+from hetero.memory.link import Link
+from hetero.types import Kind, Lane, Tier
+
+N_STAGES = 8  # pieces on their way or being added
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 512 * 2**10, 16 * 2**20
+SHARE = 2048  # of the gradients' bytes: one piece, between these bounds
+
+Consume = Callable[[torch.Tensor, int], Job]
+
+
+def ring_bytes(sizes_bytes: Sequence[int]) -> int:
+    """Return the HOST memory of the staging ring for tensors of these sizes."""
+    largest = max(sizes_bytes, default=0)
+    piece = min(max(sum(sizes_bytes) // SHARE, MIN_PIECE_BYTES), MAX_PIECE_BYTES, largest)
+    return N_STAGES * (-(-piece // 16) * 16)
+
+
+class Leg(NamedTuple):
+    """One copy under way: its source is held, ``then`` is called when it has landed."""
+
+    ticket: Ticket
+    source: torch.Tensor
+    bucket: int
+    then: Callable[[], None] | None
+
+
+class Stage:
+    """One piece of the ring: flying while its copy is under way, then read by its job."""
+
+    __slots__ = ("bytes", "flying", "job")
+
+    def __init__(self, slab: Slab) -> None:
+        self.bytes = slab.carve(0, slab.n_bytes)
+        self.flying = False
+        self.job: Job | None = None
+
+
+class Flight:
+    """Copies on the D2H lane, oldest first.
+
+    Args:
+        sizes_bytes: of the tensors that may come.
+        most_bytes: of sources that are held, where there is room for so many; `limit_bytes` may
+            be set lower, and 0 waits for every copy.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        link: Link,
+        ledger: Ledger,
+        *,
+        sizes_bytes: Sequence[int],
+        most_bytes: int,
+    ) -> None:
+        self.limit_bytes = most_bytes
+        self.most_bytes = most_bytes
+        self._was_used = False
+        self._piece_bytes = ring_bytes(sizes_bytes) // N_STAGES
+        self._device = device
+        self._link = link
+        self._ledger = ledger
+        self._legs: deque[Leg] = deque()
+        self._bytes = 0
+        self._stages: deque[Stage] = deque()
+        self._read: deque[tuple[Job, int]] = deque()  # sources that jobs read where they are
+
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        bucket: int,
+        then: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """Queue a copy of raw bytes (1-D uint8) behind the compute that made the source."""
+        after = (self._device.mark(),)
+        ticket = self._link.move(
+            Lane.D2H, target, source, kind=Kind.GRAD, after=after, bucket=bucket, why="gradient"
+        )
+        self._legs.append(Leg(ticket, source, bucket, then))
+        self._was_used = True
+        self._bytes += source.numel()
+        self.poll()
+        return ticket
+
+    def hand(self, source: torch.Tensor, consume: Consume, *, bucket: int) -> None:
+        """Give a 1-D tensor to jobs on HOST: ``consume(piece, first element)`` makes each job."""
+        if self._device.same_ram:
+            self._link.count(Lane.D2H, source.nbytes, kind=Kind.GRAD, bucket=bucket, why="gradient")
+            self._read.append((consume(source, 0), source.nbytes))
+            self._was_used = True
+            self._bytes += source.nbytes
+            self.poll()
+            return
+        step = self._piece_numel(source)
+        for start in range(0, source.numel(), step):
+            self._stage_piece(source[start : start + step], start, consume, bucket)
+
+    @property
+    def useful_bytes(self) -> int:
+        """The limit that lets copies overlap with compute; 0 where nothing ever goes down."""
+        return self.most_bytes if self._was_used else 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of sources that are held now, as far as is known."""
+        return self._bytes
+
+    def sources(self) -> Iterator[torch.Tensor]:
+        """Yield what is held on the device because its copy has not landed, as far as is known."""
+        return (leg.source for leg in self._legs)
+
+    def n_pieces(self, source: torch.Tensor) -> int:
+        """Return how many jobs `hand` makes of a tensor."""
+        return 1 if self._device.same_ram else -(-source.numel() // self._piece_numel(source))
+
+    def _piece_numel(self, source: torch.Tensor) -> int:
+        return max(1, self._piece_bytes // source.element_size())
+
+    def _stage_piece(self, part: torch.Tensor, start: int, consume: Consume, bucket: int) -> None:
+        stage = self._free_stage()
+        piece = stage.bytes[: part.nbytes]
+        stage.flying = True
+
+        def landed() -> None:
+            stage.flying = False
+            stage.job = consume(piece.view(part.dtype), start)
+
+        self.copy(piece, part.view(torch.uint8), bucket=bucket, then=landed)
+
+    def poll(self) -> None:
+        """Let go of what has landed, and wait for the oldest while too much is held."""
+        legs, read = self._legs, self._read
+        while legs and (self._bytes > self.limit_bytes or self._device.query(legs[0].ticket)):
+            self._retire()
+        while read and (self._bytes > self.limit_bytes or read[0][0].done):
+            job, n_bytes = read.popleft()
+            self._bytes -= n_bytes
+            job.wait()
+
+    def land(self, ticket: Ticket) -> None:
+        """Block until a copy has landed."""
+        self._link.sync(ticket, kind=Kind.GRAD)
+
+    def finish(self) -> None:
+        """Wait until everything has landed, and every job has been given."""
+        while self._legs:
+            self._retire()
+
+    def _retire(self) -> None:
+        leg = self._legs.popleft()
+        self._link.sync(leg.ticket, kind=Kind.GRAD, bucket=leg.bucket)
+        self._bytes -= leg.source.numel()
+        if leg.then is not None:
+            leg.then()
+
+    def _free_stage(self) -> Stage:
+        """Return the stage that was used longest ago, once nobody needs its bytes."""
+        if len(self._stages) < N_STAGES:
+            n_bytes = self._piece_bytes
+            self._ledger.charge(Tier.HOST, Kind.GRAD, n_bytes, "staging of gradients")
+            self._stages.append(Stage(self._device.slab(n_bytes)))
+            return self._stages[-1]
+        self._stages.rotate(-1)
+        stage = self._stages[-1]
+        while stage.flying:
+            self._retire()
+        if stage.job is not None:
+            stage.job.wait()
+            stage.job = None
+        return stage
+
+    def close(self) -> None:
+        """Finish, and give the ring back."""
+        self.finish()
+        while self._stages:
+            stage = self._stages.pop()
+            self._ledger.credit(Tier.HOST, Kind.GRAD, self._piece_bytes)
+            if stage.job is not None:
+                stage.job.wait()

@@ -1,0 +1,299 @@
+"""The fault table: what an access to an unbound parameter does (floor 2).
+
+Metadata never fetches. ``grad`` reaches the gradient and never the weight. What would detach the
+parameter from its home is refused. Everything else pins the bytes and tries again; by then the
+class is that of a bound parameter, whose ``__torch_function__`` is switched off.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch._dynamo
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
+from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._pytree import tree_iter
+
+from hetero.errors import StateError
+from hetero.train.activations.saved import is_faking
+from hetero.train.model.binding import plainly
+
+FUNCTORCH = (
+    "functorch transforms (torch.func.grad, vmap, ...) do not see paged parameters",
+    "use plain autograd, transform inside hetero.gathered(...), or hetero.release the model first",
+)
+TRACING = (
+    "a tracer (torch.jit.trace, make_fx) of a paged model would keep the memory of this moment for"
+    " its weights",
+    "hetero.release the model first, or trace a copy that has loaded model.state_dict()",
+)
+_functorch = torch._C._functorch.peek_interpreter_stack
+
+
+class Faults(Protocol):
+    """What the classes ask of the runtime they belong to."""
+
+    def fault(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Pin every unbound parameter among the arguments and call ``func``."""
+
+    def alias(self, param: nn.Parameter) -> torch.Tensor:
+        """Return ``param.data`` of a bound parameter, noting that it was shown."""
+
+    def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Carry out ``param.data = value``."""
+
+    def geometry(self, param: nn.Parameter) -> torch.Tensor:
+        """Return a meta tensor with the parameter's own shape and strides."""
+
+    def name(self, param: nn.Parameter) -> str:
+        """Return the parameter's name in its model."""
+
+
+T = torch.Tensor
+_PROPERTIES = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "grad",
+    "grad_fn",
+    "is_leaf",
+    "ndim",
+    "names",
+    "is_cuda",
+    "is_cpu",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_quantized",
+    "is_meta",
+    "is_mps",
+    "is_xpu",
+    "is_nested",
+    "is_mkldnn",
+    "is_vulkan",
+    "is_ipu",
+    "is_xla",
+    "is_mtia",
+    "is_maia",
+    "output_nr",
+    "retains_grad",
+    "_version",
+    "_backward_hooks",
+    "name",
+    "nbytes",
+    "itemsize",
+    "_post_accumulate_grad_hooks",
+    "grad_dtype",
+]
+_METHODS = [
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "get_device",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_inference",
+    "is_conj",
+    "is_neg",
+    "requires_grad_",
+    "retain_grad",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "__hash__",
+    "__len__",
+    "has_names",
+    "_is_view",
+]
+
+
+def metadata_functions() -> frozenset[Any]:
+    """Return every function that concerns a parameter but not its bytes."""
+    found: set[Any] = {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed}
+    for name in _PROPERTIES:
+        descriptor = getattr(T, name, None)
+        for part in ("__get__", "__set__", "__delete__"):
+            if hasattr(descriptor, part):
+                found.add(getattr(descriptor, part))
+    found.update(getattr(T, name) for name in _METHODS if hasattr(T, name))
+    return frozenset(found)
+
+
+METADATA = metadata_functions()
+GEOMETRY = frozenset({T.stride, T.is_contiguous})
+_get_data, _set_data = T.data.__get__, T.data.__set__  # type: ignore[attr-defined]
+
+
+def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
+    """Return the classes of ``owner``'s unbound and bound parameters."""
+
+    def refuse(self: nn.Parameter, *_: Any) -> NoReturn:
+        raise StateError(
+            f"parameter {owner.name(self)!r} cannot be pickled while its model is prepared",
+            advice="use model.state_dict(), or hetero.release(model, optimizer) first",
+        )
+
+    def stay(self: nn.Parameter, *_: Any, **__: Any) -> NoReturn:
+        raise StateError(
+            f"this would take parameter {owner.name(self)!r} off its home",
+            advice="call hetero.release(model, optimizer) first",
+        )
+
+    def replace(self: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and args[0] is self and not kwargs:
+            return self  # a parametrization without a right inverse sets what it wraps to itself
+        stay(self)
+
+    class Refusing(nn.Parameter):
+        """What neither a bound nor an unbound parameter may do."""
+
+        hetero_runtime = owner
+        __reduce_ex__ = refuse
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            if id(self) not in memo:
+                memo[id(self)] = owner.fault(_copied, (self,), {})
+            return memo[id(self)]
+
+        def __repr__(self) -> str:  # type: ignore[override]
+            return str(owner.fault(_shown, (self,), {}))
+
+        set_ = replace
+        resize_ = resize_as_ = share_memory_ = stay
+
+    class PinnedParameter(Refusing):
+        """A parameter whose ``data`` lies in a frame that is held."""
+
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+        @property
+        def data(self) -> torch.Tensor:
+            return owner.alias(self)
+
+        @data.setter
+        def data(self, value: torch.Tensor) -> None:
+            owner.assign(self, value)
+
+    class PagedParameter(Refusing):
+        """A parameter whose bytes are fetched when something needs them."""
+
+        hetero_paged = True
+
+        def as_subclass(self, cls: Any) -> Any:  # the C++ method asks no __torch_function__
+            return owner.fault(T.as_subclass, (self, cls), {})
+
+        @classmethod
+        def __torch_function__(
+            cls,
+            func: Callable[..., Any],
+            types: Sequence[type],
+            args: Sequence[Any] = (),
+            kwargs: Mapping[str, Any] | None = None,
+        ) -> Any:
+            kwargs = kwargs or {}
+            if func in METADATA:
+                with plainly():
+                    return func(*args, **kwargs)
+            if args and isinstance(args[0], cls):
+                if func in GEOMETRY:
+                    return func(owner.geometry(args[0]), *args[1:], **kwargs)
+                if func == _set_data:
+                    return owner.assign(args[0], args[1])
+                if func == T.type and len(args) == 1 and not kwargs:
+                    with plainly():
+                        return args[0].type()
+            return owner.fault(func, args, kwargs)
+
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            """Never called; a class that has it is not traced by torch.compile, which would guard
+            the placeholder's geometry: the graph breaks where an unbound parameter comes in."""
+            return func(*args, **(kwargs or {}))
+
+    return PagedParameter, PinnedParameter
+
+
+def _shown(param: nn.Parameter) -> str:
+    """Return what a bound parameter looks like in torch."""
+    with plainly():
+        return repr(nn.Parameter(_get_data(param), param.requires_grad))
+
+
+def _copied(param: nn.Parameter) -> nn.Parameter:
+    """Return a plain parameter, in RAM, with a bound one's value."""
+    with plainly(), torch.no_grad():
+        value = _get_data(param).to("cpu", copy=True)
+        return nn.Parameter(value, param.requires_grad)
+
+
+def read_data(param: nn.Parameter) -> torch.Tensor:
+    """Return the plain ``data`` of a bound parameter."""
+    data: torch.Tensor = _get_data(param)
+    return data
+
+
+def refuse_transforms() -> None:
+    """Raise StateError inside of what does not see paged parameters: transforms and tracers."""
+    if _functorch() is not None:
+        raise StateError(FUNCTORCH[0], advice=FUNCTORCH[1])
+    traces_real = get_proxy_mode() is not None and not is_faking()  # torch.export's are fake
+    if traces_real or torch._C._get_tracing_state() is not None:
+        raise StateError(TRACING[0], advice=TRACING[1])
+
+
+def guard_scripts() -> None:
+    """Make script functions, which ask no ``__torch_function__``, see the parameters' bytes."""
+    plain: Any = torch.jit.ScriptFunction.__call__
+    if hasattr(plain, "hetero_guard"):
+        return
+
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for value in tree_iter((args, kwargs)):
+            if getattr(type(value), "hetero_paged", False):
+                return type(value).hetero_runtime.fault(plain, (self, *args), kwargs)
+        return plain(self, *args, **kwargs)
+
+    guarded.hetero_guard = True  # type: ignore[attr-defined]
+    torch.jit.ScriptFunction.__call__ = guarded  # type: ignore[method-assign]
+
+
+@functools.cache
+def guard_compiler() -> None:
+    """Make compiled functions break their graph where they touch an unbound parameter."""
+    torch._dynamo.trace_rules.add(__name__)
+
+
+def guard_functorch() -> None:
+    """Make torch.func refuse an unbound parameter that is passed to a transform as an argument.
+
+    A transform wraps its arguments in C++, past ``__torch_function__``, and would compute with the
+    placeholder's NaN. Wrapping goes through one Python name per family; each gets a check.
+    """
+    transforms = torch._functorch.eager_transforms, torch._functorch.vmap
+    for module, name in zip(transforms, ("_wrap_for_grad", "_add_batch_dim"), strict=True):
+        wrap = getattr(module, name, None)
+        if wrap is not None and not hasattr(wrap, "hetero_guard"):
+            setattr(module, name, _guarded(wrap))
+
+
+def _guarded(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(tensor: Any, *args: Any) -> Any:
+        if getattr(type(tensor), "hetero_paged", False):
+            raise StateError(FUNCTORCH[0], advice=FUNCTORCH[1])
+        return wrap(tensor, *args)
+
+    guarded.hetero_guard = True  # type: ignore[attr-defined]
+    return guarded

@@ -1,0 +1,340 @@
+"""Precision: 2-byte working weights, the exact fp32 master behind each, and loss scaling (floor 2).
+
+Under "bf16" a master is kept in two halves: the working weight is the upper one, rounded to
+nearest with ties away from zero, and an int16 home ("low") holds the difference, so that the two
+take the master's own 4 bytes. Under "fp16", whose bits are not a part of fp32's, the home ("low")
+is the fp32 master itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from hetero.errors import ConfigError, StateError
+from hetero.memory.layout import Bucket, Layout, Segment
+from hetero.memory.pool import Use
+from hetero.memory.slab import Home, HomeStore
+from hetero.train.activations.meter import unmeasured
+from hetero.train.model.lazy import handle
+from hetero.train.update.kernel import join, split_
+from hetero.types import Kind
+
+WORKING = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
+LOW = "low"
+
+
+def working_dtypes(
+    model: nn.Module, precision: str, keep_fp32: Sequence[str]
+) -> dict[int, torch.dtype]:
+    """Return the dtype of every parameter while the model computes, by the parameter's id.
+
+    Raises ConfigError for a pattern of ``keep_fp32`` that names no module.
+    """
+    kept = named_by(model, "keep_fp32", keep_fp32)
+    working = WORKING.get(precision)
+    found: dict[int, torch.dtype] = {}
+    for param in model.parameters():
+        converts = working is not None and param.dtype in CONVERTED
+        if converts and working is not None:
+            found[id(param)] = torch.float32 if id(param) in kept else working
+        else:
+            found[id(param)] = param.dtype
+    return found
+
+
+def named_by(model: nn.Module, setting: str, patterns: Sequence[str]) -> set[int]:
+    """Return the ids of the parameters of all modules that a pattern names."""
+    kept: set[int] = set()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for pattern in patterns:
+        named = [m for name, m in modules.items() if fnmatchcase(name, pattern)]
+        if not named:
+            raise ConfigError(
+                f"{setting}: {pattern!r} matches no module",
+                advice=f"names look like {', '.join(list(modules)[1:5])}",
+            )
+        kept.update(id(p) for module in named for p in module.parameters())
+    return kept
+
+
+def low_dtype(precision: str) -> torch.dtype | None:
+    """Return the dtype of what is kept beside working weights; None where nothing is."""
+    return {"bf16": torch.int16, "fp16": torch.float32}.get(precision)
+
+
+def row(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's elements in the order of memory, as one dimension."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
+class Masters:
+    """The fp32 masters of all trainable buckets of working weights."""
+
+    def __init__(self, precision: str, layout: Layout, store: HomeStore) -> None:
+        self._dtype = low_dtype(precision)
+        self._working = WORKING.get(precision)
+        self._layout = layout
+        self._store = store
+        self._loaded: set[int] = set()  # whose difference came from a state dict
+        self._written: set[int] = set()  # whose weight was written on the device
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of a chunk."""
+        return self._layout.chunk_numel
+
+    def has(self, bucket: Bucket) -> bool:
+        """Whether a bucket's working weights have masters."""
+        return bucket.trainable and bucket.dtype is self._working
+
+    def _is_working(self, bucket: Bucket) -> bool:
+        """Whether weights are rounded to the working dtype here, and not by their codec."""
+        return bucket.dtype is self._working and bucket.codec.exact
+
+    def low(self, bucket: Bucket) -> Home:
+        """Return the home of what a bucket's working weights leave of their masters."""
+        return self._store.get(Kind.MASTER, LOW, bucket, self._dtype)
+
+    def assign(self, segment: Segment, value: torch.Tensor) -> None:
+        """Make ``value`` a parameter's master, or what rounds it to its working dtype.
+
+        A value of the working dtype keeps what a state dict has loaded for the difference.
+        """
+        bucket = self._bucket(segment)
+        home = self._home(bucket)
+        if not self._is_working(bucket):
+            self._store.write(home, segment, value)
+            return
+        if value.dtype is self._working:
+            if self._same(home, segment, value):
+                return  # the same weights: their masters stay
+            self._store.write(home, segment, value)
+            self._reset_unless_loaded(segment)
+            return
+        exact = self._empty(segment).copy_(value.detach())
+        self._split(segment, segment.offset, row(exact))
+
+    def room(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the memory that a parameter's value of this dtype may be written to as it is.
+
+        None where it would have to be converted, or to be brought somewhere else.
+        """
+        bucket = self._bucket(segment)
+        home = self._home(bucket)
+        if bucket.dtype is not dtype or bucket.dtype is self._working or not bucket.codec.exact:
+            return None
+        if home.extents is not None:
+            return None
+        size = dtype.itemsize
+        room = home.bytes[segment.offset * size : segment.end * size]
+        return room if room.device.type == "cpu" else None
+
+    def assign_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
+        """As `assign`, for elements from ``start`` on of a parameter that has no master yet.
+
+        ``values`` are in the order of memory.
+        """
+        bucket = self._bucket(segment)
+        if self._is_working(bucket):
+            self._split(segment, segment.offset + start, values.float())
+        else:
+            self._store.write_run(self._home(bucket), segment, start, values)
+
+    def _split(self, segment: Segment, first: int, exact: torch.Tensor) -> None:
+        """Write fp32 numbers as working weights and what these leave of them."""
+        bucket = self._bucket(segment)
+        home = self._home(bucket)
+        uses = [(home, Use.FRESH)]
+        if self.has(bucket):
+            uses.append((self.low(bucket), Use.FRESH))
+        for run in self._store.runs(first, first + exact.numel(), *uses):
+            working = home.flat[run]
+            if self.has(bucket):
+                low = self.low(bucket).flat[run]
+            else:  # a frozen weight: rounded the same way, and nothing is kept of it
+                low = torch.empty_like(working, dtype=self._dtype)
+            split_(exact[run.start - first : run.stop - first], working, low)
+
+    def value(self, segment: Segment) -> torch.Tensor:
+        """Return a parameter's master, or without one its weight, as an fp32 tensor of its own."""
+        bucket = self._bucket(segment)
+        home, exact = self._home(bucket), self._empty(segment)
+        uses = [(home, Use.READ)]
+        if self.has(bucket):
+            uses.append((self.low(bucket), Use.READ))
+        for run in self._store.runs(segment.offset, segment.end, *uses):
+            part = home.flat[run]
+            if self.has(bucket):
+                part = join(part, self.low(bucket).flat[run])
+            row(exact)[segment.inside(run)].copy_(part)
+        return exact
+
+    def _empty(self, segment: Segment) -> torch.Tensor:
+        """Return memory for a parameter's master, in the parameter's own strides."""
+        view = self._home(self._bucket(segment)).segments[segment.position]
+        return torch.empty_strided(
+            view.shape, view.stride(), dtype=torch.float32, device=view.device
+        )
+
+    def _home(self, bucket: Bucket) -> Home:
+        return self._store.homes[Kind.PARAM.value, bucket.id]
+
+    def _same(self, home: Home, segment: Segment, value: torch.Tensor) -> bool:
+        """Whether a value has the bits that are at home."""
+        there = home.segments[segment.position]
+        if there.is_meta:
+            return False
+        if home.extents is not None:
+            there = self._store.read(home, segment)
+        return torch.equal(there.view(torch.int16), value.to(there.device).view(torch.int16))
+
+    def _reset_unless_loaded(self, segment: Segment) -> None:
+        """As `reset`, but a difference that was loaded belongs to the weights loaded next."""
+        if segment.index in self._loaded:
+            self._loaded.discard(segment.index)
+        else:
+            self.reset(segment)
+
+    def reset(self, segment: Segment) -> None:
+        """A working weight was written: it is its own master now."""
+        bucket = self._bucket(segment)
+        if self.has(bucket):
+            home, low = self._home(bucket), self.low(bucket)
+            uses = (home, Use.READ), (low, Use.FRESH)
+            with unmeasured():
+                for run in self._store.runs(segment.offset, segment.end, *uses):
+                    self._reset(home.flat[run], low.flat[run], None)
+
+    def written(self, segment: Segment) -> None:
+        """A working weight was written as a whole, as far as one can tell; it comes home next."""
+        if self.has(self._bucket(segment)):
+            self._written.add(segment.index)
+
+    def not_written(self, segment: Segment) -> None:
+        """A write was given up before it came home."""
+        self._written.discard(segment.index)
+
+    def overwriting(self, bucket: Bucket, start: int, end: int) -> Callable[[], None]:
+        """Weights [start, end) at home are about to be overwritten; call the result afterwards."""
+        if not self.has(bucket):
+            return lambda: None
+        with unmeasured():
+            before = self._home(bucket).flat[start:end].clone()
+
+        def landed() -> None:
+            with unmeasured():
+                self.reset_changed(bucket, start, before)
+            for segment in bucket.segments:
+                # what was written as a whole comes home as a whole, its end last
+                if start < segment.end <= end and segment.index in self._written:
+                    self._written.discard(segment.index)
+                    self.reset(segment)
+
+        return landed
+
+    def reset_changed(self, bucket: Bucket, start: int, before: torch.Tensor) -> None:
+        """Make the weights from element ``start`` that differ from ``before`` their own masters."""
+        home, end = self._home(bucket).flat, start + before.numel()
+        changed = home[start:end].view(torch.int16) != before.view(torch.int16)
+        if not changed.is_meta and bool(changed.any()):  # without bytes, nothing is written
+            low = self.low(bucket)
+            for run in self._store.runs(start, end, (low, Use.WRITE)):
+                where = changed[run.start - start : run.stop - start]
+                self._reset(home[run], low.flat[run], where)
+
+    def _reset(self, home: torch.Tensor, low: torch.Tensor, where: torch.Tensor | None) -> None:
+        fresh = home.float() if low.dtype is torch.float32 else torch.zeros_like(low)
+        low.copy_(fresh if where is None else torch.where(where, fresh, low))
+
+    # -- state dicts -----------------------------------------------------------------------------
+
+    def load(self, segment: Segment, low: torch.Tensor) -> None:
+        """Take a saved difference; it belongs to the weights loaded before or next.
+
+        Raises StateError for one of another precision, whose bits mean something else.
+        """
+        bucket = self._bucket(segment)
+        if not self.has(bucket) or low.dtype is not self._dtype:
+            raise StateError(
+                f"the state dict has masters of {low.dtype} for {segment.spec.name!r}, which is"
+                f" {bucket.dtype} with {self._dtype if self.has(bucket) else 'no'} masters",
+                advice="resume at the precision of the checkpoint, or load the weights of"
+                " hetero.release, which are fp32, and start the optimizer afresh",
+            )
+        self._store.write(self.low(bucket), segment, low)
+        self._loaded.add(segment.index)
+
+    def settle(self) -> None:
+        """An update uses the masters: from now on a written weight is its own master again."""
+        self._loaded.clear()
+
+    def forget(self) -> None:
+        """Weights and masters were both replaced by ones that belong together."""
+        self._loaded.clear()
+        self._written.clear()
+
+    def saved(self, segment: Segment) -> torch.Tensor | None:
+        """Return what a state dict keeps of a parameter's master, as an alias of its home."""
+        bucket = self._bucket(segment)
+        if not self.has(bucket):
+            return None
+        return handle(self._store, self.low(bucket), segment).detach()
+
+    def _bucket(self, segment: Segment) -> Bucket:
+        return self._layout.buckets[self._layout.home[segment.index][0]]
+
+
+class Scaling(Protocol):
+    """What `hetero.backward` asks of a model whose loss is scaled."""
+
+    @property
+    def scale(self) -> float:
+        """What the next loss is multiplied by."""
+
+    def scaled(self, scale: float) -> AbstractContextManager[None]:
+        """Run the backward pass of a loss that was multiplied by ``scale`` inside."""
+
+
+class LossScaler:
+    """Dynamic loss scaling, with the rules and defaults of `torch.amp.GradScaler`.
+
+    The scale is a power of two, so that unscaling is exact.
+    """
+
+    growth_factor = 2.0
+    backoff_factor = 0.5
+
+    def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.scale = scale
+        self.growth_interval = growth_interval
+        self.good_steps = 0
+
+    def update(self, *, finite: bool) -> None:
+        """Note whether a step's gradients were finite; grow after ``growth_interval`` that were."""
+        if not finite:
+            self.scale *= self.backoff_factor
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale *= self.growth_factor
+            self.good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a resumed run needs."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue where ``state_dict`` was taken; ValueError for a scale that no step leaves."""
+        scale, good_steps = float(state["scale"]), int(state["good_steps"])
+        if not (0.0 < scale < math.inf and 0 <= good_steps < self.growth_interval):
+            raise ValueError(f"a loss scale of {scale} after {good_steps} good steps")
+        self.scale, self.good_steps = scale, good_steps

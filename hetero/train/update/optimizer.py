@@ -1,0 +1,269 @@
+"""The optimizer that users step: a real torch optimizer whose states live at home (floor 2)."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hetero.device import ALONE, use_count
+from hetero.errors import ConfigError
+from hetero.interrupts import theirs
+from hetero.train.model.binding import plainly
+from hetero.train.update.masters import LossScaler
+
+HOOKS = tuple(
+    f"_optimizer_{what}_{when}_hooks"
+    for what in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+
+MASTERS, SCALER = "masters", "scaler"
+
+
+class Engine(Protocol):
+    """What the optimizer asks of the engine."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether loss scaling skipped the last step."""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Update all parameters that have a gradient."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the model's parameters in its own order."""
+
+    def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with torch's keys whose tensors are the homes' or copies."""
+
+    def admit(self, param: torch.Tensor) -> None:
+        """Raise ConfigError for a parameter that is not of the prepared model, or needs a master
+        that it was prepared without."""
+
+    def finish(self) -> None:
+        """Wait until every update is done; raises what one of them raised."""
+
+    def refuse_broken(self) -> None:
+        """Raise StateError where a load failed half-way."""
+
+    def saved_masters(self) -> dict[int, torch.Tensor]:
+        """Return what a state dict keeps of masters, by the parameter's id."""
+
+    def load_master(self, param: torch.Tensor, low: torch.Tensor) -> None:
+        """Take back what a state dict kept of a parameter's master."""
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The dynamic loss scale, under precision="fp16"."""
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Steps the given torch optimizer's arithmetic under hetero's budget.
+
+    ``param_groups`` is the original optimizer's list, so schedulers built on either see the same
+    learning rates. ``state[p]`` has torch's keys, shapes and dtypes; its tensors are the homes.
+    `step` returns once the step is closed; updates go on while the next forward computes, and what
+    reads parameters or states waits for them.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, engine: Engine) -> None:
+        groups = [dict(group) for group in inner.param_groups]
+        self.known_state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        super().__init__(groups, dict(inner.defaults))
+        self.inner = inner
+        self._engine = engine
+        self.param_groups = inner.param_groups
+        for name in HOOKS:  # those registered before prepare go on
+            if hasattr(inner, name):
+                setattr(self, name, getattr(inner, name))
+        self.state = defaultdict(dict, {p: dict(state) for p, state in inner.state.items()})
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, dict[str, Any]]:
+        """The states after the last step: updates that are still under way are waited for.
+
+        The engine itself reads ``known_state``, which does not wait.
+        """
+        engine = getattr(self, "_engine", None)  # torch's constructor reads this too
+        if engine is not None:
+            engine.finish()
+        return self.known_state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, dict[str, Any]]) -> None:
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            engine.finish()
+        self.known_state = value
+
+    @property
+    def states_are_held(self) -> bool:
+        """Whether somebody outside holds ``state`` itself, and would see what is done to it."""
+        return sys.getrefcount(self.known_state) > _MAPPING
+
+    def state_is_held(self, param: torch.Tensor) -> bool:
+        """Whether somebody outside holds a parameter's state, or a number in it."""
+        return _is_held(self.known_state, param)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was prepared, by the name under which monitors look for it."""
+        return self.inner
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether loss scaling skipped the last step, because a gradient was not finite."""
+        return self._engine.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """The number the next loss is multiplied by; 1 without loss scaling."""
+        return 1.0 if self._engine.scaler is None else self._engine.scaler.scale
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform one step; ``closure``, when given, is evaluated first and its loss returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = theirs(closure)
+        with torch.no_grad():  # not around the method: Ctrl-C might keep it from being left
+            self._engine.step(self)
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients, as torch does."""
+        with plainly() if set_to_none else nullcontext():  # no bytes are asked for
+            super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients to a global norm and return the norm before clipping.
+
+        The norm is torch's: one norm per whole tensor, then the norm of norms, in the order of
+        ``model.parameters()``; one gradient is on the device at a time.
+        """
+        return nn.utils.clip_grad_norm_(
+            self._engine.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters of the prepared model."""
+        engine = getattr(self, "_engine", None)  # torch's constructor calls this too
+        if engine is not None:
+            params = param_group["params"]
+            params = [params] if isinstance(params, torch.Tensor) else list(params)
+            param_group = {**param_group, "params": params}  # it may have been a generator
+            for param in params:
+                engine.admit(param)
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this or of the plain torch optimizer; tensors are copied."""
+        self._engine.refuse_broken()
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in groups]
+        mine = [len(group["params"]) for group in self.param_groups]
+        if sizes != mine:
+            raise ValueError(
+                f"loaded state dict has parameter groups of sizes {sizes}, the optimizer has {mine}"
+            )
+        ids = chain.from_iterable(group["params"] for group in groups)
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        of_id = dict(zip(ids, params, strict=True))
+        self.state.clear()
+        for key, value in state_dict["state"].items():
+            self.state[of_id[key]] = self._engine.adopt(of_id[key], dict(value))
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update({k: v for k, v in loaded.items() if k != "params"})
+        for key, low in state_dict.get(MASTERS, {}).items():
+            self._engine.load_master(of_id[key], low)
+        if self._engine.scaler is not None and SCALER in state_dict:
+            self._engine.scaler.load_state_dict(state_dict[SCALER])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict; tensors are aliases of the homes, as torch's are of its own.
+
+        Under "bf16" and "fp16" it also has, beside torch's keys, what the working weights leave of
+        their masters ("masters", by parameter number) and the loss scale ("scaler").
+        """
+        self._engine.refuse_broken()
+        packed = super().state_dict()
+        # Dicts of their own, and aliases, which are noticed by the storage's use count.
+        packed["state"] = {
+            number: {key: _alias(value) for key, value in state.items()}
+            for number, state in packed["state"].items()
+            if state
+        }
+        masters = self._engine.saved_masters()
+        if masters:
+            params = chain.from_iterable(group["params"] for group in self.param_groups)
+            numbered = enumerate(params)
+            packed[MASTERS] = {n: masters[id(p)] for n, p in numbered if id(p) in masters}
+        if self._engine.scaler is not None:
+            packed[SCALER] = self._engine.scaler.state_dict()
+        return packed
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError(
+            "a prepared optimizer cannot be pickled", advice="save optimizer.state_dict()"
+        )
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return ours out of the wrappers that accelerate and Lightning put around optimizers."""
+    while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _is_held(states: Mapping[torch.Tensor, dict[str, Any]], param: torch.Tensor) -> bool:
+    """Whether the dict of a state, or a 0-dim tensor that it owns, has a reference besides.
+
+    Tensors of a parameter's shape are homes' own: these tell themselves who holds them.
+    """
+    state = states.get(param)
+    if state is None:
+        return False
+    numbers = [key for key, value in state.items() if _is_number(value)]
+    return sys.getrefcount(state) > _ROW or any(
+        sys.getrefcount(state[key]) > _MAPPING or use_count(state[key]) > ALONE for key in numbers
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and type(value) is torch.Tensor
+
+
+class _Owner:
+    """Refers to an object as an optimizer does to its states."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, dict[str, Any]] = {0: {}}
+
+    def references(self) -> tuple[int, int]:
+        """Return the references to the mapping and to a state in it (they differ by release)."""
+        state = self.states.get(0)
+        return sys.getrefcount(self.states), sys.getrefcount(state)
+
+
+_MAPPING, _ROW = _Owner().references()
+
+
+def _alias(value: Any) -> Any:
+    """Return what a state dict shows of a state: numbers stay torch's own objects."""
+    return value.detach() if isinstance(value, torch.Tensor) and value.dim() > 0 else value

@@ -1,0 +1,209 @@
+"""Running a torch optimizer's own arithmetic on tensors that are not its parameters (floor 2).
+
+The rule is the `step` of the user's class, run on a throw-away worker whose parameters are pieces
+of the homes. Elementwise rules give the same bits on any cut of an index space. Fused kernels and
+two-byte arithmetic depend on vector tails, and other rules on whole tensors: those run on segments.
+A class that is not known here is tried on small tensors first (trial.py), then on whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hetero import optim
+from hetero.train.update.formulas import Formula, formula_of
+
+O = torch.optim
+ELEMENTWISE = (
+    *(O.SGD, O.Adam, O.AdamW, O.NAdam, O.RAdam, O.Adamax),
+    *(O.Adagrad, O.Adadelta, O.RMSprop, O.ASGD, O.Rprop),
+    optim.Lion,
+)
+WHOLE_TENSOR = (
+    *(getattr(O, name) for name in ("Adafactor", "Muon") if hasattr(O, name)),
+    *(optim.LAMB, optim.LARS, optim.AdamW8bit),
+)
+BLOCK_SCALES = frozenset({"exp_avg_absmax", "exp_avg_sq_absmax"})  # of AdamW8bit, always fp32
+SCALARS = frozenset({"step", "mu", "mu_product", "eta"}) | BLOCK_SCALES  # whatever their shape
+EXACT = BLOCK_SCALES | {"step"}  # states that keep their dtype when they are loaded
+INERT = frozenset(  # names of a class body that no step asks for
+    {"__doc__", "__init__", "__module__", "__qualname__", "__firstlineno__", "__annotations__"}
+    | {"__annotate_func__", "__annotations_cache__", "__static_attributes__", "__parameters__"}
+    | {"__dict__", "__weakref__", "__abstractmethods__", "_abc_impl", "__orig_bases__"}
+)
+LIKE_NUMEL = 2**20  # elements of a parameter that shows what a rule keeps of large ones
+State = dict[str, Any]
+Group = dict[str, Any]
+
+
+def make_worker(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and settings, without parameters, states or hooks."""
+    worker = object.__new__(type(inner))
+    worker.__dict__.update({k: v for k, v in inner.__dict__.items() if k != "step"})
+    worker._optimizer_step_pre_hooks = OrderedDict()
+    worker._optimizer_step_post_hooks = OrderedDict()
+    worker.param_groups = []
+    worker.state = defaultdict(dict)
+    return worker
+
+
+def raw_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return a class's step without the wrapper that runs user hooks and profiles."""
+    step = kind.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def known_rule(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
+    """Return the class above whose step an optimizer makes, changed in nothing; None for others.
+
+    A subclass that sets other defaults, or has methods of its own, makes the same step. One that
+    has anything of a name that the class has too may compute something else.
+    """
+    kind = type(optimizer)
+    for place, base in enumerate(kind.__mro__):
+        if base in (*ELEMENTWISE, *WHOLE_TENSOR):
+            below = kind.__mro__[:place]
+            named = {name for cls in below for name in vars(cls)} - INERT
+            if place:
+                named |= {name for name in vars(optimizer) if callable(getattr(base, name, None))}
+            same_step = raw_step(kind) is raw_step(base)
+            own = named - ({"step"} if same_step else set())
+            return None if any(hasattr(base, name) for name in own) else base
+    return None
+
+
+class Rule:
+    """The step of one optimizer's class and settings, to be called from any thread."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.kind = type(inner)
+        self.known = known_rule(inner)
+        self.elementwise = self.known in ELEMENTWISE
+        self._pattern = make_worker(inner)
+        self._step = raw_step(self.kind)
+        self._kept: dict[tuple[str, torch.dtype, tuple[int, ...]], dict[str, torch.dtype]] = {}
+
+    @property
+    def formula(self) -> Formula | None:
+        """The written arithmetic of the same step, for masters; None where there is none."""
+        return None if self.known is None else formula_of(self.known)
+
+    def step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the step of an optimizer of this class, without the hooks around it."""
+        self._step(optimizer)
+
+    def run(
+        self, group: Group, params: Sequence[torch.Tensor], states: Sequence[State]
+    ) -> list[State]:
+        """Step ``params`` by their ``grad`` as one group; return the states afterwards."""
+        worker = make_worker(self._pattern)
+        worker.param_groups = [{**group, "params": list(params)}]
+        worker.state = defaultdict(dict, {p: s for p, s in zip(params, states, strict=True) if s})
+        self._step(worker)
+        return [dict(worker.state[p]) for p in params]
+
+    def step_in_place(self, groups: list[Group], states: defaultdict[torch.Tensor, State]) -> None:
+        """Step the parameters of ``groups`` themselves."""
+        self._pattern.param_groups, self._pattern.state = groups, states
+        try:
+            self._step(self._pattern)
+        finally:
+            self._pattern.param_groups, self._pattern.state = [], defaultdict(dict)
+
+    def settings_after(self, group: Group, *, stepped: bool) -> Group:
+        """Return a group's settings as a step leaves them: some rules count in their groups.
+
+        ``stepped`` says whether any parameter of the group has a gradient. A throw-away one is
+        stepped to see: settings do not depend on which parameters there are (trial.py).
+        """
+        worker = make_worker(self._pattern)
+        probes = [zeros(tiny(param.shape), param.dtype) for param in group["params"][:1]]
+        for probe in probes if not stepped else ():
+            probe.grad = None
+        after = {**frozen(group), "params": probes}
+        worker.param_groups, worker.state = [after], defaultdict(dict)
+        with torch.no_grad():
+            self._step(worker)
+        return {key: value for key, value in after.items() if key != "params"}
+
+    def states_of(
+        self, group: Group, dtype: torch.dtype, shape: Sequence[int]
+    ) -> dict[str, torch.dtype]:
+        """Return the states with one number per element that such a parameter comes to have.
+
+        A small one is stepped to see: known rules tell by dtype, dimensions and ones among them,
+        others perhaps by size too.
+        """
+        like = tiny(shape) if self.known is not None else large(shape)
+        key = kinds_of(group), dtype, like
+        if key not in self._kept:
+            self._kept[key] = {} if self.refuses(len(shape)) else self._seen(group, dtype, like)
+        return self._kept[key]
+
+    def _seen(
+        self, group: Group, dtype: torch.dtype, shape: Sequence[int]
+    ) -> dict[str, torch.dtype]:
+        probe, state = zeros(shape, dtype), State()
+        for _ in range(1 if self.known is not None else 4):  # of others, states may come later
+            with torch.no_grad():
+                (state,) = self.run(frozen(group), [probe], [state])
+        return {k: v.dtype for k, v in state.items() if is_elementwise(k, v, shape)}
+
+    def refuses(self, n_dims: int) -> bool:
+        """Whether the rule does not step parameters of so many dimensions."""
+        return n_dims != 2 and self.known is getattr(O, "Muon", object)
+
+    def may_flatten(self, group: Group, dtype: torch.dtype) -> bool:
+        """Whether parameters of a group may be updated as one run, cut anywhere."""
+        return self.elementwise and not group.get("fused") and dtype.itemsize >= 4
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a parameter to step in place of a real one, with a gradient."""
+    probe = torch.zeros(shape, dtype=dtype, device="cpu")
+    probe.grad = torch.zeros_like(probe)
+    return probe
+
+
+def tiny(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a parameter that is stepped to see what a rule keeps of such ones."""
+    return tuple(min(size, 4) for size in shape)
+
+
+def large(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of one that is as large as the real one, up to `LIKE_NUMEL` elements."""
+    most = round(LIKE_NUMEL ** (1 / max(1, len(shape))))
+    return tuple(min(size, most) for size in shape)
+
+
+def frozen(group: Group) -> Group:
+    """Return settings as they are now: tensors among them are changed in place by schedulers."""
+    return {key: _frozen(value) for key, value in group.items() if key != "params"}
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_frozen(v) for v in value)
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def kinds_of(group: Group) -> str:
+    """Return what of settings decides which way a step goes: whether numbers are zero."""
+    return repr([(key, _kind(value)) for key, value in group.items() if key != "params"])
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_kind(v) for v in value]
+    return value != 0 if isinstance(value, (int, float)) else type(value).__name__
+
+
+def is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
+    """Return whether a state entry is one number per element of its parameter."""
+    if key in SCALARS or not isinstance(value, torch.Tensor):
+        return False
+    return value.shape == tuple(shape)

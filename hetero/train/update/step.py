@@ -1,0 +1,224 @@
+"""Closing steps, and carrying them out while the next forward computes (floor 2).
+
+`close` does what makes a step exact: gradients home, norm, clip, finiteness, and the settings of
+the groups as they are now. What is left is work on homes, one job a bucket, for the worker. An
+error in one surfaces wherever somebody waits for that bucket, and in the next `close`; the jobs
+behind it give up with the same error, so nothing hangs. An error of a disk is not the end: the step
+stays pending, every wait tries again, and nobody sees parameters of two steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from hetero.errors import StorageError, too_early
+from hetero.events import EventLog, What
+from hetero.jobs import Job, Slice, Worker
+from hetero.memory.layout import Bucket
+from hetero.train.gradients.store import GradSlot, GradStore
+from hetero.train.update.draft import Settings, Update, Updater
+from hetero.train.update.masters import LossScaler
+from hetero.train.update.rules import Group, State
+from hetero.train.update.trial import same
+from hetero.types import Lane
+
+
+class Early(NamedTuple):
+    """A bucket's update that was begun before its step (see [Note: early updates])."""
+
+    update: Update
+    job: Job
+    slots: tuple[GradSlot, ...]
+    """The gradients that it reads."""
+    settings: Mapping[int, Settings]
+    """By which it computes, by the parameters' indices."""
+
+
+class Stepper:
+    """The steps of one prepared model and its optimizer."""
+
+    def __init__(
+        self,
+        updater: Updater,
+        grads: GradStore,
+        worker: Worker,
+        *,
+        log: EventLog,
+        scaler: LossScaler | None,
+        pause: Slice | None = None,
+    ) -> None:
+        self._log = log
+        self.updater = updater
+        self.scaler = scaler
+        self.skipped = False
+        self.surfaced = False  # whether somebody was told of an update that failed
+        self._grads = grads
+        self._worker = worker
+        self._pause = pause
+        self._jobs: list[Job] = []
+        self.early: dict[int, Early] = {}  # by bucket: updates of the step that is not made yet
+        self._failed: BaseException | None = None
+        if scaler is not None:
+            grads.scaling, grads.norm_ord = False, 2.0
+
+    @property
+    def scale(self) -> float:
+        """What the next loss is multiplied by; 1 without loss scaling."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @contextmanager
+    def scaled(self, scale: float) -> Iterator[None]:
+        """Run the backward pass of a loss that was multiplied by ``scale`` inside."""
+        if self.scaler is None:
+            yield
+            return
+        grads = self._grads
+        around = grads.scaling, grads.unscale
+        grads.flush_pending()  # those of a pass around this one, by its own scale
+        grads.take_plain()
+        grads.scaling, grads.unscale = True, 1.0 / scale
+        try:
+            yield
+        finally:
+            grads.flush_pending()  # a pass that failed did not come to its end, which does this
+            grads.scaling, grads.unscale = around
+
+    def close(
+        self,
+        groups: Sequence[Group],
+        states: defaultdict[torch.Tensor, State],
+        clip: Callable[[], Any] | None = None,
+    ) -> list[Update]:
+        """Return what every bucket's update does; nothing when loss scaling skips the step.
+
+        Those that were begun early are under way; `seal` makes them part of the step.
+        """
+        self.finish()
+        self._grads.finish()
+        begun = self.check_early(groups)
+        self.skipped = False
+        if self.scaler is not None:
+            norms = self._grads.norms()
+            self.skipped = not all(math.isfinite(n) for n in norms)
+            if norms:
+                self.scaler.update(finite=not self.skipped)
+        if self.skipped:
+            return []
+        if clip is not None:
+            clip()
+        return self.updater.close(groups, states, begun)
+
+    def begin(self, update: Update, *, at_once: bool, after: Sequence[Job] = ()) -> Job:
+        """Give a bucket's update to the worker, or make a job that its first waiter does."""
+        job = self._job(update, after)
+        self._grads.lend(update.bucket, job, update.scaled)
+        self._jobs.append(job)
+        if not (at_once or update.fresh):
+            self._worker.submit(job)
+        return job
+
+    def open_early(
+        self,
+        bucket: Bucket,
+        settings: Mapping[int, Settings],
+        states: defaultdict[torch.Tensor, State],
+        before: Sequence[Job],
+    ) -> Early | None:
+        """Return a bucket's update, to be submitted before the step that it belongs to; it waits
+        for the jobs ``before``. None where that step has to look at something first."""
+        slots = self._grads.landed(bucket)
+        update = self.updater.open(bucket, slots, settings, states) if slots else None
+        if slots is None or update is None:
+            return None
+        adding = [slot.job for slot in slots if slot.job is not None and not slot.job.done]
+        job = self._job(update, [*before, *adding])
+        self._grads.lend_early(bucket, job)
+        self.early[bucket.id] = Early(update, job, tuple(slots), settings)
+        return self.early[bucket.id]
+
+    def check_early(self, groups: Sequence[Group]) -> list[int]:
+        """Return the parameters whose updates were begun; StateError where the step would be
+        another one now."""
+        now = self.updater.settings(groups) if self.early else {}
+        begun: list[int] = []
+        for early in self.early.values():
+            for slot in early.slots:
+                index, name = slot.segment.index, slot.segment.spec.name
+                group = now.get(index)
+                if group is None or not same(group.group, early.settings[index].group):
+                    raise too_early(f"settings of the group of {name!r} changed")
+                if not self._grads.is_as_lent(slot):
+                    raise too_early(f"the gradient of {name!r} was changed or taken away")
+                begun.append(index)
+        return begun
+
+    def seal(self) -> list[Update]:
+        """Return the updates that were begun early: the step that they belong to is made."""
+        updates = [early.update for early in self.early.values()]
+        self._jobs.extend(early.job for early in self.early.values())
+        self.early.clear()
+        self._grads.seal()
+        return updates
+
+    def _job(self, update: Update, after: Sequence[Job]) -> Job:
+        slices = [partial(self._run, work) for work in update.slices]
+        finish = partial(_all, update.finishes)
+        job = self._worker.job(slices, update.bucket.numel, finish=finish, after=after)
+        job.then = partial(self._note, update.bucket)
+        return job
+
+    def _note(self, bucket: Bucket, job: Job) -> None:
+        if job.began is not None and job.ended is not None:
+            self._log.add(
+                *(What.UPDATE, job.began, job.ended),
+                lane=Lane.UPDATE,
+                bucket=bucket.id,
+                n_bytes=bucket.n_bytes,
+                why="step",
+            )
+
+    def _run(self, work: Slice) -> None:
+        if self._failed is not None:
+            raise self._failed
+        if self._pause is not None:
+            self._pause()
+        try:
+            work()
+        except (StorageError, KeyboardInterrupt):
+            raise  # the step stays pending: its work is tried again
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def finish(self) -> None:
+        """Wait for every update of the last step; raises the first error of any, ever.
+
+        After a StorageError the step is pending: it goes on with the next call.
+        """
+        try:
+            while self._jobs:
+                if self._jobs[0].done:
+                    self._jobs[0].wait()  # raises what it raised
+                else:
+                    with self._log.standing("update"):
+                        self._jobs[0].wait()
+                del self._jobs[0]
+            if self._failed is not None:
+                raise self._failed
+        except (StorageError, KeyboardInterrupt):
+            raise
+        except BaseException:
+            self.surfaced = True
+            raise
+
+
+def _all(work: Sequence[Slice]) -> None:
+    for part in work:
+        part()
