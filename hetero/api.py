@@ -16,11 +16,12 @@ from hetero.device import open_device
 from hetero.errors import StateError
 from hetero.interrupts import theirs
 from hetero.train.engine.blueprint import draw
-from hetero.train.engine.check import MARK, check_codes, check_model, check_pair
+from hetero.train.engine.check import check_codes, check_model, check_pair
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.tuning import Tuning
 from hetero.train.model.empty import empty_parameters
 from hetero.train.model.graph import leaves_of
+from hetero.train.model.units import MARK
 from hetero.train.update.optimizer import Optimizer, unwrapped
 from hetero.types import Kind, Lane, Tier
 

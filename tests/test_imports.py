@@ -31,10 +31,6 @@ ROOMS = {  # of train/: a room imports those below it
     "engine": 4,
 }
 UPWARDS = {  # arrows between rooms that are still to be cut: this list only shrinks
-    ("train.gradients.store", "train.activations.meter"),
-    ("train.gradients.store", "train.update.masters"),
-    ("train.access.hooks", "train.engine.check"),
-    ("train.activations.slices", "train.engine.check"),
     ("train.model.faults", "train.activations.saved"),
 }
 PRODUCT = 4  # rooms of the top floor may stand on each other (cli on report/, bench/, recipes/)

@@ -25,8 +25,8 @@ from hetero.config import Config
 from hetero.errors import ConfigError, StateError
 from hetero.io import IO
 from hetero.train.access.hooks import before_next_forward
-from hetero.train.engine.check import MARK
 from hetero.train.engine.replicas import Replicas, open_group
+from hetero.train.model.units import MARK
 from hetero.train.update.optimizer import Optimizer
 
 FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")

@@ -27,7 +27,7 @@ from hetero.checkpoint.save import newest_step, save_latest
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import ConfigError, StateError
-from hetero.train.engine.check import MARK
+from hetero.train.model.units import MARK
 from hetero.train.update.optimizer import Optimizer
 
 NAME = "hetero"  # of both strategies

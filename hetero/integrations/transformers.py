@@ -40,7 +40,8 @@ from hetero.integrations.accelerate import (
     HeteroOptimizer,
     HeteroPlugin,
 )
-from hetero.train.engine.check import MARK, check_model
+from hetero.train.engine.check import check_model
+from hetero.train.model.units import MARK
 from hetero.types import Tier
 
 if TYPE_CHECKING:

@@ -74,6 +74,8 @@ class Bucket:
     chunk_numel: int
     first_chunk: int
     codec: Codec = EXACT
+    has_master: bool = False
+    """Whether each of its weights has an fp32 master."""
     granules: int = field(init=False)
     """Frames of the 1-byte class that the bucket's PARAM chunks fill."""
     chunks: range = field(init=False)
@@ -146,6 +148,11 @@ def dense_stride(name: str, shape: Sequence[int], stride: Sequence[int]) -> tupl
     return tuple(stride)
 
 
+def row(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's elements in the order of memory, as one dimension."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
@@ -198,9 +205,15 @@ def choose_chunk_numel(specs: Sequence[ParamSpec]) -> int:
 
 
 def build_layout(
-    specs: Sequence[ParamSpec], unit_names: Sequence[str], chunk_bytes: int | None = None
+    specs: Sequence[ParamSpec],
+    unit_names: Sequence[str],
+    chunk_bytes: int | None = None,
+    working: torch.dtype | None = None,
 ) -> Layout:
-    """Lay the parameters out; ``chunk_bytes`` is the size of a chunk of 4-byte elements."""
+    """Lay the parameters out; ``chunk_bytes`` is the size of a chunk of 4-byte elements.
+
+    Weights of the ``working`` dtype that train have masters.
+    """
     align = 4 * max([ALIGN, *(spec.codec.block for spec in specs)])  # a chunk is of whole blocks
     if chunk_bytes is not None and (chunk_bytes < align or chunk_bytes % align):
         raise ConfigError(
@@ -228,6 +241,7 @@ def build_layout(
             chunk_numel=chunk_numel,
             first_chunk=first_chunk,
             codec=first.codec,
+            has_master=first.trainable and first.dtype is working,
         )
         first_chunk += n_chunks
         home.update({s.index: (bucket.id, s) for s in segments})

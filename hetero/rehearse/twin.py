@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from hetero.dry import META
 from hetero.errors import ConfigError, StateError
-from hetero.train.engine.check import MARK
+from hetero.train.model.units import MARK
 
 
 class Twin(NamedTuple):

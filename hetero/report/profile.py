@@ -22,8 +22,8 @@ from hetero.plan.hardware import Profile as Hardware
 from hetero.plan.hardware import find, sha256
 from hetero.report.plain import watch
 from hetero.report.run import BucketMeta, Meta, Recorder, Run
-from hetero.train.engine.check import MARK
 from hetero.train.engine.engine import Engine
+from hetero.train.model.units import MARK
 from hetero.version import __version__
 
 _one = threading.Lock()  # held while a block is open: two would count each other's bytes

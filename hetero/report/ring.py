@@ -10,8 +10,8 @@ from hetero.errors import ConfigError
 from hetero.events import Event, What
 from hetero.report.profile import meta_of
 from hetero.report.run import Run
-from hetero.train.engine.check import MARK
 from hetero.train.engine.engine import Engine
+from hetero.train.model.units import MARK
 from hetero.types import Kind
 
 

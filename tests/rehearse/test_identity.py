@@ -21,10 +21,10 @@ from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.rehearsal import backward
 from hetero.rehearse.twin import batch_twin, twin_of
 from hetero.rehearse.worker import DryWorker
-from hetero.train.activations.meter import unmeasured
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.tuning import Tuning
+from hetero.train.model.host_work import host_work
 from hetero.types import Kind, Tier
 from tests.equivalence.zoo import BY_NAME
 
@@ -62,15 +62,15 @@ class Simulated(SimDevice):
     """Moves bytes and poisons them without taking an operation's time."""
 
     def _step(self, queue: Any) -> None:
-        with unmeasured():
+        with host_work():
             super()._step(queue)
 
     def copy(self, *args: Any, **kwargs: Any) -> Ticket:
-        with unmeasured():
+        with host_work():
             return super().copy(*args, **kwargs)
 
     def poison(self, dst: torch.Tensor) -> None:
-        with unmeasured():
+        with host_work():
             super().poison(dst)
 
 

@@ -37,10 +37,9 @@ from hetero.train.activations.meter import Meter
 from hetero.train.activations.policy import Activations
 from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.tiles import TILE, mlps, tile, untile
-from hetero.train.engine.check import MARK, PART
 from hetero.train.model.binding import plainly
 from hetero.train.model.graph import OurHook
-from hetero.train.model.units import Unit, has_params
+from hetero.train.model.units import MARK, PART, Unit, has_params
 
 
 class Listener(Protocol):

@@ -29,12 +29,12 @@ from hetero.train.access.cursor import Cursor
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.activations.caches import is_cache
 from hetero.train.activations.held import CHANGED
-from hetero.train.activations.meter import unmeasured
 from hetero.train.activations.saved import Saved, SavedTensors, foreign, guard_hooks, is_faking
 from hetero.train.activations.structure import leaves_of
 from hetero.train.gradients.store import GradStore
 from hetero.train.model import binding, faults
 from hetero.train.model.binding import Swizzle
+from hetero.train.model.host_work import host_work
 from hetero.train.model.lazy import HomeSlot, shown
 from hetero.train.update.masters import Masters, Scaling
 from hetero.types import Kind, Phase, Tier
@@ -298,7 +298,7 @@ class Runtime:
                 late.add(op)
         while late.ops and not manager.busy(late.ops[0].bucket):
             op = late.pop()
-            with unmeasured():  # who leaves may be coded, on HOST
+            with host_work():  # who leaves may be coded, on HOST
                 manager.prefetch(op.bucket, op.start, op.evict)
 
     def stepped(self, buckets: Iterable[int]) -> None:
@@ -324,7 +324,7 @@ class Runtime:
         """Pin buckets, after the late fetches among which theirs are: the plan knew a place."""
         late, replicas = self._late, self.manager.replicas
         missing = [b for b in buckets if b not in replicas] if late.ops else []
-        with unmeasured():  # frames are counted as such, and what comes from disk is on HOST
+        with host_work():  # frames are counted as such, and what comes from disk is on HOST
             while any(bucket in late for bucket in missing):
                 op = late.pop()
                 self.manager.prefetch(op.bucket, op.start, op.evict)

@@ -12,12 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Protocol
 
 import torch
-from torch._C import _len_torch_dispatch_stack
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter
 
 from hetero.device import Device
@@ -367,14 +362,6 @@ def _nobody() -> None: ...
 
 
 _NOTHING = nullcontext()
-
-
-def unmeasured() -> AbstractContextManager[Any]:
-    """Let operations on HOST inside a block count for nothing."""
-    if not _len_torch_dispatch_stack():
-        return _NOTHING
-    manager: AbstractContextManager[Any] = _disable_current_modes()
-    return manager
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

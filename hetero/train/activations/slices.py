@@ -33,8 +33,8 @@ from hetero.interrupts import theirs
 from hetero.train.activations.caches import is_cache, put_together, rows_of, twin
 from hetero.train.activations.moment import Moment, Reach
 from hetero.train.activations.structure import Structure, flatten, told_apart
-from hetero.train.engine.check import makes_anew
 from hetero.train.model.graph import leaves_of, users_hooks, versions
+from hetero.train.model.units import makes_anew
 
 Call = Callable[..., Any]
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph

@@ -133,7 +133,8 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
         )
         for name, p in pages(model)
     ]
-    layout = build_layout(specs, [unit.name or "model" for unit in units], config.chunk_bytes)
+    names = [unit.name or "model" for unit in units]
+    layout = build_layout(specs, names, config.chunk_bytes, WORKING.get(config.precision))
     bucket_of = {id(p): layout.home[i][0] for i, (_, p) in enumerate(pages(model))}
     needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
     groups = optimizer.param_groups if optimizer else []

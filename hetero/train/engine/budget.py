@@ -16,10 +16,10 @@ from torch import nn
 from hetero.config import Config, HostLimit, describe_limit
 from hetero.device import Device
 from hetero.errors import BudgetError, ConfigError, OutOfMemory
-from hetero.train.activations.meter import unmeasured
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.check import pages, tables
 from hetero.train.engine.spill import Spill, draw_spill, draw_way, passing_bytes
+from hetero.train.model.host_work import host_work
 from hetero.types import format_bytes
 
 CUDA_SHARE = 0.95  # of free HBM, when no budget is given
@@ -172,7 +172,7 @@ class Beside:
             return True
         most, granule = self._budget.most_bytes, self._budget.plan.granule_bytes
         limit = max(self.fewest, (most - n_bytes) // granule)
-        with unmeasured():  # who leaves may be coded, on HOST
+        with host_work():  # who leaves may be coded, on HOST
             if self.lower(limit) and n_bytes <= self.n_bytes:
                 return True
             # the unit that computes stands above: it keeps its frames until it is done
@@ -188,7 +188,7 @@ class Beside:
         """
         if self.excess is not None:
             return False
-        with unmeasured():
+        with host_work():
             self.excess = Excess(where, self._held_bytes(), n_bytes + self._ram() // 2)
         return True
 

@@ -23,12 +23,10 @@ from hetero.memory.codec import is_finite
 from hetero.memory.layout import Layout
 from hetero.memory.slab import refusal
 from hetero.train.model.empty import promised
-from hetero.train.model.units import has_params
+from hetero.train.model.units import PART, has_params
 from hetero.train.update.optimizer import Optimizer
 from hetero.train.update.trial import check_optimizer
 
-MARK = "_hetero_engine"  # on a prepared model
-PART = "_hetero_part"  # on every module of one: how many it is part of
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 _BITSANDBYTES = ("Params4bit", "Int8Params")
 OF_MODULES = {"_parameters", "_buffers", "_modules"}
@@ -365,12 +363,6 @@ def check_whose(model: nn.Module, optimizer: object) -> torch.optim.Optimizer | 
                 )
     check_once(model, optimizer.param_groups)
     return optimizer
-
-
-def makes_anew(module: nn.Module) -> bool:
-    """Whether a module has other parameters whenever it is listed; see [Note: made anew]."""
-    first = list(module.parameters())
-    return any(one is not other for one, other in zip(first, module.parameters(), strict=True))
 
 
 def was_made_anew(model: nn.Module, param: torch.Tensor) -> bool:

@@ -44,13 +44,13 @@ from hetero.train.access.early import EarlyUpdates
 from hetero.train.access.hooks import Hooks, before_node
 from hetero.train.access.runtime import Runtime
 from hetero.train.activations.forecast import Forecast, UnitKind
-from hetero.train.activations.meter import Keeper, Meter, make_meter, unmeasured
+from hetero.train.activations.meter import Keeper, Meter, make_meter
 from hetero.train.activations.offload import MIN_BYTES, Offload
 from hetero.train.activations.policy import Activations
 from hetero.train.activations.saved import SavedTensors, Unswizzled
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.budget import decide
-from hetero.train.engine.check import MARK, check_once, pageable, pages
+from hetero.train.engine.check import check_once, pageable, pages
 from hetero.train.engine.evaluation import Evaluation
 from hetero.train.engine.fitting import CopySeconds, Division, Fitting
 from hetero.train.engine.handover import Origin
@@ -60,6 +60,8 @@ from hetero.train.engine.tuning import Tuning
 from hetero.train.gradients.flight import Flight
 from hetero.train.gradients.store import GRAD, WIDE, GradStore, LazyGrad
 from hetero.train.model.graph import unless_gone
+from hetero.train.model.host_work import host_work
+from hetero.train.model.units import MARK
 from hetero.train.update import kernel
 from hetero.train.update.draft import Settings, Update, Updater
 from hetero.train.update.masters import WORKING, LossScaler, Masters
@@ -440,7 +442,7 @@ class Engine:
     @property
     def has_masters(self) -> bool:
         """Whether working weights of this model have fp32 masters."""
-        return any(self.masters.has(bucket) for bucket in self.blueprint.layout.buckets)
+        return any(bucket.has_master for bucket in self.blueprint.layout.buckets)
 
     def _attach_grads(self, device: Device) -> None:
         """Take gradients as autograd makes them."""
@@ -458,7 +460,6 @@ class Engine:
             device=device,
             flight=flight,
             store=self.store,
-            masters=self.masters,
             worker=self.worker,
             early=self._may_be_early,
         )
@@ -469,7 +470,7 @@ class Engine:
 
     def _hear_gradients(self, params: Sequence[nn.Parameter]) -> None:
         """Take gradients as they come; in 2 bytes, before autograd adds the next to one."""
-        mastered = {self._index[id(p)]: p for p in params if self.masters.has(self._bucket(p))}
+        mastered = {self._index[id(p)]: p for p in params if self._bucket(p).has_master}
         self.hooks.before_gradients(mastered, self.grads.arriving)
         self.hooks.gradients(params, self.grads.arrived)
 
@@ -564,7 +565,7 @@ class Engine:
         if self._settings is None:
             self._settings = self.stepper.updater.settings(self.optimizer.param_groups)
         before = self.saver.jobs_before(bucket.id)
-        with unmeasured():  # what an update makes, it makes on HOST
+        with host_work():  # what an update makes, it makes on HOST
             early = self.stepper.open_early(
                 bucket, self._settings, self.optimizer.known_state, before
             )
@@ -935,7 +936,7 @@ class Engine:
         segment, bucket = self._segment(param), self._bucket(param)
         if not bucket.codec.exact:
             return  # its gradient is refused where it comes
-        if bucket.dtype is WORKING[self.config.precision] and not self.masters.has(bucket):
+        if bucket.dtype is WORKING[self.config.precision] and not bucket.has_master:
             raise ConfigError(
                 f"parameter {segment.spec.name!r} was frozen, and in no group, when the model was"
                 " prepared: it has no fp32 master, and small updates of it would be lost",

@@ -21,8 +21,9 @@ from hetero.memory.ledger import Ledger
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Policy, Use, choose, peak_bytes
 from hetero.train.activations.forecast import Forecast, tensors_of
 from hetero.train.activations.held import Footprint
-from hetero.train.activations.meter import Meter, unmeasured
+from hetero.train.activations.meter import Meter
 from hetero.train.engine.budget import Beside, Budget, Excess, Frames
+from hetero.train.model.host_work import host_work
 from hetero.types import Kind, Lane, Tier, format_bytes
 
 WINDOW = 16  # steps whose largest peak is what the next one is expected to need
@@ -437,7 +438,7 @@ class Fitting:
         """
         if self._whole is None:
             return
-        with unmeasured():  # who leaves may be coded, on HOST
+        with host_work():  # who leaves may be coded, on HOST
             self._frames.shed()
             if self._frames.limit > self._whole and not self._frames.lower(self._whole):
                 raise self._held_back(self._whole)
@@ -466,7 +467,7 @@ class Fitting:
         ring, left = self._ring, self._beside.n_bytes - live_bytes
         if ring.limit_bytes > left:
             ring.limit_bytes = max(0, left)
-            with unmeasured():  # where they are added, it is on HOST
+            with host_work():  # where they are added, it is on HOST
                 ring.poll()
         if self._choice.is_trying:  # with the room there is: nothing gives way for a proof
             return live_bytes <= self._beside.n_bytes

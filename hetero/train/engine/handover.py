@@ -12,11 +12,12 @@ from hetero.device import trim_heap
 from hetero.memory.layout import Layout
 from hetero.memory.manager import PARAM
 from hetero.memory.slab import HomeStore
-from hetero.train.engine.check import PART, tables
+from hetero.train.engine.check import tables
 from hetero.train.engine.source import Promises, Source
 from hetero.train.gradients.store import LazyGrad
 from hetero.train.model import binding
 from hetero.train.model.lazy import handle
+from hetero.train.model.units import PART
 from hetero.train.update.masters import Masters
 from hetero.types import Kind
 
@@ -91,7 +92,7 @@ class Origin:
             bucket, home = self._layout.buckets[bucket_id], store.homes.get((PARAM, bucket_id))
             if home is None or index not in self._moved:
                 continue
-            if masters.has(bucket):
+            if bucket.has_master:
                 if home.extents is not None or masters.low(bucket).extents is not None:
                     self._fetched[index] = masters.value(segment)
             elif home.extents is not None:
@@ -130,7 +131,7 @@ class Origin:
             elif home is not None and index in self._moved:
                 if index in self._fetched:
                     value = self._fetched.pop(index)
-                elif masters.has(bucket):
+                elif bucket.has_master:
                     value = masters.value(segment)
                 else:
                     value = param.detach() if resident else handle(store, home, segment)

@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from hetero.device import use_count
 from hetero.errors import StateError
-from hetero.memory.layout import Bucket, Layout
+from hetero.memory.layout import Bucket, Layout, row
 from hetero.train.gradients.store import GradStore
 from hetero.train.model import binding, faults
-from hetero.train.update.masters import Masters, Scaling, row
+from hetero.train.update.masters import Masters, Scaling
 
 _task = torch._C._current_graph_task_id
 

@@ -62,7 +62,7 @@ def _of_parameter(engine: Engine, bucket: Bucket, segment: Segment) -> Iterator[
         yield of_home(Name("param", name), store, home, segment, bucket.id)
     else:
         yield of_tensor(Name("param", name), param, bucket.id)
-    if engine.masters.has(bucket):
+    if bucket.has_master:
         low = engine.masters.low(bucket)
         yield of_home(Name("master", name), store, low, segment, bucket.id)
     for key, value in known_state(engine, param).items():
@@ -125,7 +125,7 @@ def counted_at_close(engine: Engine, bucket: Bucket) -> bool:
     stepper = engine.stepper
     if stepper is None:
         return True
-    return engine.masters.has(bucket) and stepper.updater.formula is not None
+    return bucket.has_master and stepper.updater.formula is not None
 
 
 def check_states(
@@ -189,7 +189,7 @@ class Trial(NamedTuple):
     def run(self, engine: Engine, settings: Group) -> None:
         """Make the step; raises what the rule raises, or ValueError."""
         bucket, stepper = engine.blueprint.layout.buckets[self.bucket], engine.stepper
-        has_master = engine.masters.has(bucket)
+        has_master = bucket.has_master
         if has_master and stepper is not None and stepper.updater.formula is not None:
             self._follow(stepper.updater.formula, settings)
         elif not engine.rule.refuses(len(self.shape)):

@@ -30,14 +30,13 @@ from torch import nn
 from hetero.device import ALONE, Device, Ticket, use_count
 from hetero.errors import ConfigError, StateError, too_early
 from hetero.jobs import Job, Worker
-from hetero.memory.layout import Bucket, Layout, Segment
+from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.memory.pool import Use
 from hetero.memory.slab import Home, HomeStore
-from hetero.train.activations.meter import unmeasured
 from hetero.train.gradients.flight import Flight
 from hetero.train.model.binding import get_grad, set_grad
+from hetero.train.model.host_work import host_work
 from hetero.train.model.lazy import Lazy, call
-from hetero.train.update.masters import Masters, row
 from hetero.types import Kind
 
 _aten = torch.ops.aten
@@ -303,7 +302,6 @@ class GradStore:
         device: Device,
         flight: Flight,
         store: HomeStore,
-        masters: Masters,
         worker: Worker,
         early: bool = False,
     ) -> None:
@@ -312,7 +310,6 @@ class GradStore:
         self._device = device
         self.flight = flight
         self._store = store
-        self._masters = masters
         self._worker = worker
         self._index = {id(p): i for i, p in enumerate(params)}
         probe = torch.zeros(())
@@ -373,7 +370,7 @@ class GradStore:
                 storage is not None and self._is_held(index, storage, siblings[storage])
                 for index, storage in zip(indices, storages, strict=True)
             ]
-            with unmeasured():  # what is made here is made on HOST
+            with host_work():  # what is made here is made on HOST
                 for index, held in zip(indices, seen, strict=True):
                     self.flush(index, held=held)
         self.flight.poll()
@@ -463,7 +460,7 @@ class GradStore:
             del self._updates[bucket_id]
         # 2. bring it into the home's geometry, which is the parameter's own
         bucket = self._layout.buckets[bucket_id]
-        exact = grad.dtype is torch.float32 and self._masters.has(bucket)
+        exact = grad.dtype is torch.float32 and bucket.has_master
         grad = self._shaped(segment, grad, torch.float32 if exact else segment.spec.dtype)
         home = self._home_for(bucket, wide=exact)
         # 3. queue the way down behind the compute that made it, with its norm beside it
@@ -554,7 +551,7 @@ class GradStore:
 
     def _home_for(self, bucket: Bucket, *, wide: bool) -> Home:
         """Return the home for a bucket's gradients, wide where they are, or must be, or will be."""
-        if not self._masters.has(bucket):
+        if not bucket.has_master:
             return self._store.get(Kind.GRAD, GRAD, bucket)
         narrow = self._store.homes.get((GRAD, bucket.id))
         there = self._store.homes.get((WIDE, bucket.id))
@@ -587,7 +584,7 @@ class GradStore:
 
     def has_master(self, segment: Segment) -> bool:
         """Whether a parameter's gradients add up in fp32."""
-        return self._masters.has(self._bucket(segment))
+        return self._bucket(segment).has_master
 
     # -- updates before the step (see [Note: early updates]) -------------------------------------
 

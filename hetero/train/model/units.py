@@ -11,6 +11,8 @@ from torch import nn
 
 from hetero.errors import ConfigError
 
+MARK = "_hetero_engine"  # on a prepared model
+PART = "_hetero_part"  # on every module of one: how many it is part of
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -54,6 +56,12 @@ def named_units(model: nn.Module, patterns: Sequence[str]) -> list[Unit]:
 def inside(name: str, outer: str) -> bool:
     """Return whether a dotted name is ``outer`` or lies below it."""
     return outer == "" or name == outer or name.startswith(outer + ".")
+
+
+def makes_anew(module: nn.Module) -> bool:
+    """Whether a module has other parameters whenever it is listed; see [Note: made anew]."""
+    first = list(module.parameters())
+    return any(one is not other for one, other in zip(first, module.parameters(), strict=True))
 
 
 def has_params(module: nn.Module) -> bool:

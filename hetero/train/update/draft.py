@@ -259,13 +259,13 @@ class Updater:
     def _draft(self, update: Update, group: Group, known: str, rows: list[Ready]) -> None:
         bucket = update.bucket
         draft: Callable[[Update, Group, list[Ready]], None]
-        if self._masters.has(bucket):
+        if bucket.has_master:
             draft = self._draft_formula if self.formula is not None else self._draft_masters
         elif self.rule.may_flatten(group, bucket.dtype):
             draft = self._draft_flat
         else:
             draft = self._draft_whole
-        made_here = self._masters.has(bucket) and self.formula is not None
+        made_here = bucket.has_master and self.formula is not None
         fresh = self.rule.known is None
         for row in rows:
             index = row.segment.index
@@ -550,7 +550,7 @@ class Updater:
             return None
         bucket, segment = update.bucket, rows[0].segment
         homes = [self._store.homes[k, bucket.id] for k in self._whole_keys(group, bucket, rows[0])]
-        if self._masters.has(bucket):
+        if bucket.has_master:
             homes.append(self._masters.low(bucket))
         return self._request(update, segment.offset, segment.end, *homes)
 
@@ -643,7 +643,7 @@ class Updater:
         return state
 
     def _state_dtype(self, segment: Segment) -> torch.dtype:
-        return torch.float32 if self._masters.has(self._bucket(segment)) else segment.spec.dtype
+        return torch.float32 if self._bucket(segment).has_master else segment.spec.dtype
 
     def _bucket(self, segment: Segment) -> Bucket:
         return self._layout.buckets[self._layout.home[segment.index][0]]

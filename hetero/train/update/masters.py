@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError, StateError
-from hetero.memory.layout import Bucket, Layout, Segment
+from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.memory.pool import Use
 from hetero.memory.slab import Home, HomeStore
-from hetero.train.activations.meter import unmeasured
+from hetero.train.model.host_work import host_work
 from hetero.train.model.lazy import handle
 from hetero.train.update.kernel import join, split_
 from hetero.types import Kind
@@ -70,11 +70,6 @@ def low_dtype(precision: str) -> torch.dtype | None:
     return {"bf16": torch.int16, "fp16": torch.float32}.get(precision)
 
 
-def row(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's elements in the order of memory, as one dimension."""
-    return torch.as_strided(tensor, (tensor.numel(),), (1,))
-
-
 class Masters:
     """The fp32 masters of all trainable buckets of working weights."""
 
@@ -90,10 +85,6 @@ class Masters:
     def chunk_numel(self) -> int:
         """Elements of a chunk."""
         return self._layout.chunk_numel
-
-    def has(self, bucket: Bucket) -> bool:
-        """Whether a bucket's working weights have masters."""
-        return bucket.trainable and bucket.dtype is self._working
 
     def _is_working(self, bucket: Bucket) -> bool:
         """Whether weights are rounded to the working dtype here, and not by their codec."""
@@ -153,11 +144,11 @@ class Masters:
         bucket = self._bucket(segment)
         home = self._home(bucket)
         uses = [(home, Use.FRESH)]
-        if self.has(bucket):
+        if bucket.has_master:
             uses.append((self.low(bucket), Use.FRESH))
         for run in self._store.runs(first, first + exact.numel(), *uses):
             working = home.flat[run]
-            if self.has(bucket):
+            if bucket.has_master:
                 low = self.low(bucket).flat[run]
             else:  # a frozen weight: rounded the same way, and nothing is kept of it
                 low = torch.empty_like(working, dtype=self._dtype)
@@ -168,11 +159,11 @@ class Masters:
         bucket = self._bucket(segment)
         home, exact = self._home(bucket), self._empty(segment)
         uses = [(home, Use.READ)]
-        if self.has(bucket):
+        if bucket.has_master:
             uses.append((self.low(bucket), Use.READ))
         for run in self._store.runs(segment.offset, segment.end, *uses):
             part = home.flat[run]
-            if self.has(bucket):
+            if bucket.has_master:
                 part = join(part, self.low(bucket).flat[run])
             row(exact)[segment.inside(run)].copy_(part)
         return exact
@@ -206,16 +197,16 @@ class Masters:
     def reset(self, segment: Segment) -> None:
         """A working weight was written: it is its own master now."""
         bucket = self._bucket(segment)
-        if self.has(bucket):
+        if bucket.has_master:
             home, low = self._home(bucket), self.low(bucket)
             uses = (home, Use.READ), (low, Use.FRESH)
-            with unmeasured():
+            with host_work():
                 for run in self._store.runs(segment.offset, segment.end, *uses):
                     self._reset(home.flat[run], low.flat[run], None)
 
     def written(self, segment: Segment) -> None:
         """A working weight was written as a whole, as far as one can tell; it comes home next."""
-        if self.has(self._bucket(segment)):
+        if self._bucket(segment).has_master:
             self._written.add(segment.index)
 
     def not_written(self, segment: Segment) -> None:
@@ -224,13 +215,13 @@ class Masters:
 
     def overwriting(self, bucket: Bucket, start: int, end: int) -> Callable[[], None]:
         """Weights [start, end) at home are about to be overwritten; call the result afterwards."""
-        if not self.has(bucket):
+        if not bucket.has_master:
             return lambda: None
-        with unmeasured():
+        with host_work():
             before = self._home(bucket).flat[start:end].clone()
 
         def landed() -> None:
-            with unmeasured():
+            with host_work():
                 self.reset_changed(bucket, start, before)
             for segment in bucket.segments:
                 # what was written as a whole comes home as a whole, its end last
@@ -262,10 +253,10 @@ class Masters:
         Raises StateError for one of another precision, whose bits mean something else.
         """
         bucket = self._bucket(segment)
-        if not self.has(bucket) or low.dtype is not self._dtype:
+        if not bucket.has_master or low.dtype is not self._dtype:
             raise StateError(
                 f"the state dict has masters of {low.dtype} for {segment.spec.name!r}, which is"
-                f" {bucket.dtype} with {self._dtype if self.has(bucket) else 'no'} masters",
+                f" {bucket.dtype} with {self._dtype if bucket.has_master else 'no'} masters",
                 advice="resume at the precision of the checkpoint, or load the weights of"
                 " hetero.release, which are fp32, and start the optimizer afresh",
             )
@@ -284,7 +275,7 @@ class Masters:
     def saved(self, segment: Segment) -> torch.Tensor | None:
         """Return what a state dict keeps of a parameter's master, as an alias of its home."""
         bucket = self._bucket(segment)
-        if not self.has(bucket):
+        if not bucket.has_master:
             return None
         return handle(self._store, self.low(bucket), segment).detach()
 
