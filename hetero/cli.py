@@ -25,7 +25,7 @@ from hetero.version import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hetero.bench.runner import Result
+    from benchmarks.runner import Result
     from hetero.recipes.calibrate import CalibrateOptions
     from hetero.recipes.options import TrainOptions
     from hetero.recipes.train import StepReport
@@ -538,14 +538,15 @@ def verify(directory: str, as_json: bool) -> None:
 def bench(name: str | None, listing: bool, every: bool, device: str | None, as_json: bool) -> None:
     """Run a benchmark NAME; the exit status is 1 when one of its cases does not hold."""
     with failures(as_json):
-        from hetero.bench.runner import names, run_bench
+        from hetero.bench import runner
 
-        known = dict(names())
+        benches = runner()
+        known = dict(benches.names())
         if listing:
             show_list(known, as_json)
             return
         chosen = list(known) if every else [chosen_bench(name, known)]
-        results = [show_bench(run_bench(each, device), as_json) for each in chosen]
+        results = [show_bench(benches.run_bench(each, device), as_json) for each in chosen]
     if not all(case.holds for result in results for case in result.cases):
         sys.exit(DISAPPOINTED)
 

@@ -314,7 +314,7 @@ def test_a_gpu_that_torch_does_not_see_is_red(monkeypatch: pytest.MonkeyPatch) -
 
 
 class FakeRunner:
-    """Stands for `hetero.bench.runner`: one benchmark that holds and one that does not."""
+    """Stands for the runner of benchmarks: one benchmark that holds and one that does not."""
 
     NAMES: ClassVar = [("fast", "is fast"), ("slow", "is slow")]
 
@@ -347,7 +347,15 @@ class FakeRunner:
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hetero.bench.runner", FakeRunner())  # type: ignore[arg-type]
+    monkeypatch.setattr("hetero.bench.runner", FakeRunner)
+
+
+def test_without_a_checkout_the_error_says_where_benchmarks_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("hetero.bench.CHECKOUT", tmp_path)
+    result = call("bench --list")
+    assert result.exit_code != 0 and "clone of the repository" in result.output
 
 
 @pytest.mark.usefixtures("runner")

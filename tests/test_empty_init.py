@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.bench.memory import memory_of_this_process
+from benchmarks.memory import memory_of_this_process
 
 PLAIN = nn.Module.register_parameter
 

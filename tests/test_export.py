@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.bench.memory import memory_of_this_process, reset_peak
+from benchmarks.memory import memory_of_this_process, reset_peak
 from hetero.errors import CheckpointError, ConfigError, DiskFull, HeteroError, StorageError
 from hetero.export import NEW, OLD, PIECE, write
 from hetero.io import IO, FaultPlan

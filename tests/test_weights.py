@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero.bench.memory import memory_of_this_process
+from benchmarks.memory import memory_of_this_process
 from hetero.errors import (
     CheckpointCorrupt,
     ConfigError,

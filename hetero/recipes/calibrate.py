@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from hetero.bench.disk import SIZE
 from hetero.device import Accelerator, Device, open_device
 from hetero.errors import ConfigError, StorageError
 from hetero.io import Folder, mount_of
@@ -65,6 +64,7 @@ from hetero.recipes.probes import (
     attention_work,
     burn_in,
 )
+from hetero.recipes.work import SIZE
 from hetero.types import Lane, format_bytes
 
 FOLDER = "profiles"  # in the working directory

@@ -22,8 +22,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hetero.bench.disk import SIZE, raw
-from hetero.bench.update import Split
 from hetero.config import host_limit
 from hetero.device import COPY_LANES, OPPOSITE, Device, Move, release_slab
 from hetero.io import File, Folder
@@ -32,6 +30,7 @@ from hetero.memory.pool import N_THREADS, Use
 from hetero.plan.cost import attention_flops
 from hetero.plan.hardware import Dtype
 from hetero.recipes.doctor import usable_cores
+from hetero.recipes.work import SIZE, Split, raw
 from hetero.train.update import kernel
 from hetero.types import Lane
 

@@ -16,8 +16,8 @@ from rich.table import Table
 from hetero.types import Kind, format_bytes
 
 if TYPE_CHECKING:  # these load torch, and rendering does not need it
+    from benchmarks.runner import Result
     from hetero.api import Status
-    from hetero.bench.runner import Result
     from hetero.checkpoint.verify import Report as VerifyReport
     from hetero.recipes.calibrate import Calibration
     from hetero.recipes.doctor import Check, Report

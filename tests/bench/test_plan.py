@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero.bench.plan import measured
+from benchmarks.plan import measured
 
 MIB = 2**20
 

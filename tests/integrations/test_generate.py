@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import hetero
+from benchmarks.engine import UNIT_BYTES, virtual
+from benchmarks.inference import decoded
 from hetero.api import engine_of
-from hetero.bench.engine import UNIT_BYTES, virtual
-from hetero.bench.inference import decoded
 from hetero.errors import BudgetError
 
 transformers = pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hetero
-from hetero.bench.plan import Convolutions
+from benchmarks.plan import Convolutions
 from hetero.rehearse.plan import BUDGETS, Plan
 from tests.equivalence.zoo import BY_NAME
 from tests.rehearse.test_identity import ZOO, WithTargets

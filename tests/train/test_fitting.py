@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._pytree import register_pytree_node
 
 import hetero
+from benchmarks.activations import held, peak_of
 from hetero.api import engine_of, status
-from hetero.bench.activations import held, peak_of
 from hetero.device import SimDevice
 from hetero.errors import BudgetError
 from hetero.events import What

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hetero
+from benchmarks.activations import FEATURES, UNITS, Modelled
 from hetero.api import engine_of
-from hetero.bench.activations import FEATURES, UNITS, Modelled
 from hetero.device import SimDevice
 from hetero.errors import BudgetError
 from hetero.types import Kind, Lane, Tier

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.bench.activations import held, peak_of
+from benchmarks.activations import held, peak_of
 from hetero.errors import ConfigError
 
 

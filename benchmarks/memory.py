@@ -1,4 +1,4 @@
-"""What memory costs: packing waste, and RAM beside the sixteen bytes a parameter (floor 4)."""
+"""What memory costs: packing waste, and RAM beside the sixteen bytes a parameter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.engine import Figure, Figures, adamw
 from hetero.api import empty_init, engine_of, prepare_tuned, status
-from hetero.bench.engine import Figure, Figures, adamw
+from hetero.bench import CHECKOUT
 from hetero.config import Config
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.train.engine.blueprint import draw
@@ -85,8 +86,8 @@ def host(device: str | None = None) -> Figures:
     """RAM per fp32 parameter with AdamW beyond the 16 bytes needed, and the set-up peak."""
     rows, detail = [], {}
     for mode in ("resident", "paged"):
-        command = [sys.executable, "-m", "hetero.bench.memory", mode]
-        out = subprocess.run(command, check=True, capture_output=True, text=True)
+        command = [sys.executable, "-m", "benchmarks.memory", mode]
+        out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=CHECKOUT)
         found = json.loads(out.stdout.splitlines()[-1])
         rows.append(Figure(f"{mode}: beyond 16 bytes", 100 * found["extra"], "%", "<=", 2.0))
         rows.append(Figure(f"{mode}: set-up peak / final", found["setup"], "ratio", "<=", 1.1))

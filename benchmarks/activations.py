@@ -1,4 +1,4 @@
-"""Activations: what is held for backward, and what slices and fused heads save (floor 4)."""
+"""Activations: what is held for backward, and what slices and fused heads save."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.engine import Figure, Figures, adamw, timed, virtual
 from hetero.api import engine_of, prepare_tuned
-from hetero.bench.engine import Figure, Figures, adamw, timed, virtual
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.errors import BudgetError

@@ -1,4 +1,4 @@
-"""The updater: bandwidth, what a peer's passes cost, overlap, bytes a parameter (floor 4)."""
+"""The updater: bandwidth, what a peer's passes cost, overlap, bytes a parameter."""
 
 from __future__ import annotations
 
@@ -6,79 +6,30 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.engine import Figure, Figures, adamw, timed
 from hetero.api import engine_of, prepare_tuned
-from hetero.bench.engine import Figure, Figures, adamw, timed
 from hetero.config import Config
 from hetero.device import CpuDevice, Ticket
-from hetero.jobs import Job, Worker
+from hetero.jobs import Worker
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.recipes.work import Split
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.tuning import Tuning
 from hetero.train.update import kernel
-from hetero.train.update.formulas import formula_of
 from hetero.types import Lane, Tier
 
 NUMEL = 32 * 2**20
-SLICE = 2**20
 SPLIT_BYTES = (
     26  # read and written a parameter: gradient 2, weight 2 + 2, rest 2 + 2, moments 8 + 8
 )
 AXPY_BYTES = 12
 ROUNDS = 7
 PAUSE_SECONDS = 0.02  # OpenMP's threads spin for a while after their last work
-ADAMW = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.01,
-    "amsgrad": False,
-    "maximize": False,
-    "decoupled_weight_decay": True,
-}
-
-
-class Split:
-    """AdamW on a split master: 12 bytes a parameter, and its bf16 gradient."""
-
-    def __init__(self, numel: int, device: str) -> None:
-        self.param = torch.empty(numel, dtype=torch.bfloat16, device=device)
-        self.low = torch.empty(numel, dtype=torch.int16, device=device)
-        kernel.split_(torch.randn(numel, device=device), self.param, self.low)
-        self.states = [torch.zeros(numel, device=device) for _ in range(2)]
-        self.grad = torch.randn(numel, device=device).bfloat16()
-        self.steps = 0.0
-
-    def step(self, native: kernel.Library | None, worker: Worker) -> None:
-        """Update all of it, in slices, on the worker's threads and this one."""
-        formula = formula_of(torch.optim.AdamW)
-        if formula is None:
-            return
-        numbers, after = formula.coefficients(ADAMW, {"step": self.steps}, False)
-        self.steps = after["step"]
-        slices = [partial(self._update, formula, numbers, at, native) for at in self._starts()]
-        worker.submit(Job(slices)).wait()
-
-    def _starts(self) -> range:
-        return range(0, self.param.numel(), SLICE)
-
-    def _update(self, formula: Any, numbers: Any, at: int, native: kernel.Library | None) -> None:
-        cut = slice(at, at + SLICE)
-        kernel.update(
-            formula,
-            numbers,
-            param=self.param[cut],
-            low=self.low[cut],
-            grad=self.grad[cut],
-            states=[s[cut] for s in self.states],
-            factors=(0.5,),
-            native=native,
-        )
 
 
 class Casts:

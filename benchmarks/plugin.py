@@ -1,4 +1,4 @@
-"""What hetero costs under accelerate where everything fits (floor 4)."""
+"""What hetero costs under accelerate where everything fits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.engine import Figure, Figures, adamw, timed
 from hetero.api import status
-from hetero.bench.engine import Figure, Figures, adamw, timed
 from hetero.recipes.gpt import GPT, GPTConfig
 
 

@@ -1,4 +1,4 @@
-"""What a unit costs as units grow: steps, plans, states that are read, averages (floor 4)."""
+"""What a unit costs as units grow: steps, plans, states that are read, averages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.engine import Figure, Figures
 from hetero.api import engine_of, prepare_tuned
-from hetero.bench.engine import Figure, Figures
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.errors import StateError

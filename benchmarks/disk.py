@@ -1,4 +1,4 @@
-"""The disk tier and checkpoints: against what the same drive gives in the same run (floor 4)."""
+"""The disk tier and checkpoints: against what the same drive gives in the same run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from benchmarks.engine import Figure, Figures, adamw, timed
 from hetero.api import engine_of, prepare_tuned, status
-from hetero.bench.engine import Figure, Figures, adamw, timed
 from hetero.checkpoint.save import save_checkpoint
 from hetero.checkpoint.writer import retain
 from hetero.config import Config
@@ -31,6 +31,7 @@ from hetero.io import IO, File, Folder, align_up, aligned_buffer
 from hetero.memory.ledger import Ledger
 from hetero.memory.pool import Extents, Pool, Request, Span, Use, open_pool
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.recipes.work import SIZE, raw
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Tier
@@ -42,7 +43,6 @@ POOL_BYTES = 128 * 2**20
 SPILLED_BYTES = 2**30
 ROUNDS = 5
 STEPS = 4  # in a row: an update goes on behind the next forward
-SIZE = 4 * EXTENT_NUMEL
 SLOWER = 4
 T = TypeVar("T")
 
@@ -80,30 +80,6 @@ def scanned(
     return sum(pool.nvme.take_counts().values()) / seconds
 
 
-def raw(
-    file: File, use: Use, n_threads: int, n_bytes: int = HOME_BYTES, size_bytes: int = SIZE
-) -> float:
-    """Move the same bytes with the same number of threads and nothing else; bytes a second.
-
-    For `Use.WRITE` every block of ``size_bytes`` is read and then written, as an update does.
-    """
-    n_blocks = n_bytes // size_bytes
-    buffers = [aligned_buffer(size_bytes) for _ in range(n_threads)]
-
-    def work(thread: int) -> None:
-        for at in range(thread, n_blocks, n_threads):
-            if use is not Use.FRESH:
-                file.read(at * size_bytes, buffers[thread])
-            if use is not Use.READ:
-                file.write(at * size_bytes, buffers[thread])
-
-    with ThreadPoolExecutor(n_threads) as executor:
-        began = time.perf_counter()
-        list(executor.map(work, range(n_threads)))
-        seconds = time.perf_counter() - began
-    return (2 if use is Use.WRITE else 1) * n_blocks * size_bytes / seconds
-
-
 def make_pool(
     folder: Folder, disk_bytes: int, pool_bytes: int = POOL_BYTES, size_bytes: int = SIZE
 ) -> Pool:
@@ -132,7 +108,9 @@ def disk(device: str | None = None) -> Figures:
         home = home_of(pool, HOME_BYTES)
         with folder.private() as file:
             file.reserve(HOME_BYTES)
-            raw(file, Use.FRESH, pool.n_threads)  # unwritten blocks read as zeros, at no cost
+            raw(
+                file, Use.FRESH, pool.n_threads, HOME_BYTES
+            )  # unwritten blocks read as zeros, at no cost
             scanned(pool, home, Use.FRESH)
             for number in range(ROUNDS):
                 for name, use in uses.items():

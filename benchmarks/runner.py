@@ -1,4 +1,4 @@
-"""Benchmarks: ratios measured in one run, each against the figure it has to reach (floor 4)."""
+"""Benchmarks: ratios measured in one run, each against the figure it has to reach."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from hetero.bench import (
+from benchmarks import (
     activations,
     disk,
     engine,

@@ -1,4 +1,4 @@
-"""How good plans are, and what they and records of runs cost (floor 4)."""
+"""How good plans are, and what they and records of runs cost."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.disk import home_of, make_pool, scanned, scratch
+from benchmarks.engine import Figure, Figures, adamw, timed, train_step
 from hetero.api import engine_of, prepare_tuned
-from hetero.bench.disk import home_of, make_pool, scanned, scratch
-from hetero.bench.engine import Figure, Figures, adamw, timed, train_step
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import BudgetError, ConfigError

@@ -1,4 +1,4 @@
-"""Big models in, and tokens out: loading against the drive, decoding against the link (floor 4)."""
+"""Big models in, and tokens out: loading against the drive, decoding against the link."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hetero.api import engine_of, prepare, prepare_tuned, release, status
-from hetero.bench.disk import scratch
-from hetero.bench.engine import (
+from benchmarks.disk import scratch
+from benchmarks.engine import (
     UNIT_BYTES,
     WIDTH,
     Figure,
@@ -24,7 +23,8 @@ from hetero.bench.engine import (
     no_schedule,
     virtual,
 )
-from hetero.bench.memory import memory_of_this_process, reset_peak
+from benchmarks.memory import memory_of_this_process, reset_peak
+from hetero.api import engine_of, prepare, prepare_tuned, release, status
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.recipes.gpt import GPT, GPTConfig

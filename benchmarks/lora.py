@@ -1,4 +1,4 @@
-"""What a frozen base costs under an adapter: bytes at rest, and on the link (floor 4)."""
+"""What a frozen base costs under an adapter: bytes at rest, and on the link."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.engine import Figure, Figures
 from hetero.api import engine_of, prepare_tuned, status
-from hetero.bench.engine import Figure, Figures
 from hetero.config import FROZEN, Config
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.types import Kind, Tier

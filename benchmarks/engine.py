@@ -1,4 +1,4 @@
-"""What the engine costs: overhead, accesses, overlap, misses (floor 4)."""
+"""What the engine costs: overhead, accesses, overlap, misses."""
 
 from __future__ import annotations
 
