@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hetero.config import HostLimit
 from hetero.device import COPY_LANES, CpuDevice, Slab, Stall, Ticket
+from hetero.internals import without_modes
 from hetero.types import Lane
 
 META = torch.device("meta")
@@ -26,7 +26,7 @@ class DrySlab(Slab):
     """Memory that is only as large as it says."""
 
     def carve(self, offset: int, n_bytes: int) -> torch.Tensor:
-        with _disable_current_modes():  # it is there already: nobody is to count it
+        with without_modes():  # it is there already: nobody is to count it
             return torch.empty(n_bytes, dtype=torch.uint8, device=META)
 
 

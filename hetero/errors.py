@@ -167,10 +167,25 @@ class DivergenceError(HeteroError, RuntimeError):
     """Ranks that must agree do not."""
 
 
+class UnknownTorch(HeteroError, ImportError):
+    """This release of torch is not one that hetero knows."""
+
+
+KNOWN_TORCH = "2.9 to 2.13"
+
+
 def too_early(what: str) -> StateError:
     """Return the error of something that needs what an early update has changed."""
     return StateError(
         f"updates='backward': {what} before optimizer.step(), and updates of this step have begun",
         advice="call optimizer.step() once after each backward pass, and before anything else reads"
         " or writes parameters, gradients or states; or leave updates= at 'step'",
+    )
+
+
+def unknown_torch(name: str, version: str) -> UnknownTorch:
+    """Return the error of a release of torch without a name that hetero needs."""
+    return UnknownTorch(
+        f"torch {version} has no {name}, which hetero needs",
+        advice=f"hetero knows torch {KNOWN_TORCH}; install one of these",
     )

@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "hetero"
 FLOORS = {
     **dict.fromkeys(("types", "config", "crc", "errors", "version", "events"), 0),
-    **dict.fromkeys(("interrupts", "optim", "jobs", "cores"), 0),
+    **dict.fromkeys(("interrupts", "internals", "optim", "jobs", "cores"), 0),
     **dict.fromkeys(("device", "dry", "io", "parse", "weights"), 0),
     **dict.fromkeys(("memory", "plan", "functional"), 1),
     "train": 2,
@@ -30,13 +30,10 @@ ROOMS = {  # of train/: a room imports those below it
     "access": 3,
     "engine": 4,
 }
-UPWARDS = {  # arrows between rooms that are still to be cut: this list only shrinks
-    ("train.model.faults", "train.activations.saved"),
-}
 PRODUCT = 4  # rooms of the top floor may stand on each other (cli on report/, bench/, recipes/)
 PRINTERS = ("cli", "report", "bench", "recipes")
 HOOK = re.compile(r"_?register_\w*hook")
-SAVED = re.compile(r"(_(push|pop)_saved_tensors_default_hooks|saved_tensors_hooks|save_on_cpu)")
+SAVED = re.compile(r"((push|pop)_saved_(tensors_default_)?hooks|saved_tensors_hooks|save_on_cpu)")
 
 Trees = Mapping[str, ast.Module]
 Rule = Callable[[Trees], "list[str]"]
@@ -151,7 +148,7 @@ def wrong_room(trees: Trees) -> list[str]:
             continue
         for line, target in own_imports(trees, module):
             there = inner_room(target)
-            if here in (None, there) or there is None or (module, target) in UPWARDS:
+            if here in (None, there) or there is None:
                 continue
             if ROOMS[there] >= ROOMS[here]:
                 bad.append(f"{module}:{line} imports {target} of room {there}")
@@ -170,7 +167,7 @@ def reaches_engine(trees: Trees) -> list[str]:
         for module in trees
         if FLOORS.get(room(module)) != PRODUCT and inner_room(module) != "engine"
         for line, target in own_imports(trees, module)
-        if inner_room(target) == "engine" and (module, target) not in UPWARDS
+        if inner_room(target) == "engine"
     ]
 
 
@@ -232,6 +229,28 @@ def names_distributed(trees: Trees) -> list[str]:
 
 def names_crc(trees: Trees) -> list[str]:
     return [b for n in ("zlib.crc32", "zlib_ng") for b in naming(trees, n, only_in("crc"))]
+
+
+PRIVATE = re.compile(r"torch(\.\w+)*\._[A-Za-z]\w*")
+ENGINE = re.compile(r"_execution_engine|_engine_run_backward")
+
+
+def names_private_torch(trees: Trees) -> list[str]:
+    """Return who names what torch may change with any release; CUDA's have a door of their own."""
+    bad = []
+    for module, tree in trees.items():
+        if module == "internals":
+            continue
+        names = [(line, name) for line, name in imported(tree, module)]
+        for node in nodes(tree):
+            if isinstance(node, ast.Attribute):
+                names.append((node.lineno, dotted(node) or node.attr))
+        bad += [
+            f"{module}:{line} names {name}"
+            for line, name in names
+            if (PRIVATE.match(name) and not name.startswith("torch.cuda.")) or ENGINE.search(name)
+        ]
+    return sorted(set(bad))
 
 
 ECOSYSTEM = ("accelerate", "transformers", "peft", "datasets", "lightning")
@@ -323,7 +342,7 @@ def assigns_pins(trees: Trees) -> list[str]:
 def pushes_saved_tensors_hooks(trees: Trees) -> list[str]:
     bad = []
     for module, tree in trees.items():
-        if module == "train.activations.saved":
+        if module in ("train.activations.saved", "internals"):
             continue
         for node in nodes(tree):
             name = getattr(node, "attr", getattr(node, "id", getattr(node, "name", "")))
@@ -376,6 +395,7 @@ RULES: dict[str, Rule] = {
     "memory never imports plan, torch.nn or torch.distributed": memory_imports_upwards,
     "only device names torch.cuda": names_cuda,
     "only replicas, parallel and checkpoint name torch.distributed": names_distributed,
+    "only internals.py names what is private to torch": names_private_torch,
     "only crc.py names zlib's CRC-32, or zlib-ng": names_crc,
     "what is built on torch stays in its rooms": names_ecosystem,
     "only binding.py assigns param.data": assigns_data,
@@ -442,6 +462,19 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
         "only replicas, parallel and checkpoint name torch.distributed",
         {"train.a": "import torch.distributed as dist"},
     ),
+    ("only internals.py names what is private to torch", {"api": "import torch\ntorch._C.x()"}),
+    (
+        "only internals.py names what is private to torch",
+        {"train.model.a": "from torch.utils._pytree import tree_iter"},
+    ),
+    (
+        "only internals.py names what is private to torch",
+        {"train.model.a": "from torch import _dynamo"},
+    ),
+    (
+        "only internals.py names what is private to torch",
+        {"report.a": "a = torch.autograd\na._engine_run_backward = f"},
+    ),
     ("only crc.py names zlib's CRC-32, or zlib-ng", {"io": "import zlib\nzlib.crc32(b'')"}),
     ("only crc.py names zlib's CRC-32, or zlib-ng", {"io": "from zlib import crc32"}),
     ("only crc.py names zlib's CRC-32, or zlib-ng", {"io": "from zlib_ng import zlib_ng"}),
@@ -458,7 +491,7 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
     ("only manager.py and pool.py change a pin count", {"train.a": "replica.pins += 1"}),
     (
         "only saved.py pushes saved-tensor hooks",
-        {"train.a": "torch._C._autograd._push_saved_tensors_default_hooks(a, b)"},
+        {"train.a": "from hetero.internals import push_saved_hooks"},
     ),
     (
         "only saved.py pushes saved-tensor hooks",
@@ -492,7 +525,7 @@ def test_a_planted_violation_is_caught(rule: str, sources: dict[str, str]) -> No
         {"device": "import torch\ntorch.cuda.synchronize()"},
         {"train.model.binding": "put = torch.Tensor.data.__set__\nput(p, x)\np.data = x"},
         {"train.model.faults": "put = T.data.__set__\nif f == put: x = p.data\np.data.copy_(x)"},
-        {"train.activations.saved": "_autograd._push_saved_tensors_default_hooks(a, b)"},
+        {"train.activations.saved": "from hetero.internals import push_saved_hooks"},
         {"train.access.hooks": "module.register_forward_hook(f)"},
         {"memory.manager": "table.transition(0, t, s, 'w')\nreplica.pins -= 1"},
         {"cli": "from hetero.report import x\nprint(x)", "report": ""},

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from hetero.config import HostLimit
+from hetero.internals import storage_uses
 from hetero.types import Lane
 
 POISON = 0xFF  # a NaN in every float format, -1 in every int format
@@ -269,4 +270,4 @@ def release_slab(slab: Slab) -> None:
 
 def use_count(piece: torch.Tensor) -> int:
     """Return how many tensors and handles share the storage of ``piece``."""
-    return int(torch._C._storage_Use_Count(piece.untyped_storage()._cdata))
+    return storage_uses(piece.untyped_storage()._cdata)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from hetero.errors import ConfigError
 from hetero.functional.loss import linear_cross_entropy
+from hetero.internals import make_wrapper, tree_map, without_torch_function
 
 LOSS = "ForCausalLMLoss"  # of transformers; models that share it name no other
 _METADATA = {
@@ -43,7 +43,7 @@ class LateLogits(torch.Tensor):
         hidden: torch.Tensor, size: int, compute: Callable[[torch.Tensor], torch.Tensor]
     ) -> LateLogits:
         """Return ``compute(hidden)``, of ``size`` columns, for later."""
-        made: LateLogits = torch.Tensor._make_wrapper_subclass(
+        made: LateLogits = make_wrapper(
             LateLogits, (*hidden.shape[:-1], size), dtype=hidden.dtype, device=hidden.device
         )
         made.hidden, made._compute, made._found = hidden, compute, None
@@ -70,7 +70,7 @@ class LateLogits(torch.Tensor):
     ) -> Any:
         given = tuple(args), kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*given[0], **given[1])
         args, kwargs = tree_map(_looked_at, given)
         return func(*args, **kwargs)

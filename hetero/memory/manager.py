@@ -44,6 +44,7 @@ from hetero.errors import (
     too_early,
 )
 from hetero.events import What
+from hetero.internals import storage_uses
 from hetero.memory.chunk import CopyTable
 from hetero.memory.codec import ENCODED_AT_ONCE, Workspace, is_finite
 from hetero.memory.frame import FrameMap, Place
@@ -118,11 +119,11 @@ class Replica:
     def leased(self) -> bool:
         """Whether somebody outside still holds a view; only meaningful while unbound."""
         # A fetch under way holds the frames too, and nobody has seen them yet.
-        return self.ready is None and int(torch._C._storage_Use_Count(self.cdata)) > self.baseline
+        return self.ready is None and storage_uses(self.cdata) > self.baseline
 
     def aliases(self, n_bound: int) -> bool:
         """Whether somebody outside holds a view while ``n_bound`` parameters are bound here."""
-        return int(torch._C._storage_Use_Count(self.cdata)) > self.baseline + n_bound
+        return storage_uses(self.cdata) > self.baseline + n_bound
 
 
 class ChunkManager:

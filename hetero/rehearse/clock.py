@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from hetero.dry import META
+from hetero.internals import TorchDispatchMode
 from hetero.plan.cost import attention_flops, side_of
 from hetero.plan.hardware import Dtype, Profile
 from hetero.rehearse.kernels import as_on_cpu

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
 from hetero.config import Config, parse_bytes
 from hetero.errors import BudgetError, ConfigError
+from hetero.internals import tree_iter
 from hetero.plan.cost import step_flops
 from hetero.plan.footprint import Attention, NormCode, Workload, layer_bytes
 from hetero.plan.hardware import Dtype, Profile, find

@@ -21,6 +21,7 @@ from hetero.config import Config
 from hetero.dry import DryDevice
 from hetero.errors import BudgetError, ConfigError
 from hetero.events import What
+from hetero.internals import run_backward
 from hetero.plan.activations import Use
 from hetero.plan.hardware import Profile, sha256
 from hetero.plan.machine import interpolated
@@ -220,7 +221,7 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> Step:
             loss = scene.loss(scene.model(*scene.args, **scene.kwargs))
         if scene.optimizer is not None:
             with nullcontext() if paged else phase(engine, "backward"):
-                backward(loss)
+                run_backward(loss)
     del loss
     if engine.optimizer is not None:
         with nullcontext() if paged else OpClock(device, scene.profile):
@@ -248,17 +249,6 @@ def phase(engine: Engine, name: str) -> Iterator[None]:
     with engine.log.during(What.PHASE, why=name):
         yield
     engine.log.phase = "between"
-
-
-def backward(loss: torch.Tensor) -> None:
-    """Run backward with the modes that are on: `Tensor.backward` is one of those that they see,
-    and would run without them."""
-    autograd: Any = torch.autograd
-    autograd._engine_run_backward(
-        *((loss,), (torch.ones_like(loss),), False, False, ()),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
 
 
 def is_settled(steps: Sequence[Step]) -> bool:

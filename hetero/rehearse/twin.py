@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from hetero.dry import META
 from hetero.errors import ConfigError, StateError
+from hetero.internals import tree_map
 from hetero.train.model.units import MARK
 
 

@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
-from torch.utils._python_dispatch import _disable_current_modes
-
 from hetero.dry import DryDevice
+from hetero.internals import without_modes
 from hetero.jobs import Job, Slice, Worker
 from hetero.rehearse.disk import DryDisk
 from hetero.types import Lane
@@ -47,7 +46,7 @@ class DryJob(Job):
         """Carry it out from a time on."""
         self.began, self.ended = begin, begin + self.seconds
         disk = self._worker.disk
-        with _disable_current_modes(), nullcontext() if disk is None else disk.at(begin):
+        with without_modes(), nullcontext() if disk is None else disk.at(begin):
             super().settle()
             if disk is not None and disk.now() > self.ended:
                 self.ended = disk.now()

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
 from hetero.device import Allocated, allocated
 from hetero.events import EventLog, What
+from hetero.internals import tree_iter
 from hetero.report.run import BucketMeta, Meta
 from hetero.report.storages import Category, Storages
 from hetero.train.access.hooks import Hooks

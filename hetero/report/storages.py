@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from hetero.events import EventLog, What
+from hetero.internals import TorchDispatchMode, is_traceable_wrapper_subclass
 from hetero.train.activations.meter import tensors_in
 from hetero.types import Kind, Tier
 

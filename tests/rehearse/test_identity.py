@@ -13,12 +13,12 @@ from torch import nn
 from hetero.config import Config
 from hetero.device import SimDevice, Ticket
 from hetero.dry import DryDevice
+from hetero.internals import run_backward
 from hetero.jobs import Worker
 from hetero.plan.hardware import Profile, find
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.kernels import AsOn
-from hetero.rehearse.rehearsal import backward
 from hetero.rehearse.twin import batch_twin, twin_of
 from hetero.rehearse.worker import DryWorker
 from hetero.train.engine.blueprint import draw
@@ -97,7 +97,7 @@ def trained(play: Play, *, dry: bool) -> Seen:
     with AsOn(is_cuda=False):
         for _ in range(STEPS):
             with OpClock(device, PROFILE):
-                backward(loss_of(model(data), data))
+                run_backward(loss_of(model(data), data))
             engine.optimizer.step()
             engine.optimizer.zero_grad()
             evictions += engine.stats.counts["evict"] + engine.stats.counts["discard"]

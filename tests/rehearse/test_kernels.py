@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hetero.internals import run_backward
 from hetero.rehearse.kernels import AsOn, as_on_cpu
-from hetero.rehearse.rehearsal import backward
 from hetero.rehearse.twin import batch_twin, twin_of
 
 D = 16
@@ -47,7 +47,7 @@ def operations(model: nn.Module, data: Tensor) -> list[str]:
     with AsOn(is_cuda=False), Operations() as seen:
         output = model(data)
         output = output[0] if isinstance(output, tuple) else output
-        backward(output.float().square().sum())
+        run_backward(output.float().square().sum())
     return seen.rows
 
 
@@ -155,7 +155,7 @@ def test_on_cuda_attention_is_one_kernel(dtype: torch.dtype, mask: bool, saved: 
     bias = torch.empty(64, 64, dtype=dtype, device="meta") if mask else None
     with AsOn(is_cuda=True), Operations() as seen:
         output = F.scaled_dot_product_attention(query, query, query, attn_mask=bias)
-        backward(output.sum())
+        run_backward(output.sum())
 
     assert output.shape == query.shape
     assert any(saved in row for row in seen.rows)

@@ -26,11 +26,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
 from hetero.errors import ConfigError, StateError
 from hetero.functional.head import causal_loss, head_of, late
+from hetero.internals import RUN_BACKWARD, tree_iter
 from hetero.interrupts import passing, theirs
 from hetero.train.access.runtime import Runtime
 from hetero.train.activations.meter import Meter
@@ -100,16 +100,19 @@ class Hooks:
         self._replace(module, "forward", Within(module.forward, block, made))
 
     def _surround_backward(self, listener: Listener) -> None:
-        autograd: Any = torch.autograd
-        plain = autograd._engine_run_backward
-        within = Within(plain, listener.backward)
+        made: list[Within] = []
+
+        def make(plain: Any) -> Within:
+            made.append(Within(plain, listener.backward))
+            return made[0]
+
+        watched = RUN_BACKWARD.replaced(make)
+        watched.install()
 
         def undo() -> None:
-            within.block = nullcontext  # somebody who replaced it meanwhile may call it still
-            if autograd._engine_run_backward is within:
-                autograd._engine_run_backward = plain
+            made[0].block = nullcontext  # other code that replaced it may call it still
+            watched.uninstall()
 
-        autograd._engine_run_backward = within
         self._undo.append(undo)
 
     def _await(self, listener: Listener, unit: int, output: Any) -> None:

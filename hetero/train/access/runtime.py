@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter
 
 from hetero.device import ALONE, Device, use_count
 from hetero.errors import StateError
 from hetero.events import What
 from hetero.functional.head import LateLogits
+from hetero.internals import NO_TASK, at_end_of_backward, graph_task, install, is_faking, tree_iter
 from hetero.memory.layout import Layout, Segment
 from hetero.memory.manager import ChunkManager
 from hetero.plan.schedule import Op
@@ -29,7 +29,9 @@ from hetero.train.access.cursor import Cursor
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.activations.caches import is_cache
 from hetero.train.activations.held import CHANGED
-from hetero.train.activations.saved import Saved, SavedTensors, foreign, guard_hooks, is_faking
+from hetero.train.activations.meter import GUARDS as METERING
+from hetero.train.activations.saved import GUARDS as SAVING
+from hetero.train.activations.saved import Saved, SavedTensors, foreign
 from hetero.train.activations.structure import leaves_of
 from hetero.train.gradients.store import GradStore
 from hetero.train.model import binding, faults
@@ -39,8 +41,6 @@ from hetero.train.model.lazy import HomeSlot, shown
 from hetero.train.update.masters import Masters, Scaling
 from hetero.types import Kind, Phase, Tier
 
-_task = torch._C._current_graph_task_id
-NO_TASK = -1
 WHY = {phase: phase.value for phase in Phase}  # asked of an enum it costs two calls
 NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.EVAL: "eval"}
 _HOMEWARD = (torch.Tensor.detach, torch.Tensor.copy_)
@@ -118,6 +118,7 @@ class Runtime:
         self.spare: Callable[[], int] = lambda: 0  # frames there may be besides, between steps
         self.resume: Callable[[], None] = lambda: None  # gives them back
         self.before_use: Callable[[], None] = lambda: None  # raises where the model must not be
+        self.unguard: Callable[[], object] = lambda: None  # takes off what torch does otherwise
         self.swizzle: Swizzle  # set by attach: its classes fault into this runtime
         self.saved = SavedTensors(self)
         self.early: EarlyUpdates | NoEarlyUpdates = NoEarlyUpdates()
@@ -145,7 +146,7 @@ class Runtime:
     @property
     def is_running(self) -> bool:
         """Whether the model is inside its forward, or inside a backward pass through it."""
-        task = _task()
+        task = graph_task()
         return bool(self._phases) if task == NO_TASK else task == self._graph_task
 
     @property
@@ -155,10 +156,10 @@ class Runtime:
 
     def attach(self, params: Sequence[nn.Parameter]) -> None:
         """Take the parameters over as placeholders; their homes hold the values already."""
-        faults.guard_functorch()
-        faults.guard_scripts()
         faults.guard_compiler()
-        guard_hooks()
+        undo = install((*faults.GUARDS, *SAVING, *METERING))
+        self.unguard = weakref.finalize(self, undo)
+        self.unguard.atexit = False
         paged, pinned = faults.paged_classes(self)
         place = self._device.torch_device
         self.swizzle = Swizzle(params, self.layout, place, paged, pinned)
@@ -171,7 +172,7 @@ class Runtime:
         """Begin a unit's forward: pin, bind, look ahead. Returns whether hooks were pushed."""
         faults.refuse_transforms()
         buckets = self.needs[unit]
-        if _task() == NO_TASK or self._open is None or self._open.buckets != buckets:
+        if graph_task() == NO_TASK or self._open is None or self._open.buckets != buckets:
             self._settle_backward()
         # else the unit is computed again for a node that has unpacked one of its weights already,
         # and would show it: a pin that is let go is not what the node waits for
@@ -243,11 +244,11 @@ class Runtime:
             self.manager.watch(bucket for bucket in buckets if not self.swizzle.bound[bucket])
 
     def _spare(self) -> int:
-        computes = self._phases or self._entered or _task() != NO_TASK
+        computes = self._phases or self._entered or graph_task() != NO_TASK
         return 0 if computes else self.spare()
 
     def _phase(self) -> Phase:
-        if _task() != NO_TASK:
+        if graph_task() != NO_TASK:
             return Phase.BACKWARD
         if self._phases:
             return self._phases[-1]
@@ -364,7 +365,7 @@ class Runtime:
         if now != saved.version:
             what = f"parameter {segment.spec.name!r} of shape {list(segment.spec.shape)}"
             raise RuntimeError(CHANGED.format(what=what, now=now, then=saved.version))
-        if _task() == NO_TASK:
+        if graph_task() == NO_TASK:
             self._pin((bucket,), "saved")
             view = self._view(bucket, segment.offset, saved)
             self.manager.unpin((bucket,))
@@ -393,11 +394,11 @@ class Runtime:
 
     def gradient_arrived(self) -> None:
         """A gradient is complete; its flush starts at the next event."""
-        task = _task()
+        task = graph_task()
         if task != NO_TASK and task != self._graph_task:
             self._graph_task = task
             self._backward_began, self._log.phase = self._log.clock(), NAMES[Phase.BACKWARD]
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
             self.backward_begins()
 
     def _end_backward(self) -> None:
@@ -416,7 +417,7 @@ class Runtime:
     def _settle_backward(self) -> None:
         """Close the backward access: its unit is done, or an error ended the pass."""
         self._close_backward()
-        if _task() == NO_TASK:
+        if graph_task() == NO_TASK:
             self._graph_task = NO_TASK
 
     def _view(self, bucket: int, offset: int, saved: Saved) -> torch.Tensor:
@@ -506,7 +507,7 @@ class Runtime:
             with binding.plainly():  # only the class took part, no parameter's bytes
                 return func(*args, **kwargs)
         phase = self._phase()
-        if _task() != NO_TASK:
+        if graph_task() != NO_TASK:
             self.touch(buckets[0])  # backward moves on: let go of the unit it was at
         with self.lend(buckets, "fault"):
             for bucket in buckets:

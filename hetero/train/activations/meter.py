@@ -12,10 +12,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_iter
 
 from hetero.device import Device
+from hetero.internals import RUN_BACKWARD, Replacement, TorchDispatchMode, current_mode, tree_iter
 from hetero.train.activations.held import Footprint
 from hetero.train.model.binding import plainly
 
@@ -240,7 +239,6 @@ class TracedMeter:
         self._mode = LiveBytes(grown=self._look, ours=ours, passing=passing)
         self._end = 0
         _meters.add(self)
-        guard_backward()
 
     def _look(self, live_bytes: int) -> int:
         keeper = self._keeper()
@@ -255,7 +253,7 @@ class TracedMeter:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        if _get_current_dispatch_mode() is self._mode:  # a backward inside a forward
+        if current_mode() is self._mode:  # a backward inside a forward
             yield
             return
         with self._mode:
@@ -314,12 +312,8 @@ def make_meter(
     return BoundMeter(footprint, gradient_bytes)
 
 
-def guard_backward() -> None:
+def _for_passes(run: Callable[..., Any]) -> Callable[..., Any]:
     """Have backward passes watched: a mode holds for a pass only where it is on as it begins."""
-    autograd: Any = torch.autograd
-    run = autograd._engine_run_backward
-    if hasattr(run, "hetero_guard"):
-        return
 
     @functools.wraps(run)
     def watched(roots: Any, *args: Any, **kwargs: Any) -> Any:
@@ -328,8 +322,7 @@ def guard_backward() -> None:
                 stack.enter_context(meter.watching())
             return run(roots, *args, **kwargs)
 
-    watched.hetero_guard = True  # type: ignore[attr-defined]  # once is enough
-    autograd._engine_run_backward = watched
+    return watched
 
 
 def meters_of(roots: Sequence[Any]) -> list[TracedMeter]:
@@ -372,3 +365,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
+
+
+GUARDS: tuple[Replacement, ...] = (RUN_BACKWARD.replaced(_for_passes),)
+"""What torch has to do otherwise while a meter watches passes."""

@@ -16,14 +16,13 @@ import torch
 
 from hetero.device import ALONE, Device, Ticket, use_count
 from hetero.errors import BudgetError, StateError
+from hetero.internals import NO_TASK, graph_task, in_backward
 from hetero.memory.parcel import Parcel, ParcelStore
 from hetero.train.activations.held import Footprint, Held, Kept
-from hetero.train.model.graph import NO_TASK, in_backward
 
 MIN_BYTES = 16 * 2**10  # smaller storages stay: a transfer's launch costs more than they weigh
 PATIENCE = 4  # borders after which a storage that others still have stays for good
 NOBODY = -1
-_task = torch._C._current_graph_task_id
 
 
 class Load:
@@ -223,7 +222,7 @@ class Offload:
 
     def awake(self) -> None:
         """Something is unpacked; where a pass begins with it, fetch what was made last."""
-        task = _task()
+        task = graph_task()
         if task in (NO_TASK, self._pass):
             return
         self._pass = task

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from hetero.internals import in_backward, is_faking
 from hetero.interrupts import theirs
 from hetero.plan.activations import KEEP, OFFLOAD, RECOMPUTE, Policy
 from hetero.train.activations.caches import has_rows
@@ -22,9 +23,8 @@ from hetero.train.activations.moment import Reach
 from hetero.train.activations.offload import Offload
 from hetero.train.activations.proof import Proof
 from hetero.train.activations.recompute import BeforeNode, Call, Forward, Trial
-from hetero.train.activations.saved import SavedTensors, foreign, is_faking
+from hetero.train.activations.saved import SavedTensors, foreign
 from hetero.train.activations.slices import Checked, Sliced, batch_of, check_unit, find_cut
-from hetero.train.model.graph import in_backward
 from hetero.train.model.units import Unit
 
 CHOICES = {"auto": KEEP, "keep": KEEP, "recompute": RECOMPUTE, "offload": OFFLOAD}

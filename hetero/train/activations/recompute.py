@@ -17,13 +17,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hetero.errors import BudgetError, HeteroError, StateError
+from hetero.internals import in_backward
 from hetero.interrupts import theirs
 from hetero.train.activations.caches import is_cache, twin
 from hetero.train.activations.moment import Moment, Reach
 from hetero.train.activations.proof import Digests
 from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.structure import flatten, told_apart
-from hetero.train.model.graph import in_backward, versions
+from hetero.train.model.graph import versions
 
 Call = Callable[..., Any]
 BeforeNode = Callable[[Any, Callable[..., None]], None]

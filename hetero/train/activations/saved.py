@@ -15,13 +15,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hetero.errors import HeteroError, StateError
+from hetero.internals import (
+    SAVED_HOOKS_ENTER,
+    Replacement,
+    in_backward,
+    is_faking,
+    pop_saved_hooks,
+    push_saved_hooks,
+    top_saved_hooks,
+)
 from hetero.train.activations.held import Footprint, Held, Kept
 from hetero.train.activations.offload import Offload
 from hetero.train.activations.proof import Digests
 from hetero.train.model.binding import plainly
-
-_autograd = torch._C._autograd
-_top = _autograd._top_saved_tensors_default_hooks
 
 
 class Saved(NamedTuple):
@@ -108,7 +114,7 @@ class Pack:
             alias = tensor.detach() if tensor.grad_fn is not None else tensor
             return Kept(alias, Held(self._footprint, key, n_bytes))
         # An enclosing checkpoint drops what it is given in forward and keeps it in recomputation.
-        recomputed = torch._C._current_graph_task_id() != -1
+        recomputed = in_backward()
         held = Held(self._footprint, key, n_bytes) if recomputed else None
         return Delegated(self.outer[1], self.outer[0](tensor), held, self._owner.again)
 
@@ -183,14 +189,14 @@ class SavedTensors:
 
     def push(self) -> None:
         """Make our hooks the innermost pair, delegating to the present one."""
-        _autograd._push_saved_tensors_default_hooks(self._pack(), self._unpack)
+        push_saved_hooks(self._pack(), self._unpack)
 
     def pop(self) -> None:
         """Take our hooks off again."""
-        _autograd._pop_saved_tensors_default_hooks()
+        pop_saved_hooks()
 
     def _pack(self) -> Pack:
-        top = _top(True)
+        top = top_saved_hooks(True)
         if top is None:
             return self._plain
         pack = top[0]
@@ -221,11 +227,6 @@ class SavedTensors:
             raise packed.again.refusal(f"ended in {str(error).splitlines()[0]!r}") from error
 
 
-def is_faking() -> bool:
-    """Whether operations make fake tensors, which have shapes and no bytes."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
 def foreign() -> bool:
     """Return whether somebody else's saved-tensor hooks are innermost.
 
@@ -233,20 +234,16 @@ def foreign() -> bool:
     again in recomputation. A fault inside such a region must leave its pair alone both times; the
     aliases it keeps are leases.
     """
-    top = _top(True)
+    top = top_saved_hooks(True)
     return top is not None and not isinstance(top[0], Pack)
 
 
-def guard_hooks() -> None:
+def _for_aliases(enter: Callable[[Any], None]) -> Callable[[Any], None]:
     """Hand the user's own saved-tensor hooks an alias of a paged parameter, not the parameter.
 
     A pack hook that keeps what it is given would keep the Parameter object, which is a placeholder
     by the time it is unpacked. The alias keeps its frame as a lease.
     """
-    owner = torch.autograd.graph.saved_tensors_hooks
-    if hasattr(owner.__enter__, "hetero_guard"):
-        return
-    enter = owner.__enter__
 
     def guarded(self: Any) -> None:
         pack = self.pack_hook
@@ -260,5 +257,8 @@ def guard_hooks() -> None:
             self.pack_hook = alias
         enter(self)
 
-    guarded.hetero_guard = True  # type: ignore[attr-defined]
-    owner.__enter__ = guarded  # type: ignore[method-assign]
+    return guarded
+
+
+GUARDS: tuple[Replacement, ...] = (SAVED_HOOKS_ENTER.replaced(_for_aliases),)
+"""What torch has to do otherwise while parameters are pages."""

@@ -29,6 +29,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hetero.errors import HeteroError, StateError
+from hetero.internals import keeps_graph
 from hetero.interrupts import theirs
 from hetero.train.activations.caches import is_cache, put_together, rows_of, twin
 from hetero.train.activations.moment import Moment, Reach
@@ -37,7 +38,6 @@ from hetero.train.model.graph import leaves_of, users_hooks, versions
 from hetero.train.model.units import makes_anew
 
 Call = Callable[..., Any]
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 NEAR = {1: 0.2, 2: 0.05, 4: 1e-3, 8: 1e-8}  # of the largest output, by bytes of a number
 
 
@@ -285,7 +285,7 @@ class _Slices(torch.autograd.Function):
                     if part is not None:
                         part.put(rows, next(rest))
         totals = [s.total for s in sums]
-        if not _keeps_graph():  # [Note: out of gc's sight]
+        if not keeps_graph():  # [Note: out of gc's sight]
             del ctx.job, ctx.moments
         return None, None, *totals, *(None if part is None else part.whole for part in parts)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 
+from hetero.internals import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 from hetero.train.activations.caches import is_cache
 
 _PLAIN = frozenset({type(None), bool, int, float, str})

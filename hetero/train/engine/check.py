@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
 from hetero.device import ALONE
 from hetero.errors import ConfigError, StateError
+from hetero.internals import is_traceable_wrapper_subclass, storage_uses, tree_iter
 from hetero.memory.codec import is_finite
 from hetero.memory.layout import Layout
 from hetero.memory.slab import refusal
@@ -313,7 +312,7 @@ def warn_of_aliases(spans: Mapping[int, Sequence[Span]]) -> None:
 
 def use_count_of(storage: int) -> int:
     """Return how many tensors have a storage, by its address."""
-    return int(torch._C._storage_Use_Count(storage)) - (ALONE - 1)
+    return storage_uses(storage) - (ALONE - 1)
 
 
 def check_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:

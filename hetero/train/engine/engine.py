@@ -1078,6 +1078,7 @@ class Engine:
         """Give the plain optimizer its states and its step again; files and threads go."""
         if hasattr(self, "runtime"):
             self.runtime.closed = True
+            self.runtime.unguard()
         self.worker.close()
         if self.inner is not None:
             self.inner.__dict__.pop("step", None)
@@ -1100,6 +1101,8 @@ class Engine:
         paged = hasattr(self, "runtime") and hasattr(self.runtime, "swizzle")
         if paged and self.mode == "paged":
             self._unhook()
+        if hasattr(self, "runtime"):
+            self.runtime.unguard()
         self.hooks.remove()
         resident = self.mode == "resident"
         self.origin.move_out(self.store, self.masters, resident=resident, failed=failed)

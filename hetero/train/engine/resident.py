@@ -17,12 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from hetero.device import use_count
 from hetero.errors import StateError
+from hetero.internals import NO_TASK, at_end_of_backward, graph_task
 from hetero.memory.layout import Bucket, Layout, row
 from hetero.train.gradients.store import GradStore
 from hetero.train.model import binding, faults
 from hetero.train.update.masters import Masters, Scaling
-
-_task = torch._C._current_graph_task_id
 
 
 class Resident:
@@ -42,7 +41,7 @@ class Resident:
         self._masters = masters
         self._grads = grads
         self._shown: dict[int, torch.Tensor] = {}  # weights as they were when an alias left
-        self._graph_task = -1
+        self._graph_task = NO_TASK
         _, pinned = faults.paged_classes(self)
         for param in params:
             param.__class__ = pinned
@@ -50,13 +49,13 @@ class Resident:
 
     def gradient_arrived(self) -> None:
         """A gradient is complete; it goes home when the backward pass is over."""
-        task = _task()
+        task = graph_task()
         if task != self._graph_task:
             self._graph_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._graph_task = -1
+        self._graph_task = NO_TASK
         self._grads.flush_pending()
 
     def quiesce(self) -> None:

@@ -29,6 +29,7 @@ from torch import nn
 
 from hetero.device import ALONE, Device, Ticket, use_count
 from hetero.errors import ConfigError, StateError, too_early
+from hetero.internals import DISPATCHERS, ENGINE_CODE, in_backward, make_wrapper, storage_uses
 from hetero.jobs import Job, Worker
 from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.memory.pool import Use
@@ -41,14 +42,7 @@ from hetero.types import Kind
 
 _aten = torch.ops.aten
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
-_task = torch._C._current_graph_task_id
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
-_DISPATCHERS = (
-    *(__name__, "torch._ops", "torch.utils._python_dispatch"),
-    # a mode's own frames
-    *("torch._dynamo.eval_frame", "torch._compile", "hetero.train.activations.meter"),
-)
-NO_TASK = -1
+_DISPATCHERS = (__name__, *DISPATCHERS, "hetero.train.activations.meter")  # a mode's own frames
 GRAD, WIDE = Kind.GRAD.value, "grad32"
 Norm = tuple[float, torch.Tensor]
 
@@ -260,14 +254,14 @@ def _called_by_autograd() -> bool:
     The engine calls from C++: the nearest Python frame is then the one that started it, or none in
     a thread of its own.
     """
-    if _task() == NO_TASK:
+    if not in_backward():
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
         frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"] in _DISPATCHERS
     ):
         frame = frame.f_back
-    return frame is None or frame.f_code is _ENGINE
+    return frame is None or frame.f_code is ENGINE_CODE
 
 
 def _mul(grad: LazyGrad, other: Any) -> bool:
@@ -412,7 +406,7 @@ class GradStore:
 
     def _is_held(self, index: int, storage: int, n_siblings: int) -> bool:
         """Whether somebody else refers to a gradient, or to bytes of its storage."""
-        uses = int(torch._C._storage_Use_Count(storage))
+        uses = storage_uses(storage)
         return holders(self._params[index]) > self._alone or uses > ALONE - 1 + n_siblings
 
     def _refuse_scaled(self, index: int, grad: torch.Tensor) -> None:
@@ -740,14 +734,14 @@ class _Counting(torch.Tensor):
         if func is _aten.add_.Tensor:
             args[0].uses = references(args[1])
             return args[0]
-        return cls._make_wrapper_subclass(cls, args[0].shape)  # detach: as good as any
+        return make_wrapper(cls, args[0].shape)  # detach: as good as any
 
 
 def lone_uses() -> int:
     """Return the references to an addend that autograd alone refers to (it differs by release)."""
     with torch.inference_mode(False), torch.enable_grad():
         probe = torch.zeros(2, requires_grad=True)
-        grad = torch.Tensor._make_wrapper_subclass(_Counting, probe.shape)
+        grad = make_wrapper(_Counting, probe.shape)
         probe.grad = grad
         (probe * 2).sum().backward()
     return int(grad.uses)

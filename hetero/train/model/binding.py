@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from hetero.errors import StateError
+from hetero.internals import version_of, without_torch_function
 from hetero.memory.layout import Layout
 from hetero.memory.manager import Replica
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
-plainly = torch._C.DisableTorchFunctionSubclass
+plainly = without_torch_function
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Swizzle:
                 raise self._tampered(bucket, len(versions))
             param.__class__ = pinned
             _set_data(param, view)
-            versions.append(_version(param))
+            versions.append(version_of(param))
         self._versions[bucket] = versions
 
     def unbind(self, bucket: int) -> list[int]:
@@ -87,7 +87,7 @@ class Swizzle:
         """Return positions of the bound parameters written since this was last asked."""
         found, versions = [], self._versions[bucket]
         for position, param in enumerate(self._of_bucket[bucket]):
-            now = _version(param)
+            now = version_of(param)
             if now != versions[position]:
                 found.append(position)
                 versions[position] = now

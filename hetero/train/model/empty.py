@@ -13,6 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hetero.internals import make_subclass
+
 PATCHING = threading.Lock()
 FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
 PLACE = "hetero_place"  # on an empty parameter that knows where its value is
@@ -112,7 +114,7 @@ def _holds_memory(param: Any) -> bool:
 def _on_meta(param: nn.Parameter) -> nn.Parameter:
     """Return a parameter of the same class, geometry and attributes without memory."""
     data = torch.empty_like(param.data, device="meta")
-    empty: nn.Parameter = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
+    empty: nn.Parameter = make_subclass(type(param), data, param.requires_grad)
     empty.__dict__.update(param.__dict__)
     return empty
 

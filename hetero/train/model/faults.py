@@ -12,15 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
-import torch._dynamo
-import torch._functorch.eager_transforms
-import torch._functorch.vmap
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._pytree import tree_iter
 
 from hetero.errors import StateError
-from hetero.train.activations.saved import is_faking
+from hetero.internals import (
+    SCRIPT_CALL,
+    WRAPPERS,
+    Replacement,
+    break_graphs_at,
+    functorch_level,
+    is_faking,
+    no_torch_function,
+    tracing_state,
+    tree_iter,
+)
 from hetero.train.model.binding import plainly
 
 FUNCTORCH = (
@@ -32,7 +38,6 @@ TRACING = (
     " its weights",
     "hetero.release the model first, or trace a copy that has loaded model.state_dict()",
 )
-_functorch = torch._C._functorch.peek_interpreter_stack
 
 
 class Faults(Protocol):
@@ -175,7 +180,7 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
     class PinnedParameter(Refusing):
         """A parameter whose ``data`` lies in a frame that is held."""
 
-        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+        __torch_function__ = no_torch_function
 
         @property
         def data(self) -> torch.Tensor:
@@ -247,18 +252,21 @@ def read_data(param: nn.Parameter) -> torch.Tensor:
 
 def refuse_transforms() -> None:
     """Raise StateError inside of what does not see paged parameters: transforms and tracers."""
-    if _functorch() is not None:
+    if functorch_level() is not None:
         raise StateError(FUNCTORCH[0], advice=FUNCTORCH[1])
     traces_real = get_proxy_mode() is not None and not is_faking()  # torch.export's are fake
-    if traces_real or torch._C._get_tracing_state() is not None:
+    if traces_real or tracing_state() is not None:
         raise StateError(TRACING[0], advice=TRACING[1])
 
 
-def guard_scripts() -> None:
+@functools.cache
+def guard_compiler() -> None:
+    """Make compiled functions break their graph where they touch an unbound parameter."""
+    break_graphs_at(__name__)
+
+
+def _for_scripts(plain: Any) -> Any:
     """Make script functions, which ask no ``__torch_function__``, see the parameters' bytes."""
-    plain: Any = torch.jit.ScriptFunction.__call__
-    if hasattr(plain, "hetero_guard"):
-        return
 
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         for value in tree_iter((args, kwargs)):
@@ -266,34 +274,26 @@ def guard_scripts() -> None:
                 return type(value).hetero_runtime.fault(plain, (self, *args), kwargs)
         return plain(self, *args, **kwargs)
 
-    guarded.hetero_guard = True  # type: ignore[attr-defined]
-    torch.jit.ScriptFunction.__call__ = guarded  # type: ignore[method-assign]
+    return guarded
 
 
-@functools.cache
-def guard_compiler() -> None:
-    """Make compiled functions break their graph where they touch an unbound parameter."""
-    torch._dynamo.trace_rules.add(__name__)
-
-
-def guard_functorch() -> None:
+def _for_transforms(wrap: Callable[..., Any]) -> Callable[..., Any]:
     """Make torch.func refuse an unbound parameter that is passed to a transform as an argument.
 
     A transform wraps its arguments in C++, past ``__torch_function__``, and would compute with the
     placeholder's NaN. Wrapping goes through one Python name per family; each gets a check.
     """
-    transforms = torch._functorch.eager_transforms, torch._functorch.vmap
-    for module, name in zip(transforms, ("_wrap_for_grad", "_add_batch_dim"), strict=True):
-        wrap = getattr(module, name, None)
-        if wrap is not None and not hasattr(wrap, "hetero_guard"):
-            setattr(module, name, _guarded(wrap))
 
-
-def _guarded(wrap: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(tensor: Any, *args: Any) -> Any:
         if getattr(type(tensor), "hetero_paged", False):
             raise StateError(FUNCTORCH[0], advice=FUNCTORCH[1])
         return wrap(tensor, *args)
 
-    guarded.hetero_guard = True  # type: ignore[attr-defined]
     return guarded
+
+
+GUARDS: tuple[Replacement, ...] = (
+    SCRIPT_CALL.replaced(_for_scripts),
+    *(place.replaced(_for_transforms) for place in WRAPPERS),
+)
+"""What torch has to do otherwise while parameters are pages."""

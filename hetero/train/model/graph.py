@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 import torch
 
 R = TypeVar("R")
-NO_TASK = -1
-_task = torch._C._current_graph_task_id
 
 
 class OurHook:
@@ -27,11 +25,6 @@ def users_hooks(param: torch.Tensor) -> list[Any]:
     """Return the hooks on a parameter's gradient that are not ours."""
     hooks = getattr(param, "_backward_hooks", None) or {}
     return [hook for hook in hooks.values() if not isinstance(hook, OurHook)]
-
-
-def in_backward() -> bool:
-    """Whether the calling thread is inside a backward pass."""
-    return bool(_task() != NO_TASK)
 
 
 def leaves_of(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map
 
+from hetero.internals import make_wrapper, tree_map
 from hetero.memory.layout import Segment
 from hetero.memory.slab import Home, HomeStore
 
@@ -44,9 +44,7 @@ class Lazy(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Lazy:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=stride, dtype=dtype, device=device
-        )
+        self: Lazy = make_wrapper(cls, shape, strides=stride, dtype=dtype, device=device)
         self.slot = slot
         return self
 

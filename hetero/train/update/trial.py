@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero.errors import ConfigError
+from hetero.internals import TorchDispatchMode
 from hetero.train.model.binding import plainly
 from hetero.train.update.rules import (
     ELEMENTWISE,

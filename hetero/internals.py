@@ -1,0 +1,221 @@
+"""The one door to torch's private names (floor 0).
+
+They may change with any release of torch. Each is looked up once, as this module is imported; where
+one is missing, the error says which releases hetero knows. Functions of torch that have to be
+others while a model is prepared are replaced by a `Replacement`, which counts who needs it and puts
+torch's own back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+from hetero.errors import unknown_torch
+
+NAMES = (  # module, attribute
+    *(("torch._C", "_current_graph_task_id"), ("torch._C", "_storage_Use_Count")),
+    *(("torch._C", "_get_tracing_state"), ("torch._C", "DisableTorchFunctionSubclass")),
+    *(("torch._C", "_disabled_torch_function_impl"), ("torch.Tensor", "_make_wrapper_subclass")),
+    *(("torch.Tensor", "_make_subclass"), ("torch.Tensor", "_version")),
+    *(("torch._C._autograd", "_top_saved_tensors_default_hooks"),),
+    *(("torch._C._autograd", "_push_saved_tensors_default_hooks"),),
+    *(("torch._C._autograd", "_pop_saved_tensors_default_hooks"),),
+    *(("torch._C._autograd", "_get_current_graph_task_keep_graph"),),
+    *(("torch._C", "_get_dispatch_mode"), ("torch._C", "_TorchDispatchModeKey")),
+    *(("torch._C._functorch", "peek_interpreter_stack"),),
+    *(("torch.autograd", "_engine_run_backward"), ("torch.autograd.graph", "_engine_run_backward")),
+    *(("torch.autograd.Variable", "_execution_engine"),),
+    *(("torch.utils._python_dispatch", "_disable_current_modes"),),
+    *(("torch.utils._python_dispatch", "_get_current_dispatch_mode"),),
+    *(("torch._functorch.eager_transforms", "_wrap_for_grad"),),
+    *(("torch._functorch.vmap", "_add_batch_dim"), ("torch._dynamo.trace_rules", "add")),
+)
+
+
+def find(module: str, name: str) -> Any:
+    """Return a private name of torch; raises UnknownTorch where this release has none."""
+    owner: Any
+    try:
+        owner = import_module(module)
+    except ImportError:  # a class or a namespace in C++ is no module
+        above, _, last = module.rpartition(".")
+        owner = getattr(import_module(above), last, None)
+    found = getattr(owner, name, None)
+    if found is None:
+        raise unknown_torch(f"{module}.{name}", torch.__version__)
+    return found
+
+
+_FOUND = {f"{module}.{name}": find(module, name) for module, name in NAMES}
+
+# -- backward passes -----------------------------------------------------------------------------
+
+NO_TASK = -1
+graph_task: Callable[[], int] = _FOUND["torch._C._current_graph_task_id"]
+"""Return the number of the backward pass that the calling thread is in; NO_TASK outside of one."""
+ENGINE_CODE: CodeType = _FOUND["torch.autograd.graph._engine_run_backward"].__code__
+"""Of the frame that calls the engine of autograd."""
+DISPATCHERS = (
+    *("torch._ops", "torch.utils._python_dispatch", "torch._dynamo.eval_frame", "torch._compile"),
+)
+"""Modules whose frames stand between an operation and who asked for it."""
+
+
+keeps_graph: Callable[[], bool] = _FOUND["torch._C._autograd._get_current_graph_task_keep_graph"]
+"""Whether the backward pass of this thread retains its graph."""
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward pass."""
+    return graph_task() != NO_TASK
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have ``call`` called when the backward pass of this thread ends without an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def run_backward(loss: torch.Tensor) -> None:
+    """Run backward under the modes that are on: `Tensor.backward` is one of those that they see,
+    and would run without them."""
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward(
+        *((loss,), (torch.ones_like(loss),), False, False, ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+# -- storages ------------------------------------------------------------------------------------
+
+storage_uses: Callable[[int], int] = _FOUND["torch._C._storage_Use_Count"]
+"""Return how many tensors and handles share a storage, by its address in C++."""
+
+# -- saved tensors -------------------------------------------------------------------------------
+
+top_saved_hooks: Callable[[bool], Any] = _FOUND[
+    "torch._C._autograd._top_saved_tensors_default_hooks"
+]
+push_saved_hooks: Callable[[Any, Any], None] = _FOUND[
+    "torch._C._autograd._push_saved_tensors_default_hooks"
+]
+pop_saved_hooks: Callable[[], None] = _FOUND["torch._C._autograd._pop_saved_tensors_default_hooks"]
+
+# -- dispatch ------------------------------------------------------------------------------------
+
+without_torch_function: Any = _FOUND["torch._C.DisableTorchFunctionSubclass"]
+"""A block in which subclasses of tensors are plain tensors."""
+no_torch_function: Any = _FOUND["torch._C._disabled_torch_function_impl"]
+"""The ``__torch_function__`` of a class that has none."""
+version_of: Callable[[torch.Tensor], int] = _FOUND["torch.Tensor._version"].__get__
+"""Return how often a tensor was written."""
+make_subclass: Callable[..., Any] = _FOUND["torch.Tensor._make_subclass"]
+"""Return a tensor of a subclass on the memory of another."""
+make_wrapper: Callable[..., Any] = _FOUND["torch.Tensor._make_wrapper_subclass"]
+"""Return a tensor of a subclass and a shape that has no memory of its own."""
+without_modes: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._disable_current_modes"]
+"""A block in which no dispatch mode sees operations."""
+_dispatch_mode = _FOUND["torch._C._get_dispatch_mode"]
+_FAKE = _FOUND["torch._C._TorchDispatchModeKey"].FAKE
+current_mode: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._get_current_dispatch_mode"]
+
+
+def is_faking() -> bool:
+    """Whether operations make fake tensors, which have shapes and no bytes."""
+    return _dispatch_mode(_FAKE) is not None
+
+
+functorch_level: Callable[[], Any] = _FOUND["torch._C._functorch.peek_interpreter_stack"]
+"""Return the innermost functorch transform; None outside of all."""
+tracing_state: Callable[[], Any] = _FOUND["torch._C._get_tracing_state"]
+"""Return the state of `torch.jit.trace`; None outside of it."""
+break_graphs_at: Callable[[str], None] = _FOUND["torch._dynamo.trace_rules.add"]
+"""Have the compiler break its graph at functions of a module."""
+
+# -- functions that are replaced -----------------------------------------------------------------
+
+_lock = threading.RLock()
+
+
+class Replacement:
+    """A function of torch that is another one while anybody needs it.
+
+    Args:
+        make: returns what stands in its place, for torch's own. Where other code has replaced ours
+            in turn, ours stays beneath it, and is used again by the next who needs it.
+    """
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        self._owner, self._name, self._make = owner, name, make
+        self._n_users = 0
+        self._own: Any = None  # what the owner itself had: nothing, where it had inherited it
+        self._ours: Any = None
+
+    def install(self) -> None:
+        """Count one more who needs it."""
+        with _lock:
+            if self._ours is None:
+                self._own = vars(self._owner).get(self._name)
+                self._ours = self._make(getattr(self._owner, self._name))
+                setattr(self._owner, self._name, self._ours)
+            self._n_users += 1
+
+    def uninstall(self) -> None:
+        """Count one less; torch's own is back after the last."""
+        with _lock:
+            self._n_users -= 1
+            if self._n_users or vars(self._owner).get(self._name) is not self._ours:
+                return
+            if self._own is None:
+                delattr(self._owner, self._name)
+            else:
+                setattr(self._owner, self._name, self._own)
+            self._ours = None
+
+
+class Place(NamedTuple):
+    """Where a function of torch is found that may be replaced."""
+
+    owner: Any
+    name: str
+
+    def replaced(self, make: Callable[[Any], Any]) -> Replacement:
+        """Return a replacement by what ``make`` returns for torch's own."""
+        return Replacement(self.owner, self.name, make)
+
+
+RUN_BACKWARD = Place(torch.autograd, "_engine_run_backward")
+SCRIPT_CALL = Place(torch.jit.ScriptFunction, "__call__")
+SAVED_HOOKS_ENTER = Place(torch.autograd.graph.saved_tensors_hooks, "__enter__")
+WRAPPERS = (  # through which transforms of functorch take their arguments
+    Place(import_module("torch._functorch.eager_transforms"), "_wrap_for_grad"),
+    Place(import_module("torch._functorch.vmap"), "_add_batch_dim"),
+)
+
+
+def install(replacements: tuple[Replacement, ...]) -> Callable[[], None]:
+    """Install replacements; returns what takes each of them off again."""
+    for each in replacements:
+        each.install()
+    left = list(replacements)
+
+    def undo() -> None:
+        while left:  # a second call finds none
+            left.pop().uninstall()
+
+    return undo
