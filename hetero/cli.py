@@ -126,7 +126,7 @@ def train(config: str | None, dry_run: bool, as_json: bool, **given: Any) -> Non
     SIGTERM, finishes the step and saves it; the same command with --resume goes on bit for bit.
 
     Options in a file have the same names; those on the command line go on top. The exit status is 0
-    for a whole run, 2 for a request that cannot be honoured, 130 behind Ctrl-C, 143 behind SIGTERM;
+    for a whole run, 2 for a request that cannot be honoured, 130 after Ctrl-C, 143 after SIGTERM;
     with --dry-run 1 where it does not fit.
     """
     chosen = {key: value for key, value in given.items() if value not in (None, ())}
@@ -195,7 +195,7 @@ def stopping() -> Iterator[Callable[[], int | None]]:
 
 
 def train_options(file: str | None, given: dict[str, Any]) -> TrainOptions:
-    """Return the options of a run; the demo ends soon where nobody says when it should."""
+    """Return the options of a run; the demo ends soon where no limit is given."""
     from hetero.recipes.options import gathered
 
     options = gathered(file, given)
@@ -207,7 +207,7 @@ def train_options(file: str | None, given: dict[str, Any]) -> TrainOptions:
 
 
 class RunCommand(click.Command):
-    """Options of hetero stand before SCRIPT; those of `BEHIND` may stand right behind it, too."""
+    """Options of hetero stand before SCRIPT; those of `BEHIND` may stand right after it, too."""
 
     BEHIND = (
         *("--hbm", "--host", "--nvme", "--nvme-bytes"),
@@ -215,7 +215,7 @@ class RunCommand(click.Command):
     )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Bring options of hetero's before SCRIPT; what else stands behind it is the script's."""
+        """Bring options of hetero's before SCRIPT; what else stands after it is the script's."""
         values = {name: not option.is_flag for option in self._options() for name in option.opts}
         at = taken(args, values)
         behind = at + 1 + taken(args[at + 1 :], dict.fromkeys(self.BEHIND, True))
@@ -234,8 +234,8 @@ def tell_of_late(words: Iterable[str]) -> None:
     """Say that words which look like budgets go to the script."""
     for word in words:
         click.echo(
-            f"{word} stands behind words of the script's own and goes to the script; options of"
-            " hetero's stand before it (a -- right behind it says that all is the script's)",
+            f"{word} comes after the script's own arguments, so it was passed to the script. Put"
+            " hetero's options before the script's name, or -- after it to silence this",
             err=True,
         )
 
@@ -271,7 +271,7 @@ def run(script: str, args: tuple[str, ...], module: bool, as_json: bool, **given
 
     Every Accelerator of accelerate and every Trainer (of Transformers, TRL ...) that it builds is
     hetero's; it needs no edit. Options of hetero stand before SCRIPT, and budgets may stand
-    right behind it: -- ends them, and all that follows is the script's. The exit status is the
+    right after it: -- ends them, and all that follows is the script's. The exit status is the
     script's. Launchers start it as a module: accelerate launch -m hetero run SCRIPT.
     """
     from hetero.integrations.run import Session

@@ -70,7 +70,7 @@ class Config:
     """Budget in bytes for RAM; None: what the machine or the container leaves free."""
     precision: str = "fp32"
     """What parameters are while the model computes: "fp32" keeps every parameter's own dtype;
-    "bf16" and "fp16" train 2-byte working weights with an exact fp32 master behind each."""
+    "bf16" and "fp16" train 2-byte working weights with an exact fp32 master for each."""
     keep_fp32: tuple[str, ...] = ()
     """Names (or glob patterns) of modules whose parameters stay fp32 under "bf16" and "fp16"."""
     frozen: str = "keep"

@@ -42,7 +42,7 @@ class DryDevice(CpuDevice):
         hbm_bytes: its size; None where it is RAM.
         ram_bytes: what this process may take beside it.
         copy_seconds: (lane, bytes, whether the other lane is busy) -> seconds.
-        copies_here: whether who launches copies, and only when somebody waits, as on "cpu:sim":
+        copies_here: whether who launches copies, and only when a thread waits, as on "cpu:sim":
             until then both ends are held. Nor does a stamp tell anything there.
         touch_seconds: bytes that compute reads and writes -> seconds.
     """

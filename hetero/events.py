@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from hetero.types import Kind, Lane, Tier
 
 _thread = threading.local()
-CAPACITY = 50_000  # events that are kept while nobody drains them
+CAPACITY = 50_000  # events that are kept until they are drained
 
 
 class What(Enum):
@@ -211,7 +211,7 @@ class EventLog:
 
 
 def go_behind() -> None:
-    """This thread works behind those that launch compute: nothing stands still while it waits."""
+    """This thread works for those that launch compute: nothing stands still while it waits."""
     _thread.behind = True
 
 

@@ -119,7 +119,7 @@ class Deferring:
 
 
 def hold(user: object) -> None:
-    """Let Ctrl-C wait while code of ours runs, until `let_go`; again where somebody changed it.
+    """Let Ctrl-C wait while code of ours runs, until `let_go`; again where the user changed it.
 
     Only where a Python function handles it, and from the main thread, which alone is interrupted.
     """
@@ -133,7 +133,7 @@ def hold(user: object) -> None:
 
 
 def let_go(user: object) -> None:
-    """The user needs it no more; behind the last one the handler is the one from before."""
+    """One user less needs it; after the last one the handler is the one from before."""
     found = signal.getsignal(signal.SIGINT)
     if isinstance(found, Deferring):
         found.users.discard(user)

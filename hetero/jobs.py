@@ -28,10 +28,10 @@ Slice = Callable[[], None]
 
 
 class Job:
-    """Slices of work, ``finish`` behind the last of them, and the jobs that come before it.
+    """Slices of work, ``finish`` after the last of them, and the jobs that come before it.
 
     A slice that raises StorageError has changed nothing (it fails while it brings in what it needs)
-    and stays to be done: whoever waits next tries it again. So does one that was given up for a
+    and stays to be done: the next waiter tries it again. So does one that was given up for a
     second Ctrl-C. Any other error ends the job.
     """
 

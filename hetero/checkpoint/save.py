@@ -57,7 +57,7 @@ class Save:
     def __init__(self, step: int, path: Path, done: Future[Path]) -> None:
         self.step = step
         self.path = path
-        self.told = False  # whether somebody heard what came of it
+        self.told = False  # whether the caller heard what came of it
         self._done = done
 
     def wait(self) -> Path:
@@ -150,7 +150,7 @@ def save_through(
     extras: list[Part] = []
     meta = meta_of(engine, extra, scheduler, data, extras)
     number = engine.steps if step is None else step
-    # 2. the tensors are read bucket by bucket, each behind its update and before its next one
+    # 2. the tensors are read bucket by bucket, each after its update and before its next one
     parts = [part for part in parts_of(engine, as_now=True) if part.name.kind in kinds]
     writing = Writing(engine, io, Path(directory), number, [*parts, *extras], meta)
     executor = ThreadPoolExecutor(1, "hetero-save")
@@ -191,7 +191,7 @@ def before_exit(call: Callable[[], None]) -> None:
 
 
 def finish_at_exit(reference: weakref.ref[Save]) -> None:
-    """Wait for a save that nobody waited for, and say what became of it where it failed."""
+    """Wait for a save that was not waited for, and say what became of it where it failed."""
     save = reference()
     if save is not None and not save.told:
         try:
@@ -272,7 +272,7 @@ def rng_state(engine: Engine) -> dict[str, Any]:
 
 
 class Writing:
-    """One save: what is written, and the commit behind it."""
+    """One save: what is written, and the commit after it."""
 
     def __init__(
         self,

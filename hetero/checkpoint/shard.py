@@ -298,7 +298,7 @@ class ShardWriter:
 
 
 def padded_copy(piece: memoryview, room: memoryview) -> None:
-    """Copy ``piece`` to ``room``, with zeros behind it."""
+    """Copy ``piece`` to ``room``, with zeros after it."""
     copy(room[: len(piece)], piece)
     room[len(piece) :] = bytes(len(room) - len(piece))
 

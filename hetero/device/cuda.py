@@ -87,7 +87,7 @@ class CudaDevice:
         return ticket
 
     def _timing(self, stream: torch.cuda.Stream) -> Timing | None:
-        """Return the begin of a copy, where somebody wants to know it."""
+        """Return the begin of a copy, where it is asked for."""
         if self._anchor is None:
             return None
         first = torch.cuda.Event(enable_timing=True)

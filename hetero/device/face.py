@@ -1,7 +1,7 @@
 """What a device is to everybody else: tickets, slabs and copies on lanes (floor 0).
 
-[Note: one ordering rule]  Whoever reads bytes that a lane writes waits for the copy's ticket;
-whoever overwrites bytes passes the ticket of their last reader as ``after``. There is no other
+[Note: one ordering rule]  Who reads bytes that a lane writes waits for the copy's ticket;
+who overwrites bytes passes the ticket of their last reader as ``after``. There is no other
 synchronisation anywhere.
 """
 
@@ -122,7 +122,7 @@ class Device(Protocol):
     def copy(
         self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
     ) -> Ticket:
-        """Queue a copy of equally many bytes on a lane, behind ``after``."""
+        """Queue a copy of equally many bytes on a lane, after the tickets ``after``."""
 
     def wait(self, ticket: Ticket) -> Stall | None:
         """Make compute that is queued from now on run after the ticket; returns the stall."""
@@ -162,7 +162,7 @@ class Device(Protocol):
         """Return what torch's allocator keeps of HBM; 0 where it is RAM."""
 
     def poison(self, dst: torch.Tensor) -> None:
-        """Fill bytes that nobody may read with NaN."""
+        """Fill bytes that must not be read with NaN."""
 
     def check_read(self, src: torch.Tensor) -> None:
         """Raise TransferError where a copy into ``src`` is known to be still queued."""
@@ -221,7 +221,7 @@ class Slab:
         """Return bytes [offset, offset + n_bytes) as a tensor with its own StorageImpl.
 
         Two carvings of the same range are two storages, so each one's use count tells whether
-        somebody still holds a view of it.
+        a view of it is alive.
         """
         if n_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.block.device)

@@ -45,7 +45,7 @@ class Allocated(NamedTuple):
 
     now_bytes: int
     peak_bytes: int
-    """Since the process, or whoever last reset it, began."""
+    """Since the process, or its last reset, began."""
     reserved_bytes: int
     """Taken from the driver: tensors, and blocks kept for the next ones."""
 

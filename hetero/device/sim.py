@@ -38,7 +38,7 @@ class SimDevice(CpuDevice):
         h2d_bytes_per_second, d2h_bytes_per_second: link rates on the virtual clock; None: instant.
         shared_link: both directions share one link, as on a half-duplex bus.
         checked: also digest every source, so that a source changed in flight (write after read)
-            is a TransferError and not only a wrong number; so are bytes that nobody holds any more.
+            is a TransferError and not only a wrong number; so are bytes that are not held any more.
         lazy: how often a stream makes progress unasked, in [0, 1].
 
     Time is virtual: `compute` advances it, waiting for a ticket advances it to the ticket's end,

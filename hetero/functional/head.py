@@ -136,7 +136,7 @@ def _causal_loss(
             logits, labels, vocab_size, shift_labels=shift_labels, **given, **kwargs
         )
         return found
-    if shift_labels is None:  # a token's label is the one behind it
+    if shift_labels is None:  # a token's label is the next token
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     hidden = logits.hidden
     loss = linear_cross_entropy(

@@ -432,7 +432,7 @@ def is_in(what: object, those: Iterable[object]) -> bool:
 
 
 def is_plain(what: Any) -> bool:
-    """Whether something is an optimizer that nobody has prepared."""
+    """Whether something is an optimizer that was not prepared."""
     known = (AcceleratedOptimizer, Optimizer)
     return isinstance(what, torch.optim.Optimizer) and not isinstance(what, known)
 

@@ -39,7 +39,7 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):
     """A Trainer's strategy under which the model trains in byte budgets.
 
     The LightningModule is prepared when ``fit`` (or ``validate``, ``test``, ``predict``) sets it
-    up, and stays prepared behind it, so that ``trainer.save_checkpoint`` and ``trainer.test`` work
+    up, and stays prepared after it, so that ``trainer.save_checkpoint`` and ``trainer.test`` work
     at the same budgets; `hetero.release` makes it plain. A checkpoint is a directory, which
     ``ckpt_path=`` takes, without a pickle of any tensor of the model; with
     ``save_weights_only=True`` it is Lightning's own file.

@@ -1,19 +1,19 @@
 """Codecs: how a bucket's parameters lie at home, below HBM (floor 1, mechanism).
 
 In frames a parameter is of its own dtype; at home, on the link and on disk it is what its bucket's
-codec makes of it. `EXACT`, which all buckets have unless somebody asks otherwise, makes nothing.
+codec makes of it. `EXACT`, which all buckets have by default, makes nothing.
 A `Blocked` codec cuts the index space into blocks of ``block`` elements, and keeps of each one its
-codes and, right behind them, one bf16 scale: ``code_bytes + 2`` bytes that mean the same wherever
+codes and, right after them, one bf16 scale: ``code_bytes + 2`` bytes that mean the same wherever
 they stand. So a run of blocks is a run of bytes, a chunk's codes and scales cross the link in one
 copy, and a tensor, which begins a block, has the same bytes under every budget and chunk size.
 
 [Note: decoded in place]  A fetch puts codes at the end of the very frames that they become, and
 needs no other memory than a `Workspace` for a slice of them, which is charged with the buffers.
 Decoding goes from the front, slice by slice. What a slice writes ends before the codes of the next
-one begin, as codes are shorter than what they become: behind block b of n, by (n - b) times the
+one begin, as codes are shorter than what they become: after block b of n, by (n - b) times the
 difference. It runs where compute runs, after the copy's ticket: who computes with the weights is
-behind it in the same stream, and needs no other ticket; who overwrites the frames next waits for a
-mark behind it.
+after it in the same stream, and needs no other ticket; who overwrites the frames next waits for a
+mark after it.
 """
 
 from __future__ import annotations

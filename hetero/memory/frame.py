@@ -58,7 +58,7 @@ class FrameMap:
 
     @property
     def end(self) -> int:
-        """The first address behind every run."""
+        """The first address after every run."""
         return self._end_before(len(self._starts))
 
     def take(self, owner: int, start: int, length: int) -> None:
@@ -180,5 +180,5 @@ class FrameMap:
         return first, last
 
     def _start_behind(self, at: int) -> int:
-        """Return where the run behind the one at a position begins, the limit where none is."""
+        """Return where the run after the one at a position begins, the limit where none is."""
         return self._starts[at + 1] if at + 1 < len(self._starts) else self.limit

@@ -10,12 +10,12 @@ gets memory of its own, counted in ``limit`` like frames of the arena, and given
 something computes.
 
 [Note: shown bytes]  Writes through an alias that autograd does not count (``p.data.clamp_()``)
-leave no trace. A replica whose alias left an access is *shown*, and what is shown is flushed before
-it is dropped and before anybody reads the home.
+leave no trace. If a view of a replica outlives its access, the replica is *shown*: it is always
+flushed, before it is evicted and before its home is read.
 
 [Note: written codes]  A home that is coded (codec.py) rounds what is written to it. A replica that
-was written, or shown, is coded when it goes home and when it is pinned next, and refreshed then:
-whether it was evicted in between makes no difference to what computes.
+was written, or shown, is coded when it goes home and when it is pinned next, and refreshed then, so
+eviction never changes a computed value.
 
 [Note: update tickets]  An optimizer's step hands homes over to work that goes on while the model
 computes. Whatever needs the bytes of such a home, a fetch or a state dict, claims it first: it
@@ -117,12 +117,12 @@ class Replica:
 
     @property
     def leased(self) -> bool:
-        """Whether somebody outside still holds a view; only meaningful while unbound."""
+        """Whether the user's code still holds a view; only meaningful while unbound."""
         # A fetch under way holds the frames too, and nobody has seen them yet.
         return self.ready is None and storage_uses(self.cdata) > self.baseline
 
     def aliases(self, n_bound: int) -> bool:
-        """Whether somebody outside holds a view while ``n_bound`` parameters are bound here."""
+        """Whether the user's code holds a view while ``n_bound`` parameters are bound here."""
         return storage_uses(self.cdata) > self.baseline + n_bound
 
 
@@ -164,7 +164,7 @@ class ChunkManager:
         self._digests: dict[int, int] = {}
         self._shown_homes: dict[int, tuple[int, ...]] = {}
         self._updates: dict[int, Work] = {}
-        self._landed: dict[int, list[Done]] = {}  # what comes behind a flush
+        self._landed: dict[int, list[Done]] = {}  # what comes after a flush
         self._asked: dict[int, list[Request]] = {}  # homes that are being read from disk
         self._early: set[int] = set()  # buckets whose update belongs to a step not made yet
         self.overwriting: Callable[[Bucket, int, int], Done] = _unwatched
@@ -218,7 +218,7 @@ class ChunkManager:
                 if replica.leased:
                     replica.shown = True
                 if bucket_id in self._shown_homes:
-                    self.settle(bucket_id)  # somebody may read or write the home next
+                    self.settle(bucket_id)  # the user may read or write the home next
 
     # -- movements -------------------------------------------------------------------------------
 
@@ -306,10 +306,10 @@ class ChunkManager:
     def hand_over(self, bucket_id: int, work: Work) -> None:
         """Leave a home to ``work``, which rewrites it; the caller has settled it before.
 
-        A replica that nobody holds is dead. One that is held, and a home that a state dict shows,
+        A replica that is not held is dead. One that is held, and a home that a state dict shows,
         must show the new bytes: they are waited for.
         """
-        self._claim(bucket_id)  # a bucket that nobody needed since its last update
+        self._claim(bucket_id)  # a bucket that was not needed since its last update
         for chunk in self.layout.buckets[bucket_id].chunks:
             self.table.transition(chunk, Tier.HOST, CopyState.FILLING, "update")
         self._updates[bucket_id] = work
@@ -386,7 +386,7 @@ class ChunkManager:
     def follow_homes(self, *, held: bool = True) -> None:
         """Take what was written to homes through state dicts.
 
-        Without ``held`` only copies that nobody holds any more are looked at, and let go of.
+        Without ``held`` only copies that are not held any more are looked at, and let go of.
         """
         for bucket_id in list(self._shown_homes) if held else ():
             if bucket_id not in self._updates:
@@ -396,7 +396,7 @@ class ChunkManager:
                 self._take_copies(bucket.id, held=held)
 
     def renew(self, bucket_id: int) -> None:
-        """The home was written: discard the replica, or refresh it where somebody looks at it."""
+        """The home was written: discard the replica, or refresh it where the user looks at it."""
         self._digest(bucket_id)
         self._store.refresh(self.home(bucket_id))
         if self.home(bucket_id).held:
@@ -445,7 +445,7 @@ class ChunkManager:
         return self._store.alias(self.home(bucket_id), segment)
 
     def shed(self) -> None:
-        """Give back the replicas apart that nobody holds."""
+        """Give back the replicas apart that are not held."""
         for bucket_id in list(self._apart):
             if self._may_leave(self.replicas[bucket_id]):
                 self.evict(bucket_id)
@@ -486,14 +486,14 @@ class ChunkManager:
         return True
 
     def vacate(self) -> int:
-        """Evict all that nobody holds; returns the bytes of what is held."""
+        """Evict all that is not held; returns the bytes of what is held."""
         for bucket_id, replica in list(self.replicas.items()):
             if self._may_leave(replica):
                 self.evict(bucket_id)
         return sum(replica.bucket.n_bytes for replica in self.replicas.values())
 
     def clear_the_way(self, places: Mapping[int, int]) -> None:
-        """Evict what nobody holds and what is to stand at another place, {bucket: first frame}."""
+        """Evict unpinned buckets that are at another address than planned: {bucket: frame}."""
         for bucket_id, replica in list(self.replicas.items()):
             elsewhere = places.get(bucket_id, replica.start) != replica.start
             if elsewhere and self._may_leave(replica):
@@ -610,7 +610,7 @@ class ChunkManager:
         else:
             self.frames.take(bucket.id, place.start, bucket.granules)
         self._note(What.ALLOC, bucket, why)
-        # 3. queue the copy behind the frames' last readers and behind a flush into our home
+        # 3. queue the copy after the frames' last readers and after a flush into our home
         replica = self._shell(bucket, place.start)
         self.replicas[bucket.id] = replica
         after = self._readers(place.start, place.start + bucket.granules)
@@ -635,7 +635,7 @@ class ChunkManager:
         try:
             self._fill_runs(replica, home, after, why)
         except BaseException:
-            for chunk in bucket.chunks:  # what was there before, or nothing, for whoever asks next
+            for chunk in bucket.chunks:  # what was there before, or nothing, for the next caller
                 self.table.transition(chunk, Tier.HBM, CopyState.CLEAN, "fail")
             raise
 

@@ -214,7 +214,7 @@ class Executor(Protocol):
 
 
 class Threads:
-    """``n_threads`` that do first what somebody waits for by now.
+    """``n_threads`` that do first what a thread waits for by now.
 
     They are daemons: while the interpreter ends they go on for a save that still reads homes, and
     what they have begun when it is gone was worth nothing without it.
@@ -251,7 +251,7 @@ class Threads:
 
     def __del__(self) -> None:
         # Not joined: garbage may be collected on one of these very threads.
-        if self._pid == os.getpid():  # in a forked child the lock may be held by nobody
+        if self._pid == os.getpid():  # in a forked child the lock may have no holder
             self._end()
 
 

@@ -1,9 +1,9 @@
 """Parcels: activations that went down, in chunks on HOST, and on NVME beyond its budget (floor 1,
 mechanism).
 
-The storages of a parcel lie one behind the other in an index space of bytes that chunks cut. All
+The storages of a parcel lie one after the other in an index space of bytes that chunks cut. All
 chunks are of one size, so that free ones serve parcels of any size: sequences may grow and shrink.
-What has landed never changes, and may be fetched as often as somebody asks.
+What has landed never changes, and may be fetched any number of times.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class ParcelStore:
         return self._link
 
     def flush(self, sources: Sequence[torch.Tensor], held: object = None) -> Parcel:
-        """Queue copies of storages (1-D uint8 on the device, which nobody writes any more) down.
+        """Queue copies of storages (1-D uint8 on the device, which is not written any more) down.
 
         Sources, and ``held``, stay until they have landed, which is waited for when the next parcel
         comes: so much and no more is on its way. Raises OutOfMemory or StorageError where there is
@@ -156,7 +156,7 @@ class ParcelStore:
     ) -> tuple[dict[int, torch.Tensor], Ticket | None]:
         """Queue copies of the needed storages of a parcel up; returns them by their number.
 
-        The ticket fires when all have landed: until somebody has waited for it, the caller holds
+        The ticket fires when all have landed: until a waiter has returned for it, the caller holds
         them.
         """
         # memory that torch gives may still be read by what was queued before
@@ -186,7 +186,7 @@ class ParcelStore:
             self._pool.ahead(request for request in requests if request is not None)
 
     def discard(self, parcel: Parcel) -> None:
-        """Let a parcel's bytes go: nobody fetches it any more."""
+        """Let a parcel's bytes go: it is not fetched any more."""
         for chunk in parcel.chunks:
             if chunk.extents is not None and self._pool is not None:
                 self._retire_pins()

@@ -10,11 +10,11 @@ that an update pins the same run of all of them. What one thread needs is pinned
 all; only the thread that launches work may pin more while it holds some: nobody waits in a circle.
 
 Dirty extents are written before their room is needed, the least recently used first, and announced
-ones are read before they are pinned. Both stand still while somebody waits for room. What is
-announced for later is read while nothing else is, and gives way to whatever is pinned.
+ones are read before they are pinned. Write-behind and read-ahead pause while any thread waits for
+memory. What is announced for later is read while nothing else is, and gives way to every pin.
 
 A read that fails leaves an extent ABSENT, a write that fails leaves it DIRTY: nothing is lost, the
-error goes to whoever needs the bytes or the room, and the next who asks tries again.
+error goes to the thread that needs the bytes or the room, and the next who asks tries again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hetero.memory.ledger import Ledger
 from hetero.memory.nvme import Executor, Nvme, Slot, Threads
 from hetero.types import CopyState, Kind, Tier, format_bytes
 
-STALL_SECONDS = 600.0  # without anything happening, while somebody waits for room that others hold
+STALL_SECONDS = 600.0  # without anything happening, while a thread waits for room that others hold
 N_THREADS = 4  # transfers at once, where little is spilled
 TRY_FROM_BYTES = 2**30  # so much is spilled that the drive is asked how many are best
 AHEAD_SHARE = 3  # this part of the pool is kept for what is read ahead
@@ -353,7 +353,7 @@ class Pool:
     def _take(self, request: Request, me: int) -> bool:
         """Pin a request; False, and nothing is pinned, where a read that was begun ahead failed.
 
-        Such an error is nobody's: whoever needs the bytes now has them read again.
+        A failed read-ahead is not reported: the caller retries the read.
         """
         self._refuse_fork()
         with self._changed:
@@ -491,7 +491,7 @@ class Pool:
         return n_bytes - (self.n_bytes - self.used) - self._bytes[FLUSHING]
 
     def _loose(self, state: CopyState, keep: Container[Extent]) -> Iterator[Extent]:
-        """Yield extents in a state that nobody holds or waits for, least recently used first."""
+        """Yield extents in a state that no thread holds or waits for, least recently used first."""
         for extent in self._resident:
             held = extent.pins or extent in keep or self._is_kept(extent)
             if self._state(extent) is state and not held:
@@ -526,7 +526,7 @@ class Pool:
             extent.mapping.madvise(mmap.MADV_DONTNEED, extent.page, extent.n_bytes)
 
     def _bring(self, extent: Extent, use: Use) -> None:
-        """Give an extent memory, and its content where somebody looks at that."""
+        """Give an extent memory, and its content where the user looks at that."""
         self._move(extent, FILLING, "fetch")
         self._resident[extent] = None
         self.peak = max(self.peak, self.used)
@@ -544,7 +544,7 @@ class Pool:
     # -- ahead of need ---------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Write behind, and read ahead as far as the window goes; whoever waits comes first."""
+        """Write dirty extents, and read ahead within the window; threads that wait come first."""
         if self._n_waiting:
             return
         self._flush(self._bytes[DIRTY] - self.n_bytes // DIRTY_SHARE)
@@ -665,7 +665,7 @@ def _enough(extents: Iterator[Extent], n_bytes: int) -> list[Extent]:
 
 
 def _ask_for_pages(mapping: mmap.mmap, first: int, n_bytes: int, huge_bytes: int) -> None:
-    """Ask for huge pages at the beginning of a home, and for small ones behind them.
+    """Ask for huge pages at the beginning of a home, and for small ones after them.
 
     A huge page that is a part of one extent only makes transfers of few long runs (measured: twice
     as fast) and is cheap to give back; one of two extents would stay when one of them goes.

@@ -109,7 +109,7 @@ class Home:
 
     @property
     def held(self) -> bool:
-        """Whether somebody outside refers to a segment."""
+        """Whether the user's code refers to a segment."""
         return sum(use_count(segment) for segment in self.segments) > self._baseline
 
     @property
@@ -176,7 +176,7 @@ class HomeStore:
         self._names: list[str] = []  # ascending
         self.pool = pool
         self.homes: dict[tuple[str, int], Home] = {}
-        self.before_use: Callable[[], None] = _nothing  # somebody outside reads or writes a state
+        self.before_use: Callable[[], None] = _nothing  # the user's code reads or writes a state
 
     @property
     def tier(self) -> Tier:
@@ -274,7 +274,7 @@ class HomeStore:
         return home.copies[segment].value.detach()
 
     def written(self, home: Home, *, held: bool = True) -> list[Segment]:
-        """Return the segments whose copies were written; other copies that nobody holds go.
+        """Return the segments whose copies were written; other copies that are not held go.
 
         Without ``held`` the copies that somebody holds are not looked at.
         """

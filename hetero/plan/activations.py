@@ -22,7 +22,7 @@ class Policy(NamedTuple):
     recompute: bool
     """Only its inputs are left; the rest is computed again."""
     offload: bool
-    """What is left goes down behind the forward, and comes up before backward needs it."""
+    """What is left goes down after the forward, and comes up before backward needs it."""
 
     def __str__(self) -> str:
         names = [
@@ -71,7 +71,7 @@ def peak_bytes(
 ) -> int:
     """Return the most bytes on the device at once in forward and backward.
 
-    ``working_bytes`` come on top of what is held while a unit computes, ``end_bytes`` behind the
+    ``working_bytes`` come on top of what is held while a unit computes, ``end_bytes`` after the
     forward of the last one, where nothing has been given back yet: for a loss. Of what goes down,
     two units' are on the device at once: in forward one on its way and one that is being made, in
     backward one in use and the next, unless nothing ``overlaps``. So a unit's backward has at least
@@ -89,7 +89,7 @@ def peaks(
     overlaps: bool = True,
 ) -> list[int]:
     """Return `peak_bytes` of the units from each one on, and of none."""
-    near, far = end_bytes, 0  # at the peak: up to the next unit that goes down, and behind it
+    near, far = end_bytes, 0  # at the peak: up to the next unit that goes down, and after it
     found = [max(working_bytes, near)]
     for use, policy in zip(reversed(uses), reversed(policies), strict=True):
         left = use.left_bytes(policy)

@@ -144,7 +144,7 @@ def layer_saved(decoder: Decoder, load: Workload) -> Saved:
     """Return U = e·T·(n·h + 2·a·d + 2·g·d + 4·f), and statistics (E5).
 
     Two norms keep n of `norm_bytes`; attention q, k, v and its output; a gated MLP gate, up,
-    silu(gate) and their product, another one (2·f) what is before and behind its nonlinearity.
+    silu(gate) and their product, another one (2·f) what is before and after its nonlinearity.
     """
     _check_dense(decoder)
     norm = norm_bytes(decoder, load, load.tokens, decoder.hidden)

@@ -239,12 +239,12 @@ class Host:
 
     @property
     def access_seconds(self) -> float:
-        """What a unit's access costs who launches; 0 where nobody measured."""
+        """What a unit's access costs who launches; 0 where it was not measured."""
         return self.access.value if self.access is not None else 0.0
 
     @property
     def counted_seconds(self) -> float:
-        """What it costs to look at an operation; 0 where nobody measured."""
+        """What it costs to look at an operation; 0 where it was not measured."""
         return self.counted.value if self.counted is not None else 0.0
 
     def gemm(self, dtype: Dtype) -> Figure | None:
@@ -269,7 +269,7 @@ class Host:
         return n_bytes / self.dram_bytes_per_second.value
 
     def function_seconds(self, numel: int) -> float:
-        """Return the time of an activation function's arithmetic; 0 where nobody measured."""
+        """Return the time of an activation function's arithmetic; 0 where it was not measured."""
         rate = self.functions_per_second
         return numel / rate.value if rate is not None else 0.0
 
@@ -502,7 +502,7 @@ def unsupported(dtype: str, what: str) -> ConfigError:
 
 
 def mixed(nvme: Nvme, both_ways: bool) -> float:
-    """Return the share of its rate that a direction keeps; half where nobody measured it."""
+    """Return the share of its rate that a direction keeps; half where it was not measured."""
     if not both_ways:
         return 1.0
     return nvme.mixed_factor.value if nvme.mixed_factor is not None else 0.5

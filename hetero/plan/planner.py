@@ -103,7 +103,8 @@ class Planner:
         """Return the cheapest of the steps in which some buckets stand."""
         laps: list[Lap] = []
         for stand in standing(self.trace, self.shapes, self.limit):
-            # one less may be more: an even number of fetches ends where it began
+            # also try one bucket fewer: with an even number of fetches the two ends alternate back
+            # to their start
             for some in (stand, *(stand[:i] + stand[i + 1 :] for i in (0, len(stand) - 1)), ()):
                 laps.append(self._settled(some))
                 if not laps[-1].misses and not laps[-1].moved:

@@ -49,7 +49,7 @@ class Decoder:
     gated: bool = True
     """Whether the MLP has a gate: three matrices, not two."""
     norm: Norm = Norm.RMS
-    """Two in a layer, and one behind the last layer unless `embedding_norm`."""
+    """Two in a layer, and one after the last layer unless `embedding_norm`."""
     head_norms: bool = False
     """Whether queries and keys are normed head by head."""
     qkv_bias: bool = False
@@ -60,14 +60,14 @@ class Decoder:
     token_types: int = 0
     """Rows of BERT's third embedding."""
     embedding_norm: bool = False
-    """Whether layers are normed behind, and so the embedding instead of the last layer (BERT)."""
+    """Whether norms follow layers, and the embedding instead of the last layer (BERT)."""
     pooler: bool = False
     """Whether a square matrix with bias pools the first token (BERT)."""
     experts: int = 0
     """MLPs of a layer that a router chooses from; 0 for one MLP and no router."""
     experts_per_token: int = 0
     shared_ffn: int = 0
-    """Features of the expert that every token passes, behind a gate of its own."""
+    """Features of the expert that every token passes, after a gate of its own."""
 
     @property
     def query_dim(self) -> int:
@@ -121,7 +121,7 @@ class Decoder:
 
     @property
     def tail_numel(self) -> int:
-        """Parameters behind the last layer: the last norm, the pooler and the head."""
+        """Parameters after the last layer: the last norm, the pooler and the head."""
         norm = 0 if self.embedding_norm else self.norm_numel
         return norm + self.pooler * (self.hidden + 1) * self.hidden + self.head_numel
 

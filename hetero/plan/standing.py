@@ -28,7 +28,7 @@ def may_stand(trace: Trace, shapes: Mapping[int, Shape]) -> bool:
 
 
 def standing(trace: Trace, shapes: Mapping[int, Shape], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Return sets of buckets that may stand; in each those come last that could be spared first.
+    """Return sets of buckets that may stand, the least valuable bucket of each last.
 
     The first lets stand what is of a size of its own, so that the rest streams through frames of
     one size; the second what is largest, so that the rest needs few of them.

@@ -217,7 +217,7 @@ def host_name() -> str:
 
 
 def instruction_sets(path: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """Return the vector extensions that matter to matmuls; none where nobody says."""
+    """Return the vector extensions that matter to matmuls; none where that is unknown."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:

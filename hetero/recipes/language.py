@@ -26,7 +26,7 @@ from hetero.recipes.sequences import Encode, Shuffled, Tokens, answered, packed,
 from hetero.recipes.task import Task
 from hetero.recipes.text import readable, rows_of, text_of
 
-WIDTH, LAYERS, HEADS = 64, 2, 4  # of a preset, where nobody says otherwise
+WIDTH, LAYERS, HEADS = 64, 2, 4  # of a preset, by default
 CALL = {"use_cache": False}  # training looks at every position once
 
 

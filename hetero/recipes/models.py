@@ -56,7 +56,7 @@ def describe(what: nn.Module | Mapping[str, Any] | str | Path, batch: Any) -> De
 
 
 def decoder_of(mapping: Mapping[str, Any]) -> Decoder | None:
-    """Return the sizes in a configuration, None where it is of a kind that nobody knows."""
+    """Return the sizes in a configuration, None where it is of a kind that is not known."""
     try:
         return shape.from_config(mapping)
     except ConfigError:

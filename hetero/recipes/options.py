@@ -125,7 +125,7 @@ class TrainOptions:
 def gathered(file: str | Path | None, given: Mapping[str, Any]) -> TrainOptions:
     """Return the options in a TOML or YAML file, with ``given`` on top; settings among them.
 
-    Raises ConfigError that names every problem, with the closest option for one nobody knows.
+    Raises ConfigError that names every problem, with the closest option for an unknown one.
     """
     found = {} if file is None else read_settings(Path(file))
     found = {key.replace("-", "_"): value for key, value in found.items()}
@@ -144,7 +144,7 @@ def tidy(name: str, value: Any) -> Any:
 
 
 def unknown(name: str) -> str:
-    """Say that nobody knows an option, and which one may be meant."""
+    """Say that an option is unknown, and which one may be meant."""
     known = [f.name for f in dataclasses.fields(TrainOptions) if f.name != "settings"]
     near = difflib.get_close_matches(name, [*known, *SETTINGS], n=1)
     return f"unknown option {name!r}" + (f", did you mean {near[0]}?" if near else "")

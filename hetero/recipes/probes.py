@@ -390,7 +390,7 @@ def copy_sizes(rig: Rig) -> tuple[int, ...]:
 
 
 def lane_rate(rig: Rig, lane: Lane, moves: list[Move], beside: Sequence[Move] = ()) -> float:
-    """Return bytes per second of copies on a lane, one behind the other."""
+    """Return bytes per second of copies on a lane, one after the other."""
     n_bytes = sum(len(move.dst) for move in moves)
     return n_bytes / max(rig.device.lane_seconds(lane, moves, beside), 1e-9)
 

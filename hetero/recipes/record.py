@@ -72,6 +72,6 @@ class Recording:
 
 
 def free_folder(path: Path) -> Path:
-    """Return a directory without a recorded run: ``path``, or with a number behind its name."""
+    """Return a directory without a recorded run: ``path``, or with a number after its name."""
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(p for p in itertools.chain([path], others) if not (p / META).exists())

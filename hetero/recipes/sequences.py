@@ -29,7 +29,7 @@ class Tokens(NamedTuple):
 
 
 def packed(documents: Iterable[Sequence[int]], eos: int, length: int) -> list[Tokens]:
-    """Return documents, each with ``eos`` behind it, one after another in blocks of a length.
+    """Return documents, each with ``eos`` after it, one after another in blocks of a length.
 
     No block has padding, and no token is lost but those of the last block, where it is not full.
     """

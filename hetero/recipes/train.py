@@ -71,7 +71,7 @@ class Evaluation(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What one step did, for whoever watches."""
+    """What one step did, for a caller's callback."""
 
     step: int
     """Steps done, from 1."""
@@ -85,7 +85,7 @@ class StepReport(NamedTuple):
     norm: float
     """Of the gradients, before they were clipped."""
     evaluation: Evaluation | None
-    """Where one was due behind this step."""
+    """Where one was due after this step."""
     status: Status
 
     def figures(self) -> dict[str, float]:
@@ -420,7 +420,7 @@ class Run:
         return float(norm.item())
 
     def is_due(self) -> bool:
-        """Whether an evaluation is, behind the step that was made."""
+        """Whether an evaluation is due after the step that was made."""
         done, every = self.progress.steps, self.options.eval_every
         due = done == self.steps or (every is not None and done % every == 0)
         return due and bool(self.task.evaluation)
@@ -437,7 +437,7 @@ class Run:
         return found
 
     def tell(self, report: StepReport, watch: Callable[[StepReport], None] | None) -> None:
-        """Say what a step did to whoever wants to hear it."""
+        """Say what a step did to the caller's callback."""
         if self.trackers is not None:
             self.trackers.log(report.figures(), report.step)
         if watch is not None:

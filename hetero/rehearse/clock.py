@@ -175,7 +175,7 @@ class OpClock(TorchDispatchMode):
         """Return by how much compute is slower for what goes on beside it (T7)."""
         overlap, slow = self._profile.overlap, 1.0
         pairs = [(Lane.H2D, overlap.gemm_under_h2d), (Lane.D2H, overlap.gemm_under_d2h)]
-        if not self._is_cuda:  # processors share their time with what works behind
+        if not self._is_cuda:  # processors share their time with the threads of the updater
             behind = Lane.UPDATE, Lane.READ, Lane.WRITE
             pairs += [(lane, overlap.gemm_under_update) for lane in behind]
         for lane, figure in pairs:

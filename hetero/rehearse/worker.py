@@ -57,7 +57,7 @@ class DryJob(Job):
 
 
 class DryWorker(Worker):
-    """Carries out one job behind the other, on the device's clock.
+    """Carries out one job after the other, on the device's clock.
 
     Args:
         update_seconds: of a step over so many parameters.

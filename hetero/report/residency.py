@@ -70,7 +70,7 @@ class Counts:
 
     accesses: int = 0
     misses: int = 0
-    """Fetches for which somebody stood there already."""
+    """Fetches that an access had to wait for."""
     hits: int = 0
     """Accesses that found it there, or on its way."""
     prefetches: int = 0

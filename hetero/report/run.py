@@ -113,7 +113,7 @@ class Run:
     meta: Meta
     events: list[Event]
     dropped: int = 0
-    """Events that were lost because nobody drained the ring in time."""
+    """Events that were lost because the ring was not drained in time."""
 
     @classmethod
     def of(cls, meta: Meta, events: Iterable[Event]) -> Run:

@@ -1,7 +1,7 @@
 """The only place that hangs anything on modules and parameters (floor 2).
 
 Brackets stand around each unit's forward and the whole model's, a hook on each parameter hears of
-its gradient, and the methods that would move or copy parameters behind our back are guarded; all
+its gradient, and the methods that would move or copy parameters unseen are guarded; all
 per instance, and put back on `remove`.
 
 [Note: brackets stay]  A user may patch a forward that we bracketed: the patch holds our bracket and
@@ -379,7 +379,7 @@ Call = Callable[..., Any]
 ABSENT = object()
 FORWARD, COMPILED = CALLS = "forward", "_compiled_call_impl"
 EAGER = "hetero fetches what a unit computes with: compile what is inside a unit, or a unit"
-MANY = 256  # hooks on nodes, among which those of dead graphs are looked for
+MANY = 256  # prune hooks of dead graphs once there are this many
 
 
 class Bracket:

@@ -151,7 +151,7 @@ class Runtime:
 
     @property
     def evaluates(self) -> bool:
-        """Whether a forward runs that is a step of its own: nobody trains this model."""
+        """Whether a forward runs that is a step of its own: this model is not trained."""
         return not self._stepped and bool(self._phases)
 
     def attach(self, params: Sequence[nn.Parameter]) -> None:
@@ -174,8 +174,8 @@ class Runtime:
         buckets = self.needs[unit]
         if graph_task() == NO_TASK or self._open is None or self._open.buckets != buckets:
             self._settle_backward()
-        # else the unit is computed again for a node that has unpacked one of its weights already,
-        # and would show it: a pin that is let go is not what the node waits for
+        # Otherwise backward is recomputing this very unit, and autograd already holds an unpacked
+        # weight of it: keep that pin.
         self.grads.flush_pending()
         if not self.is_running:
             self.resume()
@@ -280,7 +280,7 @@ class Runtime:
 
     def _look_ahead(self, phase: Phase, unit: int, buckets: tuple[int, ...]) -> None:
         """Follow the plan, unless this is no part of a step: who reads weights between forwards
-        that nobody trains (an average of them under `no_grad`) is not planned for."""
+        that train nothing (an average of them under `no_grad`) is not planned for."""
         stepped = self._stepped and phase is not Phase.EVAL
         if not (stepped or self._phases or phase is Phase.BACKWARD):
             return
@@ -290,7 +290,7 @@ class Runtime:
     def issue(self, ops: Sequence[Op]) -> None:
         """Carry out planned ops; one that does not fit any more is skipped (it is advice).
 
-        A fetch whose home is still being updated, or read from disk, is late, and those behind it
+        A fetch whose home is still being updated, or read from disk, is late, and those after it
         wait with it, in order: the addresses of a plan are right only in its own order.
         """
         late, manager = self._late, self.manager
@@ -303,7 +303,7 @@ class Runtime:
                 manager.prefetch(op.bucket, op.start, op.evict)
 
     def stepped(self, buckets: Iterable[int]) -> None:
-        """Versions of bound parameters moved because of a step, which is nobody's write."""
+        """`step` bumped the version counters of bound parameters: do not treat that as a write."""
         for bucket in buckets:
             if self.swizzle.bound[bucket]:
                 self.swizzle.written(bucket)
@@ -508,7 +508,7 @@ class Runtime:
                 return func(*args, **kwargs)
         phase = self._phase()
         if graph_task() != NO_TASK:
-            self.touch(buckets[0])  # backward moves on: let go of the unit it was at
+            self.touch(buckets[0])  # unpin the previous unit: backward has reached this one
         with self.lend(buckets, "fault"):
             for bucket in buckets:
                 self._look_ahead(phase, self.layout.buckets[bucket].unit, (bucket,))

@@ -67,7 +67,7 @@ def put_together(cache: Any, parts: Sequence[Any]) -> None:
 
 
 def _is_as_it_was(before: Any, after: Any) -> bool:
-    """Whether nobody extended a layer."""
+    """Whether nothing extended a layer."""
     if before.keys is None or after.keys is None:
         return before.keys is after.keys
     same: bool = before.keys.shape[1:] == after.keys.shape[1:]

@@ -77,7 +77,7 @@ class Forecast:
         self.beside_bytes = 0
         """On the device at the peak, beside what units left."""
         self.end_bytes = 0
-        """On the device behind the last unit's forward, beside what graphs held there."""
+        """On the device after the last unit's forward, beside what graphs held there."""
         self.between_bytes = 0
         """Saved between units, which stays where nothing goes down."""
         self._device = device
@@ -180,7 +180,7 @@ class Forecast:
         return self._scaled(self.beside_bytes, goes_down=goes_down)
 
     def behind_bytes(self, *, goes_down: bool) -> int:
-        """Return what is expected behind the last unit's forward beside what units left."""
+        """Return what is expected after the last unit's forward beside what units left."""
         return self._scaled(self.end_bytes, goes_down=goes_down)
 
     def _scaled(self, n_bytes: int, *, goes_down: bool) -> int:
@@ -224,7 +224,7 @@ class Forecast:
     ) -> list[int]:
         """A step is over; returns its units.
 
-        ``peak`` bytes were on the device, ``end`` of them behind the last unit's forward.
+        ``peak`` bytes were on the device, ``end`` of them after the last unit's forward.
         """
         for unit, (began, ended) in self._stamps.items():
             self.rows[unit].seconds = self._device.seconds_between(began, ended)

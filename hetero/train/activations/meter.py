@@ -44,7 +44,7 @@ class Meter(Protocol):
         """Return how many bytes there are now."""
 
     def end_bytes(self) -> int:
-        """Return the most bytes behind the last unit of the last forward; 0: nobody knows."""
+        """Return the most bytes after the last unit of the last forward; 0 where it is unknown."""
 
     def restart(self) -> None:
         """Begin a new measurement."""
@@ -146,7 +146,7 @@ class LiveBytes(TorchDispatchMode):
     Args:
         grown: called with the bytes alive whenever they are more than ever; returns how many are,
             once it has looked. It may raise.
-        ours: what is no business of ours makes no peak.
+        ours: whether operations belong to the model; False suspends counting.
         passing: parts of storages that others count.
     """
 
@@ -160,7 +160,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
-        self.recent = 0  # the peak, since somebody set it back
+        self.recent = 0  # the peak since it was set back
         self._grown = grown
         self._ours = ours
         self._passing = passing

@@ -1,4 +1,4 @@
-"""What graphs hold of a unit goes down behind its forward, and up before its backward (floor 2).
+"""What graphs hold of a unit goes down after its forward, and up before its backward (floor 2).
 
 [Note: nobody else]  A storage goes down when nobody but graphs of ours refers to it: then no one
 can write to it any more, its bytes are final, and copying them needs no further order. What
@@ -36,7 +36,7 @@ class Load:
         self.storages: list[torch.Tensor | None] = [None] * n_storages
         self.claims: list[Held | None] = [None] * n_storages
         self.uses = [0] * n_storages  # by what graphs keep
-        self.ticket: Ticket | None = None  # of the fetch that nobody has waited for
+        self.ticket: Ticket | None = None  # of the fetch that was not waited for yet
         self._dead = dead
 
     @property
@@ -45,7 +45,7 @@ class Load:
         return any(storage is not None for storage in self.storages)
 
     def let_go(self, position: int) -> None:
-        """One graph less needs a storage; nobody does: its memory is free, once it was waited for.
+        """Drop one reference. At zero the storage is freed, unless its fetch is still in flight.
 
         Called on any thread, at any time.
         """
@@ -280,7 +280,7 @@ class Offload:
     def _let_go(self, load: Load) -> None:
         """Free a load's storages on the device; its parcel has the bytes for who comes again."""
         if load.ticket is not None:
-            self.store.wait(load.ticket)  # memory is torch's again only behind its last writer
+            self.store.wait(load.ticket)  # memory is torch's again only after its last writer
             load.ticket = None
         for position in range(len(load.uses)):
             load.storages[position] = load.claims[position] = None

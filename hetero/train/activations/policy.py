@@ -131,7 +131,7 @@ class Activations:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything goes down."""
+        """Whether any unit offloads its activations."""
         return self.policies.n_offload > 0
 
     @property

@@ -84,7 +84,7 @@ def _add_leaves(value: Any, found: list[Any], is_leaf: Callable[[Any], bool] | N
 def told_apart(leaves: Sequence[Any]) -> tuple[list[Any], list[int]]:
     """Return each object once, and the place of every leaf among them.
 
-    What a forward was given twice it is given twice again: modules ask whether query is key.
+    Aliasing among arguments is preserved: attention checks whether ``query is key``.
     """
     index: dict[int, int] = {}
     places = [index.setdefault(id(leaf), len(index)) for leaf in leaves]

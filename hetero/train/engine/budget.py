@@ -119,10 +119,10 @@ class Frames(Protocol):
         """Give up those from ``limit`` on; False where something that is held lies there."""
 
     def vacate(self) -> int:
-        """Give up all that nobody holds, for now; returns the bytes of the others."""
+        """Give up all that is not held, for now; returns the bytes of the others."""
 
     def shed(self) -> None:
-        """Give up those that are apart from the others and that nobody holds."""
+        """Give up those apart from the others that are not held."""
 
 
 class Excess(NamedTuple):
@@ -206,7 +206,7 @@ class Beside:
         return limit >= self._frames.limit or self._frames.lower(limit)
 
     def _held_bytes(self) -> int:
-        """Give up the frames that nobody holds; returns the bytes of the others, the fewest at
+        """Give up the frames that are not held; returns the bytes of the others, the fewest at
         least."""
         return max(self._frames.vacate(), self._budget.plan.least_bytes)
 

@@ -111,7 +111,7 @@ class Engine:
         self._finished = True  # no update was begun since all of them were waited for
         self._told_early = False  # whether a release was refused between backward and step
         self._settings: dict[int, Settings] | None = None  # of groups, at this step's first update
-        for folder in self._folders():  # a wrong name is told even where nothing has to go there
+        for folder in self._folders():  # validate nvme= even if nothing spills
             folder.close()
         self.budget, self.mode = decide(model, config, device, blueprint, self.tuning.extent_numel)
         self.optimizer: Optimizer | None = None
@@ -383,7 +383,7 @@ class Engine:
         return self.manager.limit
 
     def shed(self) -> None:
-        """Give back frames apart from the others that nobody holds."""
+        """Give back frames apart from the others that are not held."""
         self.manager.shed()
 
     def resize(self, limit: int) -> bool:
@@ -396,7 +396,7 @@ class Engine:
         return True
 
     def vacate(self) -> int:
-        """Give up all frames that nobody holds for now; returns the bytes of the others."""
+        """Give up all frames that are not held for now; returns the bytes of the others."""
         return self.manager.vacate()
 
     def lower(self, limit: int) -> bool:
@@ -484,7 +484,7 @@ class Engine:
         )
 
     def _attach_resident(self) -> None:
-        """Masters behind parameters that stay where they are: everything is in one memory."""
+        """Masters of parameters that stay where they are: everything is in one memory."""
         place = CpuDevice(self.device.torch_device)
         if self.device.is_cuda:  # the stream orders updates, not a thread
             self.worker = self.tuning.worker or Worker(0)
@@ -591,9 +591,9 @@ class Engine:
     # -- training --------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer) -> None:
-        """Update all parameters that have a gradient, now or behind the next forward.
+        """Update all parameters that have a gradient, now or during the next forward.
 
-        Ctrl-C comes out when the step is made and counted, with its border behind it.
+        Ctrl-C comes out when the step is made and counted, after its border.
         """
         if self.model.__dict__.get(MARK) is not self:
             raise StateError(
@@ -728,7 +728,7 @@ class Engine:
         return {b.id for b in self.blueprint.layout.buckets if b.trainable and self._is_seen(b)}
 
     def _hand_over(self, stepper: Stepper, update: Update, *, seen: bool) -> None:
-        """Begin a bucket's update; wait where it cannot go on behind our back."""
+        """Begin a bucket's update; wait where it must be done when `step` returns."""
         after = self.saver.jobs_before(update.bucket.id)
         job = stepper.begin(update, at_once=seen, after=after)
         if self.mode == "paged":
@@ -748,7 +748,7 @@ class Engine:
             self.store.take_all()
 
     def save(self, saving: Saving) -> None:
-        """From here on, homes change only behind what a save reads of them."""
+        """From here on, homes change only after the save has read them."""
         self._refuse_early("the model is saved")
         self._take_copies()
         self.saver.begin(saving, self.store, paged=self.mode == "paged")
@@ -778,7 +778,7 @@ class Engine:
         self._barrier.remove()
 
     def _before_use(self) -> None:
-        """The model is called: Ctrl-C waits again where somebody has changed that."""
+        """The model is called: Ctrl-C waits again where the user has changed that."""
         interrupts.hold(self)
         self.refuse_broken()
         self._refuse_early("the model is used again")
@@ -792,7 +792,7 @@ class Engine:
             )
 
     def _is_seen(self, bucket: Bucket) -> bool:
-        """Whether somebody outside holds a state or a tensor of one, and would watch it change."""
+        """Whether the user's code holds a state or a tensor of one, and would watch it change."""
         homes = (home for name, home in self.store.of_bucket(bucket.id) if name not in NOT_STATES)
         if any(home.held or home.objects_held or home.copies for home in homes):
             return True
@@ -982,7 +982,7 @@ class Engine:
     def load_master(self, param: torch.Tensor, low: torch.Tensor) -> None:
         """Take back what a state dict kept of a parameter's master."""
         self.saver.finish()
-        if self.mode == "paged":  # a write that is on its way would come home behind this
+        if self.mode == "paged":  # a write that is on its way would come home after this
             self.manager.settle(self.blueprint.layout.home[self._index[id(param)]][0])
         self.masters.load(self._segment(param), low)
 

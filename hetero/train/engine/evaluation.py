@@ -5,7 +5,7 @@ beside frames are its inputs, what it computes, and a cache that grows from toke
 grows, frames are given up, a good many tokens' worth at a time; as it goes, they come back.
 
 [Note: larger inputs]  A forward with larger inputs than the last ones had begins with the fewest
-frames there can be, as the very first does: nobody knows yet what it takes.
+frames there can be, as the very first does: what it takes is not known yet.
 """
 
 from __future__ import annotations

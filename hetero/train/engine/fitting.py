@@ -27,9 +27,9 @@ from hetero.train.model.host_work import host_work
 from hetero.types import Kind, Lane, Tier, format_bytes
 
 WINDOW = 16  # steps whose largest peak is what the next one is expected to need
-MARGIN = 1 / 16  # of a room, for what a choice that nobody has tried yet may take besides
+MARGIN = 1 / 16  # head room for a choice of policies that has not been measured yet
 PATIENCE = 4  # steps in a row in which units are computed again for a proof
-SHRUNK = 0.75  # inputs of so small a part of those chosen for: units may keep again
+SHRUNK = 0.75  # choose again once inputs shrink below this share of those chosen for
 
 
 CopySeconds = Callable[[Lane, int], float]
@@ -202,8 +202,8 @@ class Fitting:
     def _first_sight(self, unit: int) -> None:
         """A unit that was never seen goes down whole, which shows what it saves.
 
-        Nothing overlaps until policies are found that fit: overlap needs more memory than this step
-        is known to have.
+        Transfers do not overlap with compute before a fitting choice is known: overlap needs more
+        memory than this step is known to have.
         """
         if self._choice.may_change:
             self._choice.policies[unit] = OFFLOAD
@@ -398,7 +398,7 @@ class Fitting:
             self._largest = Seen()
         if self._choice.policies == before:
             return
-        # what nobody has tried yet is tried with as few frames as may be needed, and then known
+        # what was not tried yet is tried with as few frames as may be needed, and then known
         largest = max((self.forecast.use(unit).saved_bytes for unit in units), default=0)
         expected = self.forecast.peak_bytes(units, self._choice.policies)
         self._peaks.clear()

@@ -30,7 +30,7 @@ class Replicas:
 
     Made before `hetero.prepare`, on all ranks in the same order: the first rank's parameters and
     buffers become everybody's then. As in torch, it is a forward that decides whether gradients
-    are complete with the backward pass behind it.
+    are complete after the backward pass.
 
     Args:
         model: the plain model.
@@ -72,7 +72,7 @@ class Replicas:
             self.accumulates = before
 
     def average(self) -> None:
-        """Make every gradient that some rank has made since the last time the mean of all ranks'.
+        """Average, over all ranks, each gradient that any rank has made since the last call.
 
         Collective. A rank without a gradient that others have counts as one of zeros; a gradient
         that nobody has stays None. Each is multiplied by 1 / ranks and then summed, in the

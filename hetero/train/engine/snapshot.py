@@ -4,9 +4,8 @@ Names and shapes are the model's own and bytes are in row-major order: nothing o
 budgets is in them.
 
 [Note: copy on update]  A save reads a bucket's homes in a job of its own, and the next update of
-that bucket comes behind that job. Whoever needs the update helps with the job first, so an update
-that is early pulls its bucket's save forward; nothing is copied aside, and training waits only
-where it has caught up with the drive.
+that bucket comes after that job. An update that starts before its bucket is saved performs that
+save first: nothing is copied aside, and training waits only where it has caught up with the drive.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ def _bytes(value: torch.Tensor) -> memoryview:
 
 
 class Saving:
-    """One save under way: a job for each bucket that is behind its last update.
+    """One save under way: a job for each bucket, after its last update.
 
     Args:
         parts: everything to be saved, with its number in the checkpoint.
@@ -215,7 +214,7 @@ class Saving:
 
 
 class Waitable(Protocol):
-    """A save that goes on behind the training."""
+    """A save that goes on while the model trains."""
 
     told: bool
 
@@ -224,7 +223,7 @@ class Waitable(Protocol):
 
 
 class Saver:
-    """The save that changes of homes are behind: one at a time."""
+    """The save that changes of homes come after: one at a time."""
 
     def __init__(self) -> None:
         self.last: Waitable | None = None
@@ -232,9 +231,9 @@ class Saver:
         self._saving: Saving | None = None
 
     def begin(self, saving: Saving, store: HomeStore, *, paged: bool) -> None:
-        """From here on, homes change only behind what a save reads of them.
+        """From here on, homes change only after the save has read them.
 
-        What somebody outside can change unseen is read at once: parameters that are plain, and
+        What the user's code can change unseen is read at once: parameters that are plain, and
         homes that a state dict shows.
         """
         self.finish()
@@ -249,11 +248,11 @@ class Saver:
     def finish(self) -> None:
         """Wait until a save that is under way has read everything."""
         if self._saving is not None:
-            self._saving.run()  # it keeps its own error, for whoever waits for the save
+            self._saving.run()  # it keeps its own error, for the caller that waits for the save
             self._saving = None
 
     def jobs_before(self, bucket_id: int) -> Sequence[Job]:
-        """Return what an update of a bucket has to be behind."""
+        """Return the jobs that an update of a bucket has to come after."""
         return () if self._saving is None else self._saving.before_writing(bucket_id)
 
     def wait_for(self, bucket_id: int) -> None:

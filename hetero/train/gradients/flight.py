@@ -90,7 +90,7 @@ class Flight:
         bucket: int,
         then: Callable[[], None] | None = None,
     ) -> Ticket:
-        """Queue a copy of raw bytes (1-D uint8) behind the compute that made the source."""
+        """Queue a copy of raw bytes (1-D uint8) after the compute that made the source."""
         after = (self._device.mark(),)
         ticket = self._link.move(
             Lane.D2H, target, source, kind=Kind.GRAD, after=after, bucket=bucket, why="gradient"
@@ -173,7 +173,7 @@ class Flight:
             leg.then()
 
     def _free_stage(self) -> Stage:
-        """Return the stage that was used longest ago, once nobody needs its bytes."""
+        """Return the stage that was used longest ago, once its bytes are not needed."""
         if len(self._stages) < N_STAGES:
             n_bytes = self._piece_bytes
             self._ledger.charge(Tier.HOST, Kind.GRAD, n_bytes, "staging of gradients")

@@ -2,16 +2,16 @@
 
 A gradient that autograd has accumulated is flushed at the *next* hetero event, so hooks of the
 user's that run after ours still see ``p.grad``. What they see later is a `LazyGrad`: a tensor
-subclass whose bytes are fetched, one tensor at a time, when somebody computes with it. ``p.grad``
+subclass whose bytes are fetched, one tensor at a time, when an operation uses it. ``p.grad``
 itself is the only truth: None means no gradient, as in torch.
 
 A first gradient goes down in its own dtype. Later ones are added to it on HOST by the worker, in
 the order in which autograd fired, and in fp32 where the parameter has an fp32 master: its bucket's
 gradients are *wide* then. Norms are torch's, of whole tensors: a single gradient's is taken on the
-device as it leaves, a sum's on HOST behind the last addition. What a clip multiplies, and what loss
-scaling owes, is pending until the update applies it; whoever looks earlier sees it applied.
+device as it leaves, a sum's on HOST after the last addition. What a clip multiplies, and what loss
+scaling owes, is pending until the update applies it; a reader before that sees it applied.
 
-[Note: gradient leases]  A gradient that somebody else holds, as an object or through a view (a
+[Note: gradient leases]  A gradient that the user's code holds, as an object or through a view (a
 preset flat buffer), stays where it is, so that writes through the alias count; the step copies it.
 """
 
@@ -66,7 +66,7 @@ NONE = Factors()
 
 
 class GradSlot:
-    """One parameter's flushed gradient: on HOST, or taken back by somebody who looked closely.
+    """One parameter's flushed gradient: on HOST, or taken back by a reader who needs it whole.
 
     ``value`` is a private device tensor once an alias of the gradient was handed out; it is then
     the truth until it is flushed again. ``flying`` pieces are on their way to the worker, and
@@ -186,7 +186,7 @@ class GradSlot:
 
     @property
     def is_changed(self) -> bool:
-        """Whether somebody wrote to the gradient through an alias, since it was taken home."""
+        """Whether the user wrote to the gradient through an alias, since it was taken home."""
         if self.factors != NONE:
             return True
         if self.value is None:
@@ -240,7 +240,7 @@ class LazyGrad(Lazy):
 
 
 def _add(grad: LazyGrad, other: Any, *, alpha: Any = 1) -> bool:
-    """Add what autograd accumulates on HOST, behind the backward pass; False: not this way."""
+    """Add what autograd accumulates on HOST, while backward goes on; False: not this way."""
     plain = isinstance(other, torch.Tensor) and not isinstance(other, LazyGrad)
     if not plain or alpha != 1 or other.layout is not torch.strided or not _called_by_autograd():
         return False
@@ -321,7 +321,7 @@ class GradStore:
         self.norm_ord: float | None = None  # what is asked for every step is taken as they leave
         self.unscale = 1.0
         self.scaling: bool | None = None  # under loss scaling: whether the loss was scaled
-        self._leased: set[int] = set()  # gradients that somebody else holds
+        self._leased: set[int] = set()  # gradients that the user's code holds
         self._lone_uses = lone_uses()
         self.on_arrival: Callable[[], None] = lambda: None
 
@@ -405,7 +405,7 @@ class GradStore:
         return int(grad.untyped_storage()._cdata)
 
     def _is_held(self, index: int, storage: int, n_siblings: int) -> bool:
-        """Whether somebody else refers to a gradient, or to bytes of its storage."""
+        """Whether the user's code refers to a gradient, or to bytes of its storage."""
         uses = storage_uses(storage)
         return holders(self._params[index]) > self._alone or uses > ALONE - 1 + n_siblings
 
@@ -419,7 +419,7 @@ class GradStore:
             )
 
     def accumulate(self, slot: GradSlot, grad: torch.Tensor) -> None:
-        """Add one more gradient of autograd's, on HOST where it can be done behind its back."""
+        """Add one more gradient of autograd's, on HOST where the worker may do it."""
         self._refuse_another(slot.segment.index)
         spec, master = slot.segment.spec, self.has_master(slot.segment)
         if slot.factors.clip is not None or (slot.factors != NONE and not master):
@@ -445,7 +445,7 @@ class GradStore:
     def _take(self, index: int, grad: torch.Tensor, *, scaled: bool) -> GradSlot:
         bucket_id, segment = self._layout.home[index]
         assert_dense(grad, segment.spec.name)
-        # 1. whoever still holds the last gradient of this parameter keeps its numbers
+        # 1. a holder of the last gradient of this parameter keeps its numbers
         old = self._slots.get(index, _gone)()
         if old is not None and old.value is None:
             old.keep()
@@ -457,7 +457,7 @@ class GradStore:
         exact = grad.dtype is torch.float32 and bucket.has_master
         grad = self._shaped(segment, grad, torch.float32 if exact else segment.spec.dtype)
         home = self._home_for(bucket, wide=exact)
-        # 3. queue the way down behind the compute that made it, with its norm beside it
+        # 3. queue the way down after the compute that made it, and its norm
         slot = GradSlot(self, segment, home)
         self._slots[index] = weakref.ref(slot)
         slot.factors = Factors(self.unscale if scaled else 1.0)
@@ -682,7 +682,7 @@ class GradStore:
                 slot.factors, slot.norm = NONE, None
 
     def let_go(self, bucket: Bucket) -> None:
-        """Give a bucket's gradient home back when nobody has a gradient in it any more."""
+        """Give a bucket's gradient home back when no gradient is in it any more."""
         job = self._updates.get(bucket.id)
         if job is not None and not job.done:
             return

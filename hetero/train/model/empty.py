@@ -28,12 +28,12 @@ class Place(NamedTuple):
 
 
 def promise(param: nn.Parameter, place: Place) -> None:
-    """Let an empty parameter know where its value is, for whoever prepares it."""
+    """Let an empty parameter know where its value is, for `prepare`."""
     setattr(param, PLACE, place)
 
 
 def promised(param: nn.Parameter) -> Place | None:
-    """Return where an empty parameter's value is; None where nobody said."""
+    """Return where an empty parameter's value is; None where that is unknown."""
     place: Place | None = getattr(param, PLACE, None) if param.is_meta else None
     return place
 

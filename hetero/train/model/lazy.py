@@ -1,4 +1,4 @@
-"""Tensors that are at home elsewhere, and fetched when somebody computes with them (floor 2)."""
+"""Tensors that are at home elsewhere, and fetched when an operation uses them (floor 2)."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ PARAM = Kind.PARAM.value
 
 @dataclass(slots=True)
 class Update:
-    """What one bucket's update does: slices that may run at once, and what comes behind them."""
+    """What one bucket's update does: slices that may run in parallel, and the steps that follow."""
 
     bucket: Bucket
     slices: list[Slice] = field(default_factory=list)

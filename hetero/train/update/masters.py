@@ -1,4 +1,4 @@
-"""Precision: 2-byte working weights, the exact fp32 master behind each, and loss scaling (floor 2).
+"""Precision: 2-byte working weights, the exact fp32 master of each, and loss scaling (floor 2).
 
 Under "bf16" a master is kept in two halves: the working weight is the upper one, rounded to
 nearest with ties away from zero, and an int16 home ("low") holds the difference, so that the two

@@ -105,11 +105,11 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def states_are_held(self) -> bool:
-        """Whether somebody outside holds ``state`` itself, and would see what is done to it."""
+        """Whether the user's code holds ``state`` itself, and would see what is done to it."""
         return sys.getrefcount(self.known_state) > _MAPPING
 
     def state_is_held(self, param: torch.Tensor) -> bool:
-        """Whether somebody outside holds a parameter's state, or a number in it."""
+        """Whether the user's code holds a parameter's state, or a number in it."""
         return _is_held(self.known_state, param)
 
     @property

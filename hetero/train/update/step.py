@@ -2,9 +2,9 @@
 
 `close` does what makes a step exact: gradients home, norm, clip, finiteness, and the settings of
 the groups as they are now. What is left is work on homes, one job a bucket, for the worker. An
-error in one surfaces wherever somebody waits for that bucket, and in the next `close`; the jobs
-behind it give up with the same error, so nothing hangs. An error of a disk is not the end: the step
-stays pending, every wait tries again, and nobody sees parameters of two steps.
+error in one surfaces wherever a thread waits for that bucket, and in the next `close`; the jobs
+after it give up with the same error, so nothing hangs. An error of a disk is not the end: the step
+stays pending, every wait tries again, and no reader sees parameters of two steps.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Stepper:
         self.updater = updater
         self.scaler = scaler
         self.skipped = False
-        self.surfaced = False  # whether somebody was told of an update that failed
+        self.surfaced = False  # whether the caller was told of an update that failed
         self._grads = grads
         self._worker = worker
         self._pause = pause

@@ -402,7 +402,7 @@ class _Apart(TorchDispatchMode):
 
 @contextmanager
 def _undrawn() -> Iterator[Any]:
-    """Give what tells whether a block has drawn random numbers; put generators back behind it."""
+    """Give what tells whether a block has drawn random numbers; put generators back after it."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
 
     def drawn() -> bool:
