@@ -24,7 +24,7 @@ from hetero.api import engine_of, prepare_tuned, status
 from hetero.checkpoint.save import save_checkpoint
 from hetero.checkpoint.writer import retain
 from hetero.config import Config
-from hetero.device import map_slab
+from hetero.device import paged_slab
 from hetero.errors import BudgetError
 from hetero.events import EventLog
 from hetero.io import IO, File, Folder, align_up, aligned_buffer
@@ -94,7 +94,7 @@ def make_pool(
 
 
 def home_of(pool: Pool, n_bytes: int) -> Homes:
-    slab = map_slab(n_bytes, huge=False)
+    slab = paged_slab(n_bytes)
     return Homes(pool.adopt(Kind.STATE, slab, n_bytes, 4, "bench"))
 
 
@@ -108,15 +108,14 @@ def disk(device: str | None = None) -> Figures:
         home = home_of(pool, HOME_BYTES)
         with folder.private() as file:
             file.reserve(HOME_BYTES)
-            raw(
-                file, Use.FRESH, pool.n_threads, HOME_BYTES
-            )  # unwritten blocks read as zeros, at no cost
+            # unwritten blocks read as zeros, at no cost
+            raw(file, Use.FRESH, pool.n_threads, HOME_BYTES)
             scanned(pool, home, Use.FRESH)
             for number in range(ROUNDS):
                 for name, use in uses.items():
                     sides: list[Callable[[], float]] = [
                         partial(scanned, pool, home, use),
-                        partial(raw, file, use, pool.n_threads),
+                        partial(raw, file, use, pool.n_threads, HOME_BYTES),
                     ]
                     took = {s: sides[s]() for s in ((0, 1) if number % 2 else (1, 0))}
                     ratios[name].append(took[0] / took[1])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hetero.device import (
+    HUGE_PAGE,
     POISON,
     Allocated,
     CpuDevice,
@@ -20,6 +21,7 @@ from hetero.device import (
     checked_rng,
     map_slab,
     open_device,
+    paged_slab,
     release_slab,
     use_count,
 )
@@ -85,6 +87,21 @@ def test_pages_that_are_given_back_are_new_ones_and_those_before_them_stay() -> 
     assert piece[: 2 * PAGESIZE].eq(5).all() and not piece[2 * PAGESIZE :].any()
     slab.give_back(slab.n_bytes)
     Slab(64, torch.zeros(64, dtype=torch.uint8)).give_back(0)  # which has no pages of its own
+
+
+@pytest.mark.parametrize("n_bytes", [64, HUGE_PAGE - 4096, HUGE_PAGE, 3 * HUGE_PAGE + 4096])
+def test_memory_of_a_home_on_disk_begins_where_huge_pages_do(n_bytes: int) -> None:
+    slab = paged_slab(n_bytes)
+
+    if n_bytes >= HUGE_PAGE:  # else an extent, which is a part of it, is none
+        assert slab.block.data_ptr() % HUGE_PAGE == 0
+    assert slab.block.numel() == slab.n_bytes == n_bytes
+    piece = slab.carve(16, n_bytes - 16)
+    assert piece.data_ptr() == slab.block.data_ptr() + 16
+    slab.block.fill_(7)
+    slab.give_back(4096)
+    kept = min(n_bytes, 4096)
+    assert bool((slab.block[:kept] == 7).all()) and not slab.block[kept:].any()
 
 
 def test_a_piece_outlives_its_slab() -> None:

@@ -13,6 +13,7 @@ from hetero.device.cuda import CudaDevice
 from hetero.device.face import (
     ALONE,
     COPY_LANES,
+    HUGE_PAGE,
     OPPOSITE,
     POISON,
     Accelerator,
@@ -22,6 +23,7 @@ from hetero.device.face import (
     Stall,
     Ticket,
     map_slab,
+    paged_slab,
     release_slab,
     use_count,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "CudaDevice",
     "Device",
     "Move",
+    "HUGE_PAGE",
     "OPPOSITE",
     "POISON",
     "SimDevice",
@@ -62,6 +65,7 @@ __all__ = [
     "checked_rng",
     "finish_compute",
     "map_slab",
+    "paged_slab",
     "open_device",
     "release_slab",
     "return_large_blocks",

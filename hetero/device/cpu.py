@@ -21,6 +21,7 @@ from hetero.device.face import (
     Ticket,
     heap_slab,
     map_slab,
+    paged_slab,
 )
 from hetero.types import Lane
 
@@ -44,7 +45,7 @@ class CpuDevice:
         return map_slab(n_bytes) if n_bytes >= SMALL else heap_slab(n_bytes)
 
     def paged_slab(self, n_bytes: int) -> Slab:
-        return map_slab(n_bytes, huge=False)  # a huge page would span several extents
+        return paged_slab(n_bytes)
 
     def arena(self, n_bytes: int) -> Slab:
         return map_slab(n_bytes)

@@ -20,6 +20,7 @@ from hetero.device.face import (
     Ticket,
     Timing,
     map_slab,
+    paged_slab,
     release_slab,
 )
 from hetero.errors import ConfigError
@@ -61,7 +62,7 @@ class CudaDevice:
         return slab
 
     def paged_slab(self, n_bytes: int) -> Slab:
-        return map_slab(n_bytes, huge=False)
+        return paged_slab(n_bytes)
 
     def arena(self, n_bytes: int) -> Slab:
         block = torch.empty(max(n_bytes, 1), dtype=torch.uint8, device=self.torch_device)

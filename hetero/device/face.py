@@ -26,6 +26,7 @@ ALONE = 2  # uses of a storage: the tensor asked about, and the handle asked thr
 LINE = 64  # bytes to which torch aligns what it allocates
 SMALL = 64 * 2**10  # bytes of a slab that is not worth a mapping
 HUGE = 4 * 2**20  # bytes of a slab from which huge pages are asked for
+HUGE_PAGE = 2 * 2**20
 PROBE_BYTES = 16 * 2**20  # a copy of so many bytes tells a link's rate
 COPY_LANES = (Lane.H2D, Lane.D2H)
 OPPOSITE = {Lane.H2D: Lane.D2H, Lane.D2H: Lane.H2D}
@@ -211,6 +212,8 @@ class Slab:
     registered: bool = False
     heap: npt.NDArray[np.uint8] | None = None
     """The memory of a small one, which is not mapped."""
+    first: int = 0
+    """Byte of the mapping where the block begins."""
 
     def __del__(self) -> None:
         # Registered pages must be given back before the mapping goes; at exit the driver is gone.
@@ -227,7 +230,8 @@ class Slab:
             return torch.empty(0, dtype=torch.uint8, device=self.block.device)
         memory = self.mapping if self.heap is None else self.heap
         if memory is not None:
-            return torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes, offset=offset)
+            at = self.first + offset
+            return torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes, offset=at)
         piece = self.block[offset : offset + n_bytes]
         return torch.utils.dlpack.from_dlpack(piece)
 
@@ -236,21 +240,37 @@ class Slab:
 
         Nothing may read or write there meanwhile; of memory that is not mapped nothing goes.
         """
-        first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        if self.mapping is not None and first < self.n_bytes and hasattr(mmap, "MADV_DONTNEED"):
+        first = self.first + -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = self.first + self.n_bytes
+        if self.mapping is not None and first < end and hasattr(mmap, "MADV_DONTNEED"):
             self.mapping.madvise(mmap.MADV_DONTNEED, first, len(self.mapping) - first)
 
 
-def map_slab(n_bytes: int, *, huge: bool = True) -> Slab:
-    """Map zeroed anonymous memory of exactly ``n_bytes``; pages cost RAM when first touched."""
+def map_slab(n_bytes: int, *, huge: bool = True, align: int = 1) -> Slab:
+    """Map zeroed anonymous memory of exactly ``n_bytes``; pages cost RAM when first touched.
+
+    With ``align`` it begins at a multiple of so many bytes: addresses before it are never touched.
+    """
     # Private: a forked child gets copies of its own, as it does of torch's memory.
-    mapping = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    mapping = mmap.mmap(-1, max(n_bytes, 1) + align - 1, flags=flags)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    first = -whole.data_ptr() % align
     if huge and n_bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         try:  # updates stream through homes: a page table entry for 2 MiB, not for 4 KiB
             mapping.madvise(mmap.MADV_HUGEPAGE)
         except OSError:  # a kernel built without them
             pass
-    return Slab(n_bytes, torch.frombuffer(mapping, dtype=torch.uint8), mapping)
+    return Slab(n_bytes, whole[first : first + max(n_bytes, 1)], mapping, first=first)
+
+
+def paged_slab(n_bytes: int) -> Slab:
+    """Map memory for a home on disk, whose pages come and go by extents.
+
+    Huge pages are asked for where extents are whole ones, which takes an address that is a multiple
+    of theirs: an extent is then one fault, and not 512 (`pool._ask_for_pages`).
+    """
+    return map_slab(n_bytes, huge=False, align=HUGE_PAGE if n_bytes >= HUGE_PAGE else 1)
 
 
 def heap_slab(n_bytes: int) -> Slab:

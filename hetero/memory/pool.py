@@ -33,7 +33,7 @@ from typing import NamedTuple, Protocol
 
 from hetero import interrupts
 from hetero.config import paranoid
-from hetero.device import POISON, Slab
+from hetero.device import HUGE_PAGE, POISON, Slab
 from hetero.errors import BudgetError, DiskFull, ForkedProcessError, StateError, afresh
 from hetero.events import EventLog
 from hetero.io import Folder, align_up
@@ -48,7 +48,6 @@ TRY_FROM_BYTES = 2**30  # so much is spilled that the drive is asked how many ar
 AHEAD_SHARE = 3  # this part of the pool is kept for what is read ahead
 DIRTY_SHARE = 3  # more than this part does not wait to be written
 FORGET_AFTER = 2  # what is read ahead and not used while the pool is filled so often
-HUGE_PAGE = 2 * 2**20
 ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
 
 
