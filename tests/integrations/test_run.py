@@ -188,7 +188,7 @@ def test_budgets_may_stand_right_behind_the_script(
 
     assert result.exit_code == 0, result.output
     assert f"{own} {hbm}" in result.stdout
-    assert result.stderr.count("goes to the script") == late
+    assert result.stderr.count("was passed to the script") == late
 
 
 @pytest.mark.parametrize(
