@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import shlex
 import signal
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from tests.times import Times
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-MANY_MODULES = 50  # that are imported while a module's tests run
 RUNS = Path(__file__).parent.parent / "runs"
 
 
@@ -74,17 +72,6 @@ def pytest_collection_finish() -> None:
     """Collections that a simulated device makes look at what tests made, not at all of torch."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen_imports() -> Iterator[None]:
-    """What a module's tests have imported, a compiler say, is not looked at by later collections:
-    a full one took ten times longer late in a run than at its beginning."""
-    before = len(sys.modules)
-    yield
-    if len(sys.modules) - before > MANY_MODULES:
-        gc.collect()
-        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
