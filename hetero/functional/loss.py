@@ -81,7 +81,7 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        losses: torch.Tensor = _Head.apply(  # type: ignore[no-untyped-call]
+        losses: torch.Tensor = _Head.apply(  # type: ignore[no-untyped-call]  # torch has none
             hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), terms
         )
     return losses.view(labels.shape) if reduction == "none" else losses

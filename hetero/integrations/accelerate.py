@@ -120,7 +120,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             self.scaler = None  # there is one scale for a loss
 
     def _refuse_early(self) -> None:
-        """Refuse updates in backward beside what needs all gradients of a step first."""
+        """Refuse updates in backward where something needs all gradients of a step first."""
         adds, averages = self.gradient_accumulation_steps > 1, self.num_processes > 1
         if self.hetero_config.updates == "backward" and (adds or averages):
             raise ConfigError(

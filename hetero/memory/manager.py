@@ -284,8 +284,8 @@ class ChunkManager:
         self._follow_home(bucket_id)
 
     def may_hand_over(self, bucket_id: int) -> bool:
-        """Whether a home and its replica are what nobody sees or has written: no bytes are on
-        their way home, and no one would see an update."""
+        """Whether neither a home nor its replica is shown, held or written, and no bytes are on
+        their way home: an update would not be seen."""
         home, replica = self._store.homes[PARAM, bucket_id], self.replicas.get(bucket_id)
         if bucket_id in self._updates or bucket_id in self._landing or home.held or home.copies:
             return False

@@ -198,8 +198,8 @@ class Reader:
             return self._figure(given, form, where)
         if kind is Table:
             return self._table(given, form, where)
-        if dataclasses.is_dataclass(kind):
-            return self.section(kind, given, f"{where}.")  # type: ignore[arg-type]
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return self.section(kind, given, f"{where}.")
         if typing.get_origin(kind) is tuple:
             return self._list(given, where)
         right = type(given) in (int, Decimal) if kind is float else type(given) is kind

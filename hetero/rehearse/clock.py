@@ -71,7 +71,7 @@ class OpClock(TorchDispatchMode):
     """
 
     def __init__(self, device: Clocked, profile: Profile, *, counted: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
         self._is_cuda = device.is_cuda
         self._device = device
         self._profile = profile

@@ -64,7 +64,7 @@ class Storages(TorchDispatchMode):
     supports_higher_order_operators = True  # what they compute inside is seen when it comes out
 
     def __init__(self, log: EventLog, tier: Tier, place: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
         self.levels: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self._log = log
         self._tier = tier

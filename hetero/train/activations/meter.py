@@ -157,7 +157,7 @@ class LiveBytes(TorchDispatchMode):
         ours: Callable[[], bool] = lambda: True,
         passing: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
         self.live = 0
         self.peak = 0
         self.recent = 0  # the peak since it was set back

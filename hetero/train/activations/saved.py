@@ -253,7 +253,7 @@ def _for_aliases(enter: Callable[[Any], None]) -> Callable[[Any], None]:
                 paged = hasattr(type(tensor), "hetero_runtime")
                 return pack(tensor.detach() if paged else tensor)
 
-            alias.hetero_guard = True  # type: ignore[attr-defined]
+            vars(alias)["hetero_guard"] = True
             self.pack_hook = alias
         enter(self)
 

@@ -529,7 +529,7 @@ class Engine:
             self.optimizer.state[param] = self.adopt(param, state)
         inner.state = defaultdict(dict)
         self._inner_step = inner.__dict__.get("step")
-        inner.step = MethodType(_forgotten, inner)  # type: ignore[method-assign]
+        vars(inner)["step"] = MethodType(_forgotten, inner)
 
     # -- updates that begin in backward (see [Note: early updates]) ------------------------------
 
@@ -708,7 +708,7 @@ class Engine:
 
     def _hand_over_all(self, stepper: Stepper, updates: list[Update], seen: Container[int]) -> None:
         """Begin all updates, and do those of buckets that are ``seen``; then raise what a disk
-        raised, or whoever would not wait for one: a step is begun as a whole."""
+        or a second Ctrl-C raised: a step is begun as a whole."""
         self._finished = False
         errors: list[StorageError | KeyboardInterrupt] = []
         for update in updates:
@@ -1142,7 +1142,7 @@ def _forgotten(inner: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
     )
 
 
-_forgotten._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
+vars(_forgotten)["_wrapped_by_lr_sched"] = True  # schedulers look for it
 
 
 def _placed(value: Any, param: torch.Tensor) -> Any:

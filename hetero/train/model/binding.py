@@ -17,7 +17,7 @@ from hetero.internals import version_of, without_torch_function
 from hetero.memory.layout import Layout
 from hetero.memory.manager import Replica
 
-_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # typed as what it gives
 plainly = without_torch_function
 
 
