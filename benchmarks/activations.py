@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.engine import Figure, Figures, adamw, timed, virtual
+from benchmarks.paging import paged_of
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
@@ -55,7 +56,7 @@ def activations(device: str | None = None) -> Figures:
         model, _ = prepare_tuned(model, adamw(model), config, None)
         step = partial(forward_backward, model, tokens)
         step()
-        counts = engine_of(model).offload.store.link.n_bytes
+        counts = engine_of(model).setup.offload.store.link.n_bytes
         counts.clear()
         peaks[policy] = peak_of(step, held(model))
         moved[policy] = counts[Lane.D2H]
@@ -168,16 +169,15 @@ def stepped(*, sliced: bool) -> Stepped:
     wide = SimDevice()
     probe, optimizer = modelled_model(wide, size, 1 << 30)
     model_bytes = UNITS * UNIT_BYTES
-    probe_engine = engine_of(probe)
     run_backward(probe, torch.randn(SLICES, FEATURES), sliced=sliced)
-    hbm = model_bytes // 4 + probe_engine.activations_seen()
+    hbm = model_bytes // 4 + paged_of(probe).activations_seen()
     model, optimizer = modelled_model(place, size, hbm)
     engine = engine_of(model)
     seen = []
     for _ in range(6):
         start = place.now()
         step(model, optimizer)
-        fetched = engine.stats.n_bytes[Lane.H2D] / model_bytes
+        fetched = engine.setup.stats.n_bytes[Lane.H2D] / model_bytes
         seen.append((place.now() - start, fetched))
     return Stepped(*(statistics.median(column) for column in zip(*seen[2:], strict=True)))
 

@@ -246,14 +246,14 @@ def on_drive(
     """Return a step over its compute or its bytes, the larger, and what it was made of."""
     rows = []
     there = spilled(path, Tuning(io=io), n_steps, updates)
-    now = status(there.engine.model)
-    n_threads = there.engine.store.pool.n_threads if there.engine.store.pool else 1
+    now = status(there.engine.setup.model)
+    n_threads = there.engine.setup.store.pool.n_threads if there.engine.setup.store.pool else 1
     with Folder.open(path, io) as folder, folder.private() as file:
         file.reserve(HOME_BYTES)
         moved(file, 0, HOME_BYTES, n_threads)  # unwritten blocks read as zeros, at no cost
         for number in range(n_rounds + 1):
             took = timed(there.steps) / n_steps
-            now = status(there.engine.model)
+            now = status(there.engine.setup.model)
             compute = timed(here.steps) / STEPS
             drive = moved(file, now.read_bytes, now.write_bytes, n_threads)
             if number:
@@ -261,10 +261,10 @@ def on_drive(
                 rows.append({"step": took, "compute": compute, "drive": drive, "ratio": ratio})
     detail = {
         "seconds": rows,
-        "states_on_disk_bytes": there.engine.ledger.used(Tier.NVME, Kind.STATE),
+        "states_on_disk_bytes": there.engine.setup.ledger.used(Tier.NVME, Kind.STATE),
         "read_bytes": now.read_bytes,
         "write_bytes": now.write_bytes,
-        "states_bytes": 2 * parameter_bytes(there.engine.model),
+        "states_bytes": 2 * parameter_bytes(there.engine.setup.model),
     }
     release(there)
     return statistics.median(row["ratio"] for row in rows), detail

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from benchmarks.paging import paged_of
 from hetero.api import engine_of, prepare_tuned, status
 from hetero.config import Config
 from hetero.device import SimDevice, finish_compute
@@ -137,8 +138,10 @@ def access(device: str | None = None, rounds: int = 3000) -> Figures:
     model = GPT(GPTConfig(width=64, layers=6, heads=4, context=16, checkpoint_blocks=False))
     config = Config.load(device=device, hbm="1GiB", activations="keep")
     model, _ = prepare_tuned(model, adamw(model), config, None)
-    runtime = engine_of(model).runtime
-    unit = next(i for i, u in enumerate(engine_of(model).blueprint.units) if "block" in u.name)
+    runtime = paged_of(model).runtime
+    unit = next(
+        i for i, u in enumerate(engine_of(model).setup.blueprint.units) if "block" in u.name
+    )
     (bucket,) = runtime.needs[unit]
     n_params = len(runtime.layout.buckets[bucket].segments)
 
@@ -281,7 +284,7 @@ def modelled(
     for _ in range(STEPS):
         start = device.now()
         modelled_step(model, optimizer)
-        moved = engine.stats.n_bytes
+        moved = engine.setup.stats.n_bytes
         compute = UNITS * (1.0 + backward_seconds)
         up, down = moved[Lane.H2D] / rate, moved[Lane.D2H] / rate
         link = max(up, down) if duplex else up + down
@@ -311,7 +314,7 @@ def activations(backward_seconds: float) -> int:
     config = Config.load(device=device, hbm=1 << 30, chunk_bytes=4096, activations="keep")
     model, optimizer = prepare_tuned(model, optimizer, config, None)
     model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
-    return engine_of(model).activations_seen()
+    return paged_of(model).activations_seen()
 
 
 def no_schedule(trace: Any, shapes: Any, limit: int) -> Schedule:
@@ -330,7 +333,7 @@ def misses(device: str | None = None) -> Figures:
     wide = Config.load(device=device, hbm="1GiB", chunk_bytes="4KiB", activations="keep")
     probe, optimizer = prepare_tuned(copy.deepcopy(model), None, wide, None), None
     probe(tokens, tokens).backward()
-    hbm = params // 4 + engine_of(probe).activations_seen() + 2 * largest(engine_of(probe))
+    hbm = params // 4 + paged_of(probe).activations_seen() + 2 * largest(engine_of(probe))
     narrow = Config.load(device=device, hbm=hbm, chunk_bytes="4KiB", activations="keep")
     model, optimizer = prepare_tuned(model, adamw(model), narrow, None)
     per_step: list[dict[str, int]] = []
@@ -352,4 +355,4 @@ def misses(device: str | None = None) -> Figures:
 
 
 def largest(engine: Engine) -> int:
-    return max(b.n_bytes for b in engine.blueprint.layout.buckets)
+    return max(b.n_bytes for b in engine.setup.blueprint.layout.buckets)

@@ -24,6 +24,7 @@ from benchmarks.engine import (
     virtual,
 )
 from benchmarks.memory import memory_of_this_process, reset_peak
+from benchmarks.paging import paged_of
 from hetero.api import engine_of, prepare, prepare_tuned, release, status
 from hetero.config import Config
 from hetero.device import SimDevice
@@ -135,7 +136,7 @@ def loaded(folder: Path) -> Loaded:
     prepare(model, device="cpu", hbm="1GiB", weights=str(folder))
     seconds = time.perf_counter() - began
     peak = memory_of_this_process("VmHWM") - before
-    homes = sum(home.bytes.numel() for home in engine_of(model).store.homes.values())
+    homes = sum(home.bytes.numel() for home in engine_of(model).setup.store.homes.values())
     forget(model)
     return Loaded(seconds, peak, homes)
 
@@ -143,8 +144,8 @@ def loaded(folder: Path) -> Loaded:
 def forget(model: nn.Module) -> None:
     """Let a model's memory go, without a copy of its values for anybody."""
     engine = engine_of(model)
-    engine.manager.close()
-    engine.store.close()
+    paged_of(model).manager.close()
+    engine.setup.store.close()
 
 
 # -- decoding --------------------------------------------------------------------------------------
@@ -215,4 +216,4 @@ def tokens(model: nn.Module, device: SimDevice) -> Iterator[tuple[float, int, in
         with torch.no_grad():
             model(hidden)
         moved = status(model)
-        yield device.now() - began, engine_of(model).stats.n_bytes[Lane.H2D], moved.misses
+        yield device.now() - began, engine_of(model).setup.stats.n_bytes[Lane.H2D], moved.misses

@@ -71,7 +71,7 @@ def measure(frozen: str, device: str) -> dict[str, Any]:
     settings = {"device": device, "hbm": whole // FRAMES, "frozen": frozen, "activations": "keep"}
     optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     model, optimizer = prepare_tuned(model, optimizer, Config.load(**settings), None)
-    tokens = torch.arange(TOKENS)[None].to(engine_of(model).device.torch_device)
+    tokens = torch.arange(TOKENS)[None].to(engine_of(model).setup.device.torch_device)
     losses = []
     for _ in range(STEPS):
         loss = model(tokens, tokens)
@@ -81,10 +81,10 @@ def measure(frozen: str, device: str) -> dict[str, Any]:
         losses.append(loss.item())
     engine, seen = engine_of(model), status(model)
     below = Tier.HOST, Tier.NVME
-    at_rest = sum(engine.ledger.used(tier, Kind.PARAM) for tier in below)
-    trained = [b for b in engine.blueprint.layout.buckets if b.trainable]
+    at_rest = sum(engine.setup.ledger.used(tier, Kind.PARAM) for tier in below)
+    trained = [b for b in engine.setup.blueprint.layout.buckets if b.trainable]
     own = sum(b.home_bytes for b in trained)
-    others = sum(engine.ledger.used(t, k) for t in below for k in (Kind.GRAD, Kind.STATE))
+    others = sum(engine.setup.ledger.used(t, k) for t in below for k in (Kind.GRAD, Kind.STATE))
     return {
         "frozen_parameters": numel,
         "frozen_bytes": (at_rest - own) / numel,

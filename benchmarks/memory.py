@@ -131,7 +131,7 @@ def measure_host(mode: str) -> dict[str, Any]:
         optimizer.step()
     held = memory_of_this_process("VmRSS") - start
     # Frames are the HBM tier: on "cpu" they are RAM too, but no cost of being at home.
-    frames = engine_of(model).ledger.peak(Tier.HBM, Kind.PARAM) if mode == "paged" else 0
+    frames = engine_of(model).setup.ledger.peak(Tier.HBM, Kind.PARAM) if mode == "paged" else 0
     need = ADAMW_BYTES * n_params
     return {
         "mode": status(model).mode,

@@ -257,7 +257,7 @@ def trained(play: Play, settings: dict[str, Any], steps: int) -> Outcome:
     engine, step = engine_of(model), partial(stepped, model, play.batch)
     for _ in range(steps):
         step(optimizer)
-    peaks = {tier.name: engine.ledger.peak(tier) for tier in TIERS}
+    peaks = {tier.name: engine.setup.ledger.peak(tier) for tier in TIERS}
     seconds = statistics.median(timed(partial(step, optimizer)) for _ in range(CLOCKED))
     engine.release()
     return Outcome(peaks, seconds)
@@ -507,7 +507,9 @@ def profile_cost(device: str | None = None, pairs: int = 31) -> Figures:
     model, optimizer = prepare_tuned(
         model, adamw(model), Config.load(device=device, hbm=hbm, activations="keep"), None
     )
-    tokens = torch.zeros(4, 128, dtype=torch.long, device=engine_of(model).device.torch_device)
+    tokens = torch.zeros(
+        4, 128, dtype=torch.long, device=engine_of(model).setup.device.torch_device
+    )
     step = partial(train_step, model, optimizer, tokens)
     for _ in range(4):
         step()
@@ -520,7 +522,7 @@ def profile_cost(device: str | None = None, pairs: int = 31) -> Figures:
         works.append(took[True].work / took[False].work)
     rows = [Figure("step, recorded / not", statistics.median(walls), "ratio", "<=", 1.01)]
     detail = {"ratios": walls, "processor time": statistics.median(works)}
-    return Figures(rows, {**detail, "mode": engine_of(model).mode})
+    return Figures(rows, {**detail, "mode": engine_of(model).residence.name})
 
 
 class Took(NamedTuple):
@@ -531,7 +533,7 @@ class Took(NamedTuple):
 
 
 def recorded_or_not(model: nn.Module, step: Callable[[], None], on: bool) -> Took:
-    log = engine_of(model).log
+    log = engine_of(model).setup.log
     with ExitStack() as stack:
         if on:
             stack.enter_context(tempfile_of_a_run(model))

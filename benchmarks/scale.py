@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from benchmarks.engine import Figure, Figures
-from hetero.api import engine_of, prepare_tuned
+from benchmarks.paging import paged_of
+from hetero.api import prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.errors import StateError
@@ -87,15 +88,15 @@ def measured(n_units: int) -> dict[str, float]:
     model, ours = prepare_tuned(model, torch.optim.AdamW(model.parameters()), config, None)
     pairs = [(partial(train, model, ours, x), partial(train, plain, theirs, x))] * (repeats + 3)
     steps = [cpu_seconds(ours) - cpu_seconds(theirs) for ours, theirs in quiet(pairs)][3:]
-    engine = engine_of(model)
-    schedule = engine.runtime.train.schedule
+    runtime = paged_of(model).runtime
+    schedule = runtime.train.schedule
     if schedule is None:
         raise StateError("nothing was planned in these steps", advice="take more of them")
     trace = schedule.trace
     copies = [torch.zeros_like(p) for p in plain.parameters()]
     calls: dict[str, Callable[[], Any]] = {
-        "a plan": partial(engine.runtime.train._build, trace),
-        "a plan without an optimizer": partial(engine.runtime.evaluate._build, trace),
+        "a plan": partial(runtime.train._build, trace),
+        "a plan without an optimizer": partial(runtime.evaluate._build, trace),
         "reading the states": partial(read, ours, list(model.parameters())),
         "an average of weights": partial(average, copies, model),
     }

@@ -130,7 +130,7 @@ def fp32_step(device: str | None = None) -> Figures:
     seconds = {k: [s for found in rounds for s in found[k]] for k in rounds[0]}
     detail = {
         "parameters": sum(p.numel() for p in plain.parameters()),
-        "mode": engine_of(model).mode,
+        "mode": engine_of(model).residence.name,
         "seconds": {name: statistics.median(times) for name, times in seconds.items()},
     }
     share = ratio(seconds["hetero"], seconds["torch"])
@@ -151,11 +151,11 @@ def bytes_a_parameter(device: str | None = None) -> Figures:
     used: dict[str, float] = {}
 
     def note(name: str) -> None:
-        used[name] = engine.ledger.used(Tier.HOST) / params
+        used[name] = engine.setup.ledger.used(Tier.HOST) / params
 
     for _ in range(2):
         model(tokens, tokens).backward()
-        engine.runtime.quiesce()
+        engine.residence.quiesce()
         note("gradients held")
         opt.step()
         opt.zero_grad()
@@ -163,13 +163,13 @@ def bytes_a_parameter(device: str | None = None) -> Figures:
         note("at rest")
     for _ in range(2):
         model(tokens, tokens).backward()
-    engine.runtime.quiesce()
+    engine.residence.quiesce()
     note("adding up")
     rows = [
         Figure(name, used[name], "bytes", "<=", reach * 1.01)
         for name, reach in (("at rest", 12.0), ("gradients held", 14.0), ("adding up", 16.0))
     ]
-    return Figures(rows, {"parameters": params, "mode": engine.mode})
+    return Figures(rows, {"parameters": params, "mode": engine.residence.name})
 
 
 class PacedDevice(CpuDevice):
@@ -294,7 +294,7 @@ def paced(share: float, tuning: Tuning) -> dict[str, Any]:
         "ratios": ratios,
         "forward_seconds": forward,
         "update_seconds": forward * share,
-        "misses": engine.stats.counts["miss"],
+        "misses": engine.setup.stats.counts["miss"],
         "crc": int(weights.long().sum()),
     }
 
@@ -320,7 +320,7 @@ def update_seconds(model: nn.Module, opt: Any, engine: Engine) -> float:
         start = time.perf_counter()
         opt.step()
         opt.zero_grad()
-        for job in engine.stepper._jobs if engine.stepper else ():
+        for job in engine.steps.stepper._jobs if engine.steps.stepper else ():
             while not job.done:  # a waiter would help, with a core that training needs
                 time.sleep(0.0005)
         found.append(time.perf_counter() - start)

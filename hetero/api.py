@@ -15,6 +15,7 @@ from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import StateError
 from hetero.interrupts import theirs
+from hetero.train.engine.assemble import assemble
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.check import check_codes, check_model, check_pair
 from hetero.train.engine.engine import Engine
@@ -68,8 +69,7 @@ def prepare_tuned(
     blueprint = draw(model, inner, config)
     check_codes(model, blueprint.layout)
     with torch.inference_mode(False):  # what is made here outlives the caller's mode
-        engine = Engine(model, inner, config, device, blueprint, tuning)
-        engine.build()
+        engine = assemble(model, inner, config, device, blueprint, tuning)
     return model if inner is None else (model, engine.optimizer)
 
 
@@ -214,17 +214,17 @@ class Status:
 
 
 def update_place(engine: Engine) -> str:
-    if engine.mode != "paged":
+    if engine.residence.updates_in_place:
         return "in place"
-    return "device" if engine.tuning.update_on_device else "home"
+    return "device" if engine.setup.tuning.update_on_device else "home"
 
 
 def status(model: nn.Module) -> Status:
     """Return residency, bytes per tier and kind, traffic and misses of the last step."""
     engine = engine_of(model)
-    plan, stats, ledger = engine.blueprint, engine.stats, engine.ledger
+    setup, residence = engine.setup, engine.residence
+    plan, stats, ledger, pool = setup.blueprint, setup.stats, setup.ledger, setup.store.pool
     tiers: dict[str, dict[str, int | None]] = {}
-    pool = engine.store.pool
     for tier in (Tier.HBM, Tier.HOST, *((Tier.NVME,) if pool is not None else ())):
         row: dict[str, int | None] = {
             "budget": ledger.budgets.get(tier),
@@ -233,20 +233,14 @@ def status(model: nn.Module) -> Status:
         }
         row.update({kind.value: ledger.used(tier, kind) for kind in Kind})
         tiers[tier.name] = row
-    paged = engine.mode == "paged"
-    here = set(engine.manager.replicas) if paged else {b.id for b in plan.layout.buckets}
-    names = plan.layout.unit_names
-    schedule = None
-    if paged:
-        trained = engine.inner is not None
-        schedule = (engine.runtime.train if trained else engine.runtime.active).schedule
+    here, schedule, names = residence.here(), residence.schedule(), plan.layout.unit_names
     return Status(
-        device=engine.device.name,
-        mode=engine.mode,
+        device=setup.device.name,
+        mode=residence.name,
         update_place=update_place(engine),
         chunk_bytes=4 * plan.layout.chunk_numel,
-        steps=engine.steps,
-        activation_bytes=engine.budget.activation_bytes,
+        steps=setup.steps,
+        activation_bytes=setup.budget.activation_bytes,
         tiers=tiers,
         units={
             names[i]: "resident" if all(b in here for b in needs) else "home"
@@ -283,4 +277,4 @@ def release(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     engine.refuse_broken()
     with torch.inference_mode(False):
         engine.release()
-    return model if engine.inner is None else (model, engine.inner)
+    return model if engine.setup.inner is None else (model, engine.setup.inner)

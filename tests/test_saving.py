@@ -498,7 +498,7 @@ def test_a_step_moves_what_is_on_disk_once_each_way(disk: Path) -> None:
     optimizer.state  # noqa: B018
     train(model, optimizer, scheduler, 1)
     engine, now = engine_of(model), status(model)
-    spill = engine.budget.spill
+    spill = engine.setup.budget.spill
 
     assert spill is not None
     assert 0 < now.read_bytes <= spill.disk_bytes + spill.pool_bytes

@@ -109,7 +109,7 @@ def load_through(
         adapting = None
         if "buffer" in kinds:
             with only_saved(reader):
-                adapting = adapted(engine.model, reader)
+                adapting = adapted(engine.setup.model, reader)
         check_entries(engine, reader.entries, kinds, adapting)
         check_given(beside, scheduler=scheduler, data=data)
         states = [(name_of(e), dtype_of(e), e.shape) for e in reader.entries if e.kind == "state"]
@@ -128,7 +128,7 @@ def load_through(
             if data is not None:
                 data.load_state_dict(beside["data"])
         # 2. the tensors; until all are there the model is of no use to anybody
-        engine.begin_load(reader.path)
+        engine.broken.begin_load(reader.path)
         begin_again(engine, empty)
         given = [kind for kind in kinds if kind != "buffer" or adapting is None]
         todo = matched([p for p in parts_of(engine) if p.name.kind in given], reader)
@@ -138,12 +138,12 @@ def load_through(
         if "param" in kinds:
             loaded(engine)
         if adapting is not None:
-            with engine.loads_itself():
+            with engine.broken.loads_itself():
                 adapt(engine, reader)
         # 3. what is beside them
         take_scalars(engine, beside["scalars"])
         restore(engine, beside)
-        engine.end_load()
+        engine.broken.end_load()
     return beside["extra"]
 
 
@@ -156,7 +156,7 @@ WRONG = (
 
 def understood(engine: Engine, reader: Reader) -> dict[str, Any]:
     """Return what a checkpoint says beside tensors; CheckpointCorrupt where no save wrote it."""
-    meta, values = reader.meta, Values(reader, engine.blueprint.layout.param_bytes).take
+    meta, values = reader.meta, Values(reader, engine.setup.blueprint.layout.param_bytes).take
     with only_saved(reader):
         found = {key: decode(meta[key], values) for key in OURS}
         found["scalars"] = decode_scalars(meta["scalars"])
@@ -222,7 +222,7 @@ def check_rng(engine: Engine, rng: Mapping[str, Any]) -> None:
     if device is not None and (device.dtype, device.ndim) != (torch.uint8, 1):
         raise ValueError("the device's generator has a state of bytes")
     if device is not None:
-        check_accelerator_rng(engine.device.torch_device, device)
+        check_accelerator_rng(engine.setup.device.torch_device, device)
 
 
 def check_beside(engine: Engine, beside: Mapping[str, Any]) -> None:
@@ -383,8 +383,8 @@ def matched(parts: Sequence[Part], reader: Reader) -> Iterator[tuple[Part, int]]
 
 def check_meta(engine: Engine, beside: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of another precision, other codes, or another optimizer."""
-    kind = None if engine.inner is None else type(engine.inner).__name__
-    config = engine.config
+    kind = None if engine.setup.inner is None else type(engine.setup.inner).__name__
+    config = engine.setup.config
     ours = {"precision": config.precision, "frozen": config.frozen, "optimizer": kind}
     for key, here in ours.items():
         there = beside[key]
@@ -435,7 +435,7 @@ def adapt(engine: Engine, reader: Reader) -> None:
     """
     numbered = enumerate(reader.entries)
     buffers = {e.name: tensor_at(reader, n) for n, e in numbered if e.kind == "buffer"}
-    model = engine.model
+    model = engine.setup.model
     model.load_state_dict({**model.state_dict(), **buffers}, strict=False)
     check_entries(engine, reader.entries, ("buffer",))
 
@@ -454,7 +454,7 @@ def check_entries(
     fixed = [kind for kind in kinds if kind != "state"]
     here = {p.name: (p.shape, p.dtype) for p in parts_of(engine) if p.name.kind in fixed}
     there = {name_of(e): (e.shape, dtype_of(e)) for e in entries if e.kind in fixed}
-    taken = {s.spec.name for _, s in engine.blueprint.layout.home}
+    taken = {s.spec.name for _, s in engine.setup.blueprint.layout.home}
     problems = [f"{n.kind} {n.name!r} is not in the checkpoint" for n in here if n not in there]
     problems += [f"{n.kind} {n.name!r} is not in the model" for n in there if n not in here]
     for name in here:
@@ -489,7 +489,7 @@ def check_given(beside: Mapping[str, Any], **given: HasState | None) -> None:
 
 def restore(engine: Engine, beside: Mapping[str, Any]) -> None:
     """Set the groups' settings, the loss scale, the generators and the count of steps."""
-    engine.steps = beside["steps"]
+    engine.setup.steps = beside["steps"]
     if engine.scaler is not None and beside["scaler"] is not None:
         engine.scaler.load_state_dict(beside["scaler"])
     if engine.optimizer is not None:
@@ -507,7 +507,7 @@ def set_generators(engine: Engine, states: Mapping[str, Any]) -> None:
     """Set the generators that a training loop draws from to what `rng_state` returned."""
     torch.set_rng_state(states["torch"])
     if states["device"] is not None:
-        set_accelerator_rng(engine.device.torch_device, states["device"])
+        set_accelerator_rng(engine.setup.device.torch_device, states["device"])
     random.setstate(states["python"])
     numpy.random.set_state(states["numpy"])
 

@@ -142,21 +142,21 @@ def save_through(
     check_pair(engine, optimizer)
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"keep_last={keep_last}", advice="keep_last takes a positive number")
-    if engine.saver.last is not None and not engine.saver.last.told:
-        engine.saver.last.wait()  # one at a time; its error is said now if it was not before
+    if engine.setup.saver.last is not None and not engine.setup.saver.last.told:
+        engine.setup.saver.last.wait()  # one at a time; its error is said now if it was not before
     # 1. everything that is small is taken now
     engine.refuse_broken()
-    quiesce(engine)
+    engine.residence.quiesce()  # updates may go on
     extras: list[Part] = []
     meta = meta_of(engine, extra, scheduler, data, extras)
-    number = engine.steps if step is None else step
+    number = engine.setup.steps if step is None else step
     # 2. the tensors are read bucket by bucket, each after its update and before its next one
     parts = [part for part in parts_of(engine, as_now=True) if part.name.kind in kinds]
     writing = Writing(engine, io, Path(directory), number, [*parts, *extras], meta)
     executor = ThreadPoolExecutor(1, "hetero-save")
     done = executor.submit(writing.run, keep_last)
     executor.shutdown(wait=False)
-    engine.saver.last = save = Save(number, writing.path, done)
+    engine.setup.saver.last = save = Save(number, writing.path, done)
     if asynchronous:
         before_exit(partial(finish_at_exit, weakref.ref(save)))
     else:
@@ -211,14 +211,6 @@ def check_pair(engine: Engine, optimizer: Optimizer | None) -> None:
         )
 
 
-def quiesce(engine: Engine) -> None:
-    """Bring written parameters home; updates may go on."""
-    if engine.mode == "paged":
-        engine.runtime.quiesce()
-    elif engine.has_masters:
-        engine.resident.quiesce()
-
-
 def meta_of(
     engine: Engine,
     extra: Any,
@@ -245,10 +237,10 @@ def meta_of(
         "hetero": __version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "precision": engine.config.precision,
-        "frozen": engine.config.frozen,
-        "optimizer": None if engine.inner is None else type(engine.inner).__name__,
-        "steps": engine.steps,
+        "precision": engine.setup.config.precision,
+        "frozen": engine.setup.config.frozen,
+        "optimizer": None if engine.setup.inner is None else type(engine.setup.inner).__name__,
+        "steps": engine.setup.steps,
         "members": members_of(engine),
         **{key: encode(value, key, keep) for key, value in beside.items()},
     }
@@ -256,7 +248,7 @@ def meta_of(
 
 def members_of(engine: Engine) -> list[list[str]]:
     """Return the names of each group's parameters; what the model has no more has none."""
-    names = {id(param): name for name, param in engine.model.named_parameters()}
+    names = {id(param): name for name, param in engine.setup.model.named_parameters()}
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
 
@@ -265,7 +257,7 @@ def rng_state(engine: Engine) -> dict[str, Any]:
     """Return the states of the generators that a training loop draws from."""
     return {
         "torch": torch.get_rng_state(),
-        "device": accelerator_rng(engine.device.torch_device),
+        "device": accelerator_rng(engine.setup.device.torch_device),
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
     }
@@ -287,7 +279,7 @@ class Writing:
         self._step = step
         self._meta = meta
         self._root = make_folder(directory, io)
-        buckets = engine.blueprint.layout.buckets
+        buckets = engine.setup.buckets
         self._scalars: Scalars = {}
         for bucket in buckets:
             self._scalars.update(scalars_of(engine, bucket))
@@ -298,7 +290,7 @@ class Writing:
         self._saving = Saving(
             parts,
             self._writer.write,
-            pending=engine.update_of,
+            pending=engine.residence.update_of,
             noted=partial(self._note, engine, buckets),
         )
         engine.save(self._saving)

@@ -34,8 +34,10 @@ from hetero.rehearse.worker import DryWorker
 from hetero.report.profile import ceilings, meta_of
 from hetero.report.run import Meta, Run
 from hetero.train.activations.meter import LiveBytes
+from hetero.train.engine.assemble import assemble
 from hetero.train.engine.blueprint import Blueprint, draw
 from hetero.train.engine.engine import Engine
+from hetero.train.engine.paged import Paged
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Lane, Tier
 
@@ -127,10 +129,9 @@ def rehearse(scene: Scene) -> Rehearsal:
     tuning = Tuning(worker=worker, depth=scene.depth)
     if disk is not None:
         tuning.open_pool = partial(open_dry_pool, disk)
-    engine = Engine(scene.model, scene.optimizer, config, device, blueprint, tuning)
-    engine.build()
+    engine = assemble(scene.model, scene.optimizer, config, device, blueprint, tuning)
     # what stays on a device has nobody who counts beside it
-    beside = None if engine.was_paged else LiveBytes()
+    beside = None if paged_of(engine) is not None else LiveBytes()
     steps: list[Step] = []
     error = None
     with AsOn(is_cuda=device.is_cuda):
@@ -215,7 +216,7 @@ def disk_seconds(profile: Profile, lane: Lane, n_bytes: int, both_ways: bool) ->
 def one_step(scene: Scene, engine: Engine, device: DryDevice) -> Step:
     """Train one step and return what it took."""
     began = device.clock()
-    paged = engine.mode == "paged"
+    paged = isinstance(engine.residence, Paged)
     with OpClock(device, scene.profile, counted=paged and device.copies_here) as clock:
         with nullcontext() if paged else phase(engine, "forward"):
             loss = scene.loss(scene.model(*scene.args, **scene.kwargs))
@@ -227,17 +228,17 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> Step:
         with nullcontext() if paged else OpClock(device, scene.profile):
             engine.optimizer.step()
         engine.optimizer.zero_grad()
-    stats, paged = engine.stats, engine.mode == "paged"
-    if paged and not device.is_cuda:
+    stats, residence = engine.setup.stats, engine.residence
+    if isinstance(residence, Paged) and not device.is_cuda:
         accesses = stats.counts["hit"] + stats.counts["miss"]
         device.compute(accesses * scene.profile.host.access_seconds)
     return Step(
         seconds=device.clock() - began,
-        mode=engine.mode,
-        frames=engine.manager.limit if paged else 0,
-        activation_bytes=engine.budget.activation_bytes,
+        mode=residence.name,
+        frames=residence.frames.limit if isinstance(residence, Paged) else 0,
+        activation_bytes=engine.setup.budget.activation_bytes,
         lane_bytes=tuple(sorted((lane.value, n) for lane, n in stats.n_bytes.items())),
-        counts=tuple(sorted(stats.counts.items())) if paged else (),
+        counts=tuple(sorted(stats.counts.items())) if isinstance(residence, Paged) else (),
         operations=clock.operations,
     )
 
@@ -245,10 +246,10 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> Step:
 @contextmanager
 def phase(engine: Engine, name: str) -> Iterator[None]:
     """Log a phase of a model that stays, which nobody else looks at."""
-    engine.log.phase = name
-    with engine.log.during(What.PHASE, why=name):
+    engine.setup.log.phase = name
+    with engine.setup.log.during(What.PHASE, why=name):
         yield
-    engine.log.phase = "between"
+    engine.setup.log.phase = "between"
 
 
 def is_settled(steps: Sequence[Step]) -> bool:
@@ -265,6 +266,13 @@ def staying(blueprint: Blueprint, n_bytes: int) -> dict[tuple[Tier, Kind], int]:
     return {(Tier.HBM, kind): max(0, size) for kind, size in kinds.items()}
 
 
+def paged_of(engine: Engine) -> Paged | None:
+    """Return the residence of a model that is paged, or was until everything fitted."""
+    residence = engine.residence
+    before = residence if isinstance(residence, Paged) else residence.before
+    return before if isinstance(before, Paged) else None
+
+
 def outcome(
     engine: Engine,
     profile: Profile,
@@ -273,14 +281,18 @@ def outcome(
     beside_bytes: int,
 ) -> Rehearsal:
     """Return how it went; ``beside_bytes`` were on the device beside what the ledger knows."""
-    ledger = engine.ledger
-    names = engine.blueprint.layout.unit_names
-    policies = {names[unit]: str(policy) for unit, policy in engine.activations.policies.items()}
+    ledger = engine.setup.ledger
+    names = engine.setup.blueprint.layout.unit_names
+    policies = {
+        names[unit]: str(policy) for unit, policy in engine.residence.activations.policies.items()
+    }
     uses: tuple[Use, ...] = ()
     working = end = 0
-    run = Run.of(meta_as_predicted(engine, profile), engine.log.drain())
-    if engine.was_paged:
-        forecast, seconds = engine.fitting.forecast, forward_seconds(run, engine.device.is_cuda)
+    run = Run.of(meta_as_predicted(engine, profile), engine.setup.log.drain())
+    paged = paged_of(engine)
+    if paged is not None:
+        forecast = paged.fitting.forecast
+        seconds = forward_seconds(run, engine.setup.device.is_cuda)
         uses = tuple(
             replace(forecast.use(unit), forward_seconds=seconds.get(unit, 0.0))
             for unit in forecast.rows
@@ -292,14 +304,14 @@ def outcome(
         peaks={t: ledger.peak(t) + beside_bytes * (t is Tier.HBM) for t in TIERS},
         kinds={
             **{(tier, kind): ledger.peak(tier, kind) for tier in TIERS for kind in Kind},
-            **(staying(engine.blueprint, beside_bytes) if beside_bytes else {}),
+            **(staying(engine.setup.blueprint, beside_bytes) if beside_bytes else {}),
         },
-        blueprint=engine.blueprint,
+        blueprint=engine.setup.blueprint,
         policies=policies,
         uses=uses,
         working_bytes=working,
         end_bytes=end,
-        buffer_bytes=engine.budget.buffer_bytes,
+        buffer_bytes=engine.setup.budget.buffer_bytes,
         run=run,
         error=error,
     )

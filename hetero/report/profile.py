@@ -132,36 +132,36 @@ def _watching(
             "the optimizer is not the one that was prepared with the model",
             advice="pass what hetero.prepare returned, or none",
         )
-    engine.device.watch(True)
-    engine.log.annotates = engine.device.is_cuda  # ranges for the vendor's profiler
+    engine.setup.device.watch(True)
+    engine.setup.log.annotates = engine.setup.device.is_cuda  # ranges for the vendor's profiler
     try:
         engine.restate()
-        yield engine.log, lambda: meta_of(engine)
+        yield engine.setup.log, lambda: meta_of(engine)
     finally:
-        engine.device.watch(False)
-        engine.log.annotates = False
+        engine.setup.device.watch(False)
+        engine.setup.log.annotates = False
 
 
 def meta_of(engine: Engine) -> Meta:
     """Return what an engine's run is."""
-    layout = engine.blueprint.layout
+    layout = engine.setup.blueprint.layout
     return Meta(
-        model=type(engine.model).__name__,
-        n_params=sum(p.numel() for p in engine.params),
-        device=engine.device.name,
-        mode=engine.mode,
+        model=type(engine.setup.model).__name__,
+        n_params=sum(p.numel() for p in engine.setup.params),
+        device=engine.setup.device.name,
+        mode=engine.residence.name,
         update_place=update_place(engine),
-        precision=engine.config.precision,
+        precision=engine.setup.config.precision,
         chunk_bytes=4 * layout.chunk_numel,
-        budgets={tier.name: limit for tier, limit in engine.ledger.budgets.items()},
+        budgets={tier.name: limit for tier, limit in engine.setup.ledger.budgets.items()},
         units=list(layout.unit_names),
         buckets=[
             BucketMeta(b.unit, b.n_bytes, b.numel, b.trainable, b.home_bytes)
             for b in layout.buckets
         ],
         versions=versions(),
-        settings=given(engine.config),
-        **hardware(engine.config.profile),
+        settings=given(engine.setup.config),
+        **hardware(engine.setup.config.profile),
     )
 
 

@@ -27,7 +27,7 @@ def kept_run(model: nn.Module) -> Run:
             f"{type(model).__name__} is neither a run nor a prepared model",
             advice="give a run's directory, or record one: with hetero.profile(model, directory):",
         )
-    kept = list(engine.log)
+    kept = list(engine.setup.log)
     return Run.of(meta_of(engine), [*constant(engine, kept), *kept])
 
 
@@ -37,9 +37,9 @@ def constant(engine: Engine, kept: list[Event]) -> Iterator[Event]:
         return
     first_seq, first = min(e.seq for e in kept), kept[0]
     changed = {(e.tier, e.category) for e in kept if e.what == What.LEVEL.value}
-    for tier in engine.ledger.budgets:
+    for tier in engine.setup.ledger.budgets:
         for kind in Kind:
-            n_bytes = engine.ledger.used(tier, kind)
+            n_bytes = engine.setup.ledger.used(tier, kind)
             if n_bytes and (tier.name, kind.value) not in changed:
                 first_seq -= 1
                 at = (first_seq, first.t_ns, 0, What.LEVEL.value, first.step, first.phase)

@@ -16,7 +16,16 @@ import hetero
 from hetero.api import engine_of
 from hetero.errors import BudgetError, StateError
 from hetero.types import Lane
-from tests.equivalence.harness import adamw, compare, grads, measure, same, smallest, values
+from tests.equivalence.harness import (
+    adamw,
+    compare,
+    grads,
+    keep_measuring,
+    measure,
+    same,
+    smallest,
+    values,
+)
 from tests.equivalence.zoo import CASES, Case
 
 D = 16
@@ -83,7 +92,7 @@ def test_what_does_not_fit_is_computed_again_and_no_number_changes(device: str) 
         theirs = step_of(plain, reference, number)
         assert torch.equal(step_of(model, optimizer, number), theirs)
     same(values(plain), values(model), "weights")
-    assert engine_of(model).mode == "paged"
+    assert engine_of(model).residence.name == "paged"
 
 
 def test_keep_is_kept_and_says_what_would_be_enough() -> None:
@@ -137,7 +146,7 @@ def test_a_unit_that_is_computed_again_saves_its_inputs_only() -> None:
             model, adamw(model), device="cpu", hbm="8MiB", chunk_bytes=1024, activations=policy
         )
         loss = model(torch.randn(64, D)).sum()
-        held[policy] = engine_of(model).runtime.saved.footprint.live_bytes
+        held[policy] = engine_of(model).residence.runtime.saved.footprint.live_bytes
         del loss
 
     assert held["recompute"] < held["keep"] / 4
@@ -250,7 +259,7 @@ def test_policies_and_checkpoints_of_the_models_own_change_no_bit(
         assert torch.equal(*losses)
 
     same(values(plain), values(model), "weights")
-    down = engine_of(model).offload.store.link.n_bytes[Lane.D2H]
+    down = engine_of(model).setup.offload.store.link.n_bytes[Lane.D2H]
     assert bool(down) == (policy == "offload")
 
 
@@ -289,8 +298,8 @@ def test_what_gave_way_still_does_when_the_rest_of_the_model_fits() -> None:
         theirs = step_of(plain, reference, number)
         assert torch.equal(step_of(model, optimizer, number), theirs)
 
-    assert engine_of(model).mode == "resident"
-    assert engine_of(model).activations.shapes
+    assert engine_of(model).residence.name == "resident"
+    assert engine_of(model).residence.activations.shapes
 
 
 class Repeated(nn.Module):
@@ -314,11 +323,11 @@ def test_of_a_unit_that_comes_last_only_the_last_call_is_kept() -> None:
         model, adamw(model), device="cpu", hbm="8MiB", chunk_bytes=1024, activations="recompute"
     )
     engine = engine_of(model)
-    engine._fit = lambda _: True  # type: ignore[method-assign]  # it stays paged
+    keep_measuring(engine)
     step_of(model, optimizer, 0)
 
     loss = model(torch.randn(64, D)).square().mean()
 
-    held = engine.runtime.saved.footprint.live_bytes
+    held = engine.residence.runtime.saved.footprint.live_bytes
     loss.backward()
     assert held < 23 * 64 * D * 4 + 100 * 1024

@@ -290,9 +290,9 @@ def test_backward_reads_states_for_the_first_updates_of_its_step(disk: Path) -> 
     parameters = sum(p.nbytes for p in model.parameters())
     config = Config.load(device="cpu", hbm=2**24, host=host + 5 * parameters // 2, nvme=disk)
     model, optimizer = prepare_tuned(model, optimizer, config, Tuning(extent_numel=EXTENT))
-    store, read = engine_of(model).store, []
+    store, read = engine_of(model).setup.store, []
     assert store.pool is not None
-    assert {kind for kind, _ in engine_of(model).budget.spill.on_disk} == {Kind.STATE}
+    assert {kind for kind, _ in engine_of(model).setup.budget.spill.on_disk} == {Kind.STATE}
     slots: list[int] = []
     plainly = store.pool.nvme.read
     store.pool.nvme.read = lambda slot, into: (slots.append(slot.n_bytes), plainly(slot, into))
@@ -325,12 +325,12 @@ def test_backward_announces_nothing_where_gradients_pass_through_the_same_memory
     config = Config.load(device="cpu", hbm=2**24, host=host, nvme=disk)
     model, optimizer = prepare_tuned(model, optimizer, config, Tuning(extent_numel=EXTENT))
     announced: list[Any] = []
-    monkeypatch.setattr(engine_of(model).store.pool, "later", announced.append)
+    monkeypatch.setattr(engine_of(model).setup.store.pool, "later", announced.append)
     for _ in range(3):
         model(torch.randint(0, WORDS, (3, 7))).square().mean().backward()
         optimizer.step()
 
-    assert any(kind is Kind.GRAD for kind, _ in engine_of(model).budget.spill.on_disk)
+    assert any(kind is Kind.GRAD for kind, _ in engine_of(model).setup.budget.spill.on_disk)
     assert not announced
 
 
@@ -442,9 +442,9 @@ def test_the_numbers_do_not_depend_on_where_anything_is(seed: int, disk: Path) -
     assert trajectory(RICH, model, optimizer, prepared=True) == plain_trajectory(RICH)
 
     engine = engine_of(model)
-    assert engine.store.pool is not None
-    assert engine.ledger.peak(Tier.HOST) <= host
-    assert 0 < engine.store.pool.peak <= engine.store.pool.n_bytes
+    assert engine.setup.store.pool is not None
+    assert engine.setup.ledger.peak(Tier.HOST) <= host
+    assert 0 < engine.setup.store.pool.peak <= engine.setup.store.pool.n_bytes
     assert hetero.status(model).written_bytes > 0 and plan.seen["read"] > 0
     assert len({op.where for op in plan.log if op.op == "write"}) == setting.directories
     assert plan.fired >= setting.directories * setting.buffered + 100 * bool(setting.short)
@@ -692,7 +692,7 @@ def test_nothing_goes_to_disk_where_host_holds_everything(refusals: Refusals) ->
     host = sum(param.nbytes for param in refusals.params) * 4 + refusals.least
     model, optimizer = refusals.prepare(host=host)
     assert trajectory(RICH, model, optimizer, prepared=True) == plain_trajectory(RICH)
-    assert engine_of(model).store.pool is None and hetero.status(model).written_bytes == 0
+    assert engine_of(model).setup.store.pool is None and hetero.status(model).written_bytes == 0
     assert os.listdir(refusals.disk) == [] and open_files(refusals.disk) == []
 
 
@@ -734,11 +734,11 @@ class Beside:
 
     def check_disk(self) -> None:
         engine, status = engine_of(self.model), hetero.status(self.model)
-        assert engine.store.pool is not None
+        assert engine.setup.store.pool is not None
         assert status.read_bytes > 0 and status.write_bytes > 0
-        assert 0 < engine.store.pool.peak <= engine.store.pool.n_bytes
-        assert engine.ledger.peak(Tier.HOST) <= self.host
-        kinds = {kind for kind in Kind if engine.ledger.used(Tier.NVME, kind)}
+        assert 0 < engine.setup.store.pool.peak <= engine.setup.store.pool.n_bytes
+        assert engine.setup.ledger.peak(Tier.HOST) <= self.host
+        kinds = {kind for kind in Kind if engine.setup.ledger.used(Tier.NVME, kind)}
         assert {Kind.PARAM, Kind.GRAD, Kind.STATE} <= kinds
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -879,7 +879,7 @@ def test_a_model_for_inference_alone_reads_its_weights_from_disk(disk: Path) -> 
     model = prepare_tuned(model, None, config, Tuning(extent_numel=EXTENT))
     with torch.no_grad():
         same(expected, [model(data), model(data.flip(1))], "outputs")
-    pool = engine_of(model).store.pool
+    pool = engine_of(model).setup.store.pool
     assert pool is not None and 0 < pool.peak <= pool.n_bytes
     assert hetero.status(model).written_bytes > 0
-    assert engine_of(model).ledger.peak(Tier.HOST) <= params // 2
+    assert engine_of(model).setup.ledger.peak(Tier.HOST) <= params // 2

@@ -124,7 +124,7 @@ def test_slices_add_up_bitwise_as_micro_batches_do_in_plain_torch(size: int, whe
         reference.zero_grad()
         one_step(model, optimizer, step)
         assert same(model, plain), step
-    assert engine_of(model).mode == ("resident" if where == "resident" else "paged")
+    assert engine_of(model).residence.name == ("resident" if where == "resident" else "paged")
 
 
 def same(model: nn.Module, plain: nn.Module) -> bool:
@@ -226,7 +226,7 @@ def test_a_step_fetches_each_weight_twice_however_many_slices_there_are() -> Non
         optimizer.step()
         optimizer.zero_grad()
 
-    n_units = len(engine_of(model).blueprint.units)
+    n_units = len(engine_of(model).setup.blueprint.units)
     assert all(n_units < count <= 2 * n_units for count in fetched.values()), fetched
     assert fetches(model) > 4 * max(fetched.values())  # plain accumulation
 
@@ -235,8 +235,8 @@ def fetches(model: nn.Module) -> int:
     """Return how many fetches the last step took."""
     engine = engine_of(model)
     engine.finish()
-    assert engine.mode == "paged"
-    return engine.stats.counts["fetch"]
+    assert engine.residence.name == "paged"
+    return engine.setup.stats.counts["fetch"]
 
 
 class Mixing(Model):

@@ -287,8 +287,8 @@ def step(optimizer: O.Optimizer, number: int) -> None:
 def evicted(model: nn.Module) -> int:
     """How often the last step dropped a copy to make room; the model must be paged."""
     engine = engine_of(model)
-    assert engine.mode == "paged" and engine.blueprint.layout.n_chunks >= 5
-    return engine.stats.counts["evict"] + engine.stats.counts["discard"]
+    assert engine.residence.name == "paged" and engine.setup.blueprint.layout.n_chunks >= 5
+    return engine.setup.stats.counts["evict"] + engine.setup.stats.counts["discard"]
 
 
 def train_both(case: Case, theirs: Any, ours: Any, way: Way, steps: range) -> None:
@@ -463,9 +463,11 @@ def masters_of(model: nn.Module) -> list[Tensor]:
     """What training keeps exactly: fp32 masters, the weights themselves without."""
     engine = engine_of(model)
     engine.finish()
-    if not engine.has_masters:
+    if not engine.setup.has_masters:
         return values(model)
-    return [engine.masters.value(segment) for _, segment in engine.blueprint.layout.home]
+    return [
+        engine.setup.masters.value(segment) for _, segment in engine.setup.blueprint.layout.home
+    ]
 
 
 def train_beside(reference: Reference, ours: Any, *, steps: int, follow: bool) -> None:
@@ -563,7 +565,7 @@ def outcome(case: Case, **settings: Any) -> tuple[list[Tensor], dict[str, Any], 
         backward(case, model, number, 2)
         optimizer.clip_grad_norm_(CLIP)
         step(optimizer, number)
-        counts = engine_of(model).stats.counts
+        counts = engine_of(model).setup.stats.counts
         evictions += counts["evict"] + counts["discard"]
     state = copy.deepcopy(optimizer.state_dict())
     return [*values(model), *masters_of(model)], state, evictions

@@ -135,8 +135,8 @@ class Training:
     def check_pins(self) -> None:
         """Nothing is pinned behind a whole step."""
         engine = engine_of(self.model)
-        if engine.mode == "paged":
-            assert not any(replica.pins for replica in engine.manager.replicas.values())
+        if engine.residence.name == "paged":
+            assert not any(replica.pins for replica in engine.residence.manager.replicas.values())
 
     def interrupted(self, arm: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         """Train until Ctrl-C comes out, check what it left, and make the next step."""

@@ -210,11 +210,15 @@ class Run:
         self.step()
         self.check_whole(self.number)
         engine, status = engine_of(self.model), hetero.status(self.model)
-        assert engine.store.pool is not None and status.read_bytes > 0 and status.write_bytes > 0
-        assert 0 < engine.store.pool.peak <= engine.store.pool.n_bytes
-        assert engine.ledger.peak(Tier.HOST) <= (engine.config.host or 0)
+        assert (
+            engine.setup.store.pool is not None and status.read_bytes > 0 and status.write_bytes > 0
+        )
+        assert 0 < engine.setup.store.pool.peak <= engine.setup.store.pool.n_bytes
+        assert engine.setup.ledger.peak(Tier.HOST) <= (engine.setup.config.host or 0)
         gc.collect()
-        assert engine.runtime.saved.footprint.live_bytes == 0  # of steps that were given up
+        assert (
+            engine.residence.runtime.saved.footprint.live_bytes == 0
+        )  # of steps that were given up
         hetero.save_checkpoint(self.disk / "saves", self.model, self.optimizer)
         model, optimizer = prepare_empty()
         hetero.load_checkpoint(self.disk / "saves", model, optimizer)

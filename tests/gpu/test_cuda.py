@@ -75,7 +75,7 @@ def test_placement_gives_one_hash_on_cuda() -> None:
             optimizer.step()
             optimizer.zero_grad()
         hashes.add(b"".join(v.cpu().numpy().tobytes() for v in values(model)))
-        assert engine_of(model).mode == "paged"
+        assert engine_of(model).residence.name == "paged"
     assert len(hashes) == 1
 
 
@@ -88,7 +88,7 @@ def test_the_allocator_stays_under_the_budget() -> None:
         model, torch.optim.SGD(model.parameters(), lr=0.01), device="cuda", hbm=hbm
     )
     x = torch.randn(64, 1024, device="cuda")
-    before = torch.cuda.memory_allocated() - engine_of(model).manager.arena_bytes
+    before = torch.cuda.memory_allocated() - engine_of(model).residence.manager.arena_bytes
     for step in range(5):
         torch.cuda.reset_peak_memory_stats()
         model(x).pow(2).mean().backward()
@@ -120,7 +120,9 @@ def train_bf16(steps: int = 5, **settings: Any) -> tuple[bytes, Any]:
         optimizer.zero_grad()
     engine = engine_of(model)
     engine.finish()
-    masters = [engine.masters.value(segment) for _, segment in engine.blueprint.layout.home]
+    masters = [
+        engine.setup.masters.value(segment) for _, segment in engine.setup.blueprint.layout.home
+    ]
     return b"".join(m.cpu().numpy().tobytes() for m in masters), engine
 
 
@@ -129,11 +131,11 @@ def train_bf16(steps: int = 5, **settings: Any) -> tuple[bytes, Any]:
 def test_masters_are_the_same_wherever_their_updates_run(precision: str) -> None:
     """The written formulas are IEEE, one rounding at a time: CPU and CUDA have the same bits."""
     home, engine = train_bf16(hbm=60_000, precision=precision)
-    assert engine.mode == "paged"
+    assert engine.residence.name == "paged"
     for tuning in (Tuning(native=False), Tuning(worker=Worker(0)), Tuning(update_on_device=True)):
         assert train_bf16(hbm=90_000, precision=precision, tuning=tuning)[0] == home
     resident, engine = train_bf16(hbm=1 << 28, precision=precision)
-    assert engine.mode == "resident"
+    assert engine.residence.name == "resident"
     assert resident == home
 
 

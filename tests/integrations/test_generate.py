@@ -114,21 +114,21 @@ class Steps:
         self.model = model
         self.seen: list[tuple[Any, int]] = []
         engine = engine_of(model)
-        ended = engine.runtime.on_idle
+        ended = engine.residence.runtime.on_idle
 
         def note() -> None:
-            frames = engine.manager.limit
+            frames = engine.residence.manager.limit
             ended()
-            self.seen.append((hetero.status(model), frames * engine.blueprint.granule_bytes))
+            self.seen.append((hetero.status(model), frames * engine.setup.blueprint.granule_bytes))
 
-        engine.runtime.on_idle = note
+        engine.residence.runtime.on_idle = note
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_a_token_moves_what_does_not_stand_and_no_more(share: float) -> None:
     plain = llama(24)
     model = prepared(plain, share)
-    sizes = sorted(b.n_bytes for b in engine_of(model).blueprint.layout.buckets)
+    sizes = sorted(b.n_bytes for b in engine_of(model).setup.blueprint.layout.buckets)
     steps = Steps(model)
 
     found = generated(model, max_new_tokens=24)

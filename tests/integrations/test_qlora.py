@@ -134,7 +134,7 @@ def test_codes_that_lie_on_disk_give_the_same_bits(codec: str, disk: Path) -> No
     _, model, _, seen = train_both(codec, adamw, settings, tuning=tuning, steps=3, width=128)
 
     assert seen.read_bytes > 0 and seen.write_bytes > 0 and seen.evictions >= 3
-    homes = [home for home in engine_of(model).store.homes.values() if not home.codec.exact]
+    homes = [home for home in engine_of(model).setup.store.homes.values() if not home.codec.exact]
     assert sum(home.extents is not None for home in homes) >= 2
 
 
@@ -149,7 +149,7 @@ def test_bytes_at_home_and_on_the_link_are_those_of_the_codes() -> None:
             optimizer.zero_grad()
         status = hetero.status(model)
         found[frozen] = status.tiers["HOST"]["param"], status.h2d_bytes
-        buckets = engine_of(model).blueprint.layout.buckets
+        buckets = engine_of(model).setup.blueprint.layout.buckets
         assert status.tiers["HOST"]["param"] == sum(b.home_bytes for b in buckets)
     (kept, moved), (int8, moved8), (nf4, moved4) = found.values()
     assert nf4 < 0.4 * kept and nf4 < int8 < 0.5 * kept

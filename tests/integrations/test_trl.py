@@ -178,8 +178,8 @@ def test_adapters_train_are_saved_resumed_and_merged_alike(name: str, tmp_path: 
     assert evictions(found) > 3
     # 2. the frozen base: no gradient, no state, never written
     engine = engine_of(found.model)
-    buckets = engine.blueprint.layout.buckets
-    frozen = {kind for kind, bucket in engine.store.homes if not buckets[bucket].trainable}
+    buckets = engine.setup.blueprint.layout.buckets
+    frozen = {kind for kind, bucket in engine.setup.store.homes if not buckets[bucket].trainable}
     trainable = sum(p.nbytes for p in found.model.parameters() if p.requires_grad)
     assert frozen == {"param"}
     assert hetero.status(found.model).d2h_bytes == trainable
@@ -221,7 +221,7 @@ def test_adapters_at_home_on_disk_are_saved_alike(tmp_path: Path) -> None:
 
 def test_what_trl_and_peft_ask_of_parameters_fetches_nothing(tmp_path: Path) -> None:
     run = trained(hetero.trainer(Trainer), tmp_path, "LoRA")
-    runtime = engine_of(run.model).manager
+    runtime = engine_of(run.model).residence.manager
     before = dict(runtime.counts)
 
     run.model.get_nb_trainable_parameters()

@@ -70,11 +70,11 @@ def trained(host: int, activations: str, disk: Path) -> Seen:
     engine = engine_of(model)
     engine.finish()
     peaks = {
-        (tier, kind): engine.ledger.peak(tier, kind)
+        (tier, kind): engine.setup.ledger.peak(tier, kind)
         for tier in (Tier.HOST, Tier.NVME)
         for kind in (None, *Kind)
     }
-    moved = engine.stats.n_bytes
+    moved = engine.setup.stats.n_bytes
     hetero.release(model)
     return Seen(peaks, moved[Lane.READ], moved[Lane.WRITE])
 

@@ -21,8 +21,8 @@ from hetero.rehearse.clock import OpClock
 from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.twin import batch_twin, twin_of
 from hetero.rehearse.worker import DryWorker
+from hetero.train.engine.assemble import assemble
 from hetero.train.engine.blueprint import draw
-from hetero.train.engine.engine import Engine
 from hetero.train.engine.tuning import Tuning
 from hetero.train.model.host_work import host_work
 from hetero.types import Kind, Tier
@@ -89,10 +89,8 @@ def trained(play: Play, *, dry: bool) -> Seen:
         device = Simulated(h2d_bytes_per_second=RATE, d2h_bytes_per_second=RATE, lazy=0.0)
         worker = Worker(0)
     config = Config.load(device=device, host=2**33, **play.settings)
-    engine = Engine(
-        model, optimizer, config, device, draw(model, optimizer, config), Tuning(worker=worker)
-    )
-    engine.build()
+    blueprint = draw(model, optimizer, config)
+    engine = assemble(model, optimizer, config, device, blueprint, Tuning(worker=worker))
     evictions = 0
     with AsOn(is_cuda=False):
         for _ in range(STEPS):
@@ -100,10 +98,10 @@ def trained(play: Play, *, dry: bool) -> Seen:
                 run_backward(loss_of(model(data), data))
             engine.optimizer.step()
             engine.optimizer.zero_grad()
-            evictions += engine.stats.counts["evict"] + engine.stats.counts["discard"]
+            evictions += engine.setup.stats.counts["evict"] + engine.setup.stats.counts["discard"]
     seen = Seen(
-        [event[1:] for event in engine.log],
-        {(t, k): engine.ledger.peak(t, k) for t in Tier for k in (None, *Kind)},
+        [event[1:] for event in engine.setup.log],
+        {(t, k): engine.setup.ledger.peak(t, k) for t in Tier for k in (None, *Kind)},
         device.clock(),
         evictions,
     )

@@ -300,7 +300,7 @@ def test_a_keyboard_interrupt_in_forward_leaves_nothing_pinned() -> None:
         step(model, optimizer, number)
 
     model = both(action)
-    assert all(r.pins == 0 for r in engine_of(model).manager.replicas.values())
+    assert all(r.pins == 0 for r in engine_of(model).residence.manager.replicas.values())
 
 
 def test_a_graph_from_before_release_says_so() -> None:
@@ -439,7 +439,7 @@ def test_two_byte_parameters_step_as_in_torch(dtype: torch.dtype) -> None:
 
 def test_long_passes_without_a_step_do_not_pile_up() -> None:
     model, _ = prepared()
-    runtime = engine_of(model).runtime
+    runtime = engine_of(model).residence.runtime
     with torch.no_grad():
         for _ in range(30):
             model(data())

@@ -93,19 +93,19 @@ def test_frames_and_activations_stay_under_the_budget_at_every_operation(name: s
     engine = engine_of(model)
     highest = 0
     for number in range(5):
-        arena = engine.manager._arena.block
+        arena = engine.residence.manager._arena.block
         with Auditor([*device.slabs, arena]) as auditor:
             device.auditor = auditor
             data = case.data(torch.Generator().manual_seed(number))
             case.step(Loop(model, optimizer, data, number, True))
         optimizer.step()
         optimizer.zero_grad()
-        frames = engine.manager.frames.limit * engine.blueprint.granule_bytes
+        frames = engine.residence.manager.frames.limit * engine.setup.blueprint.granule_bytes
         buffers = sum(b.nbytes for b in model.buffers())
         if number >= 1:  # the first step measures with the fewest frames
             assert auditor.peak + frames + buffers <= hbm, (number, auditor.peak, frames, hbm)
             highest = max(highest, auditor.peak)
-    assert highest > 0.3 * engine.budget.activation_bytes
+    assert highest > 0.3 * engine.setup.budget.activation_bytes
 
 
 class Counting(HostTelling):
@@ -142,7 +142,7 @@ def test_views_of_all_weights_take_the_room_of_activations_and_give_it_back() ->
         assert sum(view.nbytes for view in held) < device.mapped_bytes <= hbm
         assert device.mapped_bytes > arena + 30_000
         del held
-        with Auditor([*device.slabs, engine.manager._arena.block]) as auditor:
+        with Auditor([*device.slabs, engine.residence.manager._arena.block]) as auditor:
             device.auditor = auditor
             loss = loss_of_many(model, number)
             assert device.mapped_bytes == arena
@@ -161,13 +161,13 @@ def test_the_arena_is_a_mapping_of_exactly_the_budget() -> None:
     config = Config.load(device="cpu:sim", hbm=100_000, chunk_bytes=256)
     model, _ = prepare_tuned(model, adamw(model), config, None)
     engine = engine_of(model)
-    arena = engine.manager._arena
-    assert 100_000 - engine.blueprint.granule_bytes < arena.n_bytes <= 100_000
+    arena = engine.residence.manager._arena
+    assert 100_000 - engine.setup.blueprint.granule_bytes < arena.n_bytes <= 100_000
     assert arena.mapping is not None and len(arena.mapping) == arena.n_bytes
     start = arena.block.data_ptr()
-    with engine.runtime.lend((0, 1), "test"):
+    with engine.residence.runtime.lend((0, 1), "test"):
         for bucket in (0, 1):
-            for view in engine.manager.replicas[bucket].views:
+            for view in engine.residence.manager.replicas[bucket].views:
                 assert start <= view.data_ptr() <= start + arena.n_bytes - view.nbytes
     assert ctypes.string_at(start, 1) is not None
 
@@ -178,8 +178,8 @@ def test_more_than_the_budget_cannot_be_pinned() -> None:
     config = Config.load(device="cpu:sim", hbm=30_000, chunk_bytes=256)
     model, _ = prepare_tuned(model, adamw(model), config, None)
     engine = engine_of(model)
-    everything = tuple(b.id for b in engine.blueprint.layout.buckets)
+    everything = tuple(b.id for b in engine.setup.blueprint.layout.buckets)
     with pytest.raises(BudgetError, match="needs"):
-        engine.manager.pin(everything, "test")
-    assert all(r.pins == 0 for r in engine.manager.replicas.values())
-    engine.manager.pin((0,), "test")
+        engine.residence.manager.pin(everything, "test")
+    assert all(r.pins == 0 for r in engine.residence.manager.replicas.values())
+    engine.residence.manager.pin((0,), "test")

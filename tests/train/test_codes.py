@@ -95,7 +95,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
 
 def test_matrices_that_are_frozen_are_coded_and_nothing_else_is() -> None:
     model, _ = prepared()
-    buckets = engine_of(model).blueprint.layout.buckets
+    buckets = engine_of(model).setup.blueprint.layout.buckets
     coded = {s.spec.name for b in buckets if not b.codec.exact for s in b.segments}
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad and p.dim() >= 2}
     assert coded == frozen and "1.small" in coded
@@ -106,7 +106,7 @@ def test_matrices_that_are_frozen_are_coded_and_nothing_else_is() -> None:
 
 def test_modules_that_are_named_are_kept_exactly() -> None:
     model, _ = prepared(keep_exact=["0", "*.base"])
-    buckets = engine_of(model).blueprint.layout.buckets
+    buckets = engine_of(model).setup.blueprint.layout.buckets
     coded = {s.spec.name for b in buckets if not b.codec.exact for s in b.segments}
     assert coded == {f"{i}.small" for i in range(1, 6)}
     with pytest.raises(ConfigError, match="keep_exact: 'head' matches no module"):
@@ -460,11 +460,13 @@ def test_the_ledger_holds_codes_at_home_whole_weights_in_frames_and_the_workspac
     model, optimizer = prepared(hbm=400_000)
     train(model, optimizer)
     engine, status = engine_of(model), hetero.status(model)
-    buckets = engine.blueprint.layout.buckets
+    buckets = engine.setup.blueprint.layout.buckets
     assert status.tiers["HOST"]["param"] == sum(b.home_bytes for b in buckets)
-    here = engine.manager.replicas
+    here = engine.residence.manager.replicas
     assert status.tiers["HBM"]["param"] == sum(b.n_bytes for b in buckets if b.id in here)
-    assert status.tiers["HBM"]["buffer"] == engine.blueprint.workspace_bytes(is_cuda=False) > 0
+    assert (
+        status.tiers["HBM"]["buffer"] == engine.setup.blueprint.workspace_bytes(is_cuda=False) > 0
+    )
     assert status.mode == "paged"
 
 
@@ -473,9 +475,9 @@ def test_a_fetch_moves_the_bytes_of_codes_and_no_more(codec: str) -> None:
     model, optimizer = prepared(codec)
     train(model, optimizer, 2)
     engine = engine_of(model)
-    moves = [e for e in engine.log.drain() if e.what == What.MOVE.value and e.lane == "h2d"]
+    moves = [e for e in engine.setup.log.drain() if e.what == What.MOVE.value and e.lane == "h2d"]
     found = {(e.bucket, e.n_bytes) for e in moves if e.category == Kind.PARAM.value}
-    coded = [b for b in engine.blueprint.layout.buckets if not b.codec.exact]
+    coded = [b for b in engine.setup.blueprint.layout.buckets if not b.codec.exact]
     whole = {(b.id, b.codec.n_bytes(b.segments[-1].end, b.dtype)) for b in coded}
     ids = {b.id for b in coded}
     assert {(bucket, n_bytes) for bucket, n_bytes in found if bucket in ids} == whole

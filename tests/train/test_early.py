@@ -53,7 +53,7 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> None:
 
 def begun(model: nn.Module) -> int:
     """Return how many updates were begun in the backward pass that was just made."""
-    stepper = engine_of(model).stepper
+    stepper = engine_of(model).steps.stepper
     return 0 if stepper is None else len(stepper.early)
 
 
@@ -200,7 +200,7 @@ def test_schedules_of_the_learning_rate_act_as_in_torch() -> None:
 
 def test_an_update_runs_while_backward_does() -> None:
     model, _ = between()
-    events = list(engine_of(model).log)
+    events = list(engine_of(model).setup.log)
     (*_, last) = [e for e in events if e.what == What.PHASE.value and e.why == "backward"]
     end = last.t_ns + last.dur_ns
     began = [e.t_ns for e in events if e.what == What.UPDATE.value]
@@ -405,7 +405,7 @@ def test_a_model_that_stays_is_updated_by_its_step() -> None:
     backward(model)
     clip(model, optimizer)
     optimizer.step()
-    assert engine_of(model).mode == "resident"
+    assert engine_of(model).residence.name == "resident"
 
 
 # -- what is known to be needed once -------------------------------------------------------------

@@ -89,7 +89,7 @@ def trains_alike(model: Any, optimizer: Any, plain: nn.Module, rows: list[int]) 
     for number, n in enumerate(rows):
         theirs = step(plain, reference, number, n)
         assert torch.equal(step(model, optimizer, number, n), theirs)
-        frames.append(engine_of(model).manager.limit)
+        frames.append(engine_of(model).residence.manager.limit)
     same(values(plain), values(model), "weights")
     return frames
 
@@ -101,14 +101,14 @@ def test_what_operations_allocate_stays_within_the_budget_beside_the_frames() ->
     model, optimizer = prepared(copy.deepcopy(plain), hbm=hbm)
     trains_alike(model, optimizer, plain, [64] * 3)
     engine = engine_of(model)
-    frames = engine.manager.limit * engine.blueprint.granule_bytes
+    frames = engine.residence.manager.limit * engine.setup.blueprint.granule_bytes
     x = torch.randn(64, D)
 
     peak = peak_of(lambda: model(x).square().mean().backward(), held(plain))
 
-    assert engine.mode == "paged"
+    assert engine.residence.name == "paged"
     assert peak + frames <= hbm
-    assert peak > engine.budget.activation_bytes // 2
+    assert peak > engine.setup.budget.activation_bytes // 2
 
 
 def test_a_longer_sequence_takes_frames_before_it_passes_the_budget() -> None:
@@ -162,9 +162,9 @@ def test_sequences_of_many_lengths_fill_frames_anew_a_few_times_and_then_no_more
             of_tokens(side, tokens, its) for side, its in ((plain, reference), (model, optimizer))
         )
         assert torch.equal(ours, theirs)
-        frames.append(engine_of(model).manager.limit)
+        frames.append(engine_of(model).residence.manager.limit)
 
-    assert engine_of(model).mode == "paged" and 0 < len(times) <= 8
+    assert engine_of(model).residence.name == "paged" and 0 < len(times) <= 8
     changes = [at for at, (a, b) in enumerate(pairwise(frames)) if a != b]
     assert len(changes) <= 16 and len([at for at in changes if at >= 50]) <= 4
     same(values(plain), values(model), "weights")
@@ -186,8 +186,8 @@ def test_a_forward_no_larger_than_one_before_takes_no_frames() -> None:
 
     frames = trains_alike(model, optimizer, plain, [80, 80, 80, 8, 80, 8, 80])
 
-    assert len(set(frames[2:])) == 1 and engine_of(model).mode == "paged"
-    decisions = [event.why for event in engine_of(model).log if event.what is What.DECISION]
+    assert len(set(frames[2:])) == 1 and engine_of(model).residence.name == "paged"
+    decisions = [event.why for event in engine_of(model).setup.log if event.what is What.DECISION]
     assert not [why for why in decisions if "units leave" in why]
 
 
@@ -195,13 +195,13 @@ def test_units_give_way_in_the_middle_of_a_forward_that_would_not_fit() -> None:
     plain = deep()
     model, optimizer = prepared(copy.deepcopy(plain), hbm=500 * 1024)
     trains_alike(model, optimizer, plain, [32, 32])
-    before = dict(engine_of(model).activations.policies)
+    before = dict(engine_of(model).residence.activations.policies)
     reference = adamw(plain)
 
     theirs = step(plain, reference, 7, 128)
     assert torch.equal(step(model, optimizer, 7, 128), theirs)
 
-    after = engine_of(model).activations.policies
+    after = engine_of(model).residence.activations.policies
     assert sum(policy != KEEP for policy in after.values()) > sum(
         policy != KEEP for policy in before.values()
     )
@@ -240,7 +240,7 @@ def test_a_unit_that_writes_to_its_inputs_is_never_computed_again_unasked() -> N
 
     trains_alike(model, optimizer, plain, [64] * 4)
 
-    policies = engine_of(model).activations.policies
+    policies = engine_of(model).residence.activations.policies
     assert not any(policy.recompute for unit, policy in policies.items() if unit > 0)
     assert any(policy.offload for policy in policies.values())
 
@@ -253,7 +253,7 @@ def test_a_fast_link_carries_what_a_slow_one_has_computed_again() -> None:
         Timed.device = device
         for number in range(3):
             step(model, optimizer, number, 64)
-        policies = engine_of(model).activations.policies.values()
+        policies = engine_of(model).residence.activations.policies.values()
         found[name] = {policy for policy in policies if policy != KEEP}
 
     assert all(policy.offload and not policy.recompute for policy in found["fast"])
@@ -282,7 +282,7 @@ def test_status_tells_what_activations_take() -> None:
 
 def test_a_backward_is_watched_for_the_models_it_goes_through_and_no_other() -> None:
     first, second = (prepared(deep(blocks=2), hbm="1MiB")[0] for _ in range(2))
-    meters = [engine_of(model).fitting.meter for model in (first, second)]
+    meters = [engine_of(model).residence.fitting.meter for model in (first, second)]
     x, other = torch.randn(4, D), nn.Linear(D, D)
     assert meters_of([first(x).sum()]) == meters[:1]
     assert meters_of([second(x).sum(), other(x).sum()]) == meters[1:]
@@ -300,8 +300,11 @@ def settled(rows: int = 32, **settings: Any) -> tuple[Any, Any]:
 
 def test_gradients_on_their_way_down_give_way_before_an_error_and_come_back() -> None:
     (model, optimizer), engine = settled(hbm=700 * 1024, activations="keep")
-    fitting, ring = engine.fitting, engine.grads.flight
-    room = engine.budget.most_bytes - engine.manager.limit * engine.blueprint.granule_bytes
+    fitting, ring = engine.residence.fitting, engine.residence.trained.grads.flight
+    room = (
+        engine.setup.budget.most_bytes
+        - engine.residence.manager.limit * engine.setup.blueprint.granule_bytes
+    )
     wide = ring.limit_bytes
     assert wide == ring.useful_bytes > 0
 
@@ -309,18 +312,18 @@ def test_gradients_on_their_way_down_give_way_before_an_error_and_come_back() ->
     assert ring.limit_bytes == wide
     assert fitting.fits(room - 100)
     assert ring.limit_bytes == 100
-    frames = engine.manager.limit
+    frames = engine.residence.manager.limit
     assert fitting.fits(room + 1)
-    assert ring.limit_bytes == 0 and engine.manager.limit == frames - 1
+    assert ring.limit_bytes == 0 and engine.residence.manager.limit == frames - 1
 
     step(model, optimizer, 3, 32)
     assert ring.limit_bytes == wide
-    assert engine.manager.limit == frames - 1  # to have one more is worth no plan
+    assert engine.residence.manager.limit == frames - 1  # to have one more is worth no plan
 
 
 def test_the_first_step_waits_for_every_gradient() -> None:
     model, optimizer = prepared(deep(), hbm=700 * 1024)
-    ring = engine_of(model).grads.flight
+    ring = engine_of(model).residence.trained.grads.flight
     assert ring.limit_bytes == 0 and ring.useful_bytes == 0
     model(torch.randn(8, D)).sum().backward()
     assert not list(ring.sources())
@@ -330,29 +333,34 @@ def test_the_first_step_waits_for_every_gradient() -> None:
 
 def test_units_keep_again_when_sequences_are_short_again() -> None:
     (model, optimizer), engine = settled(rows=128, hbm=500 * 1024)
-    gave_way = sum(policy != KEEP for policy in engine.activations.policies.values())
+    gave_way = sum(policy != KEEP for policy in engine.residence.activations.policies.values())
     for number in range(20):
         step(model, optimizer, number, 16)
 
-    assert sum(policy != KEEP for policy in engine.activations.policies.values()) < gave_way
+    assert (
+        sum(policy != KEEP for policy in engine.residence.activations.policies.values()) < gave_way
+    )
 
 
 def test_growth_shows_in_a_units_inputs_before_it_runs() -> None:
     _, engine = settled(hbm=1100 * 1024, activations="keep")
-    forecast = engine.fitting.forecast
+    forecast = engine.residence.fitting.forecast
     unit, row = next((unit, row) for unit, row in forecast.rows.items() if row.input_bytes)
 
     forecast.begin(anew=True)
     assert not forecast.grows(unit, row.input_bytes) and forecast.scale == 1.0
     assert forecast.grows(unit, 3 * row.input_bytes) and forecast.scale == 3.0
-    expected = forecast.peak_bytes([unit], engine.activations.policies)
+    expected = forecast.peak_bytes([unit], engine.residence.activations.policies)
     forecast.begin(anew=True)
-    assert expected > 2.5 * forecast.peak_bytes([unit], engine.activations.policies)
+    assert expected > 2.5 * forecast.peak_bytes([unit], engine.residence.activations.policies)
 
 
 def test_growth_that_inputs_do_not_show_is_seen_in_what_a_unit_left() -> None:
     _, engine = settled(hbm=1100 * 1024, activations="keep")
-    forecast, footprint = engine.fitting.forecast, engine.runtime.saved.footprint
+    forecast, footprint = (
+        engine.residence.fitting.forecast,
+        engine.residence.runtime.saved.footprint,
+    )
     unit, row = next((unit, row) for unit, row in forecast.rows.items() if row.left_bytes)
 
     forecast.begin(anew=True)
@@ -365,7 +373,7 @@ def test_growth_that_inputs_do_not_show_is_seen_in_what_a_unit_left() -> None:
 
 def test_a_choice_that_was_measured_not_to_fit_is_not_made_again() -> None:
     _, engine = settled(rows=128, hbm=500 * 1024)
-    fitting, policies = engine.fitting, engine.activations.policies
+    fitting, policies = engine.residence.fitting, engine.residence.activations.policies
     units = list(fitting.forecast.rows)
 
     assert fitting._choose(units, 0) is False
@@ -405,7 +413,7 @@ def test_where_a_first_step_ran_those_run_that_follow(hbm: int) -> None:
 
     trains_alike(model, optimizer, plain, [64] * 5)
 
-    assert engine_of(model).activations.overlaps is False
+    assert engine_of(model).residence.activations.overlaps is False
     assert status(model).tiers["HBM"]["peak"] <= hbm
 
 

@@ -21,7 +21,7 @@ from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.jobs import Worker
 from hetero.train.engine.tuning import Tuning
-from tests.equivalence.harness import same, values
+from tests.equivalence.harness import same, stay_paged, values
 
 PLACES: dict[str, dict[str, Any]] = {
     "resident": {"device": "cpu", "hbm": None},
@@ -39,14 +39,14 @@ def prepare(
     config = Config.load(chunk_bytes=256, **given)
     model, optimizer = prepare_tuned(model, optimizer, config, tuning)
     engine = engine_of(model)
-    engine._fit = lambda _: False  # type: ignore[method-assign]  # a small model would fit and stay
+    stay_paged(engine)
     return model, optimizer
 
 
 def masters(model: nn.Module, optimizer: Any) -> list[Tensor]:
     optimizer.state_dict()
     engine = engine_of(model)
-    return [engine.masters.value(engine._segment(p)) for p in engine.params]
+    return [engine.setup.masters.value(engine.setup.segment(p)) for p in engine.setup.params]
 
 
 def late() -> Tuning:

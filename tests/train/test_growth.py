@@ -48,22 +48,22 @@ def test_a_model_that_trains_by_a_method_is_forecast_by_its_units_once() -> None
         step(model, optimizer, number)
 
     engine = engine_of(model)
-    forecast = engine.fitting.forecast
-    assert engine.mode == "paged"
-    assert len(forecast._now) + len(forecast._order) <= len(engine.blueprint.units)
+    forecast = engine.residence.fitting.forecast
+    assert engine.residence.name == "paged"
+    assert len(forecast._now) + len(forecast._order) <= len(engine.setup.blueprint.units)
     assert sorted(forecast._order) == sorted(forecast.rows)
 
 
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
     """Return what is planned for from here on."""
     planned: list[Trace] = []
-    planner = hetero.train.engine.engine.Planner
+    planner = hetero.train.engine.paged.Planner
 
     def noting(trace: Trace, *args: Any) -> Any:
         planned.append(trace)
         return planner(trace, *args)
 
-    monkeypatch.setattr(hetero.train.engine.engine, "Planner", noting)
+    monkeypatch.setattr(hetero.train.engine.paged, "Planner", noting)
     return planned
 
 
@@ -82,14 +82,14 @@ def test_an_average_of_weights_is_no_part_of_what_an_evaluation_is_planned_for(
     for number in range(7):
         step(model, optimizer, number)
         average(copies, model)
-        assert not engine_of(model).runtime.evaluate._seen
+        assert not engine_of(model).residence.runtime.evaluate._seen
     with torch.no_grad():
         for number in range(3):
             model(tokens_of(number))
 
     evaluations = [len(t.accesses) for t in planned if Phase.EVAL in {a.phase for a in t.accesses}]
-    assert engine_of(model).mode == "paged" and evaluations
-    assert max(evaluations) <= len(engine_of(model).blueprint.units)
+    assert engine_of(model).residence.name == "paged" and evaluations
+    assert max(evaluations) <= len(engine_of(model).setup.blueprint.units)
 
 
 def test_reading_weights_between_forwards_that_nobody_trains_is_no_part_of_their_trace() -> None:
@@ -99,9 +99,9 @@ def test_reading_weights_between_forwards_that_nobody_trains_is_no_part_of_their
         for param in model.parameters():
             param.sum()
         engine = engine_of(model)
-        n_units = len(engine.blueprint.units)
-        assert len(engine.runtime.train._seen) <= n_units
-        assert len(engine.runtime.evaluate._seen) <= n_units
+        n_units = len(engine.setup.blueprint.units)
+        assert len(engine.residence.runtime.train._seen) <= n_units
+        assert len(engine.residence.runtime.evaluate._seen) <= n_units
 
 
 def test_whether_anything_goes_down_is_counted_and_not_looked_for(
@@ -164,7 +164,7 @@ def test_a_miss_looks_for_its_own_fetch_alone_among_those_that_are_late() -> Non
     for number in range(3):
         step(model, optimizer, number)
     engine_of(model).finish()
-    runtime = engine_of(model).runtime
+    runtime = engine_of(model).residence.runtime
 
     def work(n_late: int) -> int:
         runtime.quiesce()

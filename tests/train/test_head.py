@@ -149,7 +149,7 @@ def test_logits_that_stay_late_are_not_counted_as_memory() -> None:
     model, _ = prepared(make())
     model(data(0), labels=data(0))["loss"].backward()
 
-    assert engine_of(model).runtime.saved.footprint.output_bytes < 3 * LENGTH * VOCAB * 4
+    assert engine_of(model).residence.runtime.saved.footprint.output_bytes < 3 * LENGTH * VOCAB * 4
 
 
 def test_release_gives_head_and_loss_back() -> None:

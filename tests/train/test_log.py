@@ -34,7 +34,7 @@ def trained(steps: int = 4, **settings: Any) -> tuple[Any, list[Event]]:
         optimizer.step()
         optimizer.zero_grad()
     engine = engine_of(model)
-    return engine, list(engine.log)
+    return engine, list(engine.setup.log)
 
 
 def test_a_unit_that_is_computed_again_sends_no_weight_home() -> None:
@@ -48,8 +48,8 @@ def test_a_unit_that_is_computed_again_sends_no_weight_home() -> None:
 
 def test_moves_add_up_to_what_the_links_have_counted() -> None:
     engine, events = trained(steps=3)
-    counted = Counter(engine.link.n_bytes)  # behind the last border
-    counted.update(engine.stats.n_bytes)  # of the last step
+    counted = Counter(engine.residence.link.n_bytes)  # behind the last border
+    counted.update(engine.setup.stats.n_bytes)  # of the last step
     border = max(e.seq for e in events if e.what == "step" and e.step == 1)
     moved = Counter()
     for event in events:
@@ -72,9 +72,9 @@ def test_levels_are_those_of_the_ledger() -> None:
 
     assert last
     for (tier, category), n_bytes in last.items():
-        used = {t.name: t for t in engine.ledger.budgets}[tier]
+        used = {t.name: t for t in engine.setup.ledger.budgets}[tier]
         kind = next(k for k in hetero.types.Kind if k.value == category)
-        assert engine.ledger.used(used, kind) == n_bytes
+        assert engine.setup.ledger.used(used, kind) == n_bytes
 
 
 def test_phases_lie_in_their_steps_and_do_not_overlap() -> None:
@@ -93,12 +93,12 @@ def test_phases_lie_in_their_steps_and_do_not_overlap() -> None:
 
 def test_every_unit_is_accessed_in_forward_and_in_backward() -> None:
     engine, events = trained()
-    units = set(range(len(engine.blueprint.units)))
+    units = set(range(len(engine.setup.blueprint.units)))
     last = max(e.step for e in events if e.what == "step")
     seen = {(e.phase, e.unit) for e in events if e.what == "access" and e.step == last}
 
     assert {unit for phase, unit in seen if phase == "forward"} >= units - {
-        i for i in units if engine.blueprint.units[i].module is None
+        i for i in units if engine.setup.blueprint.units[i].module is None
     }
     assert {phase for phase, _ in seen} == {"forward", "backward"}
 
@@ -129,8 +129,10 @@ def test_copies_take_what_a_profile_says_where_one_is_named() -> None:
     engine, _ = trained(profile="rtx4090")
     profile = find("rtx4090")
 
-    assert engine.fitting._copy_seconds(Lane.H2D, 2**20) == profile.copy_seconds(Lane.H2D, 2**20)
-    assert engine.fitting._copy_seconds(Lane.H2D, 2**20) != 2**20 / 1e9
+    assert engine.residence.fitting._copy_seconds(Lane.H2D, 2**20) == profile.copy_seconds(
+        Lane.H2D, 2**20
+    )
+    assert engine.residence.fitting._copy_seconds(Lane.H2D, 2**20) != 2**20 / 1e9
 
 
 def test_an_unknown_profile_is_refused_before_anything_is_touched() -> None:
@@ -140,8 +142,8 @@ def test_an_unknown_profile_is_refused_before_anything_is_touched() -> None:
 
 def test_a_log_that_is_off_keeps_nothing(tmp_path: Path) -> None:
     engine, _ = trained(steps=1)
-    engine.log.clear()
-    engine.log.enabled = False
-    engine.model(TOKENS, TOKENS).backward()
+    engine.setup.log.clear()
+    engine.setup.log.enabled = False
+    engine.setup.model(TOKENS, TOKENS).backward()
 
-    assert len(engine.log) == 0
+    assert len(engine.setup.log) == 0

@@ -18,6 +18,7 @@ from hetero.api import engine_of
 from hetero.config import HostLimit
 from hetero.device import SimDevice
 from hetero.errors import BudgetError
+from hetero.train.engine.setup import unclaimed
 from hetero.types import Tier
 from tests.campaigns.harness import VOCAB, Net, adamw, tokens_of
 from tests.equivalence.harness import same, values
@@ -269,8 +270,10 @@ def test_homes_of_a_model_that_became_resident_are_not_set_aside_once_more() -> 
     for number in range(2):
         loss_at(model, number).backward()
         optimizer.step()
-    assert engine.mode == "resident"
-    assert engine._to_come(Tier.HOST) == engine.budget.host_bytes - engine.ledger.used(Tier.HOST)
+    assert engine.residence.name == "resident"
+    setup = engine.setup
+    to_come = unclaimed(setup.budget, setup.ledger, setup.store.tier)
+    assert to_come(Tier.HOST) == setup.budget.host_bytes - setup.ledger.used(Tier.HOST)
 
 
 def anchored(model: nn.Module, optimizer: Any) -> list[Tensor]:
@@ -299,7 +302,7 @@ def test_units_give_way_where_a_later_loss_takes_more(device: str) -> None:
 
     same(anchored(plain, adamw(plain)), anchored(model, optimizer), "losses")
     same(values(plain), values(model), "weights")
-    assert engine_of(model).mode == "paged"
+    assert engine_of(model).residence.name == "paged"
 
 
 def test_a_model_that_became_resident_stays_where_a_later_loss_takes_more() -> None:
@@ -309,12 +312,12 @@ def test_a_model_that_became_resident_stays_where_a_later_loss_takes_more() -> N
 
     same(anchored(plain, adamw(plain)), anchored(model, optimizer), "losses")
     same(values(plain), values(model), "weights")
-    assert engine_of(model).mode == "resident"
+    assert engine_of(model).residence.name == "resident"
 
 
 def test_what_ram_does_not_hold_to_the_end_of_a_step_is_an_error_at_once() -> None:
     model, _ = prepared(Net(6), device=SimDevice(), hbm=30_000)
-    engine_of(model).device.host_limit = lambda: HostLimit(20_000, "a small machine")
+    engine_of(model).setup.device.host_limit = lambda: HostLimit(20_000, "a small machine")
     with pytest.raises(BudgetError, match=r"unit 'embed' saves") as caught:
         of_tokens(model, 0, 8, 64).backward()
     assert f"to at least {caught.value.needed_bytes} bytes" in caught.value.advice

@@ -54,7 +54,7 @@ def step(model: nn.Module, optimizer: Any, number: int, rows: int = ROWS) -> tor
 
 
 def moved(model: nn.Module) -> tuple[int, int]:
-    n_bytes = engine_of(model).offload.store.link.n_bytes
+    n_bytes = engine_of(model).setup.offload.store.link.n_bytes
     return n_bytes[Lane.D2H], n_bytes[Lane.H2D]
 
 
@@ -97,9 +97,9 @@ def test_sequences_that_grow_and_shrink_use_the_same_chunks() -> None:
 
     engine = engine_of(model)
     down, _ = moved(model)
-    assert down > 5 * engine.ledger.peak(Tier.HOST, Kind.ACTIVATION) / 2
+    assert down > 5 * engine.setup.ledger.peak(Tier.HOST, Kind.ACTIVATION) / 2
     model, _ = hetero.release(model, optimizer)
-    assert engine.ledger.used(Tier.HOST, Kind.ACTIVATION) == 0
+    assert engine.setup.ledger.used(Tier.HOST, Kind.ACTIVATION) == 0
 
 
 def test_what_host_does_not_hold_goes_to_disk(disk: Path) -> None:
@@ -108,7 +108,7 @@ def test_what_host_does_not_hold_goes_to_disk(disk: Path) -> None:
 
     trains_alike(model, optimizer, plain, [256] * 4)
 
-    ledger = engine_of(model).ledger
+    ledger = engine_of(model).setup.ledger
     assert ledger.peak(Tier.NVME, Kind.ACTIVATION) > 0
     assert ledger.peak(Tier.HOST) <= 2700 * 1024
 
@@ -169,7 +169,7 @@ def test_what_backward_needs_next_comes_up_while_it_computes() -> None:
     went = moved(model)[0] / len(seconds) / UNITS  # bytes of a unit
     assert went > samples * FEATURES * 4 / 2 and samples / 2 < went / rate < samples
     compute = 2 * UNITS * samples
-    assert engine.mode == "resident"  # so that the link has nothing else to carry
+    assert engine.residence.name == "resident"  # so that the link has nothing else to carry
     assert seconds[-1] < compute + 2 * went / rate
 
 
@@ -197,7 +197,7 @@ def test_a_graph_that_is_dropped_gives_its_chunks_back() -> None:
         del loss
         gc.collect()
 
-    peak = engine_of(model).ledger.peak(Tier.HOST, Kind.ACTIVATION)
+    peak = engine_of(model).setup.ledger.peak(Tier.HOST, Kind.ACTIVATION)
     assert peak < 2 * moved(model)[0] / 4 + 64 * 1024
 
 

@@ -17,14 +17,14 @@ import hetero
 from hetero.api import engine_of
 from tests.campaigns.harness import Case, Net, Side, check, loss_of_tokens
 from tests.campaigns.optimizers import AdamP, MeetsLate, Slow
-from tests.equivalence.harness import same, values
+from tests.equivalence.harness import same, stay_paged, values
 
 
 def test_a_rule_whose_parameters_meet_after_many_steps_is_refused_before_they_do() -> None:
     plain = linears(4)
     model, optimizer = copy.deepcopy(plain), MeetsLate(plain.parameters())
     model, ours = hetero.prepare(model, MeetsLate(model.parameters()), device="cpu", hbm=20_000)
-    engine_of(model)._fit = lambda _: False  # type: ignore[method-assign]
+    stay_paged(engine_of(model))
     steps = 0
     with pytest.raises(hetero.ConfigError, match="other numbers among others than alone"):
         for _ in range(30):
@@ -77,7 +77,7 @@ def prepared(n_params: int) -> tuple[Any, Any]:
     model, optimizer = hetero.prepare(
         model, optimizer, device="cpu", hbm=100_000, chunk_bytes=64, activations="keep"
     )
-    engine_of(model)._fit = lambda _: False  # type: ignore[method-assign]  # it would fit and stay
+    stay_paged(engine_of(model))
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     return model, optimizer
@@ -127,4 +127,4 @@ def test_states_that_were_read_are_waited_for_again_after_the_next_step() -> Non
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         assert {float(state["step"]) for state in optimizer.state.values()} == {number}
-        assert not engine_of(model).stepper._jobs
+        assert not engine_of(model).steps.stepper._jobs

@@ -21,7 +21,7 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.jobs import Job, Worker
-from hetero.train.engine.engine import Engine
+from hetero.train.engine.steps import HomeSteps
 from hetero.train.engine.tuning import Tuning
 from hetero.train.update.rules import Rule
 from tests.equivalence.harness import adamw, compare, measure, same, sgd, values
@@ -102,7 +102,7 @@ def test_step_returns_before_its_updates_are_done_and_readers_see_them_done() ->
     gate.open.clear()
     theirs.step()
     ours.step()  # returns although nothing can be updated
-    assert any(not job.done for job in engine_of(model).stepper._jobs)
+    assert any(not job.done for job in engine_of(model).steps.stepper._jobs)
     threading.Timer(0.05, gate.open.set).start()
     same(values(plain), values(model), "state dict in the middle of an update")
     for key, state in ours.state_dict()["state"].items():
@@ -271,7 +271,7 @@ def test_threads_end_with_their_model() -> None:
     for number in range(3):
         one_step(model, ours, number)
     threads = updating_threads() - others
-    gone = weakref.ref(engine_of(model).worker)
+    gone = weakref.ref(engine_of(model).setup.worker)
     del model, ours
     for _ in range(200):  # a thread may be just about to let the last job go
         gc.collect()
@@ -337,10 +337,13 @@ def test_updates_that_are_not_watched_go_on_after_the_step(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched: list[set[int]] = []
-    seen = Engine._seen
-    monkeypatch.setattr(
-        Engine, "_seen", lambda self, stepper: watched.append(seen(self, stepper)) or watched[-1]
-    )
+    seen = HomeSteps._seen
+
+    def watching(self: HomeSteps, optimizer: Any) -> set[int]:
+        watched.append(seen(self, optimizer))
+        return watched[-1]
+
+    monkeypatch.setattr(HomeSteps, "_seen", watching)
     torch.manual_seed(0)
     model: Any = Stack()
     settings = {"device": "cpu", "hbm": HBM, "chunk_bytes": 256, "precision": precision}
@@ -351,5 +354,5 @@ def test_updates_that_are_not_watched_go_on_after_the_step(
         optimizer.step()
         optimizer.zero_grad()
         del held
-    assert engine_of(model).mode == "paged"
+    assert engine_of(model).residence.name == "paged"
     assert watched[:3] == [set(), set(), set()] and len(watched[3]) == 1

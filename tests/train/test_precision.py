@@ -167,8 +167,8 @@ def same(reference: Reference, model: nn.Module, what: str) -> None:
         assert ours.dtype is param.dtype
         assert torch.equal(ours.view(torch.int16), param.detach().view(torch.int16)), (what, i)
     engine.finish()
-    for i, (_, segment) in enumerate(engine.blueprint.layout.home):
-        ours = engine.masters.value(segment)
+    for i, (_, segment) in enumerate(engine.setup.blueprint.layout.home):
+        ours = engine.setup.masters.value(segment)
         assert torch.equal(ours.view(torch.int32), reference.masters[i].view(torch.int32)), (
             what,
             i,
@@ -207,7 +207,7 @@ def train(
 def test_training_equals_the_plain_reference(precision: str, rule: str) -> None:
     reference, model, optimizer = start(precision, rule)
     train(reference, model, optimizer, clip=0.05)
-    assert engine_of(model).stats.counts["fetch"] > 3
+    assert engine_of(model).setup.stats.counts["fetch"] > 3
 
 
 @pytest.mark.parametrize("micro", [2, 3])
@@ -485,5 +485,5 @@ def test_many_steps_do_not_drift(steps: int) -> None:
         optimizer.zero_grad()
     engine = engine_of(model)
     engine.finish()
-    for i, (_, segment) in enumerate(engine.blueprint.layout.home):
-        assert torch.equal(engine.masters.value(segment), reference.masters[i])
+    for i, (_, segment) in enumerate(engine.setup.blueprint.layout.home):
+        assert torch.equal(engine.setup.masters.value(segment), reference.masters[i])

@@ -93,9 +93,9 @@ def test_a_saved_state_dict_holds_a_tensors_own_bytes_only() -> None:
 def test_a_state_dict_reads_no_frame() -> None:
     *_, model, optimizer = pair()
     train(model, optimizer, range(2))
-    before = engine_of(model).manager.counts.copy()
+    before = engine_of(model).residence.manager.counts.copy()
     state = model.state_dict()
-    assert engine_of(model).manager.counts == before
+    assert engine_of(model).residence.manager.counts == before
     assert not any(v.isnan().any() for v in state.values())
 
 
@@ -365,7 +365,7 @@ def test_metadata_of_an_unbound_parameter_moves_no_bytes() -> None:
         assert (q.stride(), q.is_contiguous(), q.numel()) == (p.stride(), True, p.numel())
         assert q.requires_grad and q.is_leaf and q.grad is None and isinstance(q, nn.Parameter)
         assert (len(q), q.dim(), q.type(), q.nbytes) == (len(p), p.dim(), p.type(), p.nbytes)
-    assert engine_of(model).manager.counts["fetch"] == 0
+    assert engine_of(model).residence.manager.counts["fetch"] == 0
     assert "Parameter containing" in repr(model.norm.weight)
 
 

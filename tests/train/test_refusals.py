@@ -337,12 +337,13 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
 
 def test_a_failure_while_moving_in_leaves_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from hetero.train.engine.engine import Engine
-    from hetero.train.engine.handover import Origin
+    from hetero.train.engine.handover import Handover
+    from hetero.train.engine.paged import Paged
 
     def broken(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    for kind, step in ((Engine, "_attach"), (Engine, "_wrap_optimizer"), (Origin, "move_in")):
+    for kind, step in ((Paged, "attach"), (Engine, "_wrap"), (Handover, "move_in")):
         model = Stack()
         plain = copy.deepcopy(model)
         before = snapshot(model)

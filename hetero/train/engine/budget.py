@@ -41,6 +41,8 @@ class Budget:
     """Of RAM, for homes and what passes through to them."""
     activation_bytes: int = 0
     measured: bool = False
+    stays: bool = False
+    """Whether parameters stay where they compute, from the beginning."""
 
     @property
     def room(self) -> int:
@@ -93,6 +95,11 @@ class Budget:
             tier="HBM",
             needed_bytes=total,
         )
+
+    @property
+    def disk_bytes(self) -> int:
+        """Of disk, for homes."""
+        return 0 if self.spill is None else self.spill.disk_bytes
 
     @property
     def spills(self) -> bool:
@@ -211,47 +218,75 @@ class Beside:
         return max(self._frames.vacate(), self._budget.plan.least_bytes)
 
 
+class Memory(NamedTuple):
+    """Bytes that a run may use; ``hbm`` is None on a CPU that nothing limits."""
+
+    hbm: int | None
+    host: int
+
+
 def decide(
     model: nn.Module,
     config: Config,
     device: Device,
     plan: Blueprint,
     extent_numel: int | None = None,
-) -> tuple[Budget, str]:
-    """Return the budget and the mode ("paged", "resident"); refuse what cannot fit."""
-    hbm, total, free = config.hbm, device.total_bytes(), device.free_bytes()
-    if hbm is not None and total is not None and hbm > total:
-        raise ConfigError(
-            f"hbm={format_bytes(hbm)} is more than the device has ({format_bytes(total)})",
-            advice=f"hbm= takes at most {total} bytes",
-        )
-    if hbm is None and free is not None:
-        hbm = int(CUDA_SHARE * free)
-    on_cuda = device.is_cuda
-    beside = sum(bytes_of(t) for t in (*model.buffers(), *(param for _, param in tables(model))))
-    budget = Budget(plan, hbm, beside + plan.workspace_bytes(is_cuda=on_cuda))
-    host = host_bytes(model, config, device.host_limit())
-    # one memory, and homes that are not, or cannot be, what computes
-    if hbm is None and (plan.is_coded or (config.nvme and plan.home_bytes > host)):
-        budget.hbm = hbm = max(host // CPU_FRAMES, 2 * plan.least_bytes + budget.buffer_bytes)
-        host = max(0, host - hbm)
-    elif config.host is None and not on_cuda and hbm is not None:
-        host = max(0, host - hbm)
-    fits = hbm is None or (on_cuda and hbm >= CUDA_RESIDENT * plan.home_bytes)
-    resident = fits and not plan.is_coded
-    down = bool(config.nvme) and config.activations == "offload"
-    if not resident:
+) -> Budget:
+    """Divide the memory before anything is allocated.
+
+    Raises ConfigError for a budget larger than the machine; BudgetError, naming the smallest one
+    that works, for one that is too small.
+    """
+    tensors = (*model.buffers(), *(param for _, param in tables(model)))
+    buffers = sum(map(bytes_of, tensors)) + plan.workspace_bytes(is_cuda=device.is_cuda)
+    memory = available(model, config, device, plan, buffers)
+    stays = stays_resident(plan, memory.hbm, is_cuda=device.is_cuda)
+    budget = Budget(plan, memory.hbm, buffers, stays=stays)
+    way = bool(config.nvme) and config.activations == "offload"
+    if not stays:
         check_hbm(budget)
         if config.nvme:
-            budget.spill = draw_spill(plan, host, config.nvme_bytes, extent_numel, pool=down)
-    elif down:
-        budget.spill = draw_way(plan, host, extent_numel)
-    if not (resident and on_cuda):
-        if budget.spill is None or resident:
-            check_host(plan, host, nvme=bool(config.nvme))
+            budget.spill = draw_spill(plan, memory.host, config.nvme_bytes, extent_numel, pool=way)
+    elif way:
+        budget.spill = draw_way(plan, memory.host, extent_numel)
+    if not (stays and device.is_cuda):  # homes lie in RAM, or pass through it
+        if budget.spill is None or stays:
+            check_host(plan, memory.host, nvme=bool(config.nvme))
         whole = plan.home_bytes + passing_bytes(plan)
         budget.host_bytes = whole if budget.spill is None else budget.spill.host_bytes
-    return budget, "resident" if resident else "paged"
+    return budget
+
+
+def available(
+    model: nn.Module, config: Config, device: Device, plan: Blueprint, buffer_bytes: int
+) -> Memory:
+    """Return the bytes of HBM and of RAM: as configured, else as measured."""
+    hbm, host = hbm_bytes(config, device), host_bytes(model, config, device.host_limit())
+    if hbm is None and (plan.is_coded or (config.nvme and plan.home_bytes > host)):
+        # homes are in the RAM that computes, and cannot be what computes: set frames aside in it
+        hbm = max(host // CPU_FRAMES, 2 * plan.least_bytes + buffer_bytes)
+        return Memory(hbm, max(0, host - hbm))
+    if hbm is not None and config.host is None and not device.is_cuda:
+        host = max(0, host - hbm)
+    return Memory(hbm, host)
+
+
+def hbm_bytes(config: Config, device: Device) -> int | None:
+    """Return the HBM that may be used, which may not be more than there is."""
+    total, free = device.total_bytes(), device.free_bytes()
+    if config.hbm is not None and total is not None and config.hbm > total:
+        raise ConfigError(
+            f"hbm={format_bytes(config.hbm)} is more than the device has ({format_bytes(total)})",
+            advice=f"hbm= takes at most {total} bytes",
+        )
+    return int(CUDA_SHARE * free) if config.hbm is None and free is not None else config.hbm
+
+
+def stays_resident(plan: Blueprint, hbm: int | None, *, is_cuda: bool) -> bool:
+    """Whether the parameters stay where they compute."""
+    return not plan.is_coded and (
+        hbm is None or (is_cuda and hbm >= CUDA_RESIDENT * plan.home_bytes)
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

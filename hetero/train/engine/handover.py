@@ -24,7 +24,7 @@ from hetero.types import Kind
 TRIM_BYTES = 16 * 2**20  # of freed originals, before the heap is asked to shrink
 
 
-class Origin:
+class Handover:
     """Where a model's parameters lay before `prepare`, in what dtype, and with what gradients."""
 
     def __init__(self, model: nn.Module, params: Sequence[nn.Parameter], layout: Layout) -> None:

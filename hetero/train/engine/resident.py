@@ -1,164 +1,201 @@
-"""Working weights with masters that stay on the device: who notices their writes (floor 2).
+"""The residence of a model whose parameters stay where they compute (floor 2).
 
-A model that fits has plain parameters, whose data are the homes themselves. Their class tells of
-aliases that leave through ``p.data``; in-place writes are told by version counters. A weight that
-was written is its own master at the next step, as it would be had it been paged.
+Its homes are the parameters themselves. Without masters torch steps them; with masters, homes are
+updated as those of pages are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
-import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
+from hetero.device import CpuDevice
+from hetero.jobs import Job
+from hetero.memory.layout import Bucket
+from hetero.memory.link import Link
+from hetero.train.access.hooks import before_node
+from hetero.train.activations.policy import Activations
+from hetero.train.activations.saved import SavedTensors, Unswizzled
+from hetero.train.engine.setup import Setup
+from hetero.train.engine.trained import Trained
+from hetero.train.engine.written import WrittenWeights
+from hetero.train.update.draft import Update
 
-from hetero.device import use_count
-from hetero.errors import StateError
-from hetero.internals import NO_TASK, at_end_of_backward, graph_task
-from hetero.memory.layout import Bucket, Layout, row
-from hetero.train.gradients.store import GradStore
-from hetero.train.model import binding, faults
-from hetero.train.update.masters import Masters, Scaling
+
+def make_activations(
+    setup: Setup,
+    saved: SavedTensors,
+    enter: Callable[[int], bool],
+    leave: Callable[[int, bool], None],
+) -> Activations:
+    """Return the policy of what units leave for backward."""
+    saved.lower(setup.offload)
+    return Activations(
+        setup.blueprint.units,
+        setup.config.activations,
+        setup.config.micro_batch,
+        place=setup.device.torch_device,
+        saved=saved,
+        offload=setup.offload,
+        enter=enter,
+        leave=leave,
+        before_node=before_node,
+    )
+
+
+class Before(Protocol):
+    """The residence that a model had while it was paged, until everything fitted."""
+
+    activations: Activations
+    trained: Trained
+
+    def close(self) -> None:
+        """Refuse what is left of the model's graphs."""
 
 
 class Resident:
-    """The resident parameters of one model; they compute at torch's own speed."""
+    """Parameters are plain, and torch steps them."""
 
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        layout: Layout,
-        masters: Masters,
-        grads: GradStore,
-    ) -> None:
-        self.scaling: Scaling | None = None  # of the loss, under precision="fp16"
-        self.index = {id(p): i for i, p in enumerate(params)}
-        self._params = params
-        self._layout = layout
-        self._masters = masters
-        self._grads = grads
-        self._shown: dict[int, torch.Tensor] = {}  # weights as they were when an alias left
-        self._graph_task = NO_TASK
-        _, pinned = faults.paged_classes(self)
-        for param in params:
-            param.__class__ = pinned
-        self._versions = [binding.version(p) for p in params]
+    name = "resident"
+    updates_in_place = True
+    trained: Trained | None = None
 
-    def gradient_arrived(self) -> None:
-        """A gradient is complete; it goes home when the backward pass is over."""
-        task = graph_task()
-        if task != self._graph_task:
-            self._graph_task = task
-            at_end_of_backward(self._end_backward)
+    def __init__(self, setup: Setup, before: Before | None = None) -> None:
+        self.setup = setup
+        self.before = before
+        self._saved = SavedTensors(Unswizzled())
+        self.activations = make_activations(setup, self._saved, _enters, _leaves)
+        if before is not None:
+            self.activations.policies.update(before.activations.policies)
+            self.activations.proofs.update(before.activations.proofs)
 
-    def _end_backward(self) -> None:
-        self._graph_task = NO_TASK
-        self._grads.flush_pending()
+    def attach(self) -> None:
+        """Let units leave what their policy says."""
+        setup = self.setup
+        setup.handover.give_back_grads()
+        if self.activations.shapes:
+            setup.hooks.shape(setup.model, setup.blueprint.units, self.activations)
+        if self.activations.offloads:
+            setup.hooks.save_through(setup.model, self._saved)
+
+    def detach(self) -> None:
+        """Stop taking gradients and writes."""
+
+    def close(self) -> None:
+        """Refuse what is left of the graphs of a model that was paged."""
+        if self.before is not None:
+            self.before.close()
+
+    # -- a step ----------------------------------------------------------------------------------
 
     def quiesce(self) -> None:
-        """Bring gradients home, and note which weights were written since the last step."""
-        self._grads.flush_pending()
-        for index, param in enumerate(self._params):
-            if binding.version(param) != self._versions[index]:
-                self._masters.reset(self._layout.home[index][1])
-                self._versions[index] = binding.version(param)
-        for index, before in self._shown.items():
-            bucket, segment = self._layout.home[index]
-            self._masters.reset_changed(self._layout.buckets[bucket], segment.offset, before)
-            before.copy_(row(faults.read_data(self._params[index])))
+        """Bring gradients home, and note what was written to parameters."""
+
+    def divide(self) -> None:
+        """HBM is not divided: everything fits."""
+
+    def seal(self) -> None:
+        """The step of early updates is made; there are none."""
+
+    def stepped(self, updates: Iterable[Update]) -> None:
+        """Versions of parameters have moved because of a step."""
+
+    def announce(self, begun: Sequence[Update], updates: Sequence[Update]) -> None:
+        """Tell the disk what updates need; no home lies there."""
+
+    def in_order(self, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """Return buckets in the order in which the next forward needs them, where it is known."""
+        return list(buckets)
+
+    def hand_over(self, bucket: Bucket, job: Job) -> None:
+        """Leave a home to its update."""
 
     def updated(self, bucket: Bucket) -> None:
-        """A bucket's weights were updated: from here on their writes are news."""
-        for segment in bucket.segments:
-            index = segment.index
-            self._versions[index] = binding.version(self._params[index])
-            if index in self._shown:
-                self._show(index)
+        """The update of a bucket is done."""
 
-    def _show(self, index: int) -> None:
-        data = faults.read_data(self._params[index])
-        if use_count(data) <= _BOUND:
-            del self._shown[index]
-            return
-        self._shown[index] = row(data).clone()
+    def updates_done(self) -> None:
+        """All updates of the step are done."""
 
-    @contextmanager
-    def at_home(self) -> Iterator[None]:
-        """Let a state dict's ``copy_`` into a parameter reach its master."""
-        with _Loading(self):
-            yield
+    def spoil(self) -> None:
+        """Forget what was measured in a step that came to nothing."""
 
-    def load(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Make a loaded value a parameter's master."""
-        index = self.index[id(param)]
-        self._masters.assign(self._layout.home[index][1], value)
-        torch.autograd.graph.increment_version(param)
-        self._versions[index] = binding.version(param)
+    # -- what is where ---------------------------------------------------------------------------
 
-    # -- what the class of parameters asks -------------------------------------------------------
+    def at_home(self) -> AbstractContextManager[Any]:
+        """Let a state dict read and write the homes inside."""
+        return nullcontext()
 
-    @contextmanager
-    def gathered(self, params: Sequence[nn.Parameter], *, write: bool) -> Iterator[None]:
-        """Resident parameters are always gathered."""
-        yield
+    def settle(self, bucket_id: int) -> None:
+        """Bring a home up to date; it is what computes."""
 
-    def alias(self, param: nn.Parameter) -> torch.Tensor:
-        """Return ``param.data``; what is written through it is compared at the next step."""
-        data = faults.read_data(param)
-        index = self.index[id(param)]
-        if index not in self._shown:
-            self._shown[index] = row(data).clone()
-        return data
+    def update_of(self, bucket_id: int) -> Job | None:
+        """Return the update of a bucket that is under way; none outlasts its step."""
+        return None
 
-    def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Carry out ``param.data = value`` by copying; a change of geometry is refused."""
-        if value.shape != param.shape or value.dtype != param.dtype:
-            raise StateError(
-                f"parameter {self.name(param)!r} is {param.dtype} {list(param.shape)}; data of"
-                f" {value.dtype} {list(value.shape)} cannot replace it",
-                advice="convert the model before hetero.prepare, or release it first",
-            )
-        with torch.no_grad():
-            param.copy_(value)
+    def here(self) -> set[int]:
+        """Return the buckets that are on the device."""
+        return {bucket.id for bucket in self.setup.buckets}
 
-    def geometry(self, param: nn.Parameter) -> torch.Tensor:
-        """Return a meta tensor with the parameter's own shape and strides."""
-        return torch.empty_like(param, device="meta")
+    def schedule(self) -> None:
+        """Return the schedule: nothing moves."""
 
-    def name(self, param: nn.Parameter) -> str:
-        """Return the parameter's name in its model."""
-        return self._layout.home[self.index[id(param)]][1].spec.name
+    def loaded(self) -> None:
+        """Homes were written: show the new values, which are what computes."""
 
-    def fault(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Nothing is ever missing here."""
-        with binding.plainly():
-            return func(*args, **kwargs)
+    def restate(self) -> None:
+        """Log what is in frames; there are none."""
+
+    def abandon(self) -> None:
+        """Give up what is under way, after an update has failed."""
 
 
-_BOUND = 4  # uses of a home's storage: home, parameter, the data asked about, the handle
+class Mastered(Resident):
+    """Parameters are working weights, whose masters are updated where they are."""
+
+    trained: Trained
+
+    def __init__(self, setup: Setup, before: Before | None = None) -> None:
+        super().__init__(setup, before)
+        place = CpuDevice(setup.device.torch_device)  # everything is in one memory
+        self.trained = trained = (
+            Trained.on(setup, place, Link(place, setup.log), early=False)
+            if before is None
+            else before.trained
+        )
+        self.weights = WrittenWeights(
+            setup.params, setup.blueprint.layout, setup.masters, trained.grads, trained.scaling
+        )
+
+    def attach(self) -> None:
+        trained = self.trained
+        self.setup.handover.give_back_grads()
+        trained.hear_all()
+        self.weights.attach()
+        trained.grads.on_arrival = self.weights.gradient_arrived
+        super().attach()
+
+    def quiesce(self) -> None:
+        self.weights.quiesce()
+
+    def updated(self, bucket: Bucket) -> None:
+        self.weights.updated(bucket)
+        self.trained.grads.let_go(bucket)
+
+    def updates_done(self) -> None:
+        for bucket in self.setup.buckets:
+            self.trained.grads.let_go(bucket)
+
+    def loaded(self) -> None:
+        for bucket in self.setup.buckets:
+            self.weights.updated(bucket)
+
+    def at_home(self) -> AbstractContextManager[Any]:
+        return self.weights.at_home()
 
 
-class _Loading(TorchFunctionMode):
-    """Sees the ``copy_`` of `nn.Module.load_state_dict` before torch rounds what is copied."""
+def _enters(unit: int) -> bool:
+    return False
 
-    def __init__(self, resident: Resident) -> None:
-        super().__init__()
-        self._resident = resident
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.Tensor.copy_ and id(args[0]) in self._resident.index:
-            with torch.no_grad():
-                self._resident.load(args[0], args[1])
-            return args[0]
-        return func(*args, **(kwargs or {}))
+def _leaves(unit: int, pushed: bool) -> None: ...

@@ -40,35 +40,31 @@ def parts_of(engine: Engine, *, as_now: bool = False) -> list[Part]:
     for bucket in ordered(engine):
         for segment in bucket.segments:
             found.extend(_of_parameter(engine, bucket, segment))
-    for name, tensor in at_hand(engine.model):
+    for name, tensor in at_hand(engine.setup.model):
         found.append(of_tensor(name, tensor.detach().cpu().clone() if as_now else tensor))
     return found
 
 
 def ordered(engine: Engine) -> list[Bucket]:
     """Return the buckets in the order of the next forward, as far as that is known."""
-    buckets = engine.blueprint.layout.buckets
-    if engine.mode != "paged":
-        return list(buckets)
-    order = engine.runtime.train.order()
-    return sorted(buckets, key=lambda bucket: order.get(bucket.id, len(order)))
+    return engine.residence.in_order(engine.setup.buckets)
 
 
 def _of_parameter(engine: Engine, bucket: Bucket, segment: Segment) -> Iterator[Part]:
-    store, param, name = engine.store, engine.params[segment.index], segment.spec.name
+    store, param, name = engine.setup.store, engine.setup.params[segment.index], segment.spec.name
     homes = store.homes
-    if engine.mode == "paged" or engine.has_masters:
+    if engine.residence.trained is not None:
         home = homes[PARAM, bucket.id]
         yield of_home(Name("param", name), store, home, segment, bucket.id)
     else:
         yield of_tensor(Name("param", name), param, bucket.id)
     if bucket.has_master:
-        low = engine.masters.low(bucket)
+        low = engine.setup.masters.low(bucket)
         yield of_home(Name("master", name), store, low, segment, bucket.id)
     for key, value in known_state(engine, param).items():
         if not is_tensor(key, value, segment):
             continue
-        here = homes.get((key, bucket.id)) if engine.stepper is not None else None
+        here = homes.get((key, bucket.id)) if engine.steps.stepper is not None else None
         if here is not None and is_elementwise(key, value, segment.spec.shape):
             yield of_home(Name("state", name, key), store, here, segment, bucket.id)
         else:
@@ -109,7 +105,7 @@ def scalars_of(engine: Engine, bucket: Bucket) -> Scalars:
     """Return the states of a bucket's parameters that are no tensors of their own: step counts."""
     found: Scalars = {}
     for segment in bucket.segments:
-        state = known_state(engine, engine.params[segment.index])
+        state = known_state(engine, engine.setup.params[segment.index])
         small = {
             k: v.detach().clone() if isinstance(v, torch.Tensor) else v
             for k, v in state.items()
@@ -122,7 +118,7 @@ def scalars_of(engine: Engine, bucket: Bucket) -> Scalars:
 
 def counted_at_close(engine: Engine, bucket: Bucket) -> bool:
     """Whether step counts move when a step is closed, and not when the bucket's update is done."""
-    stepper = engine.stepper
+    stepper = engine.steps.stepper
     if stepper is None:
         return True
     return bucket.has_master and stepper.updater.formula is not None
@@ -144,13 +140,13 @@ def check_states(
     if engine.optimizer is None:
         return
     tensors = makes_of(engine, states)
-    numbers = {id(param): number for number, param in enumerate(engine.params)}
+    numbers = {id(param): number for number, param in enumerate(engine.setup.params)}
     tried: set[str] = set()
     stepped: set[str] = set()
     for group, saved in zip(engine.optimizer.param_groups, groups, strict=True):
         settings = {**{k: v for k, v in group.items() if k != "params"}, **saved}
         for number in (numbers[id(p)] for p in group["params"] if id(p) in numbers):
-            bucket, segment = engine.blueprint.layout.home[number]
+            bucket, segment = engine.setup.blueprint.layout.home[number]
             name, shape = segment.spec.name, segment.spec.shape
             stepped.add(name)
             trial = Trial(bucket, shape, tensors.get(name, {}), scalars.get(name, {}))
@@ -165,7 +161,7 @@ def check_states(
 def makes_of(engine: Engine, states: Iterable[Make]) -> dict[str, dict[str, TensorMake]]:
     """Return dtypes and shapes by parameter and key; ValueError where homes cannot hold them."""
     found: defaultdict[str, dict[str, TensorMake]] = defaultdict(dict)
-    dtypes = {place: home.dtype for place, home in engine.store.homes.items()}
+    dtypes = {place: home.dtype for place, home in engine.setup.store.homes.items()}
     places = places_of(engine)
     for name, dtype, shape in states:
         bucket, segment = places[name.name]
@@ -188,12 +184,13 @@ class Trial(NamedTuple):
 
     def run(self, engine: Engine, settings: Group) -> None:
         """Make the step; raises what the rule raises, or ValueError."""
-        bucket, stepper = engine.blueprint.layout.buckets[self.bucket], engine.stepper
+        bucket, stepper = engine.setup.buckets[self.bucket], engine.steps.stepper
+        rule = engine.steps.rule
         has_master = bucket.has_master
         if has_master and stepper is not None and stepper.updater.formula is not None:
             self._follow(stepper.updater.formula, settings)
-        elif not engine.rule.refuses(len(self.shape)):
-            self._step(engine.rule, torch.float32 if has_master else bucket.dtype, settings)
+        elif rule is not None and not rule.refuses(len(self.shape)):
+            self._step(rule, torch.float32 if has_master else bucket.dtype, settings)
 
     def _follow(self, formula: Formula, settings: Group) -> None:
         """Compute the numbers of the next update, which runs on fp32 states."""
@@ -253,13 +250,14 @@ def probe_shape(shape: Sequence[int]) -> tuple[int, ...]:
 def places_of(engine: Engine) -> dict[str, tuple[int, Segment]]:
     """Return every parameter's bucket and segment, by its name."""
     return {
-        segment.spec.name: (bucket, segment) for bucket, segment in engine.blueprint.layout.home
+        segment.spec.name: (bucket, segment)
+        for bucket, segment in engine.setup.blueprint.layout.home
     }
 
 
 def is_paged(engine: Engine, key: str, shape: tuple[int, ...], segment: Segment) -> bool:
     """Whether a state lies in a home."""
-    return engine.stepper is not None and key not in SCALARS and shape == segment.spec.shape
+    return engine.steps.stepper is not None and key not in SCALARS and shape == segment.spec.shape
 
 
 def empty_states(engine: Engine, states: Iterable[Make]) -> dict[Name, torch.Tensor]:
@@ -271,11 +269,11 @@ def empty_states(engine: Engine, states: Iterable[Make]) -> dict[Name, torch.Ten
     for name, dtype, shape in states:
         bucket, segment = places[name.name]
         if is_paged(engine, name.key, shape, segment):
-            layout = engine.blueprint.layout
-            home = engine.store.get(Kind.STATE, name.key, layout.buckets[bucket], dtype)
-            made[name] = handle(engine.store, home, segment)
+            layout = engine.setup.blueprint.layout
+            home = engine.setup.store.get(Kind.STATE, name.key, layout.buckets[bucket], dtype)
+            made[name] = handle(engine.setup.store, home, segment)
         else:
-            made[name] = torch.empty(shape, dtype=dtype, device=engine.device.torch_device)
+            made[name] = torch.empty(shape, dtype=dtype, device=engine.setup.device.torch_device)
     return made
 
 
@@ -286,7 +284,7 @@ def begin_again(engine: Engine, states: Mapping[Name, torch.Tensor]) -> None:
     engine.optimizer.state.clear()
     places = places_of(engine)
     for name, value in states.items():
-        param = engine.params[places[name.name][1].index]
+        param = engine.setup.params[places[name.name][1].index]
         engine.optimizer.known_state[param][name.key] = value
 
 
@@ -294,35 +292,26 @@ def take_scalars(engine: Engine, scalars: Mapping[str, Mapping[str, Any]]) -> No
     """Give parameters the step counts, and what else is no tensor of its own, that were saved."""
     if engine.optimizer is None:
         return
-    by_name = {segment.spec.name: segment for _, segment in engine.blueprint.layout.home}
+    by_name = {segment.spec.name: segment for _, segment in engine.setup.blueprint.layout.home}
     for name, values in scalars.items():
         if name not in by_name:
             continue
-        engine.optimizer.known_state[engine.params[by_name[name].index]].update(values)
+        engine.optimizer.known_state[engine.setup.params[by_name[name].index]].update(values)
 
 
 def settle(engine: Engine) -> None:
     """Bring everything home and finish every update, so that homes may be read and written."""
-    engine.saver.finish()
-    if engine.mode == "paged":
-        engine.runtime.quiesce()
-    elif engine.has_masters:
-        engine.resident.quiesce()
+    engine.setup.saver.finish()
+    engine.residence.quiesce()
     engine.finish()
-    engine.store.take_all()
+    engine.setup.store.take_all()
 
 
 def loaded(engine: Engine) -> None:
     """The homes were written: whoever shows their values shows the new ones."""
-    for param in engine.params:
+    for param in engine.setup.params:
         torch.autograd.graph.increment_version(param)
-    engine.masters.forget()
-    for home in engine.store.homes.values():
-        engine.store.refresh(home)
-    for bucket in engine.blueprint.layout.buckets:
-        if engine.mode == "paged":
-            engine.manager.renew(bucket.id)
-        elif engine.has_masters:
-            engine.resident.updated(bucket)
-    if engine.mode == "paged":
-        engine.runtime.stepped(bucket.id for bucket in engine.blueprint.layout.buckets)
+    engine.setup.masters.forget()
+    for home in engine.setup.store.homes.values():
+        engine.setup.store.refresh(home)
+    engine.residence.loaded()

@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import chain
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from hetero.device import ALONE, use_count
-from hetero.errors import ConfigError
+from hetero.errors import ConfigError, StateError
 from hetero.interrupts import theirs
 from hetero.train.model.binding import plainly
 from hetero.train.update.masters import LossScaler
@@ -222,6 +223,30 @@ class Optimizer(torch.optim.Optimizer):
         raise ConfigError(
             "a prepared optimizer cannot be pickled", advice="save optimizer.state_dict()"
         )
+
+
+def silence(inner: torch.optim.Optimizer) -> Callable[[], None]:
+    """Let an optimizer that was prepared refuse to step; returns what gives its step back."""
+    before = inner.__dict__.get("step")
+    vars(inner)["step"] = MethodType(_forgotten, inner)
+
+    def undo() -> None:
+        inner.__dict__.pop("step", None)
+        if before is not None:
+            inner.__dict__["step"] = before
+
+    return undo
+
+
+def _forgotten(inner: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+    """Stand in for the step of an optimizer that was prepared."""
+    raise StateError(
+        f"this {type(inner).__name__} was given to hetero.prepare and does not step any more",
+        advice="step the optimizer that prepare returned: model, optimizer = hetero.prepare(...)",
+    )
+
+
+vars(_forgotten)["_wrapped_by_lr_sched"] = True  # schedulers look for it
 
 
 def unwrapped(optimizer: Any) -> Any:

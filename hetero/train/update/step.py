@@ -64,6 +64,7 @@ class Stepper:
         self._pause = pause
         self._jobs: list[Job] = []
         self.early: dict[int, Early] = {}  # by bucket: updates of the step that is not made yet
+        self._settings: dict[int, Settings] | None = None  # of groups, at the first of them
         self._failed: BaseException | None = None
         if scaler is not None:
             grads.scaling, grads.norm_ord = False, 2.0
@@ -127,12 +128,15 @@ class Stepper:
     def open_early(
         self,
         bucket: Bucket,
-        settings: Mapping[int, Settings],
+        groups: Sequence[Group],
         states: defaultdict[torch.Tensor, State],
         before: Sequence[Job],
     ) -> Early | None:
         """Return a bucket's update, to be submitted before the step that it belongs to; it waits
         for the jobs ``before``. None where that step has to look at something first."""
+        if self._settings is None:
+            self._settings = self.updater.settings(groups)
+        settings = self._settings
         slots = self._grads.landed(bucket)
         update = self.updater.open(bucket, slots, settings, states) if slots else None
         if slots is None or update is None:
@@ -159,8 +163,14 @@ class Stepper:
                 begun.append(index)
         return begun
 
+    def backward_begins(self) -> None:
+        """Forget the settings of a step that was skipped: this one may have others."""
+        if not self.early:
+            self._settings = None
+
     def seal(self) -> list[Update]:
         """Return the updates that were begun early: the step that they belong to is made."""
+        self._settings = None
         updates = [early.update for early in self.early.values()]
         self._jobs.extend(early.job for early in self.early.values())
         self.early.clear()

@@ -1,0 +1,48 @@
+"""A model that must not be used: a load of it failed half-way (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from hetero.errors import StateError
+from hetero.train.access.hooks import Hooks
+
+
+class Broken:
+    """Why a model must not be used; "" where it may be."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.why = ""
+        self._model = model
+        self._barrier = Hooks()  # what refuses its forwards meanwhile
+
+    def refuse(self) -> None:
+        """Raise StateError where the model must not be used."""
+        if self.why:
+            raise StateError(
+                f"the model is of two checkpoints: {self.why}",
+                advice="load a whole checkpoint with hetero.load_checkpoint before going on",
+            )
+
+    def begin_load(self, source: str) -> None:
+        """From here on every use of the model is refused, until `end_load`."""
+        self.end_load()
+        self.why = f"{source} was loaded in part"
+        self._barrier.refuse_forwards(self._model, self.refuse)
+
+    @contextmanager
+    def loads_itself(self) -> Iterator[None]:
+        """Let the model's own methods of loading use its state dict before a load is complete."""
+        said, self.why = self.why, ""
+        try:
+            yield
+        finally:
+            self.why = said
+
+    def end_load(self) -> None:
+        """A load is complete: the model may be used."""
+        self.why = ""
+        self._barrier.remove()

@@ -1,0 +1,53 @@
+"""How many frames there are, while the program runs (floor 2)."""
+
+from __future__ import annotations
+
+from hetero.memory.manager import ChunkManager
+from hetero.train.access.runtime import Runtime
+
+
+class ArenaFrames:
+    """The frames of one arena: whatever changes their number plans for it anew.
+
+    Args:
+        gives_back: whether memory has to be given back when there are fewer, as on CUDA.
+    """
+
+    def __init__(self, manager: ChunkManager, runtime: Runtime, *, gives_back: bool) -> None:
+        self._manager = manager
+        self._runtime = runtime
+        self._gives_back = gives_back
+
+    @property
+    def limit(self) -> int:
+        """How many there are."""
+        return self._manager.limit
+
+    def shed(self) -> None:
+        """Give back frames apart from the others that are not held."""
+        self._manager.shed()
+
+    def resize(self, limit: int) -> bool:
+        """Have so many frames; False while one is held."""
+        if limit == self._manager.limit:
+            return True
+        if not self._manager.resize(limit):
+            return False
+        self._runtime.replan()
+        return True
+
+    def vacate(self) -> int:
+        """Give up all frames that are not held for now; returns the bytes of the others."""
+        return self._manager.vacate()
+
+    def lower(self, limit: int) -> bool:
+        """Give up frames; False while one of them is held."""
+        if self._gives_back:
+            return self.resize(limit)
+        if not self._manager.lower(limit):
+            return False
+        self._runtime.replan()
+        schedule = self._runtime.active.schedule
+        if schedule is not None:  # what stays would be in the way where the plan has others
+            self._manager.clear_the_way({op.bucket: op.start for op in schedule.at(-1)})
+        return True

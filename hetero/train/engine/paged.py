@@ -1,0 +1,436 @@
+"""The residence of a model whose parameters are pages (floor 2).
+
+A unit's parameters are fetched into frames before it computes and evicted after it; homes are in
+RAM or on disk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from hetero import interrupts
+from hetero.errors import too_early
+from hetero.events import What
+from hetero.jobs import Job
+from hetero.memory.codec import Workspace
+from hetero.memory.frame import FrameMap
+from hetero.memory.layout import Bucket, Layout
+from hetero.memory.link import Link
+from hetero.memory.manager import PARAM, ChunkManager
+from hetero.memory.pool import Request
+from hetero.plan.hardware import find
+from hetero.plan.planner import Planner
+from hetero.plan.schedule import Schedule, Shape
+from hetero.plan.trace import Trace
+from hetero.train.access.cursor import Cursor
+from hetero.train.access.runtime import Runtime
+from hetero.train.activations.forecast import Forecast, UnitKind
+from hetero.train.activations.meter import Keeper, Meter, make_meter
+from hetero.train.engine.broken import Broken
+from hetero.train.engine.evaluation import Evaluation
+from hetero.train.engine.fitting import CopySeconds, Division, Fitting
+from hetero.train.engine.frames import ArenaFrames
+from hetero.train.engine.resident import Mastered, Resident, make_activations
+from hetero.train.engine.setup import Setup, StepStats
+from hetero.train.engine.trained import Trained
+from hetero.train.engine.tuning import Tuning
+from hetero.train.gradients.store import LazyGrad
+from hetero.train.model.graph import unless_gone
+from hetero.train.update.draft import Update
+from hetero.types import Kind, Tier
+
+PASSING = (Kind.PARAM, Kind.GRAD)  # on disk, they go through the pool's memory in backward
+
+
+class Paged:
+    """Parameters page; gradients, updates and activations follow.
+
+    What the runtime tells, it tells through weak references: see [Note: out of gc's sight].
+    """
+
+    name = "paged"
+    updates_in_place = False
+
+    def __init__(self, setup: Setup, broken: Broken) -> None:
+        self.setup = setup
+        self.broken = broken
+        self.link = Link(setup.device, setup.log)
+        trains = setup.inner is not None
+        is_early = trains and setup.config.updates == "backward"
+        self.may_be_early = is_early and not setup.tuning.update_on_device
+        self.trained = Trained.on(setup, setup.device, self.link, early=self.may_be_early)
+        self.manager, runtime = build(setup, self.link, self.trained)
+        self.runtime = runtime
+        self.frames = ArenaFrames(self.manager, runtime, gives_back=setup.device.is_cuda)
+        self.activations = make_activations(setup, runtime.saved, runtime.enter, runtime.leave)
+        self.fitting = self._make_fitting(self._make_meter())
+        self.evaluation = None if trains else self._make_evaluation()
+        self._again: list[Request] = []  # what the next step's updates will need from disk
+        runtime.before_use = unless_gone(self._before_use, None)
+        runtime.before_load = setup.saver.finish
+        runtime.on_idle = unless_gone(self._forward_done, None)
+        runtime.backward_begins = unless_gone(self._backward_begins, None)
+        runtime.resume = unless_gone(self.fitting.resume, None)
+        if not setup.device.is_cuda:  # whose allocator would count them in a step's peak
+            runtime.spare = unless_gone(self.fitting.spare, 0)
+        self.trained.grads.flight.limit_bytes = 0  # until it is known what is left
+
+    # -- building --------------------------------------------------------------------------------
+
+    def _make_meter(self) -> Meter:
+        setup, flight = self.setup, self.trained.grads.flight
+        trains = setup.inner is not None
+        manager, runtime, budget = self.manager, self.runtime, setup.budget
+        return make_meter(
+            setup.device,
+            runtime.saved.footprint,
+            gradient_bytes=flight.most_bytes if trains else 0,
+            traced=not is_compiled(setup.model) and not (trains and setup.device.same_ram),
+            others=lambda: manager.arena_bytes + budget.buffer_bytes,
+            passing=flight.sources,
+            ours=lambda: runtime.is_running,
+            keeper=lambda: self._keeper,
+        )
+
+    @property
+    def _keeper(self) -> Keeper:
+        """What makes room for what operations make, and refuses what has none."""
+        return self.fitting if self.evaluation is None else self.evaluation
+
+    def _make_fitting(self, meter: Meter) -> Fitting:
+        """Return what divides HBM between frames and activations."""
+        setup, plan, flight = self.setup, self.setup.blueprint, self.trained.grads.flight
+        layout, footprint = plan.layout, self.runtime.saved.footprint
+        weights = [sum(layout.buckets[b].n_bytes for b in needs) for needs in plan.needs]
+        modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
+        fitting = Fitting(
+            setup.budget,
+            setup.ledger,
+            meter=meter,
+            forecast=Forecast(
+                setup.device,
+                footprint,
+                names=[unit.name or "model" for unit in plan.units],
+                kinds=[UnitKind(*kind) for kind in zip(modules, weights, strict=True)],
+                may_recompute=self.activations.may_recompute,
+            ),
+            footprint=footprint,
+            ring=flight,
+            frames=self.frames,
+            choice=self.activations,
+            ram=setup.ram,
+            may_stay=self._may_stay,
+            copy_seconds=copy_seconds(setup),
+            log=setup.log,
+        )
+        self.activations.watch = fitting
+        return fitting
+
+    def _make_evaluation(self) -> Evaluation:
+        """Let every forward be a step of its own: there are no others."""
+        evaluation = Evaluation(
+            self.setup.budget,
+            meter=self.fitting.meter,
+            frames=self.frames,
+            charge=lambda n_bytes: self._charge(n_bytes, 0),
+            ram=self.setup.ram,
+            log=self.setup.log,
+        )
+        self.activations.may_change = False  # no step comes that would end the measuring
+        self.activations.evaluates = evaluation.begin
+        self.activations.unit_begins = evaluation.settle
+        return evaluation
+
+    def attach(self) -> None:
+        """Make the parameters pages, and hook the model."""
+        setup = self.setup
+        self.trained.hear_all()
+        self.runtime.attach(setup.params)
+        setup.handover.give_back_grads()
+        setup.hooks.watch(
+            setup.model, setup.blueprint.units, self.runtime, self.activations, self.fitting.meter
+        )
+        setup.device.reset_peak()
+
+    def detach(self) -> None:
+        """Bring everything home; parameters are pages still."""
+        self.setup.hooks.rest()
+        self.trained.grads.reset()
+        self.manager.close()
+
+    def close(self) -> None:
+        """Refuse what is left of the model's graphs, and take off what torch does otherwise."""
+        self.runtime.closed = True
+        self.runtime.unguard()
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def quiesce(self) -> None:
+        """Bring gradients and written parameters home."""
+        self.runtime.quiesce()
+
+    def divide(self) -> Division:
+        """Return how HBM is divided from the border on; raises OutOfMemory."""
+        return self.fitting.divide()
+
+    def seal(self) -> None:
+        """The step of early updates is made."""
+        self.manager.seal()
+        self.runtime.early.step_ended()
+
+    def stepped(self, updates: Iterable[Update]) -> None:
+        """Versions of parameters have moved because of a step."""
+        self.runtime.stepped(update.bucket.id for update in updates)
+
+    def in_order(self, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """Return buckets in the order in which the next forward needs them, where it is known."""
+        order = self.runtime.train.order()
+        return sorted(buckets, key=lambda bucket: order.get(bucket.id, len(order)))
+
+    def announce(self, begun: Sequence[Update], updates: Sequence[Update]) -> None:
+        """Tell the pool what updates need from disk; those ``begun`` have told it."""
+        pool = self.setup.store.pool
+        if pool is None:
+            return
+        early, requests = (
+            [request for update in some for request in update.requests] for some in (begun, updates)
+        )
+        pool.ahead(requests)
+        self._again = [request.again() for request in (*early, *requests)]
+
+    def hand_over(self, bucket: Bucket, job: Job) -> None:
+        """Leave a home to its update."""
+        self.manager.hand_over(bucket.id, job)
+
+    def updated(self, bucket: Bucket) -> None:
+        """The update of a bucket is done."""
+
+    def updates_done(self) -> None:
+        """All updates of the step are done."""
+        for bucket in self.setup.buckets:
+            self.manager.home(bucket.id)
+            self.trained.grads.let_go(bucket)
+
+    def spoil(self) -> None:
+        """Forget what was measured in a step that came to nothing."""
+        self.fitting.spoil()
+
+    def _before_use(self) -> None:
+        """The model is called: Ctrl-C waits again where the user has changed that."""
+        interrupts.hold(self.setup)
+        self.broken.refuse()
+        stepper = self.trained.stepper
+        if stepper is not None and stepper.early:
+            raise too_early("the model is used again")
+
+    def _backward_begins(self) -> None:
+        stepper = self.trained.stepper
+        if stepper is not None:
+            stepper.backward_begins()
+        self.fitting.resume()
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Have states read for the next step's first updates, where backward leaves the drive."""
+        again, self._again = self._again, []
+        spill, pool = self.setup.budget.spill, self.setup.store.pool
+        rests = spill is not None and not any(kind in PASSING for kind, _ in spill.on_disk)
+        if again and rests and pool is not None:
+            pool.later(again)
+
+    def _forward_done(self) -> None:
+        """A forward of a model without an optimizer is a step."""
+        if self.evaluation is not None:
+            self.setup.count()
+            self._take_stats()
+            self.evaluation.end()
+
+    # -- between two steps -----------------------------------------------------------------------
+
+    def border(self, division: Division) -> bool:
+        """Divide HBM by what was measured, and begin to prefetch.
+
+        Returns whether everything fits instead: then the caller goes on with `stay`.
+        """
+        setup, pool = self.setup, self.setup.store.pool
+        setup.hooks.mend()
+        self._take_stats()
+        self.frames.shed()
+        if pool is not None:
+            pool.told = False
+        if not self.activations.offloads:
+            setup.offload.trim()
+        fits = self._fits_whole(division)
+        if fits and not self.manager.held:  # else the next border tries again
+            return True
+        if not fits:
+            self._apply(division)
+        self._begin()
+        return False
+
+    def _fits_whole(self, division: Division) -> bool:
+        n_bytes = division.activation_bytes + division.ring_bytes
+        return self._may_stay and self.setup.budget.holds_everything(n_bytes)
+
+    def _apply(self, division: Division) -> None:
+        """Give frames what activations leave; where a view is held, the next border tries again."""
+        if self.frames.resize(division.frames):
+            self._charge(division.activation_bytes, division.ring_bytes)
+
+    def _begin(self) -> None:
+        """A step begins."""
+        self.fitting.meter.restart()
+        self.fitting.begin()  # a model that trains by another method has no forward to begin one
+        self.runtime.border()
+
+    def stay(self, division: Division) -> Resident:
+        """Make the homes the parameters themselves; updates are done.
+
+        Returns the residence of the model from here on.
+        """
+        setup = self.setup
+        self.detach()
+        for index, (bucket, segment) in enumerate(setup.blueprint.layout.home):
+            home = setup.store.homes[PARAM, bucket]
+            self.runtime.swizzle.restore(index, home.segments[segment.position])
+        self.fitting.charge(division.activation_bytes, division.ring_bytes)
+        setup.log.now(What.DECISION, tier=Tier.HBM, why="everything fits: the model stays")
+        if setup.has_masters:
+            return Mastered(setup, self)
+        for param in setup.params:  # torch steps the parameters themselves
+            if isinstance(param.grad, LazyGrad):
+                param.grad = param.grad.slot.keep()
+        return Resident(setup, self)
+
+    def activations_seen(self) -> int:
+        """Return the bytes besides frames and buffers that this step held at its peak, and those
+        that its gradients may take on their way down."""
+        return self.fitting.meter.peak_bytes() + self.trained.grads.flight.useful_bytes
+
+    def _charge(self, activation_bytes: int, ring_bytes: int) -> None:
+        """Set aside what activations take; frames grow into it by `Fitting.spare` alone."""
+        self.fitting.charge(activation_bytes, ring_bytes)
+        self.manager.ceiling = self.manager.frames.limit
+
+    @property
+    def _may_stay(self) -> bool:
+        """Whether a model that fits the device is to stay there: its homes are what computes."""
+        setup = self.setup
+        if setup.device.is_cuda or setup.blueprint.is_coded:
+            return False
+        return setup.inner is not None and not setup.budget.spills
+
+    def _take_stats(self) -> None:
+        """Note what the step moved that is over."""
+        counts, n_bytes, pool = self.manager.counts, self.link.n_bytes, self.setup.store.pool
+        self.setup.stats = stats = StepStats(Counter(n_bytes), Counter(counts))
+        counts.clear()
+        n_bytes.clear()
+        if pool is not None:
+            stats.n_bytes.update(pool.nvme.take_counts())
+
+    # -- what is where ---------------------------------------------------------------------------
+
+    def at_home(self) -> AbstractContextManager[Any]:
+        """Let a state dict read and write the homes inside."""
+        return self.runtime.at_home()
+
+    def settle(self, bucket_id: int) -> None:
+        """Bring a home up to date."""
+        self.manager.settle(bucket_id)
+
+    def update_of(self, bucket_id: int) -> Job | None:
+        """Return the update of a bucket that is under way, where there is one."""
+        work: Job | None = self.manager.update_of(bucket_id)
+        return work
+
+    def here(self) -> set[int]:
+        """Return the buckets that are on the device."""
+        return set(self.manager.replicas)
+
+    def schedule(self) -> Schedule | None:
+        """Return the schedule of a step, or of the forward in use, where there is one."""
+        trains = self.setup.inner is not None
+        return (self.runtime.train if trains else self.runtime.active).schedule
+
+    def loaded(self) -> None:
+        """Homes were written: show the new values."""
+        for bucket in self.setup.buckets:
+            self.manager.renew(bucket.id)
+        self.runtime.stepped(bucket.id for bucket in self.setup.buckets)
+
+    def restate(self) -> None:
+        """Log what is in frames, for a log that begins here."""
+        self.manager.restate()
+
+    def abandon(self) -> None:
+        """Give up what is under way, after an update has failed."""
+        self.manager.abandon()
+
+
+def build(setup: Setup, link: Link, trained: Trained) -> tuple[ChunkManager, Runtime]:
+    """Return the residency of parameters, and what asks for it; they lead to no module."""
+    plan, device = setup.blueprint, setup.device
+    least, room = plan.granules(plan.widest), setup.budget.room
+    decoding = plan.decoding(is_cuda=device.is_cuda)
+    manager = ChunkManager(
+        plan.layout,
+        device=device,
+        ledger=setup.ledger,
+        link=link,
+        store=setup.store,
+        limit=least,
+        # A CUDA arena cannot grow in place: it leaves room for activations not yet measured.
+        ceiling=min(room, 2 * least) if device.is_cuda else room,
+        next_use=setup.tuning.victim or (lambda bucket: runtime.active.next_use(bucket)),
+        workspace=None if decoding is None else Workspace.on(device, *decoding),
+    )
+    manager.overwriting = setup.masters.overwriting
+    manager.writing = setup.saver.wait_for
+    manager.home_written = setup.masters.reset
+    manager.claimed = trained.grads.let_go
+    planned = partial(plan_for, layout=plan.layout, manager=manager, tuning=setup.tuning)
+    trains = setup.inner is not None
+    runtime = Runtime(
+        plan.layout,
+        plan.needs,
+        device=device,
+        manager=manager,
+        grads=trained.grads,
+        masters=setup.masters,
+        train=Cursor(partial(planned, training=trains)),
+        evaluate=Cursor(partial(planned, training=False)),
+        stepped=trains,
+    )
+    runtime.scaling = trained.scaling
+    trained.grads.on_arrival = runtime.gradient_arrived
+    return manager, runtime
+
+
+def plan_for(
+    trace: Trace, *, layout: Layout, manager: ChunkManager, tuning: Tuning, training: bool
+) -> Schedule:
+    """Plan a step, or a forward, like one that was traced, for the frames that there are."""
+    limit = manager.frames.limit
+    shapes = {b.id: Shape(b.granules, training and b.trainable) for b in layout.buckets}
+    if tuning.schedule is not None:
+        return tuning.schedule(trace, shapes, limit)
+    return Planner(trace, shapes, FrameMap(limit), limit, tuning.depth).build()
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a part of a model is compiled, which dispatch modes would disturb."""
+    return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+
+
+def copy_seconds(setup: Setup) -> CopySeconds:
+    """Return how long copies take: by the profile where one is named, else as measured."""
+    if setup.config.profile is None:
+        return setup.device.copy_seconds
+    return find(setup.config.profile).copy_seconds

@@ -1,0 +1,220 @@
+"""What `prepare` sets up before parameters move: settings, budget, tiers, threads (floor 2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from hetero.config import Config
+from hetero.device import Device, return_large_blocks, trim_heap
+from hetero.errors import ConfigError
+from hetero.events import EventLog
+from hetero.io import Folder, spill_folder
+from hetero.jobs import Worker, thread_budget
+from hetero.memory.layout import Bucket, Segment
+from hetero.memory.ledger import Ledger
+from hetero.memory.link import Link
+from hetero.memory.parcel import ParcelStore
+from hetero.memory.slab import HomeStore
+from hetero.train.access.hooks import Hooks
+from hetero.train.activations.offload import MIN_BYTES, Offload
+from hetero.train.engine.blueprint import Blueprint
+from hetero.train.engine.budget import Budget, decide
+from hetero.train.engine.check import pages
+from hetero.train.engine.handover import Handover
+from hetero.train.engine.snapshot import Saver
+from hetero.train.engine.tuning import Tuning
+from hetero.train.update.masters import Masters
+from hetero.types import Kind, Lane, Tier
+
+WARM_STEPS = 3  # steps in which states appear and the heap has to settle
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Traffic and misses of the last whole step; without an optimizer, of the last forward."""
+
+    n_bytes: Counter[Lane] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(eq=False)
+class Setup:
+    """What both residences of a prepared model stand on."""
+
+    model: nn.Module
+    inner: torch.optim.Optimizer | None
+    config: Config
+    device: Device
+    blueprint: Blueprint
+    tuning: Tuning
+    params: list[nn.Parameter]
+    log: EventLog
+    budget: Budget
+    ledger: Ledger
+    store: HomeStore
+    offload: Offload
+    masters: Masters
+    worker: Worker
+    handover: Handover
+    hooks: Hooks = field(default_factory=Hooks)
+    saver: Saver = field(default_factory=Saver)
+    steps: int = 0
+    stats: StepStats = field(default_factory=StepStats)
+    index: dict[int, int] = field(init=False)
+    """Position of every parameter, by its id."""
+
+    def __post_init__(self) -> None:
+        self.index = {id(param): i for i, param in enumerate(self.params)}
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self.blueprint.layout.buckets
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether working weights of this model have fp32 masters."""
+        return any(bucket.has_master for bucket in self.buckets)
+
+    def bucket(self, param: torch.Tensor) -> Bucket:
+        """Return the bucket that a parameter is in."""
+        return self.buckets[self.blueprint.layout.home[self.index[id(param)]][0]]
+
+    def segment(self, param: torch.Tensor) -> Segment:
+        """Return the place of a parameter in its bucket."""
+        return self.blueprint.layout.home[self.index[id(param)]][1]
+
+    def ram(self) -> int:
+        """Return the bytes of RAM that may still be taken."""
+        return self.device.host_limit().n_bytes
+
+    def count(self) -> None:
+        """A step is made."""
+        self.steps += 1
+        if self.steps <= WARM_STEPS and not self.device.is_cuda:
+            trim_heap()
+
+    def move_in(self) -> None:
+        """Copy every parameter to its home; undone by `Handover.move_out`."""
+        self.ledger.charge(Tier.HBM, Kind.BUFFER, self.budget.buffer_bytes, "buffers")
+        place = self.device.torch_device
+        self.handover.move_in(self.store, self.masters, place, self.config.weights)
+
+    def rewrite(self) -> None:
+        """Let modules compute otherwise, where settings ask for it."""
+        if self.config.fused_loss:
+            self.hooks.fuse_loss(self.model)
+        if self.config.tile and not self.hooks.tile(self.blueprint.units, self.config.tile):
+            raise ConfigError(
+                f"tile={self.config.tile}: no unit of this {type(self.model).__name__} has an MLP"
+                " that is recognised by the name of its class",
+                advice="call hetero.tile(module, size=...) on position-wise modules before prepare",
+            )
+
+    def close(self) -> None:
+        """Give back files and threads, and what activations took."""
+        self.offload.close()
+        self.store.close()
+
+
+def set_up(
+    model: nn.Module,
+    inner: torch.optim.Optimizer | None,
+    config: Config,
+    device: Device,
+    blueprint: Blueprint,
+    tuning: Tuning,
+) -> Setup:
+    """Divide the memory and open the tiers; nothing of the model is touched."""
+    for folder in open_folders(config, device, tuning):  # validate nvme= even if nothing spills
+        folder.close()
+    budget = decide(model, config, device, blueprint, tuning.extent_numel)
+    budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
+    log = EventLog(device.clock)
+    ledger = Ledger(budgets, log)
+    store = open_store(budget, config, device, tuning, ledger, log)
+    params = [param for _, param in pages(model)]
+    masters = Masters(config.precision, blueprint.layout, store)
+    # masters on a CUDA device are updated in order of its stream, and not by threads
+    has_masters = any(bucket.has_master for bucket in blueprint.layout.buckets)
+    streams = budget.stays and device.is_cuda and has_masters
+    worker = tuning.worker or Worker(0 if streams else thread_budget())
+    worker.clock = device.clock
+    return Setup(
+        *(model, inner, config, device, blueprint, tuning, params, log, budget, ledger, store),
+        offload=make_offload(budget, config, device, ledger, store, log),
+        masters=masters,
+        worker=worker,
+        handover=Handover(model, params, blueprint.layout),
+    )
+
+
+def open_folders(config: Config, device: Device, tuning: Tuning) -> list[Folder]:
+    """Return the directories for what goes to disk; none where there are no bytes."""
+    paths = config.nvme if device.has_bytes else ()
+    return [spill_folder(path, tuning.io) for path in paths]
+
+
+def open_store(
+    budget: Budget, config: Config, device: Device, tuning: Tuning, ledger: Ledger, log: EventLog
+) -> HomeStore:
+    """Return the store of homes, with files for those that HOST does not hold."""
+    spill = budget.spill
+    if spill is None:
+        return HomeStore(device, ledger, resident=budget.stays)
+    return_large_blocks()
+    ledger.charge(Tier.HOST, Kind.POOL, spill.pool_bytes, "memory for homes on disk")
+    pool = tuning.open_pool(
+        open_folders(config, device, tuning),
+        spill.disk_bytes,
+        pool_bytes=spill.pool_bytes,
+        extent_numel=spill.extent_numel,
+        ledger=ledger,
+        log=log,
+        n_threads=tuning.io_threads,
+        checked=tuning.checked,
+    )
+    return HomeStore(device, ledger, resident=budget.stays, pool=pool, on_disk=spill.holds)
+
+
+def make_offload(
+    budget: Budget,
+    config: Config,
+    device: Device,
+    ledger: Ledger,
+    store: HomeStore,
+    log: EventLog,
+) -> Offload:
+    """Return what sends activations down, in chunks as parameters have them."""
+    required = config.activations == "offload"
+    chunk_bytes = 4 * budget.plan.layout.chunk_numel
+    parcels = ParcelStore(
+        device,
+        Link(device, log),  # counted by itself: `StepStats` is of parameters
+        ledger,
+        chunk_bytes=chunk_bytes,
+        pool=store.pool,
+        reserved=unclaimed(budget, ledger, store.tier),
+        counts_on=required,
+    )
+    return Offload(parcels, device, required=required, min_bytes=min(MIN_BYTES, chunk_bytes))
+
+
+def unclaimed(budget: Budget, ledger: Ledger, host: Tier) -> Callable[[Tier], int]:
+    """Return a function of HOST or NVME: the bytes that homes will take there and have not yet.
+
+    It leads to no module (see [Note: out of gc's sight]); ``host`` is the tier that homes in
+    RAM are charged to.
+    """
+    whole = {Tier.HOST: budget.host_bytes, Tier.NVME: budget.disk_bytes}
+
+    def to_come(below: Tier) -> int:
+        tier = host if below is Tier.HOST else below
+        taken = ledger.used(tier) - ledger.used(tier, Kind.ACTIVATION)
+        return max(0, whole[below] - taken)
+
+    return to_come

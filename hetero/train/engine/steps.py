@@ -1,0 +1,279 @@
+"""How a prepared model is stepped: by torch, or by updates of homes (floor 2).
+
+[Note: where a step updates]  Paged buckets are updated at their HOST homes, resident ones where
+they are. On a CPU both are the same arithmetic. On CUDA they are not known to be, so the choice is
+made once, at prepare, and reported as the update place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+
+from hetero.errors import StorageError, too_early
+from hetero.memory.layout import Bucket
+from hetero.memory.manager import PARAM
+from hetero.train.access.early import EarlyUpdates
+from hetero.train.engine.fitting import Division
+from hetero.train.engine.paged import Paged
+from hetero.train.engine.resident import Mastered, Resident
+from hetero.train.engine.setup import Setup
+from hetero.train.gradients.store import GRAD, WIDE
+from hetero.train.model.graph import unless_gone
+from hetero.train.model.host_work import host_work
+from hetero.train.update.draft import Update
+from hetero.train.update.masters import LossScaler
+from hetero.train.update.optimizer import Optimizer
+from hetero.train.update.rules import Rule
+from hetero.train.update.step import Stepper
+
+NOT_STATES = (PARAM, GRAD, WIDE)  # homes that are looked after elsewhere
+Clip = Callable[[], Any]
+
+
+class NoSteps:
+    """The model is for inference."""
+
+    scaler: LossScaler | None = None
+    skipped = False
+    stepper: Stepper | None = None
+    rule: Rule | None = None
+
+    def __init__(self, setup: Setup, residence: Paged | Resident) -> None:
+        self.setup = setup
+        self.residence = residence
+
+    def make(self, optimizer: Optimizer, clip: Clip) -> Division | None:
+        """Make a step; returns how HBM is divided from the border on, where it is divided."""
+        return None
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let updates begin in backward; none does."""
+
+    def take_copies(self) -> None:
+        """Write home what was written to states through views of copies that stand for them."""
+        if any(home.copies for home in self.setup.store.homes.values()):
+            self.finish()
+            self.setup.store.take_all()
+
+    def finish(self) -> None:
+        """Wait until every update is done; raises what one of them raised."""
+        self.setup.saver.finish()
+        if self.setup.store.pool is not None:  # else states are shown as they are
+            self.setup.store.take_all(held=False)
+
+    def come_home(self) -> None:
+        """Finish what is under way; homes then hold the current values."""
+        self.residence.quiesce()
+        self.finish()
+
+    def refuse_early(self, what: str) -> None:
+        """Raise StateError while updates of a step that is not made yet have begun."""
+
+    def void_early(self) -> bool:
+        """Give up a step that will not be made; returns whether it had begun."""
+        return False
+
+    def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with torch's keys whose tensors are the homes' or copies."""
+        return {key: placed(value, param) for key, value in state.items()}
+
+
+class TorchSteps(NoSteps):
+    """The user's rule runs on plain parameters, as torch would run it."""
+
+    rule: Rule
+
+    def __init__(
+        self, setup: Setup, residence: Paged | Resident, inner: torch.optim.Optimizer
+    ) -> None:
+        super().__init__(setup, residence)
+        self.rule = Rule(inner)
+
+    def make(self, optimizer: Optimizer, clip: Clip) -> None:
+        self.setup.saver.finish()  # what is saved is what is trained
+        self.take_copies()
+        clip()
+        self.rule.step_in_place(optimizer.param_groups, optimizer.known_state)
+
+
+class HomeSteps(NoSteps):
+    """Updates run on homes: closed by `make`, carried out while the next forward computes."""
+
+    residence: Paged | Mastered
+    stepper: Stepper
+
+    def __init__(self, setup: Setup, residence: Paged | Mastered, stepper: Stepper) -> None:
+        super().__init__(setup, residence)
+        self.stepper = stepper
+        self.rule = stepper.updater.rule
+        self.scaler = stepper.scaler
+        self._optimizer: Optimizer | None = None  # whose updates begin in backward
+        self._finished = True  # no update was begun since all of them were waited for
+
+    @property
+    def skipped(self) -> bool:  # type: ignore[override]  # a constant where steps are torch's
+        """Whether loss scaling skipped the last step."""
+        return self.stepper.skipped
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def make(self, optimizer: Optimizer, clip: Clip) -> Division | None:
+        """Close a step and begin its updates; returns how HBM is divided from the border on."""
+        residence, stepper = self.residence, self.stepper
+        if residence.updates_in_place:
+            self.setup.saver.finish()  # what is saved is what is trained
+        self.take_copies()
+        # 1. gradients and written parameters come home; norm, clip and settings are closed
+        residence.quiesce()
+        division = residence.divide()  # or nothing is updated
+        seen = self._seen(optimizer)
+        updates = stepper.close(optimizer.param_groups, optimizer.known_state, clip)
+        begun = self._seal()
+        # 2. versions move as they would in place
+        touched = [index for update in (*begun, *updates) for index in update.touched]
+        if touched:
+            torch.autograd.graph.increment_version([self.setup.params[i] for i in touched])
+            residence.stepped(updates)
+        # 3. homes are handed to their updates, in the order in which they are needed next
+        of_bucket = {update.bucket.id: update for update in updates}
+        ordered = residence.in_order(update.bucket for update in updates)
+        updates = [of_bucket[bucket.id] for bucket in ordered]
+        residence.announce(begun, updates)
+        self._hand_over_all(updates, seen)
+        return division
+
+    def _hand_over_all(self, updates: list[Update], seen: Container[int]) -> None:
+        """Begin all updates, and do those of buckets that are ``seen``; then raise what a disk
+        or a second Ctrl-C raised: a step is begun as a whole."""
+        self._finished = False
+        errors: list[StorageError | KeyboardInterrupt] = []
+        for update in updates:
+            try:
+                self._hand_over(update, seen=update.bucket.id in seen)
+            except (StorageError, KeyboardInterrupt) as error:
+                errors.append(error)
+        if errors:
+            self.setup.count()
+            raise errors[0]
+
+    def _hand_over(self, update: Update, *, seen: bool) -> None:
+        """Begin a bucket's update; wait where it must be done when `step` returns."""
+        bucket, store = update.bucket, self.setup.store
+        after = self.setup.saver.jobs_before(bucket.id)
+        job = self.stepper.begin(update, at_once=seen, after=after)
+        self.residence.hand_over(bucket, job)
+        if update.fresh or seen:
+            job.wait()
+            for _, home in store.of_bucket(bucket.id):
+                store.refresh(home)
+        self.residence.updated(bucket)
+
+    def _seen(self, optimizer: Optimizer) -> set[int]:
+        """Return the buckets whose updates would be watched, before updates refer to states."""
+        buckets = self.setup.buckets
+        if self.residence.updates_in_place or self.setup.tuning.update_on_device:
+            return {bucket.id for bucket in buckets}
+        self.stepper.finish()  # as the updates of the last step do until they are done
+        return {b.id for b in buckets if b.trainable and self._is_seen(b, optimizer)}
+
+    def _is_seen(self, bucket: Bucket, optimizer: Optimizer) -> bool:
+        """Whether the user's code holds a state or a tensor of one, and would watch it change."""
+        named = self.setup.store.of_bucket(bucket.id)
+        homes = (home for name, home in named if name not in NOT_STATES)
+        if any(home.held or home.objects_held or home.copies for home in homes):
+            return True
+        params = (self.setup.params[segment.index] for segment in bucket.segments)
+        return any(map(optimizer.state_is_held, params))
+
+    # -- updates that begin in backward (see [Note: early updates]) ------------------------------
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let updates begin as backward leaves units, where that was asked for."""
+        self._optimizer = optimizer
+        if not isinstance(self.residence, Paged) or not self.residence.may_be_early:
+            return
+        buckets, grads = self.setup.buckets, self.residence.trained.grads
+        needs = self.setup.blueprint.needs
+        trained = [[buckets[b] for b in need if buckets[b].trainable] for need in needs]
+        begin_early = unless_gone(self._begin_early, None)
+
+        def complete(unit: int) -> bool:
+            return all(grads.landed(bucket) for bucket in trained[unit])
+
+        def begin(unit: int) -> None:
+            for bucket in trained[unit]:
+                begin_early(bucket)
+
+        self.residence.runtime.early = EarlyUpdates(needs, complete=complete, begin=begin)
+
+    def _begin_early(self, bucket: Bucket) -> None:
+        """Begin a bucket's update before the step, where it is not seen and `step` has nothing to
+        look at first."""
+        setup, optimizer, paged = self.setup, self._optimizer, self.residence
+        if optimizer is None or not isinstance(paged, Paged) or self._is_seen(bucket, optimizer):
+            return
+        if optimizer.states_are_held or not paged.manager.may_hand_over(bucket.id):
+            return
+        before = setup.saver.jobs_before(bucket.id)
+        with host_work():  # what an update makes, it makes on HOST
+            early = self.stepper.open_early(
+                bucket, optimizer.param_groups, optimizer.known_state, before
+            )
+            if early is None:
+                return
+            paged.manager.hand_over_early(bucket.id, early.job)
+            if setup.store.pool is not None:
+                setup.store.pool.ahead(early.update.requests)
+            setup.worker.submit(early.job)
+
+    def _seal(self) -> list[Update]:
+        """The step is made: return the updates that it has begun already."""
+        self.residence.seal()
+        return self.stepper.seal()
+
+    def void_early(self) -> bool:
+        began = bool(self.stepper.early)
+        if began:
+            self._seal()
+        return began
+
+    def refuse_early(self, what: str) -> None:
+        if self.stepper.early:
+            raise too_early(what)
+
+    # -- what is under way -----------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait until every update is done; raises what one of them raised.
+
+        Once all is done, asking again costs nothing: loops over states ask for each parameter.
+        """
+        self.setup.saver.finish()  # the caller may write to states: a save has read them by then
+        if not self._finished:
+            self.stepper.finish()
+            self.residence.updates_done()
+            self._finished = True
+        super().finish()
+
+    def come_home(self) -> None:
+        if self.stepper.surfaced:
+            self.setup.worker.close()  # an update failed, as was said: what there is, is given back
+            self.residence.trained.grads.abandon()
+            self.residence.abandon()
+        else:
+            super().come_home()
+
+    def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        return self.stepper.updater.adopt(self.setup.segment(param), state, own=True)
+
+
+def placed(value: Any, param: torch.Tensor) -> Any:
+    """Return a state's value as torch keeps it: tensors of a parameter's shape on its device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dim() == 0:
+        return value.detach().clone()
+    return value.detach().to(param.device, copy=True)

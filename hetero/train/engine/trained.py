@@ -1,0 +1,107 @@
+"""Gradients at home and the updates that read them, for both residences (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hetero.cores import Cores
+from hetero.device import Device
+from hetero.errors import StateError
+from hetero.memory.link import Link
+from hetero.train.engine.setup import Setup
+from hetero.train.gradients.flight import Flight
+from hetero.train.gradients.store import GradStore
+from hetero.train.update import kernel
+from hetero.train.update.draft import Updater
+from hetero.train.update.masters import LossScaler
+from hetero.train.update.step import Stepper
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What takes gradients home, and what steps there; ``stepper`` is None without an optimizer."""
+
+    setup: Setup
+    grads: GradStore
+    stepper: Stepper | None
+
+    @classmethod
+    def on(cls, setup: Setup, device: Device, link: Link, *, early: bool) -> Trained:
+        """Take gradients from ``device``; ``early`` says whether updates begin in backward."""
+        grads = make_grads(setup, device, link, early=early)
+        stepper = None if setup.inner is None else make_stepper(setup, setup.inner, grads)
+        return cls(setup, grads, stepper)
+
+    @property
+    def scaling(self) -> Stepper | None:
+        """What scales losses, under precision="fp16"."""
+        return None if self.stepper is None or self.stepper.scaler is None else self.stepper
+
+    def hear(self, params: Sequence[nn.Parameter]) -> None:
+        """Take gradients as they come; in 2 bytes, before autograd adds the next to one."""
+        setup = self.setup
+        mastered = {setup.index[id(p)]: p for p in params if setup.bucket(p).has_master}
+        setup.hooks.before_gradients(mastered, self.grads.arriving)
+        setup.hooks.gradients(params, self.grads.arrived)
+
+    def hear_all(self) -> None:
+        """Take the gradients of all parameters; those that are at home in code have none."""
+        setup = self.setup
+        coded = [p for p in setup.params if not setup.bucket(p).codec.exact]
+        self.hear([p for p in setup.params if setup.bucket(p).codec.exact])
+        setup.hooks.gradients(coded, self._refuse)
+
+    def _refuse(self, param: nn.Parameter) -> None:
+        name, codec = self.setup.segment(param).spec.name, self.setup.bucket(param).codec.name
+        raise StateError(
+            f"parameter {name!r} was frozen when the model was prepared, and is at home as {codec}:"
+            " it cannot train",
+            advice="release the model, thaw the parameter and prepare again; or name its module in"
+            " keep_exact= and give it to the optimizer before hetero.prepare",
+        )
+
+
+def make_grads(setup: Setup, device: Device, link: Link, *, early: bool) -> GradStore:
+    trainable = [bucket for bucket in setup.buckets if bucket.trainable]
+    flight = Flight(
+        device,
+        link,
+        setup.ledger,
+        sizes_bytes=[s.spec.numel * b.dtype.itemsize for b in trainable for s in b.segments],
+        most_bytes=max((bucket.n_bytes for bucket in trainable), default=0),
+    )
+    return GradStore(
+        setup.params,
+        setup.blueprint.layout,
+        device=device,
+        flight=flight,
+        store=setup.store,
+        worker=setup.worker,
+        early=early,
+    )
+
+
+def make_stepper(setup: Setup, inner: torch.optim.Optimizer, grads: GradStore) -> Stepper:
+    updater = Updater(
+        inner,
+        setup.params,
+        setup.blueprint.layout,
+        grads=grads,
+        store=setup.store,
+        masters=setup.masters,
+        native=kernel.load() if setup.tuning.native else None,
+        cores=Cores(setup.worker.n_threads),
+        stream_to=setup.device.torch_device if setup.tuning.update_on_device else None,
+    )
+    return Stepper(
+        updater,
+        grads,
+        setup.worker,
+        log=setup.log,
+        scaler=LossScaler() if setup.config.precision == "fp16" else None,
+        pause=setup.tuning.pause,
+    )

@@ -1,0 +1,173 @@
+"""Working weights with masters that stay on the device: who notices their writes (floor 2).
+
+A model that fits has plain parameters, whose data are the homes themselves. Their class tells of
+aliases that leave through ``p.data``; in-place writes are told by version counters. A weight that
+was written is its own master at the next step, as it would be had it been paged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hetero.device import use_count
+from hetero.errors import StateError
+from hetero.internals import NO_TASK, at_end_of_backward, graph_task
+from hetero.memory.layout import Bucket, Layout, row
+from hetero.train.gradients.store import GradStore
+from hetero.train.model import binding, faults
+from hetero.train.update.masters import Masters, Scaling
+
+
+class WrittenWeights:
+    """Notices writes to the resident parameters of one model, which compute at torch's own speed.
+
+    Args:
+        scaling: of the loss, under precision="fp16".
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        layout: Layout,
+        masters: Masters,
+        grads: GradStore,
+        scaling: Scaling | None,
+    ) -> None:
+        self.scaling = scaling
+        self.index = {id(p): i for i, p in enumerate(params)}
+        self._params = params
+        self._layout = layout
+        self._masters = masters
+        self._grads = grads
+        self._shown: dict[int, torch.Tensor] = {}  # weights as they were when an alias left
+        self._graph_task = NO_TASK
+        self._versions: list[int] = []
+
+    def attach(self) -> None:
+        """Let the class of parameters tell of writes."""
+        _, pinned = faults.paged_classes(self)
+        for param in self._params:
+            param.__class__ = pinned
+        self._versions = [binding.version(p) for p in self._params]
+
+    def gradient_arrived(self) -> None:
+        """A gradient is complete; it goes home when the backward pass is over."""
+        task = graph_task()
+        if task != self._graph_task:
+            self._graph_task = task
+            at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._graph_task = NO_TASK
+        self._grads.flush_pending()
+
+    def quiesce(self) -> None:
+        """Bring gradients home, and note which weights were written since the last step."""
+        self._grads.flush_pending()
+        for index, param in enumerate(self._params):
+            if binding.version(param) != self._versions[index]:
+                self._masters.reset(self._layout.home[index][1])
+                self._versions[index] = binding.version(param)
+        for index, before in self._shown.items():
+            bucket, segment = self._layout.home[index]
+            self._masters.reset_changed(self._layout.buckets[bucket], segment.offset, before)
+            before.copy_(row(faults.read_data(self._params[index])))
+
+    def updated(self, bucket: Bucket) -> None:
+        """A bucket's weights were updated: from here on their writes are news."""
+        for segment in bucket.segments:
+            index = segment.index
+            self._versions[index] = binding.version(self._params[index])
+            if index in self._shown:
+                self._show(index)
+
+    def _show(self, index: int) -> None:
+        data = faults.read_data(self._params[index])
+        if use_count(data) <= _BOUND:
+            del self._shown[index]
+            return
+        self._shown[index] = row(data).clone()
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Let a state dict's ``copy_`` into a parameter reach its master."""
+        with _Loading(self):
+            yield
+
+    def load(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Make a loaded value a parameter's master."""
+        index = self.index[id(param)]
+        self._masters.assign(self._layout.home[index][1], value)
+        torch.autograd.graph.increment_version(param)
+        self._versions[index] = binding.version(param)
+
+    # -- what the class of parameters asks -------------------------------------------------------
+
+    @contextmanager
+    def gathered(self, params: Sequence[nn.Parameter], *, write: bool) -> Iterator[None]:
+        """Resident parameters are always gathered."""
+        yield
+
+    def alias(self, param: nn.Parameter) -> torch.Tensor:
+        """Return ``param.data``; what is written through it is compared at the next step."""
+        data = faults.read_data(param)
+        index = self.index[id(param)]
+        if index not in self._shown:
+            self._shown[index] = row(data).clone()
+        return data
+
+    def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Carry out ``param.data = value`` by copying; a change of geometry is refused."""
+        if value.shape != param.shape or value.dtype != param.dtype:
+            raise StateError(
+                f"parameter {self.name(param)!r} is {param.dtype} {list(param.shape)}; data of"
+                f" {value.dtype} {list(value.shape)} cannot replace it",
+                advice="convert the model before hetero.prepare, or release it first",
+            )
+        with torch.no_grad():
+            param.copy_(value)
+
+    def geometry(self, param: nn.Parameter) -> torch.Tensor:
+        """Return a meta tensor with the parameter's own shape and strides."""
+        return torch.empty_like(param, device="meta")
+
+    def name(self, param: nn.Parameter) -> str:
+        """Return the parameter's name in its model."""
+        return self._layout.home[self.index[id(param)]][1].spec.name
+
+    def fault(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Nothing is ever missing here."""
+        with binding.plainly():
+            return func(*args, **kwargs)
+
+
+_BOUND = 4  # uses of a home's storage: home, parameter, the data asked about, the handle
+
+
+class _Loading(TorchFunctionMode):
+    """Sees the ``copy_`` of `nn.Module.load_state_dict` before torch rounds what is copied."""
+
+    def __init__(self, weights: WrittenWeights) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.copy_ and id(args[0]) in self._weights.index:
+            with torch.no_grad():
+                self._weights.load(args[0], args[1])
+            return args[0]
+        return func(*args, **(kwargs or {}))
