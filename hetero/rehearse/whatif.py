@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hetero.plan.activations import RECOMPUTE, Policy, Use, choose, cost_seconds, peak_bytes
-from hetero.plan.footprint import FP32, MIXED, Workload, footprint
 from hetero.plan.hardware import Profile
-from hetero.plan.shape import Decoder
+from hetero.rehearse.rehearsal import PlainStep
 from hetero.types import Lane, format_bytes
 
 ENDLESS = 2**62  # bytes of a disk without a budget
@@ -23,7 +22,6 @@ DEEPEST = 16.0  # times as deep, likewise: a choice takes the square of the numb
 DEPTH_APART = 0.02  # how exactly the depth is found
 RANKS = (2, 8)
 EIGHT_BIT_STATE_BYTES = 2.0  # of two moments
-UPDATED_BYTES = 28  # that AdamW reads and writes of a parameter, in fp32 and in mixed precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,18 +104,12 @@ def what_if(facts: Facts, micro_batch: int, sequence: int) -> Iterator[Estimate]
         yield replace(one, change=said if one.fits else one.change)
 
 
-def without_hetero(facts: Facts, decoder: Decoder, load: Workload) -> Estimate:
-    """Return what the same step takes where all of it is on the device, by closed forms.
-
-    Raises ConfigError for a model that they do not know.
-    """
-    states = FP32 if load.activation_bytes == 4 else MIXED
-    top = footprint(decoder, load).peak
-    peak = decoder.numel * states.resting + top.n_bytes
-    seconds = facts.compute_seconds + facts.profile.memory_seconds(UPDATED_BYTES * decoder.numel)
-    short = peak - facts.hbm_bytes
+def without_hetero(hbm_bytes: int, plain: PlainStep) -> Estimate:
+    """Return what the same step takes where all of it is on the device."""
+    short = plain.peak_bytes - hbm_bytes
     said = f"HBM is {format_bytes(short)} short; " if short > 0 else ""
-    return Estimate("without hetero", short <= 0, peak, seconds, f"{said}peak in {top.phase}")
+    said += f"peak in {plain.phase}"
+    return Estimate("without hetero", short <= 0, plain.peak_bytes, plain.seconds, said)
 
 
 def estimate(label: str, facts: Facts, policies: Sequence[Policy] | None = None) -> Estimate:
