@@ -27,10 +27,10 @@ from hetero.rehearse.rehearsal import (
     update_seconds,
 )
 from hetero.rehearse.twin import batch_twin, twin_of
-from hetero.rehearse.whatif import ENDLESS, Estimate, Facts, what_if, without_hetero
+from hetero.rehearse.whatif import ENDLESS, Facts, what_if, without_hetero
 from hetero.report.make import PREDICTED, WHATIF, examine
 from hetero.report.measure import Summary, measure, summarize
-from hetero.report.views import Beside, WhatIf
+from hetero.report.views import Sidecar, WhatIf
 from hetero.train.engine.budget import CUDA_RESIDENT
 from hetero.train.update.trial import check_optimizer
 from hetero.types import Kind, Tier, format_bytes
@@ -94,7 +94,7 @@ class Plan:
     """How many units leave what for backward."""
     settings: dict[str, Any]
     """For `hetero.prepare`."""
-    what_if: tuple[Estimate, ...]
+    what_if: tuple[WhatIf, ...]
     mfu: float | None
     """Part of the peak rate that the plain model's matrix products make; None without a peak."""
     rehearsal: Rehearsal
@@ -109,8 +109,7 @@ class Plan:
     def write(self, path: str | Path) -> None:
         """Write the report of the rehearsal as HTML, with what else would fit."""
         made = examine(self.rehearsal.run)
-        rows = tuple(WhatIf(**asdict(row)) for row in self.what_if)
-        replace(made, beside=Beside(whatif=rows)).write(path)
+        replace(made, sidecar=Sidecar(whatif=self.what_if)).write(path)
 
     def write_beside(self, directory: str | Path) -> None:
         """Write into the directory of a run what was planned, for its report to compare."""
@@ -381,7 +380,7 @@ def estimates_of(
     paged: Rehearsal,
     needed: Mapping[str, int],
     plain: PlainStep | None,
-) -> Sequence[Estimate]:
+) -> Sequence[WhatIf]:
     """Return what else would fit; of a model that stays, as it would be paged."""
     if not paged.uses:
         return ()
@@ -390,11 +389,11 @@ def estimates_of(
     return [*([without_hetero(facts.hbm_bytes, plain)] if plain is not None else []), *rows]
 
 
-def as_rehearsed(found: Rehearsal, shortfalls: Sequence[Shortfall]) -> Estimate:
+def as_rehearsed(found: Rehearsal, shortfalls: Sequence[Shortfall]) -> WhatIf:
     """Return the row of what was planned, which is no estimate."""
     said = "; ".join(f"{row.tier} is {format_bytes(row.short_bytes)} short" for row in shortfalls)
     peak = found.peaks[Tier.HBM]
-    return Estimate("as planned", not shortfalls, peak, found.step_seconds, said)
+    return WhatIf("as planned", not shortfalls, peak, found.step_seconds, said)
 
 
 def as_paged(scene: Scene, found: Rehearsal) -> Rehearsal:
