@@ -257,7 +257,7 @@ ECOSYSTEM = ("accelerate", "transformers", "peft", "datasets", "lightning")
 
 
 def names_ecosystem(trees: Trees) -> list[str]:
-    may = only_in("integrations", "recipes", "bench")
+    may = only_in("integrations", "recipes", "bench", "rehearse.models")
     return [b for n in ECOSYSTEM for b in naming(trees, n, may)]
 
 

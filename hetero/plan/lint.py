@@ -24,10 +24,9 @@ from hetero.plan.machine import (
     Host,
     Matmul,
     Profile,
-    Rows,
     Table,
-    axes,
 )
+from hetero.plan.rates import Rows, axes
 
 GIB = 2**30
 ROUNDING = 1.01  # of measured shares

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Literal, NamedTuple
 
 from hetero.errors import ConfigError
-from hetero.plan.cost import side_of
+from hetero.plan.rates import (
+    Rows,
+    curve_seconds,
+    grid_rate,
+    interpolated,
+    side_of,
+    wave_operations,
+)
 from hetero.types import Lane
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16", "fp8")
-TILE = 128  # rows and columns of a matmul that one multiprocessor computes at once, as libraries do
 GIGA, TERA, MICRO = 9, 12, -6  # powers of ten
-Rows = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,9 +496,6 @@ class Profile:
         return self.nvme
 
 
-# -- formulas ------------------------------------------------------------------------------------
-
-
 def unsupported(dtype: str, what: str) -> ConfigError:
     return ConfigError(
         f"{what} has no rate for {dtype} matmuls", advice="use another precision, or calibrate"
@@ -506,85 +507,3 @@ def mixed(nvme: Nvme, both_ways: bool) -> float:
     if not both_ways:
         return 1.0
     return nvme.mixed_factor.value if nvme.mixed_factor is not None else 0.5
-
-
-def wave_operations(m: int, n: int, k: int, sm: int) -> float:
-    """Return the operations of a matmul, counting idle multiprocessors of its last wave (T2).
-
-    Tiles are computed ``sm`` at a time. Below one wave libraries cut along k or take smaller tiles,
-    so that nothing is added there.
-    """
-    tiles = math.ceil(m / TILE) * math.ceil(n / TILE)
-    if tiles <= sm:
-        return 2.0 * m * n * k
-    return max(2.0 * m * n * k, math.ceil(tiles / sm) * sm * TILE * TILE * 2.0 * k)
-
-
-def curve_seconds(curve: Rows, n_bytes: float, rate: float, latency: float) -> float:
-    """Return the time of a copy: latency + n/rate, or what a curve of shares says (T3).
-
-    At the curve's sizes it is n / (rate x share), in between log-log interpolated; below it goes
-    down to the latency in a straight line, above it goes on at the full rate. It never falls with
-    n, and never beats the rate.
-    """
-    if n_bytes <= 0:
-        return 0.0
-    if not curve:
-        return latency + n_bytes / rate
-    knots, longest = [], 0.0
-    for size, share in curve:
-        longest = max(longest, size / (rate * share))
-        knots.append((size, longest))
-    (first, at_first), (last, at_last) = knots[0], knots[-1]
-    if n_bytes < first:
-        start = min(latency, at_first)
-        return start + (at_first - start) * n_bytes / first
-    if n_bytes > last:
-        return at_last + (n_bytes - last) / rate
-    return interpolated(tuple(knots), n_bytes)
-
-
-def interpolated(rows: Rows, x: float) -> float:
-    """Return y at x between rows (x, y) in ascending order, in log-log space, level beyond."""
-    xs = [row[0] for row in rows]
-    (low, high), part = between(xs, x)
-    y0, y1 = rows[low][-1], rows[high][-1]
-    return y0 if part == 0 else math.exp((1 - part) * math.log(y0) + part * math.log(y1))
-
-
-def between(axis: list[float], x: float) -> tuple[tuple[int, int], float]:
-    """Return the places on an ascending axis around x, and how far it is from the first, in logs.
-
-    Where x is on the axis or beyond it, the share is 0.
-    """
-    if x <= axis[0]:
-        return (0, 0), 0.0
-    if x >= axis[-1]:
-        return (len(axis) - 1, len(axis) - 1), 0.0
-    high = next(i for i, value in enumerate(axis) if value >= x)
-    if axis[high] == x:
-        return (high, high), 0.0
-    low = high - 1
-    return (low, high), math.log(x / axis[low]) / math.log(axis[high] / axis[low])
-
-
-def axes(rows: Rows) -> list[list[float]]:
-    """Return the ascending values of each column but the last."""
-    return [sorted(set(column)) for column in list(zip(*rows, strict=True))[:-1]]
-
-
-def grid_rate(rows: Rows, *point: float) -> float:
-    """Return the rate at a point of a full grid, multilinear in logs, level beyond its borders."""
-    known = {row[:-1]: row[-1] for row in rows}
-    values = axes(rows)
-    places = [between(axis, x) for axis, x in zip(values, point, strict=True)]
-    total = 0.0
-    for corner in product((0, 1), repeat=len(places)):
-        weight = math.prod(
-            part if side else 1 - part for side, (_, part) in zip(corner, places, strict=True)
-        )
-        if weight:
-            chosen = zip(corner, places, values, strict=True)
-            where = tuple(axis[ends[side]] for side, (ends, _), axis in chosen)
-            total += weight * math.log(known[where])
-    return math.exp(total)

@@ -26,7 +26,6 @@ from hetero.device import Accelerator, Device, open_device
 from hetero.errors import ConfigError, StorageError
 from hetero.io import Folder, mount_of
 from hetero.memory.pool import N_THREADS
-from hetero.plan.cost import side_of
 from hetero.plan.hardware import (
     DTYPES,
     Direction,
@@ -50,7 +49,7 @@ from hetero.plan.hardware import (
     load,
 )
 from hetero.plan.lint import card_of, entries, physical_gbps
-from hetero.plan.machine import axes, grid_rate
+from hetero.plan.rates import axes, grid_rate, side_of
 from hetero.recipes.doctor import ask_driver
 from hetero.recipes.probes import (
     GROUPS,

@@ -27,8 +27,8 @@ from hetero.device import COPY_LANES, OPPOSITE, Device, Move, release_slab
 from hetero.io import File, Folder
 from hetero.jobs import Worker
 from hetero.memory.pool import N_THREADS, Use
-from hetero.plan.cost import attention_flops
 from hetero.plan.hardware import Dtype
+from hetero.plan.rates import attention_flops
 from hetero.recipes.doctor import usable_cores
 from hetero.recipes.work import SIZE, Split, raw
 from hetero.train.update import kernel

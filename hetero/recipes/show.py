@@ -373,9 +373,6 @@ def plan_facts(plan: Plan) -> list[tuple[str, str]]:
     ]
     if plan.mfu is not None:
         rows.append(("MFU", f"{100 * plan.mfu:.3g} % (causal attention)"))
-    for check in plan.checks:
-        said = f"{check.closed_form:,.0f} in closed form, {100 * check.error:+.2g} %"
-        rows.append((check.what, f"{check.rehearsed:,.0f} rehearsed; {said}"))
     if plan.disk_write_bytes:
         life = plan.drive_life_steps
         lasts = "" if life is None else f"; the drive lasts {life:,.0f} steps"

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import flop_registry
 
 from hetero.dry import META
 from hetero.internals import TorchDispatchMode
-from hetero.plan.cost import attention_flops, side_of
 from hetero.plan.hardware import Dtype, Profile
+from hetero.plan.rates import attention_flops, side_of
 from hetero.rehearse.kernels import as_on_cpu
 from hetero.train.activations.meter import tensors_in
 from hetero.types import Lane
@@ -52,9 +52,17 @@ class Clocked(Protocol):
         """Whether a lane copies now."""
 
 
+class Product(NamedTuple):
+    """Matrix products of an operation; what a kernel of attention computes again is no product."""
+
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
 class Known(NamedTuple):
     """What is known of an operation with arguments of some geometry."""
 
+    flops: float
     seconds: float
     makes: Callable[[], Any] | None
     """Makes what it makes; None: it has to be asked."""
@@ -77,6 +85,8 @@ class OpClock(TorchDispatchMode):
         self._profile = profile
         self.operations = 0
         """How many there were, views among them."""
+        self.flops = 0.0
+        """Multiplications and additions of all matrix products."""
         self._counted_seconds = profile.host.counted_seconds if counted else 0.0
         self._known: dict[Any, Known] = {}
 
@@ -109,62 +119,53 @@ class OpClock(TorchDispatchMode):
                 known = self._learn(func, args, kwargs, found)
                 if key is not None:
                     self._known[key] = known
+        self.flops += known.flops
         self._device.compute(known.seconds * self._slowdown())
         return found
 
     def _learn(self, func: Any, args: Any, kwargs: dict[str, Any] | None, found: Any) -> Known:
         inputs = list(tensors_in((*args, *kwargs.values()) if kwargs else args))
         outputs = list(tensors_in(found))
-        seconds = self._seconds(func, args, found, inputs, outputs)
-        return Known(seconds, maker(func, inputs, outputs, found))
-
-    def _seconds(
-        self,
-        func: Any,
-        args: Any,
-        found: Any,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-    ) -> float:
-        place = self._device.torch_device
+        makes, place = maker(func, inputs, outputs, found), self._device.torch_device
         here = [tensor for tensor in (*inputs, *outputs) if tensor.device == place]
         if not here:
-            return 0.0
-        n_bytes = sum(map(touched_bytes, here))
-        work = self._product_seconds(func, args, found, inputs)
+            return Known(0.0, 0.0, makes)
+        product = self._product(func, args, found, inputs)
+        work = product.seconds
         if func.overloadpacket in FUNCTIONS:
             work = self._profile.compute.function_seconds(sum(t.numel() for t in outputs))
-        return self._profile.op_seconds(work, self._profile.memory_seconds(n_bytes))
+        memory = self._profile.memory_seconds(sum(map(touched_bytes, here)))
+        return Known(product.flops, self._profile.op_seconds(work, memory), makes)
 
-    def _product_seconds(
-        self, func: Any, args: Any, found: Any, inputs: list[torch.Tensor]
-    ) -> float:
-        """Return the time of matrix products; others count as square ones of as many operations."""
+    def _product(self, func: Any, args: Any, found: Any, inputs: list[torch.Tensor]) -> Product:
+        """Return the matrix products; others take as long as a square one of as many operations."""
         packet, name = func.overloadpacket, func.__name__
         if packet in (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm):
             left, right = inputs[-2:] if packet in (_aten.mm, _aten.bmm) else inputs[1:3]
             batch = left.shape[0] if left.dim() == 3 else 1
             m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-            return batch * self._matmul_seconds(m, n, k, left.dtype)
+            seconds = batch * self._matmul_seconds(m, n, k, left.dtype)
+            return Product(2.0 * batch * m * n * k, seconds)
         if name.startswith(ATTENTION):
-            return self._attention_seconds(name, args, inputs)
-        if packet in flop_registry:
-            flops = float(flop_registry[packet](*args, out_val=found))
-        else:
-            return 0.0
+            return self._attention(name, args, inputs)
+        if packet not in flop_registry:
+            return Product()
+        flops = float(flop_registry[packet](*args, out_val=found))
         side = side_of(flops)
-        return self._matmul_seconds(side, side, side, inputs[0].dtype)
+        return Product(flops, self._matmul_seconds(side, side, side, inputs[0].dtype))
 
-    def _attention_seconds(self, name: str, args: Any, inputs: list[torch.Tensor]) -> float:
+    def _attention(self, name: str, args: Any, inputs: list[torch.Tensor]) -> Product:
         backward = "backward" in name
         query, key, value = inputs[1:4] if backward else inputs[:3]
         batch, heads, rows, width = query.shape
         widths, causal = width + value.shape[-1], any(arg is True for arg in args)
         sizes, dtype = (batch, heads, rows, key.shape[-2], widths), query.dtype
         flops = attention_flops(*sizes, causal=causal, backward=backward)
+        products = (1 + backward) * attention_flops(*sizes, causal=causal, backward=False)
         if not flops or dtype not in DTYPES:
-            return 0.0
-        return self._profile.attention_seconds(flops, DTYPES[dtype], backward=backward)
+            return Product(products)
+        seconds = self._profile.attention_seconds(flops, DTYPES[dtype], backward=backward)
+        return Product(products, seconds)
 
     def _matmul_seconds(self, m: int, n: int, k: int, dtype: torch.dtype) -> float:
         if not m * n * k or dtype not in DTYPES:

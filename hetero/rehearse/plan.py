@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,16 +15,22 @@ from torch import nn
 from hetero.config import Config, parse_bytes
 from hetero.errors import BudgetError, ConfigError
 from hetero.internals import tree_iter
-from hetero.plan.cost import step_flops
-from hetero.plan.footprint import Attention, NormCode, Workload, layer_bytes
 from hetero.plan.hardware import Dtype, Profile, find
-from hetero.recipes.models import Described, describe
-from hetero.rehearse.rehearsal import Rehearsal, Scene, device_for, rehearse, update_seconds
+from hetero.rehearse.models import Described, describe
+from hetero.rehearse.rehearsal import (
+    PlainStep,
+    Rehearsal,
+    Scene,
+    device_for,
+    plain_step,
+    rehearse,
+    update_seconds,
+)
 from hetero.rehearse.twin import batch_twin, twin_of
-from hetero.rehearse.whatif import ENDLESS, Estimate, Facts, what_if, without_hetero
+from hetero.rehearse.whatif import ENDLESS, Facts, what_if, without_hetero
 from hetero.report.make import PREDICTED, WHATIF, examine
 from hetero.report.measure import Summary, measure, summarize
-from hetero.report.views import Beside, WhatIf
+from hetero.report.views import Sidecar, WhatIf
 from hetero.train.engine.budget import CUDA_RESIDENT
 from hetero.train.update.trial import check_optimizer
 from hetero.types import Kind, Tier, format_bytes
@@ -50,20 +55,6 @@ class Shortfall:
     @property
     def short_bytes(self) -> int:
         return self.needed_bytes - (self.have_bytes or 0)
-
-
-@dataclass(frozen=True, slots=True)
-class CrossCheck:
-    """A figure of the rehearsal, and what a closed form says of it."""
-
-    what: str
-    rehearsed: float
-    closed_form: float
-
-    @property
-    def error(self) -> float:
-        """By what part the closed form is larger."""
-        return self.closed_form / self.rehearsed - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +94,9 @@ class Plan:
     """How many units leave what for backward."""
     settings: dict[str, Any]
     """For `hetero.prepare`."""
-    what_if: tuple[Estimate, ...]
-    checks: tuple[CrossCheck, ...]
-    """Of a model whose configuration closed forms know."""
+    what_if: tuple[WhatIf, ...]
     mfu: float | None
-    """Part of the peak rate that the step's operations make, attention taken as causal; None
-    without closed forms."""
+    """Part of the peak rate that the plain model's matrix products make; None without a peak."""
     rehearsal: Rehearsal
     """Its ``run`` may be given to `hetero.report`."""
 
@@ -121,8 +109,7 @@ class Plan:
     def write(self, path: str | Path) -> None:
         """Write the report of the rehearsal as HTML, with what else would fit."""
         made = examine(self.rehearsal.run)
-        rows = tuple(WhatIf(**asdict(row)) for row in self.what_if)
-        replace(made, beside=Beside(whatif=rows)).write(path)
+        replace(made, sidecar=Sidecar(whatif=self.what_if)).write(path)
 
     def write_beside(self, directory: str | Path) -> None:
         """Write into the directory of a run what was planned, for its report to compare."""
@@ -135,9 +122,9 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """Return all but the rehearsal as JSON-ready data."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rehearsal"}
-        for name in ("shortfalls", "tiers", "what_if", "checks"):
+        for name in ("shortfalls", "tiers", "what_if"):
             data[name] = [asdict(row) for row in data[name]]
-        return {**data, "paste": self.paste}
+        return {**data, "checks": [], "paste": self.paste}  # a rehearsal needs no check
 
 
 def plan(
@@ -313,6 +300,8 @@ def drawn(
     found, config, shortfalls = fitting
     summary = summarize(measure(found.run))
     paged = as_paged(scene, found) if estimates and not found.uses else found
+    peak_flops = peak_of(scene)
+    plain = plain_step(scene, found.blueprint) if estimates or peak_flops is not None else None
     tokens = tokens_of(scene)
     written = dict(found.steps[-1].lane_bytes).get("write", 0)
     life = scene.profile.drive_life_steps(written) if written else None
@@ -336,10 +325,9 @@ def drawn(
         settings=settings_of(config),
         what_if=(
             as_rehearsed(found, shortfalls),
-            *(estimates_of(scene, described, paged, needed) if estimates else ()),
+            *(estimates_of(scene, described, paged, needed, plain) if estimates else ()),
         ),
-        checks=tuple(cross_checks(scene, described, paged)),
-        mfu=mfu_of(scene, described, found.step_seconds),
+        mfu=mfu_of(plain, found.step_seconds, peak_flops),
         rehearsal=found,
     )
 
@@ -387,25 +375,25 @@ def shown(n_bytes: int) -> str | int:
 
 
 def estimates_of(
-    scene: Scene, described: Described, paged: Rehearsal, needed: Mapping[str, int]
-) -> Sequence[Estimate]:
+    scene: Scene,
+    described: Described,
+    paged: Rehearsal,
+    needed: Mapping[str, int],
+    plain: PlainStep | None,
+) -> Sequence[WhatIf]:
     """Return what else would fit; of a model that stays, as it would be paged."""
     if not paged.uses:
         return ()
     facts = facts_of(scene, paged, needed)
-    rows = list(what_if(facts, described.samples, described.positions))
-    with suppress(ConfigError):  # no closed form knows this model
-        if described.decoder is not None:
-            load = workload(scene, described)
-            rows.insert(0, without_hetero(facts, described.decoder, load))
-    return rows
+    rows = what_if(facts, described.samples, described.positions)
+    return [*([without_hetero(facts.hbm_bytes, plain)] if plain is not None else []), *rows]
 
 
-def as_rehearsed(found: Rehearsal, shortfalls: Sequence[Shortfall]) -> Estimate:
+def as_rehearsed(found: Rehearsal, shortfalls: Sequence[Shortfall]) -> WhatIf:
     """Return the row of what was planned, which is no estimate."""
     said = "; ".join(f"{row.tier} is {format_bytes(row.short_bytes)} short" for row in shortfalls)
     peak = found.peaks[Tier.HBM]
-    return Estimate("as planned", not shortfalls, peak, found.step_seconds, said)
+    return WhatIf("as planned", not shortfalls, peak, found.step_seconds, said)
 
 
 def as_paged(scene: Scene, found: Rehearsal) -> Rehearsal:
@@ -417,46 +405,18 @@ def as_paged(scene: Scene, found: Rehearsal) -> Rehearsal:
     return until_it_fits(replace(scene, config=config)).found
 
 
-def cross_checks(scene: Scene, described: Described, found: Rehearsal) -> Iterator[CrossCheck]:
-    """Yield what closed forms say of what was rehearsed."""
-    decoder = described.decoder
-    if decoder is None:
-        return
-    counted = sum(p.numel() for p in scene.model.parameters())
-    yield CrossCheck("parameters", counted, decoder.numel)
-    if decoder.experts or not found.uses:
-        return  # no closed form, or nobody looked
-    (saved, _), *_ = Counter(use.saved_bytes for use in found.uses).most_common()
-    closed = layer_bytes(decoder, workload(scene, described))
-    yield CrossCheck("bytes that a layer saves", saved, closed)
-
-
-def workload(scene: Scene, described: Described) -> Workload:
-    """Return a step as closed forms take it, of a Hugging Face model.
-
-    No kernel of CUDA takes shared heads in fp32.
-    """
-    fp32, decoder = scene.config.precision == "fp32", described.decoder
-    shared = decoder is not None and decoder.kv_heads < decoder.heads
-    math = fp32 and shared and device_for(scene.config, scene.profile).is_cuda
-    return Workload(
-        micro_batch=described.samples,
-        sequence=described.positions,
-        activation_bytes=4 if fp32 else 2,
-        attention=Attention.MATH if math else Attention.FLASH,
-        norm=NormCode.WRITTEN,
-        returns_logits=True,
-    )
-
-
-def mfu_of(scene: Scene, described: Described, seconds: float) -> float | None:
-    """Return the part of the device's peak rate that a step makes (T1)."""
-    decoder, gpu = described.decoder, scene.profile.gpu
+def peak_of(scene: Scene) -> float | None:
+    """Return the device's peak rate, None where a profile has none."""
+    gpu = scene.profile.gpu
     peak = None if gpu is None else gpu.tflops.of(DTYPE[scene.config.precision])
-    if decoder is None or peak is None or not seconds:
+    return None if peak is None else peak.value
+
+
+def mfu_of(plain: PlainStep | None, seconds: float, peak_flops: float | None) -> float | None:
+    """Return the part of the peak rate that a step makes: what it computes again is left out."""
+    if plain is None or peak_flops is None or not seconds:
         return None
-    tokens = described.samples * described.positions
-    return step_flops(decoder, tokens=tokens, sequence=described.positions) / seconds / peak.value
+    return plain.flops / seconds / peak_flops
 
 
 def facts_of(scene: Scene, found: Rehearsal, needed: Mapping[str, int]) -> Facts:

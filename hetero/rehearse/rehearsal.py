@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from hetero.events import What
 from hetero.internals import run_backward
 from hetero.plan.activations import Use
 from hetero.plan.hardware import Profile, sha256
-from hetero.plan.machine import interpolated
+from hetero.plan.rates import interpolated
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
 from hetero.rehearse.failures import explaining
@@ -39,6 +39,7 @@ from hetero.train.engine.blueprint import Blueprint, draw
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.tuning import Tuning
+from hetero.train.update.masters import working_dtypes
 from hetero.types import Kind, Lane, Tier
 
 MOST_STEPS = 8  # until every step is as the one before it
@@ -143,6 +144,51 @@ def rehearse(scene: Scene) -> Rehearsal:
             error = found
     extra = 0 if beside is None else beside.peak
     return outcome(engine, scene.profile, steps, error, extra)
+
+
+class PlainStep(NamedTuple):
+    """A step of the model without hetero, all of it on one device."""
+
+    peak_bytes: int
+    phase: str
+    """In which the peak is."""
+    seconds: float
+    flops: float
+    """Of matrix products; what the model's own checkpoints compute again is among them."""
+
+
+def plain_step(scene: Scene, blueprint: Blueprint) -> PlainStep:
+    """Run the plain model forward and backward; its update is one pass over all that it touches.
+
+    Beside weights of two bytes the optimizer has whole fp32 masters.
+    """
+    device = device_for(scene.config, scene.profile)
+    dtypes = working_dtypes(scene.model, scene.config.precision, scene.config.keep_fp32)
+    model = twin_of(scene.model, dtypes=dtypes).model
+    numel = kept = 0
+    for bucket in blueprint.layout.buckets:
+        if bucket.trainable:
+            n = sum(segment.spec.numel for segment in bucket.segments)
+            numel += n
+            kept += n * (blueprint.costs[bucket.id].state + 4 * blueprint.has_master(bucket))
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    live = LiveBytes()
+    with (
+        AsOn(is_cuda=device.is_cuda),
+        explaining(type(model).__name__),
+        live,
+        OpClock(device, scene.profile) as clock,
+    ):
+        loss = scene.loss(model(*scene.args, **scene.kwargs))
+        forward = live.peak
+        run_backward(loss)
+    update = scene.profile.memory_seconds(numel * touched_by_update(blueprint))
+    return PlainStep(
+        peak_bytes=held + kept + live.peak,
+        phase="backward" if live.peak > forward else "forward",
+        seconds=device.clock() + update,
+        flops=clock.flops,
+    )
 
 
 def device_for(config: Config, profile: Profile) -> DryDevice:

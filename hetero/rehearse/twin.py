@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,15 @@ class Twin(NamedTuple):
     optimizer: torch.optim.Optimizer | None
 
 
-def twin_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Twin:
+def twin_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
+) -> Twin:
     """Return copies whose tensors are on the meta device; nothing of the originals is copied.
 
     What is shared stays shared: tied weights, and parameters between model and optimizer.
+    ``dtypes`` are those of the copies, by the id of a parameter; the others keep theirs.
     """
     if MARK in model.__dict__:
         raise StateError(
@@ -35,7 +41,7 @@ def twin_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     memo: dict[int, Any] = {}
     for tensor in tensors_of(model, optimizer):
         if id(tensor) not in memo:
-            memo[id(tensor)] = without_bytes(tensor)
+            memo[id(tensor)] = without_bytes(tensor, dtypes.get(id(tensor)))
     try:
         return Twin(copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo))
     except (TypeError, RuntimeError) as error:
@@ -57,9 +63,10 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ite
         yield from (v for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
 
 
-def without_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def without_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a tensor of the same geometry and kind on the meta device."""
-    blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    dtype = dtype or tensor.dtype
+    blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=META)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(blank, tensor.requires_grad)
     return blank.requires_grad_(tensor.requires_grad)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hetero.plan.activations import RECOMPUTE, Policy, Use, choose, cost_seconds, peak_bytes
-from hetero.plan.footprint import FP32, MIXED, Workload, footprint
 from hetero.plan.hardware import Profile
-from hetero.plan.shape import Decoder
+from hetero.rehearse.rehearsal import PlainStep
+from hetero.report.views import WhatIf
 from hetero.types import Lane, format_bytes
 
 ENDLESS = 2**62  # bytes of a disk without a budget
@@ -23,7 +23,6 @@ DEEPEST = 16.0  # times as deep, likewise: a choice takes the square of the numb
 DEPTH_APART = 0.02  # how exactly the depth is found
 RANKS = (2, 8)
 EIGHT_BIT_STATE_BYTES = 2.0  # of two moments
-UPDATED_BYTES = 28  # that AdamW reads and writes of a parameter, in fp32 and in mixed precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +71,7 @@ class Facts:
         return partial(self.profile.copy_seconds, Lane.H2D)
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A setting, and what would come of it."""
-
-    label: str
-    fits: bool
-    peak_bytes: int
-    """Of HBM."""
-    step_seconds: float
-    change: str
-
-
-def what_if(facts: Facts, micro_batch: int, sequence: int) -> Iterator[Estimate]:
+def what_if(facts: Facts, micro_batch: int, sequence: int) -> Iterator[WhatIf]:
     """Yield the settings that people ask about."""
     lacks = " with what is missing" if facts.needed else ""
     yield largest("micro-batch", facts.enough, micro_batch, lacks)
@@ -106,21 +93,15 @@ def what_if(facts: Facts, micro_batch: int, sequence: int) -> Iterator[Estimate]
         yield replace(one, change=said if one.fits else one.change)
 
 
-def without_hetero(facts: Facts, decoder: Decoder, load: Workload) -> Estimate:
-    """Return what the same step takes where all of it is on the device, by closed forms.
-
-    Raises ConfigError for a model that they do not know.
-    """
-    states = FP32 if load.activation_bytes == 4 else MIXED
-    top = footprint(decoder, load).peak
-    peak = decoder.numel * states.resting + top.n_bytes
-    seconds = facts.compute_seconds + facts.profile.memory_seconds(UPDATED_BYTES * decoder.numel)
-    short = peak - facts.hbm_bytes
+def without_hetero(hbm_bytes: int, plain: PlainStep) -> WhatIf:
+    """Return what the same step takes where all of it is on the device."""
+    short = plain.peak_bytes - hbm_bytes
     said = f"HBM is {format_bytes(short)} short; " if short > 0 else ""
-    return Estimate("without hetero", short <= 0, peak, seconds, f"{said}peak in {top.phase}")
+    said += f"peak in {plain.phase}"
+    return WhatIf("without hetero", short <= 0, plain.peak_bytes, plain.seconds, said)
 
 
-def estimate(label: str, facts: Facts, policies: Sequence[Policy] | None = None) -> Estimate:
+def estimate(label: str, facts: Facts, policies: Sequence[Policy] | None = None) -> WhatIf:
     """Return what comes of a setting, with the cheapest policies that fit where none are given."""
     room = facts.hbm_bytes - facts.fixed_hbm_bytes
     chosen = policies or choice(facts, room)
@@ -134,7 +115,7 @@ def estimate(label: str, facts: Facts, policies: Sequence[Policy] | None = None)
         problems.append(f"RAM and disk are {format_bytes(short)} short")
     spilled = max(0, facts.home_bytes - facts.host_bytes)
     said = "; ".join(problems) or (f"{format_bytes(spilled)} on disk" if spilled else "")
-    return Estimate(label, not problems, peak, step_seconds(facts, chosen), said)
+    return WhatIf(label, not problems, peak, step_seconds(facts, chosen), said)
 
 
 def choice(facts: Facts, room_bytes: int) -> list[Policy]:
@@ -199,7 +180,7 @@ def sliced(facts: Facts, n: int) -> Facts:
     return replace(facts, uses=uses, working_bytes=facts.working_bytes // n)
 
 
-def largest(what: str, facts: Facts, now: int, lacks: str) -> Estimate:
+def largest(what: str, facts: Facts, now: int, lacks: str) -> WhatIf:
     """Return the most samples, or positions, that fit."""
 
     def fits(number: int) -> bool:
@@ -215,7 +196,7 @@ def largest(what: str, facts: Facts, now: int, lacks: str) -> Estimate:
     return replace(found, fits=low > 0, change=f"{low / now:.3g} times as planned")
 
 
-def deepest(facts: Facts) -> Estimate:
+def deepest(facts: Facts) -> WhatIf:
     """Return the deepest model of the same layers that fits: as many as homes have room for."""
 
     def fits(times: float) -> bool:

@@ -5,17 +5,34 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from html import escape
 from importlib.resources import files
+from typing import Any, NamedTuple
 
-from hetero.report.advice import Advice
-from hetero.report.measure import Measured, Summary
-from hetero.report.page import View
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from hetero.report import views, words
+from hetero.report.advice import RATED_TBW, Advice, verdict
+from hetero.report.measure import NS, Measured, Summary, figures
+from hetero.report.peaks import unit_name
 from hetero.report.series import series_of
-from hetero.report.views import Beside, views
-from hetero.report.words import LIGHT, part_colour, shades
+from hetero.report.svg import WIDE, placed, plane_height
+from hetero.report.traffic import BINS
+from hetero.report.views import Sidecar
+from hetero.report.words import (
+    LIGHT,
+    format_rate,
+    format_seconds,
+    format_share,
+    part_colour,
+    part_label,
+    shades,
+    three,
+    tier_label,
+)
+from hetero.types import format_bytes
 from hetero.version import __version__
 
 PHASES = {"forward": "#7a8b99", "backward": "#cc79a7", "step": "#e6b800"}
@@ -24,44 +41,139 @@ DARK = {"part-compute_forward": "#9aa4af", "part-compute_backward": "#8a949f", "
         "ahead": "#56b4e9", "miss": "#f07f33"}  # fmt: skip
 
 
-def render(measured: Measured, summary: Summary, advice: tuple[Advice, ...], beside: Beside) -> str:
+class View(NamedTuple):
+    """A section of the page; its template has its name."""
+
+    name: str
+    """Of its anchor."""
+    title: str
+    short: str
+
+
+VIEWS = (
+    View("verdict", "Verdict", "verdict"),
+    View("timelines", "What was where, when", "timelines"),
+    View("residency", "Who stayed on HBM, and why", "residency"),
+    View("lanes", "How busy the lanes were", "lanes"),
+    View("step", "Where a step's time went", "step time"),
+    View("peak", "Whose bytes the peak was", "peak"),
+    View("traffic", "What moved, and what had to", "traffic"),
+    View("whatif", "What would fit", "what if"),
+    View("predicted", "Predicted and measured", "predicted"),
+    View("provenance", "Where these figures come from", "provenance"),
+)
+LONGEST = 400  # rows of a table
+
+
+def render(
+    measured: Measured, summary: Summary, advice: tuple[Advice, ...], sidecar: Sidecar
+) -> str:
     """Return the whole page."""
     style = "\n".join((asset("uplot/uPlot.min.css"), asset("report.css"), palette(measured)))
     script = "\n".join((licence(), asset("uplot/uPlot.iife.min.js"), asset("report.js")))
-    shown = views(measured, summary, advice, beside)
     meta = measured.meta
-    title = f"hetero report: {meta.model or 'a run'}"
     size = f"{meta.n_params:,} parameters" if meta.n_params else ""
     about = (size, meta.device, meta.mode, meta.precision, meta.kind)
-    return PAGE.format(
-        title=escape(title),
-        policy=policy(script, style),
-        style=style,
-        heading=escape(meta.model or "a run"),
-        about=escape(", ".join(part for part in about if part)),
-        links="".join(f'<a href="#{view.name}">{escape(short(view))}</a>' for view in shown),
-        zoom=ZOOM if measured.timelines else "",
-        verdict=shown[0].body,
-        sections="".join(section(view) for view in shown[1:]),
-        version=escape(__version__),
-        licence=escape(asset("uplot/LICENSE")),
-        data=embedded(measured),
-        script=script,
-    )
-
-
-def section(view: View) -> str:
     return (
-        f'<section id="{view.name}" aria-labelledby="{view.name}-title">'
-        f'<h2 id="{view.name}-title">{escape(view.title)}</h2>{view.body}</section>'
+        pages()
+        .get_template("page.html")
+        .render(
+            measured=measured,
+            summary=summary,
+            advice=advice,
+            sidecar=sidecar,
+            guesses=figures(sidecar.predicted),
+            heading=meta.model or "a run",
+            about=", ".join(part for part in about if part),
+            policy=policy(script, style),
+            style=Markup(style),
+            script=Markup(script),
+            data=Markup(embedded(measured)),
+            licence=asset("uplot/LICENSE"),
+            version=__version__,
+        )
     )
 
 
-NAMES = {"timelines": "timelines", "step": "step time", "whatif": "what if"}
+@cache
+def pages() -> Environment:
+    """Return the templates with the words, filters and rows that they use."""
+    made = Environment(
+        loader=PackageLoader("hetero.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    made.filters.update(
+        size=size,
+        timed=timed,
+        bytes=format_bytes,
+        seconds=format_seconds,
+        share=format_share,
+        rate=format_rate,
+        three=three,
+        per_cent=lambda share: f"{100 * share:.3f}%",
+        numeric=lambda head: f"#{head}",
+        part_label=part_label,
+    )
+    made.globals.update(
+        {each.__name__: each for each in (*ROWS, verdict, unit_name, tier_label, part_label)},
+        **WORDS,
+        VIEWS=VIEWS,
+        LONGEST=LONGEST,
+    )
+    return made
 
 
-def short(view: View) -> str:
-    return NAMES.get(view.name, view.name)
+def size(n_bytes: float | None) -> Markup | str:
+    """Return a size for people that shows its bytes when pointed at."""
+    if n_bytes is None:
+        return "no limit"
+    whole = round(n_bytes)
+    return DATA.format(whole, Markup(' title="{:,} bytes"').format(whole), format_bytes(n_bytes))
+
+
+def timed(seconds: float) -> Markup:
+    """Return a time for people with its seconds."""
+    return DATA.format(f"{seconds:.9f}", "", format_seconds(seconds))
+
+
+DATA = Markup('<data value="{}"{}>{}</data>')
+
+
+def figure(key: str, value: float) -> Markup | str:
+    """Return a figure of a summary in the unit that its key names."""
+    if key.endswith("_bytes"):
+        return size(value)
+    if key.endswith("_seconds"):
+        return timed(value)
+    return format_rate(value) if key.endswith("per_second") else format_share(value)
+
+
+def listed(values: Mapping[str, object], form: str) -> str:
+    """Return names and values in one line."""
+    return ", ".join(form.format(name, value) for name, value in values.items())
+
+
+ROWS: tuple[Callable[..., Any], ...] = (
+    *(views.allocated, views.by_step, views.charged, views.comings, views.compared, views.doubts),
+    *(views.filled, views.leaves_of, views.off, views.parts_of, views.peak_colours),
+    *(views.refetches, views.step_parts, placed, plane_height, figure, listed),
+)
+WORDS = {
+    "BINS": BINS,
+    "CATEGORY_NOTES": words.CATEGORY_NOTES,
+    "LANE_LABELS": words.LANE_LABELS,
+    "NOBODY": views.NOBODY,
+    "NO_STEPS": views.NO_STEPS,
+    "NS": NS,
+    "PART_NOTES": words.PART_NOTES,
+    "RATED_TBW": RATED_TBW,
+    "REASONS": words.REASONS,
+    "UNATTRIBUTED": words.UNATTRIBUTED,
+    "WIDE": WIDE,
+}
 
 
 def embedded(measured: Measured) -> str:
@@ -112,39 +224,3 @@ def colours(measured: Measured) -> Iterator[tuple[str, str]]:
         shown = sum(any(column) for column in line.columns)
         for i, colour in enumerate(shades(tier, shown)):
             yield f"cat-{tier}-{i}", colour
-
-
-ZOOM = (
-    '<span class="zoom" role="group" aria-label="Time shown by all charts">'
-    '<span id="range" class="soft"></span>'
-    '<button type="button" data-zoom="before" aria-label="the step before">&lsaquo; step</button>'
-    '<button type="button" data-zoom="after" aria-label="the next step">step &rsaquo;</button>'
-    '<button type="button" data-zoom="typical">typical step</button>'
-    '<button type="button" data-zoom="all">whole run</button>'
-    '<button type="button" data-zoom="closer" aria-label="zoom in">+</button>'
-    '<button type="button" data-zoom="wider" aria-label="zoom out">&minus;</button></span>'
-)
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<nav aria-label="Views"><div>{links}{zoom}</div></nav>
-<header id="verdict"><h1>{heading} <small>{about}</small></h1>{verdict}</header>
-<main>{sections}</main>
-<footer><p>Made by hetero {version}; it needs no network and sends nothing.</p>
-<details><summary>Licence of uPlot 1.6.32, which draws the timelines</summary>
-<p>{licence}</p></details></footer>
-<div class="tip" role="tooltip" hidden></div>
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""

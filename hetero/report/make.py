@@ -14,7 +14,7 @@ from hetero.report.advice import Advice, advise, verdict
 from hetero.report.html import render
 from hetero.report.measure import Measured, Summary, figures, measure, summarize
 from hetero.report.run import EVENTS, MAX_META_BYTES, MAX_NUMBER, Run, known, storing
-from hetero.report.views import Beside, WhatIf
+from hetero.report.views import Sidecar, WhatIf
 
 PREDICTED, WHATIF, SUMMARY = "predicted.json", "whatif.json", "summary.json"
 PAGE = "report.html"
@@ -27,12 +27,12 @@ class Report:
     measured: Measured
     summary: Summary
     advice: tuple[Advice, ...]
-    beside: Beside
+    sidecar: Sidecar
 
     def write(self, path: str | Path) -> None:
         """Write the page, and ``summary.json`` beside it."""
         page = Path(path)
-        text = render(self.measured, self.summary, self.advice, self.beside)
+        text = render(self.measured, self.summary, self.advice, self.sidecar)
         data = json.dumps(self.summary.as_json(), indent=1)
         with storing(page):
             page.parent.mkdir(parents=True, exist_ok=True)
@@ -67,8 +67,8 @@ def examine(run_or_model: Any) -> Report:
     advice = advise(measured)
     said = (verdict(measured), *(each.text for each in advice))
     folder = folder_of(run_or_model)
-    beside = Beside() if folder is None else beside_of(folder)
-    return Report(measured, summarize(measured, said), advice, beside)
+    sidecar = Sidecar() if folder is None else sidecar_of(folder)
+    return Report(measured, summarize(measured, said), advice, sidecar)
 
 
 def folder_of(run_or_model: Any) -> Path | None:
@@ -91,7 +91,7 @@ def run_of(run_or_model: Any) -> Run:
     return kept_run(run_or_model)
 
 
-def beside_of(folder: Path) -> Beside:
+def sidecar_of(folder: Path) -> Sidecar:
     """Return what was planned beside a run, and the digest of its log."""
     rows = read_json(folder / WHATIF, [])
     predicted = read_json(folder / PREDICTED, {})
@@ -108,7 +108,7 @@ def beside_of(folder: Path) -> Beside:
         raise ConfigError(
             f"{folder / PREDICTED}: {odd[0]} is no figure", advice="write it anew: hetero plan"
         )
-    return Beside(predicted, planned, digest)
+    return Sidecar(predicted, planned, digest)
 
 
 def read_json(path: Path, default: Any) -> Any:

@@ -1,13 +1,12 @@
-"""Pictures as SVG: bars, a step's waterfall, a peak's treemap (floor 4).
+"""The geometry of pictures: pieces of bars, rectangles of treemaps (floor 4).
 
-They are part of the page, need no script, and place everything in per cent: they fit any width.
+``templates/macros.html`` draws them as SVG, in per cent: they fit any width and need no script.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import NamedTuple
 
 WIDE = 1000.0  # of a treemap's plane, in which shapes are judged
@@ -16,7 +15,7 @@ FEW = 6
 LABEL_WIDTH, LABEL_HEIGHT = 55.0, 24.0  # of the plane that a label takes at least
 
 
-class Piece(NamedTuple):
+class BarPiece(NamedTuple):
     """A part of a bar."""
 
     begin: float
@@ -25,25 +24,12 @@ class Piece(NamedTuple):
     colour: str
     """A name of `html.palette`."""
     title: str
-
-
-def bar(pieces: Sequence[Piece], height: int = 16, mark: float | None = None) -> str:
-    """Return a bar of pieces; ``mark`` is where a line stands."""
-    rects = "".join(
-        f'<rect x="{100 * p.begin:.3f}%" width="{100 * p.length:.3f}%" height="{height}"'
-        f' fill="var(--{p.colour})"><title>{escape(p.title)}</title></rect>'
-        for p in pieces
-    )
-    line = (
-        ""
-        if mark is None
-        else f'<rect class="mark" x="{100 * mark:.3f}%" width="2" height="100%"/>'
-    )
-    return f'<svg class="bar" width="100%" height="{height}" aria-hidden="true">{rects}{line}</svg>'
+    part: str = ""
+    """Of a step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Rectangle:
     """A rectangle of a treemap, on a plane that is `WIDE` wide."""
 
     index: int
@@ -52,15 +38,22 @@ class Cell:
     width: float
     height: float
 
+    @property
+    def lines(self) -> int:
+        """How many lines of words it has room for."""
+        if self.width < LABEL_WIDTH or self.height < LABEL_HEIGHT:
+            return 0
+        return 2 if self.height >= 2 * LABEL_HEIGHT else 1
 
-def squarify(sizes: Sequence[float], high: float = HIGH) -> list[Cell]:
+
+def squarify(sizes: Sequence[float], high: float = HIGH) -> list[Rectangle]:
     """Return a rectangle for each size, largest first, in areas in proportion (Bruls et al., 2000).
 
     Rows are filled along the shorter side as long as that makes their rectangles squarer.
     """
     scale = WIDE * high / (sum(sizes) or 1)
     x, y, width, height = 0.0, 0.0, WIDE, high
-    cells: list[Cell] = []
+    cells: list[Rectangle] = []
     at = 0
     while at < len(sizes):
         side = min(width, height)
@@ -72,7 +65,7 @@ def squarify(sizes: Sequence[float], high: float = HIGH) -> list[Cell]:
             length = area / depth if depth else 0.0
             across = width <= height
             place = (x + offset, y, length, depth) if across else (x, y + offset, depth, length)
-            cells.append(Cell(at + i, *place))
+            cells.append(Rectangle(at + i, *place))
             offset += length
         if width <= height:
             y, height = y + depth, height - depth
@@ -105,28 +98,12 @@ class Leaf(NamedTuple):
     """Whether its colour is so light that words on it have to be dark."""
 
 
-def treemap(leaves: Sequence[Leaf], label: str) -> str:
-    """Return a treemap of leaves, the largest first."""
-    high = HIGH if len(leaves) > FEW else LOW
-    cells = squarify([leaf.size for leaf in leaves], high)
-    body = "".join(cell_svg(cell, leaves[cell.index], high) for cell in cells)
-    return (
-        f'<svg class="treemap" width="100%" height="{high:.0f}" role="img"'
-        f' aria-label="{escape(label)}">{body}</svg>'
-    )
+def plane_height(leaves: Sequence[Leaf]) -> float:
+    """Return the height of the plane that a treemap of leaves takes."""
+    return HIGH if len(leaves) > FEW else LOW
 
 
-def cell_svg(cell: Cell, leaf: Leaf, high: float) -> str:
-    x, width = 100 * cell.x / WIDE, 100 * cell.width / WIDE
-    y, height = 100 * cell.y / high, 100 * cell.height / high
-    said = ""
-    if cell.width >= LABEL_WIDTH and cell.height >= LABEL_HEIGHT:
-        said = f'<text x="6" y="17">{escape(leaf.label)}</text>'
-        if cell.height >= 2 * LABEL_HEIGHT:
-            said += f'<text x="6" y="34" class="detail">{escape(leaf.detail)}</text>'
-    kind = "on-light" if leaf.light else "on-dark"
-    return (
-        f'<svg class="{kind}" x="{x:.3f}%" y="{y:.3f}%" width="{width:.3f}%"'
-        f' height="{height:.3f}%"><rect width="100%" height="100%" fill="var(--{leaf.colour})"/>'
-        f"<title>{escape(leaf.label)}: {escape(leaf.detail)}</title>{said}</svg>"
-    )
+def placed(leaves: Sequence[Leaf]) -> list[tuple[Leaf, Rectangle]]:
+    """Return each leaf, the largest first, with its rectangle."""
+    cells = squarify([leaf.size for leaf in leaves], plane_height(leaves))
+    return [(leaves[cell.index], cell) for cell in cells]

@@ -12,10 +12,10 @@ from transformers import ByT5Tokenizer
 
 from hetero.config import Config
 from hetero.plan import hardware
-from hetero.recipes.models import describe
 from hetero.recipes.options import gathered
 from hetero.recipes.sequences import answered
 from hetero.recipes.text import bytes_of, rows_of, text_of
+from hetero.rehearse.models import describe
 from hetero.weights import INDEX, Weights
 from tests.campaigns.fuzz import Attempt, Parser, as_text, changed, spoiled
 

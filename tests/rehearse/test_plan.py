@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 
 import hetero
 from hetero.errors import ConfigError, StateError
+from hetero.plan.hardware import find
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.rehearse.plan import Plan, plan, scalar_of
 
@@ -251,30 +251,85 @@ LLAMA = {
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_without_hetero_a_step_takes_what_one_on_a_large_device_takes(precision: str) -> None:
-    def llama(samples: int) -> tuple[Plan, Any]:
-        on = partial(plan, LLAMA, (samples, 512), profile=GPU, precision=precision)
-        rows = on(hbm="300MiB").what_if
-        return on(hbm="16GiB", estimates=False), next(r for r in rows if r.label == WITHOUT)
-
     pytest.importorskip("transformers")
-    (stays, row), (more_stays, more) = llama(2), llama(4)
 
-    assert not row.fits and "short" in row.change
-    assert row.peak_bytes == pytest.approx(tier(stays, "HBM").peak_bytes, rel=0.05)
-    # what a step costs beside its tokens is not what the closed form is of
-    assert more.step_seconds - row.step_seconds == pytest.approx(
-        more_stays.step_seconds - stays.step_seconds, rel=0.1
+    def on(samples: int, hbm: str, estimates: bool) -> Plan:
+        given = {"profile": GPU, "precision": precision, "hbm": hbm, "estimates": estimates}
+        return plan(LLAMA, (samples, 512), **given)
+
+    def row(samples: int) -> Any:
+        return next(r for r in on(samples, "300MiB", True).what_if if r.label == WITHOUT)
+
+    one, more = row(2), row(4)
+    stays, more_stays = on(2, "16GiB", False), on(4, "16GiB", False)
+    assert not one.fits and one.change.endswith("short; peak in backward")
+    assert one.peak_bytes == pytest.approx(tier(stays, "HBM").peak_bytes, rel=0.005)  # padded
+    # there an update is operation by operation, as torch's or hetero's own code has it
+    assert more.step_seconds - one.step_seconds == pytest.approx(
+        more_stays.step_seconds - stays.step_seconds, rel=0.01
     )
 
 
-@pytest.mark.parametrize(("heads", "precision"), [(8, "fp32"), (2, "fp32"), (2, "bf16")])
-def test_closed_forms_agree_with_what_was_rehearsed(heads: int, precision: str) -> None:
+def test_without_hetero_nothing_is_kept_for_frozen_parts() -> None:
+    def peak(model: nn.Module) -> int:
+        rows = planned(model, torch.zeros(1, 64), hbm=None, estimates=True).what_if
+        return next(row.peak_bytes for row in rows if row.label == WITHOUT)
+
+    frozen = mlp()
+    frozen[3:].requires_grad_(False)
+    n_bytes = sum(p.nbytes for p in frozen[3:].parameters())
+
+    # no gradient, and no moments
+    assert peak(mlp()) - peak(frozen) == pytest.approx(3 * n_bytes, rel=0.03)
+
+
+def test_without_hetero_the_row_is_there_for_any_model() -> None:
+    rows = planned(mlp(), torch.zeros(8, 64), hbm=None, estimates=True).what_if
+
+    assert [row.label for row in rows[:2]] == ["as planned", WITHOUT]
+
+
+def peak_flops(precision: str = "fp32") -> float:
+    gpu = find(GPU).gpu
+    assert gpu is not None
+    return {"fp32": gpu.tflops.fp32, "bf16": gpu.tflops.bf16}[precision].value
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("heads", [8, 2])
+def test_the_mfu_of_a_decoder_is_that_of_the_equation(heads: int, activations: str) -> None:
+    """T1: forward 2·T·N + 2·T·s·a·d (causal) of a layer, 2·T·h·V of the head, backward twice that.
+
+    Neither what is computed again counts, nor the scores that backward of attention makes again.
+    """
     pytest.importorskip("transformers")
     model = {**LLAMA, "num_key_value_heads": heads}
-    found = plan(model, (2, 512), profile=GPU, precision=precision, hbm="300MiB")
+    settings = {"profile": GPU, "precision": "bf16", "hbm": "300MiB", "activations": activations}
+    found = plan(model, (2, 512), estimates=False, **settings)
 
-    assert len(found.checks) == 2
-    assert all(abs(check.error) < 1e-5 for check in found.checks)
+    tokens, s, h, kv, ffn, layers, vocab = 1024, 512, 512, 64 * heads, 1408, 4, 4096
+    weights = 2 * h * h + 2 * h * kv + 3 * h * ffn
+    forward = layers * (2 * tokens * weights + 2 * tokens * s * h) + 2 * tokens * h * vocab
+    wanted = 3 * forward / found.step_seconds / peak_flops("bf16")
+    assert found.mfu == pytest.approx(wanted, rel=1e-4)
+
+
+def test_any_model_has_an_mfu_and_frozen_parts_make_no_gradients_of_weights() -> None:
+    def flops(model: nn.Module) -> float:
+        batch = torch.zeros(8, 64, requires_grad=True)
+        found = planned(model, batch, profile=GPU, device="cuda", hbm=None)
+        assert found.mfu is not None
+        return found.mfu * found.step_seconds * peak_flops()
+
+    frozen, product = mlp(), 2 * 8 * 64 * 64
+    frozen[:3].requires_grad_(False)
+
+    assert flops(mlp()) == pytest.approx(6 * 3 * product)
+    assert flops(frozen) == pytest.approx((6 * 3 - 3) * product)
+
+
+def test_without_a_peak_there_is_no_mfu() -> None:
+    assert planned().mfu is None
 
 
 # -- what it refuses -----------------------------------------------------------------------------

@@ -10,13 +10,13 @@ import pytest
 
 from hetero.report import series
 from hetero.report.advice import advise
-from hetero.report.html import asset, digest, render
+from hetero.report.html import LONGEST, asset, digest, pages, render
 from hetero.report.levels import reduced
 from hetero.report.measure import Measured, measure, summarize
 from hetero.report.run import Run
 from hetero.report.series import delta, series_of, undelta, windows
 from hetero.report.svg import HIGH, WIDE, squarify
-from hetero.report.views import Beside, WhatIf, compared
+from hetero.report.views import Sidecar, WhatIf, compared
 
 from .synthetic import paged, plain
 
@@ -24,8 +24,8 @@ VOID = {"meta", "br", "rect", "link", "img", "input", "hr"}
 KIB = 1024
 
 
-def page_of(measured: Measured, beside: Beside | None = None) -> str:
-    return render(measured, summarize(measured), advise(measured), beside or Beside())
+def page_of(measured: Measured, sidecar: Sidecar | None = None) -> str:
+    return render(measured, summarize(measured), advise(measured), sidecar or Sidecar())
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_what_was_planned_is_shown_where_it_is_there(measured: Measured) -> None
         "step": {"mean_seconds": 1},
     }
     row = WhatIf("24 GB", True, 3 * KIB, 0.5, "larger batch")
-    planned = page_of(measured, Beside(guessed, (row,)))
+    planned = page_of(measured, Sidecar(guessed, (row,)))
 
     assert without.count("hetero plan") == 2 and "hetero plan" not in planned
     assert "+100.0 %" in planned and "larger batch" in planned
@@ -168,6 +168,18 @@ def test_predictions_are_compared_by_key_with_signed_errors() -> None:
     rows = dict(compared({"a_bytes": 90, "b_seconds": 3.0, "c": 1}, {"a_bytes": 100, "c": 1}))
 
     assert rows == {"a_bytes": "-10.0 %"}
+
+
+def test_a_long_table_says_how_much_is_left() -> None:
+    text = (
+        '{% from "macros.html" import table, th %}'
+        '{% call(row) table(("<a>", "#b"), rows) %}{{ th(row) }}{% endcall %}'
+    )
+    made = pages().from_string(text).render(rows=["<x>"] * (LONGEST + 2))
+
+    assert made.count("&lt;x&gt;") == LONGEST and "<x>" not in made
+    assert '<td colspan="2">and 2 more in summary and log</td>' in made
+    assert '<th scope="col">&lt;a&gt;</th><th scope="col" class=num>b</th>' in made
 
 
 # -- what the script gets ------------------------------------------------------------------------

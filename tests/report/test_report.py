@@ -224,10 +224,12 @@ def test_a_file_that_cannot_be_written_is_unusable(
 # -- the package ---------------------------------------------------------------------------------
 
 
-def test_a_wheel_carries_the_assets() -> None:
+@pytest.mark.parametrize("folder", ["assets", "templates"])
+def test_a_wheel_carries_the_assets(folder: str) -> None:
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     names = {file.distribution_path for file in builder.recurse_included_files()}
-    assets = (ROOT / "hetero" / "report" / "assets").rglob("*")
+    assets = [path for path in (ROOT / "hetero/report" / folder).rglob("*") if path.is_file()]
 
-    for path in (path for path in assets if path.is_file()):
+    assert assets
+    for path in assets:
         assert str(path.relative_to(ROOT)) in names

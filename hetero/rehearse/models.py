@@ -14,8 +14,7 @@ from torch import nn
 
 from hetero.errors import ConfigError
 from hetero.parse import json_of, read_text
-from hetero.plan import shape
-from hetero.plan.shape import PRESETS, Decoder
+from hetero.plan.presets import PRESETS
 
 POSITIONS = 1024  # of the one sample that is planned with, where no batch is given
 MAX_CONFIG_BYTES = 2**22
@@ -34,8 +33,6 @@ class Described:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     samples: int = 1
     positions: int = 1
-    decoder: Decoder | None = None
-    """Its sizes, where it is of a kind that closed forms know."""
 
 
 def describe(what: nn.Module | Mapping[str, Any] | str | Path, batch: Any) -> Described:
@@ -51,16 +48,7 @@ def describe(what: nn.Module | Mapping[str, Any] | str | Path, batch: Any) -> De
     samples, positions = batch or (1, POSITIONS)
     tokens = torch.empty(samples, positions, dtype=torch.long, device=META)
     kwargs = {"input_ids": tokens, "labels": tokens}
-    model = from_config(mapping)
-    return Described(model, name, (), kwargs, samples, positions, decoder_of(mapping))
-
-
-def decoder_of(mapping: Mapping[str, Any]) -> Decoder | None:
-    """Return the sizes in a configuration, None where it is of a kind that is not known."""
-    try:
-        return shape.from_config(mapping)
-    except ConfigError:
-        return None
+    return Described(from_config(mapping), name, (), kwargs, samples, positions)
 
 
 def is_size(batch: Any) -> bool:
