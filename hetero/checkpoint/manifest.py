@@ -25,13 +25,13 @@ from hetero.crc import crc32
 from hetero.errors import CheckpointCorrupt, CheckpointTooNew, UnsafeCheckpoint
 from hetero.io import align_up
 from hetero.parse import MAX_DEPTH, Unparsable, json_of
+from hetero.tensorfile import BLOCK
 from hetero.types import format_bytes
 
 FORMAT = "hetero checkpoint"
 VERSION = 1
 MANIFEST = "MANIFEST.json"
 SHARD = "r00000.bin"
-BLOCK = 2**20  # bytes under one CRC
 
 # Limits of what a load believes. A save keeps them too: it reads its own manifest back.
 MAX_MANIFEST_BYTES = 64 * 2**20  # at 8 digits a MiB it still describes 8 TB

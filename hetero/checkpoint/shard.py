@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import queue
-import struct
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -20,30 +19,16 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
-from hetero.checkpoint.manifest import BLOCK, SHARD, Entry, layout
-from hetero.crc import crc32
+from hetero.checkpoint.manifest import SHARD, Entry, layout
 from hetero.errors import CheckpointError, StorageError, afresh
 from hetero.io import ALIGN, File, Folder, align_up, aligned_buffer
+from hetero.tensorfile import BLOCK, block_crcs
 
 PIECE = 8 * 2**20  # bytes of one call: eight blocks
 BUFFERS = 2  # for staging: one is filled while the other is written
 GATHERED = 4 * 2**20  # bytes of a piece that is written alone, from where it lies
-SEED = struct.Struct("<QQ")  # number of the entry, number of the block
 UNWRITTEN, CLAIMED = -1, -2  # in place of a CRC
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL)  # file systems that allocate as one writes
-
-
-def block_crcs(entry: int, start: int, data: memoryview) -> list[int]:
-    """Return the CRCs of the blocks of ``data``, which lies at byte ``start`` of an entry.
-
-    Zeros pad the last one to a multiple of `ALIGN`. The seed makes bytes of another place wrong.
-    """
-    crcs = [
-        crc32(data[at : at + BLOCK], crc32(SEED.pack(entry, (start + at) // BLOCK)))
-        for at in range(0, len(data), BLOCK)
-    ]
-    padding = -len(data) % ALIGN
-    return crcs[:-1] + [crc32(bytes(padding), crcs[-1])] if padding else crcs
 
 
 def check_range(entry: Entry, start: int, n_bytes: int) -> None:

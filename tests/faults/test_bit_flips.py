@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from hetero.checkpoint.manifest import BLOCK, MANIFEST, SHARD, Entry, decode, layout
+from hetero.checkpoint.manifest import MANIFEST, SHARD, Entry, decode, layout
 from hetero.checkpoint.reader import Reader
-from hetero.checkpoint.shard import block_crcs
 from hetero.checkpoint.verify import verify
 from hetero.errors import CheckpointCorrupt, CheckpointError
 from hetero.io import ALIGN, Folder, align_up
+from hetero.tensorfile import BLOCK, block_crcs
 from tests.faults.saves import Buffered, Quick, contents, everything, load, save
 
 FLIPS = 20_000

@@ -16,12 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hetero.checkpoint.manifest import BLOCK, ITEM_BYTES, MAX_DEPTH, Entry, Manifest, decode, encode
+from hetero.checkpoint.manifest import ITEM_BYTES, MAX_DEPTH, Entry, Manifest, decode, encode
 from hetero.checkpoint.reader import Reader, State, steps
 from hetero.checkpoint.shard import PIECE
 from hetero.checkpoint.writer import Writer
 from hetero.errors import CheckpointError, NoCheckpoint
 from hetero.io import ALIGN, Folder, aligned_buffer
+from hetero.tensorfile import BLOCK
 from tests.faults.saves import SMALL, Buffered, contents, everything, load, save
 
 
