@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
@@ -28,11 +27,12 @@ from benchmarks.paging import paged_of
 from hetero.api import engine_of, prepare, prepare_tuned, release, status
 from hetero.config import Config
 from hetero.device import SimDevice
+from hetero.export import dtype_name
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.tensorfile import header
 from hetero.train.engine.tuning import Tuning
 from hetero.train.model.empty import empty_parameters
 from hetero.types import Lane
-from hetero.weights import CODES
 
 SHARDS = 5
 ROUNDS = 5
@@ -84,18 +84,12 @@ def write_shards(model: nn.Module, folder: Path) -> None:
     noise = torch.randn(BLOCK // 2).bfloat16().view(torch.uint8).numpy().tobytes()
     each = -(-len(state) // SHARDS)
     for number in range(0, len(state), each):
-        head: dict[str, Any] = {}
-        at = 0
-        for name, tensor in state[number : number + each]:
-            end = at + tensor.numel() * tensor.dtype.itemsize
-            shape = list(tensor.shape)
-            head[name] = {"dtype": CODES[tensor.dtype], "shape": shape, "data_offsets": [at, end]}
-            at = end
-        text = json.dumps(head).encode()
+        part = state[number : number + each]
+        n_bytes = sum(tensor.numel() * tensor.dtype.itemsize for _, tensor in part)
         with (folder / f"part{number:04d}.safetensors").open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for start in range(0, at, BLOCK):
-                file.write(noise[: min(BLOCK, at - start)])
+            file.write(header((name, dtype_name(tensor), tensor.shape) for name, tensor in part))
+            for start in range(0, n_bytes, BLOCK):
+                file.write(noise[: min(BLOCK, n_bytes - start)])
             file.flush()
             os.fsync(file.fileno())
 

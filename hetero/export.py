@@ -1,48 +1,25 @@
-"""Weights as Hugging Face sharded safetensors, streamed into a directory (floor 4).
-
-[Note: the switch]  A directory without an export gets new files under names that nothing loads
-(`NEW`), and their own names once all are written; what loaders look for (`SINGLE`, else `INDEX`)
-comes last. An export is replaced as a whole: the new one is written into a hidden directory beside
-it, all else that lies in the old one is linked there, and the two directories change places in one
-call. So a crash leaves the old directory or the new one, configs included. `MARKER` lies in the new
-one: where it is in the export's place, the hidden one is what was replaced, and the next export
-clears it.
-
-Where the system cannot exchange directories (and for a mount point, the working directory, one of
-another user), files change hands in place: what loaders look for is set aside first (`OLD`),
-configs, then index and weights, so that between the renames nothing loads; a failure undoes them,
-and what a killed process left, the next export undoes or clears. Names of one stage are durable
-before those of the next, and what loaders look for comes last both ways.
-"""
+"""Weights as Hugging Face sharded safetensors, streamed into a directory (floor 4)."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hetero import interrupts
 from hetero.config import parse_bytes
-from hetero.errors import ConfigError, DiskFull, StateError, StorageError
-from hetero.io import IO, MAX_NAME_BYTES, Folder, is_mount_point
-from hetero.types import format_bytes
-from hetero.weights import CODES, INDEX, PART, SINGLE
+from hetero.errors import ConfigError
+from hetero.exchange import Replacement
+from hetero.io import IO
+from hetero.tensorfile import CODES, INDEX, SINGLE, header
 
 PIECE = 8 * 2**20  # bytes of a tensor that are copied at once where they have to be
-NEW, OLD = ".hetero-new-", ".hetero-old-"
-MARKER = ".hetero-exchanged"
-NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBUSY, errno.EXDEV)
-NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS)
 
 
 def export(model: nn.Module, directory: str | Path, *, max_shard_bytes: int | str = "5GB") -> Path:
@@ -82,36 +59,17 @@ def write(model: nn.Module, directory: Path, limit_bytes: int, io: IO) -> Path:
     parts = cut(items, limit_bytes)
     if SINGLE not in parts:
         notes[INDEX] = index_of(parts, sum(p.numel() for p in model.parameters()))
-    with ExitStack() as undo:
-        folder = undo.enter_context(open_or_make(directory, io, undo))
-        sibling = Sibling.of(directory, folder, io)
-        recover(folder, sibling)
-        exchanges = sibling is not None and not set(folder.names()).isdisjoint((SINGLE, INDEX))
+    with Replacement(directory, io) as files:
         # 2. the new files, where nothing loads them
-        undo.callback(remove, folder, NEW)
-        if sibling is not None and exchanges:
-            place, prefix = sibling.make(folder, undo), ""
-        else:
-            place, prefix = folder, NEW
-        check_room(place, sum(item.n_bytes for item in items))
+        files.check_room(sum(item.n_bytes for item in items))
         for name, part in parts.items():
-            n_bytes = sum(i.n_bytes for i in part)
-            stage(place, prefix + name, n_bytes, header_of(part), bytes_of(part))
+            head = header((item.row for item in part), notes={"format": "pt"})
+            n_bytes = len(head) + sum(item.n_bytes for item in part)
+            files.write(name, n_bytes, chain([head], bytes_of(part)))
         for name, data in notes.items():
-            stage(place, prefix + name, 0, data, ())
+            files.write(name, len(data), [data])
         # 3. the directory changes hands
-        with interrupts.held():
-            if sibling is None or not exchanges or not sibling.exchange(folder, place, notes):
-                switch(folder, list(parts), list(notes))
-                place = folder
-            undo.pop_all()
-    # 4. what nothing refers to any more
-    with folder, place:
-        place.sync()
-        if place is not folder and sibling is not None:
-            sibling.retire(folder, place)
-        sweep(place, parts)
-        place.sync()
+        files.commit(list(parts), list(notes))
     return directory
 
 
@@ -127,6 +85,11 @@ class Item(NamedTuple):
     @property
     def n_bytes(self) -> int:
         return self.tensor.numel() * self.tensor.dtype.itemsize
+
+    @property
+    def row(self) -> tuple[str, str, Sequence[int]]:
+        """What a header says of it."""
+        return self.name, dtype_name(self.tensor), self.tensor.shape
 
 
 def items_of(model: nn.Module) -> list[Item]:
@@ -156,7 +119,7 @@ def check_item(name: str, value: Any) -> None:
         kind = "on the meta device: it has no values"
     elif value.layout is not torch.strided or value.is_quantized or value.is_nested:
         kind = f"not a dense tensor ({value.dtype}, {value.layout})"
-    elif value.dtype not in CODES:
+    elif dtype_name(value) not in CODES:
         kind = f"of {value.dtype}, which the format does not have"
     elif name == "__metadata__":
         kind = "called like a part of the format"
@@ -165,6 +128,11 @@ def check_item(name: str, value: Any) -> None:
             f"{name!r} of the model's state is {kind}",
             advice="safetensors holds plain tensors: keep it out of state_dict(), or torch.save it",
         )
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return what torch calls a tensor's dtype."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def is_plain(value: torch.Tensor) -> bool:
@@ -205,20 +173,6 @@ def index_of(parts: Mapping[str, Sequence[Item]], n_parameters: int) -> bytes:
     totals = {"total_parameters": n_parameters, "total_size": total}
     found = {"metadata": totals, "weight_map": where}
     return json.dumps(found, indent=2, sort_keys=True).encode() + b"\n"
-
-
-def header_of(part: Sequence[Item]) -> bytes:
-    """Return the beginning of a file, up to its first tensor."""
-    found: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, tensor in part:
-        end = at + tensor.numel() * tensor.dtype.itemsize
-        code, shape = CODES[tensor.dtype], list(tensor.shape)
-        found[name] = {"dtype": code, "shape": shape, "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(found, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def bytes_of(part: Iterable[Item]) -> Iterator[memoryview]:
@@ -300,243 +254,3 @@ def true_of(text: bytes, model: nn.Module, items: Sequence[Item]) -> bytes:
         key = "torch_dtype" if "torch_dtype" in found else "dtype"  # older releases, newer ones
         found[key] = str(dtypes[0]).removeprefix("torch.")
     return json.dumps(found, indent=2, sort_keys=True).encode() + b"\n"
-
-
-# -- files ---------------------------------------------------------------------------------------
-
-
-def open_or_make(path: Path, io: IO, undo: ExitStack) -> Folder:
-    """Open a directory, made with its parents where missing; ``undo`` takes away what was made."""
-    try:
-        return Folder.open(path, io)
-    except StorageError as error:
-        if error.errno != errno.ENOENT or path == path.parent:
-            raise
-    parent = open_or_make(path.parent, io, undo)
-    folder = parent.make(path.name)
-    undo.callback(quietly, parent.rmdir, path.name)
-    parent.sync()
-    return folder
-
-
-def check_room(folder: Folder, n_bytes: int) -> None:
-    """Raise DiskFull before hours of writing rather than after them."""
-    have = folder.space()
-    if have < n_bytes:
-        raise DiskFull(
-            f"{folder.path} has {format_bytes(have)} left; {format_bytes(n_bytes)} are needed",
-            advice="free some space there, or name another directory",
-            path=folder.path,
-            op="reserve",
-            wanted=n_bytes,
-            got=have,
-            errno=errno.ENOSPC,
-        )
-
-
-def stage(
-    folder: Folder, name: str, n_bytes: int, head: bytes, pieces: Iterable[memoryview]
-) -> None:
-    """Write a new file of ``head`` and ``n_bytes`` more, durably."""
-    end = len(head) + n_bytes
-    with folder.create(name) as file:
-        file.reserve(end)
-        file.write(0, memoryview(head))
-        at = len(head)
-        for piece in pieces:
-            file.write(at, piece)
-            at += len(piece)
-        if at != end:
-            raise StateError(
-                f"{name} came to {at} bytes instead of {end}",
-                advice="do not change the model while it is exported",
-            )
-        file.sync()
-
-
-class Sibling:
-    """A hidden directory beside an export's own, which takes its place: see [Note: the switch]."""
-
-    def __init__(self, parent: Folder, name: str) -> None:
-        self._parent = parent
-        self._name = name
-        self._hidden = NEW + name
-
-    @classmethod
-    def of(cls, directory: Path, folder: Folder, io: IO) -> Sibling | None:
-        """Return what may change places with a directory; None where nothing may."""
-        real = os.path.realpath(directory)
-        above, name = os.path.split(real)
-        if not name or len(os.fsencode(NEW + name)) > MAX_NAME_BYTES or is_mount_point(real):
-            return None
-        if os.path.samefile(real, ".") or not os.access(above, os.R_OK | os.W_OK | os.X_OK):
-            return None
-        if folder.stat(".").st_uid != os.geteuid():
-            return None
-        return cls(Folder.open(above, io), name)
-
-    def make(self, folder: Folder, undo: ExitStack) -> Folder:
-        """Return the hidden directory, with the mode of the other; ``undo`` takes it away."""
-        made = self._parent.make(self._hidden)
-        undo.callback(quietly, self.clear, made)
-        made.permit(stat.S_IMODE(folder.stat(".").st_mode))
-        made.create(MARKER).close()
-        return made
-
-    def recover(self, folder: Folder) -> None:
-        """Clear what an export that was killed left beside the directory."""
-        if self._parent.has(self._hidden):
-            with self._parent.folder(self._hidden) as other:
-                if folder.has(MARKER):
-                    self.retire(other, folder)
-                else:
-                    self.clear(other)
-        elif folder.has(MARKER):
-            folder.unlink(MARKER)
-
-    def exchange(self, folder: Folder, made: Folder, notes: Mapping[str, object]) -> bool:
-        """Let the hidden directory be the export's; False where the system cannot.
-
-        The new files are in the directory itself then, under their temporary names.
-        """
-        new = made.names()
-        for name in folder.names():
-            if not is_ours(name) and name not in notes:
-                link(folder, name, made)
-        made.sync()
-        self._parent.sync()
-        try:
-            self._parent.exchange(self._name, self._hidden)
-        except StorageError as error:
-            if error.errno not in NO_EXCHANGE:
-                raise
-            for name in new:
-                if name != MARKER:
-                    made.rename(name, NEW + name)
-                    made.move(NEW + name, folder)
-            self.clear(made)
-            return False
-        return True
-
-    def retire(self, old: Folder, new: Folder) -> None:
-        """Remove the directory that was replaced; what else has come into it moves to the new."""
-        self._parent.sync()
-        for name in old.names():
-            if is_ours(name) or new.has(name):
-                old.unlink(name)
-            else:
-                old.move(name, new)
-        new.sync()
-        self._parent.rmdir(self._hidden)
-        self._parent.sync()
-        new.unlink(MARKER)
-
-    def clear(self, made: Folder) -> None:
-        """Remove the hidden directory of an export that did not come to its end."""
-        for name in made.names():
-            made.unlink(name)
-        self._parent.rmdir(self._hidden)
-
-
-def link(folder: Folder, name: str, to: Folder) -> None:
-    """Give a file its name in another directory too; what has no second name moves there later."""
-    try:
-        folder.link(name, to)
-    except StorageError as error:
-        if error.errno not in NO_LINK:
-            raise
-
-
-def is_ours(name: str) -> bool:
-    """Whether an export writes files of a name, configs aside."""
-    part = PART.fullmatch(name)
-    whole = name in (SINGLE, INDEX, MARKER) or name.startswith((NEW, OLD))
-    return whole or (part is not None and part[1] == "model")
-
-
-def switch(folder: Folder, parts: Sequence[str], notes: Sequence[str]) -> None:
-    """Make the staged files the live ones, or leave all as it was: see [Note: the switch]."""
-    there = set(folder.names())
-    last = SINGLE if SINGLE in parts else INDEX
-    others = [name for name in (*parts, *notes) if name != last]
-    moved: list[tuple[str, str]] = []
-
-    def move(name: str, to: str) -> None:
-        folder.rename(name, to)
-        moved.append((name, to))
-
-    # 1. what tells `recover` that this did not come to its end
-    folder.sync()
-    try:
-        # 2. nothing loads what is there: configs, the index, whole weights, then parts
-        for name in dict.fromkeys((*notes, INDEX, SINGLE, *parts)):
-            if name in there:
-                move(name, OLD + name)
-                if name in (INDEX, SINGLE):
-                    folder.sync()
-        folder.sync()
-        # 3. parts and configs
-        for name in others:
-            move(NEW + name, name)
-        folder.sync()
-        # 4. what loaders look for
-        move(NEW + last, last)
-    except BaseException:
-        undo(folder, moved)
-        raise
-
-
-def undo(folder: Folder, moved: Sequence[tuple[str, str]]) -> None:
-    """Give files their names back; what loaders look for comes after the files it names."""
-    for name, to in reversed(moved):
-        if name in (INDEX, SINGLE):
-            quietly(folder.sync)
-        quietly(folder.rename, to, name)
-    quietly(folder.sync)  # before the new files go, which say that there is something to undo
-
-
-def recover(folder: Folder, sibling: Sibling | None) -> None:
-    """Clear up after an export that was killed; one that had not got to its switch is undone."""
-    if sibling is not None:
-        sibling.recover(folder)
-    there = set(folder.names())
-    undone = any(NEW + name in there for name in (SINGLE, INDEX)) or not there & {SINGLE, INDEX}
-    aside = sorted(name for name in there if name.startswith(OLD))
-    if aside and undone:
-        put_back(folder, aside)
-    for name in sorted(there):
-        if name.startswith(NEW) or (name in aside and not undone):
-            folder.unlink(name)
-
-
-def put_back(folder: Folder, aside: Sequence[str]) -> None:
-    """Give what a killed export set aside its names again, in the order of `undo`."""
-    last = {OLD + INDEX, OLD + SINGLE}
-    for names in (set(aside) - last, last & set(aside)):
-        for name in sorted(names):
-            folder.rename(name, name.removeprefix(OLD))
-        folder.sync()
-
-
-def sweep(folder: Folder, parts: Mapping[str, object]) -> None:
-    """Remove the files of the export that was replaced."""
-    for name in folder.names():
-        part = PART.fullmatch(name)
-        surplus = part is not None and part[1] == "model" and name not in parts
-        stale = name == INDEX and SINGLE in parts
-        if surplus or stale or name.startswith(OLD):
-            folder.unlink(name)
-
-
-def remove(folder: Folder, prefix: str) -> None:
-    """Remove the files whose names begin so, as far as the drive lets us."""
-    with contextlib.suppress(StorageError):
-        for name in folder.names():
-            if name.startswith(prefix):
-                quietly(folder.unlink, name)
-
-
-def quietly(act: Any, *args: Any) -> None:
-    """Undo one thing; that this fails too is no news."""
-    with contextlib.suppress(StorageError):
-        act(*args)

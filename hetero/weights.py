@@ -1,8 +1,4 @@
-"""Safetensors files, read in pieces (floor 0).
-
-A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and
-place of every tensor) and the tensors back to back, each in row-major order. What a header or an
-index declares is checked before anything is done with it.
+"""Weights of one safetensors file or a directory of them, read in pieces (floor 0).
 
 [Note: links to weights]  The Hugging Face cache keeps files as links to blobs in another folder.
 The user names a directory, so the files that lie in it may be links: they are resolved once, and
@@ -14,71 +10,23 @@ from __future__ import annotations
 
 import difflib
 import errno
-import math
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
-from hetero.errors import (
-    CheckpointCorrupt,
-    ConfigError,
-    DiskReadError,
-    StateError,
-    UnsafeCheckpoint,
-)
+from hetero.errors import CheckpointCorrupt, ConfigError, DiskReadError, StateError
 from hetero.io import IO, File, Folder, aligned_buffer
-from hetero.parse import Unparsable, json_of
-from hetero.types import format_bytes
-
-SUFFIX = ".safetensors"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100_000_000  # bytes: what the safetensors library reads
-MAX_INT = 2**63  # sizes beyond are no tensor's
-PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-
-
-class Entry(NamedTuple):
-    """Where one tensor lies in its file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    """First byte, from the beginning of the file."""
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def n_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+from hetero.tensorfile import (
+    INDEX,
+    PART,
+    SINGLE,
+    SUFFIX,
+    StoredTensor,
+    read_header,
+    read_index,
+)
 
 
 class Weights:
@@ -105,7 +53,7 @@ class Weights:
         self._io = io or IO()
         self._given = os.fspath(directory)
         self._files: list[File] = []
-        self._entries: dict[str, tuple[File, Entry]] = {}
+        self._entries: dict[str, tuple[File, StoredTensor]] = {}
         self._spare: memoryview | None = None
         try:
             self._open()
@@ -123,7 +71,7 @@ class Weights:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's dtype; raises ConfigError for a name that is not there."""
-        return self._find(name)[1].dtype
+        return dtype_named(self._find(name)[1].dtype)
 
     def pieces(self, name: str, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Read a tensor piece by piece, in row-major order.
@@ -167,7 +115,7 @@ class Weights:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _find(self, name: str) -> tuple[File, Entry]:
+    def _find(self, name: str) -> tuple[File, StoredTensor]:
         if not self._files:
             raise StateError(f"the weights of {self._given} are closed", advice="open them again")
         if name not in self._entries:
@@ -178,10 +126,13 @@ class Weights:
             )
         return self._entries[name]
 
-    def _read(self, file: File, entry: Entry, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def _read(
+        self, file: File, entry: StoredTensor, numel: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         if not entry.numel:
             return
-        step, size = min(numel, entry.numel), entry.dtype.itemsize
+        dtype = dtype_named(entry.dtype)
+        step, size = min(numel, entry.numel), dtype.itemsize
         buffer, self._spare = self._spare, None  # nobody else's while this one reads
         if buffer is None or len(buffer) < step * size:
             buffer = aligned_buffer(step * size)
@@ -190,7 +141,7 @@ class Weights:
                 count = min(step, entry.numel - first)
                 part = buffer[: count * size]
                 file.read(entry.start + first * size, part)
-                yield first, torch.frombuffer(part, dtype=entry.dtype, count=count)
+                yield first, torch.frombuffer(part, dtype=dtype, count=count)
         finally:
             self._spare = buffer
 
@@ -286,6 +237,12 @@ class Weights:
             return folder.file(os.path.basename(real))
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype that torch calls so."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
 def some(names: Sequence[str]) -> str:
     """Return the first few names for a message."""
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
@@ -304,133 +261,3 @@ def check_complete(where: str, names: Sequence[str]) -> None:
                 f"{where} has {len(numbers)} of the {int(total)} files {stem}-*-of-{total}{SUFFIX}",
                 advice="the copy is not complete: download or export it again",
             )
-
-
-# -- what files declare --------------------------------------------------------------------------
-
-
-def read_index(file: File, where: str) -> dict[str, str]:
-    """Return ``{tensor: file name}`` of an index, and close it."""
-    with file:
-        size = file.size()
-        if size > MAX_HEADER:
-            raise unsafe(where, f"is an index of {format_bytes(size)}")
-        found = parsed(file, 0, size, where)
-    names = found.get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(v, str) for v in names.values()):
-        raise CheckpointCorrupt(
-            f"{where} has no weight_map of names to files", advice="it is no index of safetensors"
-        )
-    for name in set(names.values()):
-        if not name.endswith(SUFFIX) or name.startswith(".") or "/" in name or "\0" in name:
-            raise unsafe(where, f"names the file {name[:200]!r}, which is no plain *{SUFFIX}")
-    return names
-
-
-def read_header(file: File) -> dict[str, Entry]:
-    """Return the tensors of a file in the order of their bytes, which they fill exactly."""
-    size = file.size()
-    if size < 8:
-        raise cut_short(file.path, f"has {size} bytes, fewer than the shortest header")
-    first = memoryview(bytearray(8))
-    file.read(0, first)
-    if bytes(first) == b"version ":
-        raise CheckpointCorrupt(
-            f"{file.path} is a pointer of Git LFS, not the file", advice="run: git lfs pull"
-        )
-    length = int.from_bytes(first, "little")
-    if length > MAX_HEADER:
-        raise unsafe(file.path, f"declares a header of {length} bytes; {MAX_HEADER} are allowed")
-    if 8 + length > size:
-        raise cut_short(file.path, f"has {size} bytes and declares a header of {length}")
-    found = parsed(file, 8, length, file.path)
-    notes = found.pop("__metadata__", {})
-    if not isinstance(notes, dict) or not all(isinstance(v, str) for v in notes.values()):
-        raise unsafe(file.path, "declares a __metadata__ that is not made of strings")
-    return laid_out(file.path, found, 8 + length, size)
-
-
-def parsed(file: File, offset: int, n_bytes: int, where: str) -> dict[str, Any]:
-    """Return a JSON object of a file; a name that comes twice, or NaN, is no JSON here."""
-    text = memoryview(bytearray(n_bytes))
-    file.read(offset, text)
-    try:
-        found = json_of(bytes(text), constants=False)
-    except Unparsable as error:
-        raise CheckpointCorrupt(
-            f"{where} has a header that cannot be read: {error}",
-            advice="it is damaged, or no safetensors at all: use another copy",
-        ) from error
-    if not isinstance(found, dict):
-        raise CheckpointCorrupt(
-            f"{where} has a header that is no JSON object", advice="use another copy"
-        )
-    return found
-
-
-def laid_out(where: str, declared: Mapping[str, Any], start: int, size: int) -> dict[str, Entry]:
-    """Return entries sorted by offset; raises unless they fill [start, size) without a gap."""
-    entries = {name: checked(where, name, raw, start) for name, raw in declared.items()}
-    # an empty tensor lies where its successor begins: it comes first
-    order = sorted(entries, key=lambda name: (entries[name].start, entries[name].n_bytes))
-    at = start
-    for name in order:
-        if entries[name].start != at:
-            kind = "a gap before" if entries[name].start > at else "an overlap at"
-            raise unsafe(where, f"declares {kind} {name[:200]!r}")
-        at += entries[name].n_bytes
-    if at > size:
-        raise cut_short(where, f"has {size} bytes; its tensors need {at}")
-    if at < size:
-        raise unsafe(where, f"has {size - at} bytes that belong to no tensor")
-    return {name: entries[name] for name in order}
-
-
-def checked(where: str, name: str, raw: Any, start: int) -> Entry:
-    """Return one tensor's entry as its header declares it."""
-    raw = raw if isinstance(raw, dict) else {}
-    dtype, shape, offsets = (raw.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not (isinstance(dtype, str) and sizes(shape) and sizes(offsets) and len(offsets) == 2):
-        raise unsafe(where, f"declares {name[:200]!r} without a dtype, a shape or two offsets")
-    if dtype not in DTYPES:
-        raise ConfigError(
-            f"{name[:200]!r} in {where} is of dtype {dtype[:40]!r}",
-            advice=f"hetero reads {', '.join(DTYPES)}",
-        )
-    first, end = offsets
-    if bounded_product(shape) * DTYPES[dtype].itemsize != end - first:
-        raise unsafe(
-            where, f"declares {name[:200]!r} of {end - first} bytes, which its shape is not"
-        )
-    return Entry(DTYPES[dtype], tuple(shape), start + first)
-
-
-def sizes(value: Any) -> bool:
-    """Whether a value is a list of sizes."""
-    return isinstance(value, list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < MAX_INT for n in value
-    )
-
-
-def bounded_product(shape: Sequence[int]) -> int:
-    """Return the number of elements; a hostile shape's is cut off where it passes 64 bits."""
-    if 0 in shape:
-        return 0
-    numel = 1
-    for n in shape:
-        numel *= n
-        if numel >= MAX_INT:
-            break
-    return numel
-
-
-def unsafe(where: str, what: str) -> UnsafeCheckpoint:
-    """Return the error for a declaration that no writer makes."""
-    return UnsafeCheckpoint(f"{where} {what}", advice="do not use it: get a copy you can trust")
-
-
-def cut_short(where: str, what: str) -> CheckpointCorrupt:
-    """Return the error for a file that ends too early."""
-    return CheckpointCorrupt(
-        f"{where} {what}", advice="it was cut short: download or export it again"
-    )

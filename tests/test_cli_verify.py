@@ -39,7 +39,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def damage(path: Path, offset: int = 100) -> None:
+def damage(path: Path, offset: int = 4096 + 100) -> None:
     raw = bytearray(path.read_bytes())
     raw[offset] ^= 1
     path.write_bytes(raw)
@@ -63,7 +63,7 @@ def test_one_flipped_bit_ends_with_status_1_and_names_the_newest_good_one(root: 
 
 
 def test_everything_is_told_in_json(root: Path) -> None:
-    damage(root / "step-5" / SHARD, 4096 + 4095)  # padding counts too
+    damage(root / "step-5" / SHARD, 2 * 4096 + 4095)  # padding counts too
     (root / f"step-11.{'0' * 32}.tmp").mkdir()
 
     result = call([str(root), "--json"])
@@ -71,8 +71,8 @@ def test_everything_is_told_in_json(root: Path) -> None:
     data = last_json(result)
     assert result.exit_code == 1
     assert [(c["step"], c["ok"], c["bytes"]) for c in data["checkpoints"]] == [
-        (5, False, 12288),
-        (10, True, 12288),
+        (5, False, 16384),
+        (10, True, 16384),
     ]
     assert "block 0 of entry 0 ('param a [red]')" in data["checkpoints"][0]["problem"]
     assert data["unfinished"] == [f"step-11.{'0' * 32}.tmp"]
@@ -88,11 +88,11 @@ def test_one_checkpoint_is_checked_by_its_own_name(root: Path) -> None:
 
 
 def test_a_damaged_manifest_is_a_damaged_checkpoint(root: Path) -> None:
-    damage(root / "step-10" / "MANIFEST.json")
+    damage(root / "step-10" / "MANIFEST.json", 100)
 
     data = last_json(call([str(root), "--json"]))
 
-    assert [(c["ok"], c["bytes"]) for c in data["checkpoints"]] == [(True, 12288), (False, 0)]
+    assert [(c["ok"], c["bytes"]) for c in data["checkpoints"]] == [(True, 16384), (False, 0)]
     assert "MANIFEST.json is damaged" in data["checkpoints"][1]["problem"]
 
 

@@ -16,9 +16,11 @@ from torch import nn
 import hetero
 from benchmarks.memory import memory_of_this_process, reset_peak
 from hetero.errors import CheckpointError, ConfigError, DiskFull, HeteroError, StorageError
-from hetero.export import NEW, OLD, PIECE, write
+from hetero.exchange import NEW, OLD
+from hetero.export import PIECE, write
 from hetero.io import IO, FaultPlan
-from hetero.weights import DTYPES, INDEX, SINGLE, Weights
+from hetero.tensorfile import DTYPES, INDEX, ITEM_BYTES, SINGLE
+from hetero.weights import Weights, dtype_named
 from tests.faults.saves import Quick
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -149,7 +151,7 @@ def test_a_tensor_above_the_limit_has_a_file_of_its_own(tmp_path: Path) -> None:
 
 def test_headers_are_padded_and_every_tensor_is_aligned_to_its_dtype(tmp_path: Path) -> None:
     model = nn.Module()
-    for i, dtype in enumerate(DTYPES.values()):
+    for i, dtype in enumerate(map(dtype_named, DTYPES.values())):
         model.register_buffer(
             f"b{i}", torch.zeros(3 * dtype.itemsize, dtype=torch.uint8).view(dtype)
         )
@@ -161,14 +163,15 @@ def test_headers_are_padded_and_every_tensor_is_aligned_to_its_dtype(tmp_path: P
     assert length % 8 == 0
     for name, entry in header.items():
         if name != "__metadata__":
-            assert entry["data_offsets"][0] % DTYPES[entry["dtype"]].itemsize == 0, name
+            assert entry["data_offsets"][0] % ITEM_BYTES[DTYPES[entry["dtype"]]] == 0, name
 
 
 @pytest.mark.parametrize("code", DTYPES)
 def test_every_dtype_of_the_format_is_written(tmp_path: Path, code: str) -> None:
-    raw = torch.randint(0, 2, (6 * DTYPES[code].itemsize,), dtype=torch.uint8)
+    dtype = dtype_named(DTYPES[code])
+    raw = torch.randint(0, 2, (6 * dtype.itemsize,), dtype=torch.uint8)
     model = nn.Module()
-    model.register_buffer("b", raw.view(DTYPES[code]).reshape(2, 3).t())
+    model.register_buffer("b", raw.view(dtype).reshape(2, 3).t())
     hetero.export(model, tmp_path)
 
     assert equal(load(tmp_path), {"b": model.b})

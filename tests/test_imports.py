@@ -16,11 +16,11 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hetero"
 FLOORS = {
     **dict.fromkeys(("types", "config", "crc", "errors", "version", "events"), 0),
     **dict.fromkeys(("interrupts", "internals", "optim", "jobs", "cores"), 0),
-    **dict.fromkeys(("device", "dry", "io", "parse", "weights"), 0),
+    **dict.fromkeys(("device", "dry", "io", "parse", "tensorfile", "weights"), 0),
     **dict.fromkeys(("memory", "plan", "functional"), 1),
     "train": 2,
     "parallel": 3,
-    **dict.fromkeys(("api", "checkpoint", "export", "cli", "__main__"), 4),
+    **dict.fromkeys(("api", "checkpoint", "exchange", "export", "cli", "__main__"), 4),
     **dict.fromkeys(("report", "rehearse", "integrations", "bench", "recipes"), 4),
 }
 ROOMS = {  # of train/: a room imports those below it

@@ -16,12 +16,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 import hetero
 from hetero.api import engine_of, prepare_tuned, status
 from hetero.checkpoint.load import load_through
-from hetero.checkpoint.manifest import MANIFEST, decode, encode
+from hetero.checkpoint.manifest import MANIFEST, SHARD, decode, encode
 from hetero.checkpoint.save import save_through
 from hetero.config import Config
 from hetero.errors import (
@@ -99,6 +100,33 @@ def train(model: nn.Module, optimizer: Any, scheduler: Any, steps: int) -> list[
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    """Return what the safetensors library finds in a checkpoint, padding left out."""
+    with safe_open(path / SHARD, "torch") as file:
+        names = [name for name in file.offset_keys() if not name.startswith("__")]
+        return {name: file.get_tensor(name) for name in names}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_any_tool_opens_a_checkpoint_by_the_names_of_parameters_and_states(
+    disk: Path, where: str
+) -> None:
+    model, optimizer, scheduler = make(disk, where)
+    train(model, optimizer, scheduler, 2)
+
+    found = stored(hetero.save_checkpoint(disk / "saved", model, optimizer).path)
+
+    kinds = {name: "param" for name, _ in model.named_parameters()}
+    expected = {f"{kinds.get(n, 'buffer')}/{n}": v for n, v in values(model).items()}
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state.get(param, {}).items():
+            if key != "step":
+                expected[f"state/{name}/{key}"] = value.clone()
+    assert same({name: found[name] for name in expected}, expected)
+    assert {name.split("/")[0] for name in found.keys() - expected.keys()} == {"extra"}
+    assert len(expected) > 50
 
 
 def first_moments(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -410,7 +438,7 @@ def test_a_damaged_checkpoint_is_refused_before_the_model_is_touched(
     model, optimizer, scheduler = two_saves(disk, where)
     train(model, optimizer, scheduler, 1)
     before = values(model)
-    damage(disk / "saved" / "step-2" / "r00000.bin", 0.9)
+    damage(disk / "saved" / "step-2" / SHARD, 0.9)
 
     with pytest.raises(CheckpointCorrupt, match="CRC") as refused:
         hetero.load_checkpoint(disk / "saved", model, optimizer)

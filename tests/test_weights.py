@@ -23,7 +23,8 @@ from hetero.errors import (
     UnsafeCheckpoint,
 )
 from hetero.io import FaultPlan
-from hetero.weights import DTYPES, INDEX, SINGLE, Weights
+from hetero.tensorfile import DTYPES, INDEX, SINGLE
+from hetero.weights import Weights, dtype_named
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -73,7 +74,8 @@ def one(dtype: str = "U8", shape: Any = (4,), offsets: Any = (0, 4)) -> dict[str
 
 @pytest.mark.parametrize("code", DTYPES)
 def test_every_dtype_is_read_as_the_library_wrote_it(tmp_path: Path, code: str) -> None:
-    tensors = {"a": random((3, 5), DTYPES[code]), "b": random((2,), DTYPES[code])}
+    dtype = dtype_named(DTYPES[code])
+    tensors = {"a": random((3, 5), dtype), "b": random((2,), dtype)}
     safetensors.save_file(tensors, tmp_path / SINGLE)
 
     agree(tmp_path, tensors)

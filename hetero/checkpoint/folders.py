@@ -19,14 +19,14 @@ import stat
 import uuid
 from typing import NamedTuple
 
-from hetero.checkpoint.manifest import MANIFEST, SHARD
+from hetero.checkpoint.manifest import MANIFEST, SHARDS
 from hetero.errors import CheckpointCorrupt, CheckpointError, StorageError, UnsafeCheckpoint
 from hetero.io import Folder
 
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 TMP = re.compile(r"step-(0|[1-9][0-9]{0,17})\.[0-9a-f]{32}\.tmp")
 MANIFEST_TMP = f"{MANIFEST}.tmp"
-OURS = (MANIFEST_TMP, MANIFEST, SHARD)
+OURS = (MANIFEST_TMP, MANIFEST, *SHARDS.values())
 TRIES = 8  # names for one attempt: each is lost only to a sweep at that very moment
 
 

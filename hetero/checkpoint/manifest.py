@@ -1,9 +1,12 @@
 """What a checkpoint says about itself: values, their JSON, and every check of it (no I/O).
 
-[Note: format]  A checkpoint is a directory ``step-N`` with `MANIFEST` and one shard. Entries lie
-in the shard in their order, each padded with zeros to a multiple of `ALIGN`, and tile it. A CRC
-covers each `BLOCK` of an entry's padded bytes, seeded with the numbers of entry and block, so every
-byte of the shard is under exactly one CRC, and valid bytes in the wrong place are refused.
+[Note: format]  A checkpoint is a directory ``step-N`` with `MANIFEST` and one shard, a file of
+safetensors. Its header is a function of the entries (`head`), of a multiple of `ALIGN` bytes, and
+compared as a whole. Entries lie after it in their order, each padded with zeros to a multiple of
+`ALIGN` (the padding is a tensor of the file as well), and tile it. A CRC covers each `BLOCK` of an
+entry's padded bytes, seeded with the numbers of entry and block, so every byte of the shard is
+checked in one way, and valid bytes in the wrong place are refused. In format 1 a shard was these
+tiles alone, under another name.
 
 The manifest is one line of ASCII JSON, and its first member is the CRC of all bytes after it; that
 head stays in later versions. CRCs are eight hexadecimal digits a block in one string: 96 GB take
@@ -21,17 +24,19 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+from hetero import tensorfile
 from hetero.crc import crc32
 from hetero.errors import CheckpointCorrupt, CheckpointTooNew, UnsafeCheckpoint
-from hetero.io import align_up
+from hetero.io import ALIGN, align_up
 from hetero.parse import MAX_DEPTH, Unparsable, json_of
+from hetero.tensorfile import BLOCK
 from hetero.types import format_bytes
 
 FORMAT = "hetero checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "MANIFEST.json"
-SHARD = "r00000.bin"
-BLOCK = 2**20  # bytes under one CRC
+SHARD = "model-0.safetensors"
+SHARDS = {1: "r00000.bin", 2: SHARD}  # by version
 
 # Limits of what a load believes. A save keeps them too: it reads its own manifest back.
 MAX_MANIFEST_BYTES = 64 * 2**20  # at 8 digits a MiB it still describes 8 TB
@@ -42,13 +47,9 @@ MAX_KEY = 256
 MAX_RANK = 64  # torch's own limit
 MAX_BYTES = 2**50  # of one entry, and of a shard
 
-ITEM_BYTES = {
-    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
-    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
-    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
-    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
-    "complex128": 16,
+PAIRS = {"complex32": "float16", "complex128": "float64"}  # which safetensors does not have
+ITEM_BYTES = tensorfile.ITEM_BYTES | {
+    dtype: 2 * tensorfile.ITEM_BYTES[half] for dtype, half in PAIRS.items()
 }
 
 KIND = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -103,10 +104,40 @@ class Manifest:
     crcs: tuple[str, ...]
     """For each entry eight hexadecimal digits a block."""
     meta: dict[str, Any]
+    version: int = VERSION
+
+    @property
+    def shard(self) -> str:
+        """Name of the file that has the bytes."""
+        return SHARDS[self.version]
+
+    @property
+    def head(self) -> bytes:
+        """What the file begins with."""
+        return head(self.entries) if self.version > 1 else b""
+
+
+def head(entries: Iterable[Entry]) -> bytes:
+    """Return the header of a shard: entries and padding as tensors of safetensors.
+
+    Its bytes are a part of the format: another choice is another version.
+    """
+    rows: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for number, entry in enumerate(entries):
+        name = "/".join(part for part in (entry.kind, entry.name, entry.key) if part)
+        name = name.encode("utf-8", "backslashreplace").decode()  # halves of surrogate pairs
+        while name in rows:
+            name += f"#{number}"
+        half = PAIRS.get(entry.dtype)
+        rows[name] = (half, (*entry.shape, 2)) if half else (entry.dtype, entry.shape)
+        if padding := -entry.n_bytes % ALIGN:
+            rows[f"__padding__/{number}"] = "uint8", (padding,)
+    tensors = ((name, *row) for name, row in rows.items())
+    return tensorfile.header(tensors, notes={"format": "pt"}, align=ALIGN)
 
 
 def layout(entries: Iterable[Entry]) -> list[int]:
-    """Return the byte at which each entry starts in the shard, and last the shard's size."""
+    """Return the byte after the header at which each entry starts, and last where they end."""
     return list(accumulate((align_up(entry.n_bytes) for entry in entries), initial=0))
 
 
@@ -115,9 +146,9 @@ def encode(manifest: Manifest) -> bytes:
     offsets = layout(manifest.entries)
     record = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": manifest.version,
         "step": manifest.step,
-        "shards": [{"file": SHARD, "bytes": offsets[-1]}],
+        "shards": [{"file": manifest.shard, "bytes": offsets[-1]}],
         "index": [
             entry_record(*row)
             for row in zip(manifest.entries, offsets[:-1], manifest.crcs, strict=True)
@@ -210,7 +241,7 @@ def check_crc(raw: bytes) -> None:
 
 def _decode(raw: bytes) -> Manifest:
     record = parse(raw)
-    check_version(record)
+    version = check_version(record)
     kinds = {"crc32": str, "format": str, "version": int, "step": int}
     kinds |= {"shards": list, "index": list, "meta": dict}
     *_, step, shards, index, meta = fields("the manifest", record, kinds)
@@ -224,9 +255,9 @@ def _decode(raw: bytes) -> Manifest:
         entries.append(entry)
         crcs.append(digits)
         end += align_up(entry.n_bytes)
-    check_shards(shards, end)
+    check_shards(shards, SHARDS[version], end)
     check_unique(entries)
-    return Manifest(step, tuple(entries), tuple(crcs), meta)
+    return Manifest(step, tuple(entries), tuple(crcs), meta, version)
 
 
 def parse(raw: bytes) -> Any:
@@ -237,7 +268,8 @@ def parse(raw: bytes) -> Any:
         raise Unfit(str(error)) from None
 
 
-def check_version(record: Any) -> None:
+def check_version(record: Any) -> int:
+    """Return the version; raises CheckpointTooNew for a later one, Unfit for none."""
     if type(record) is not dict or record.get("format") != FORMAT:
         raise Unfit(f'it does not say that it is a "{FORMAT}"')
     version = record.get("version")
@@ -248,6 +280,7 @@ def check_version(record: Any) -> None:
             f"is of format version {version}; this hetero reads up to {VERSION}",
             advice="load it with the version of hetero that wrote it, or a later one",
         )
+    return version
 
 
 def fields(what: str, record: Any, kinds: Mapping[str, type]) -> list[Any]:
@@ -304,12 +337,12 @@ def check_entry(what: str, entry: Entry) -> None:
         raise Unfit(f"{what} is larger than {format_bytes(MAX_BYTES)}")
 
 
-def check_shards(shards: list[Any], n_bytes: int) -> None:
+def check_shards(shards: list[Any], name: str, n_bytes: int) -> None:
     if len(shards) != 1:
         raise Unfit(f"{len(shards)} shards, and this version has one")
     file, size = fields("the shard", shards[0], {"file": str, "bytes": int})
-    if file != SHARD:
-        raise Unfit(f"the file {file[:300]!r} is not {SHARD}: names are ours")
+    if file != name:
+        raise Unfit(f"the file {file[:300]!r} is not {name}: names are ours")
     if size != n_bytes or n_bytes > MAX_BYTES:
         raise Unfit(f"the shard is declared with {clip(size)} bytes, its entries take {n_bytes}")
 

@@ -18,11 +18,10 @@ from hetero.checkpoint.folders import Named, check_safe, final_name, named
 from hetero.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
-    SHARD,
+    SHARDS,
     UNSAFE,
     Manifest,
     decode,
-    layout,
 )
 from hetero.checkpoint.shard import Mismatch, ShardReader, flat
 from hetero.errors import (
@@ -35,7 +34,6 @@ from hetero.errors import (
 from hetero.io import IO, File, Folder
 from hetero.types import format_bytes
 
-SLACK_BYTES = 64 * 2**20  # of holes that no shard is refused for
 FOREIGN_NAMES = {  # endings of what other tools write: never opened
     ".metadata": "torch.distributed.checkpoint (DCP)",
     ".distcp": "torch.distributed.checkpoint (DCP)",
@@ -77,7 +75,8 @@ class Reader:
         self.entries = manifest.entries
         self.path = folder.path
         self._numbers = {(e.kind, e.name, e.key): n for n, e in enumerate(self.entries)}
-        self._shard = ShardReader(open_shard(folder, manifest), self.entries, manifest.crcs)
+        self._shard = ShardReader(folder, manifest)
+        self.n_bytes = self._shard.n_bytes
 
     @classmethod
     def open(cls, path: str | Path, step: int | None = None, io: IO | None = None) -> Reader:
@@ -125,7 +124,7 @@ class Reader:
             self._shard.read(entry, start, flat(into))
         except Mismatch as wrong:
             raise CheckpointCorrupt(
-                f"{self._folder.where(SHARD)}: block {wrong.block} of entry {entry}"
+                f"{self._shard.path}: block {wrong.block} of entry {entry}"
                 f" ({self.entries[entry].label!r}) has CRC {wrong.got}, saved was {wrong.expected}",
                 advice=newest_good(self._root, self.step),
             ) from None
@@ -206,23 +205,6 @@ def read_bytes(file: File, n_bytes: int) -> bytes:
     return bytes(raw)
 
 
-def open_shard(folder: Folder, manifest: Manifest) -> File:
-    """Open the shard, and check that the drive holds as much as the manifest declares."""
-    check_safe(folder, SHARD)
-    file = folder.file(SHARD, direct=True)
-    declared, size = layout(manifest.entries)[-1], file.size()
-    if size != declared:
-        raise CheckpointCorrupt(
-            f"{file.path} has {size} bytes, {declared} were saved", advice="use another checkpoint"
-        )
-    if size - file.allocated() > max(SLACK_BYTES, size * 3 // 4):
-        raise UnsafeCheckpoint(
-            f"{file.path} is declared with {format_bytes(size)}, and most of it are holes",
-            advice="if a copy made the holes, fill them: cp --sparse=never",
-        )
-    return file
-
-
 # -- what is no checkpoint of ours ---------------------------------------------------------------
 
 
@@ -260,7 +242,7 @@ def refuse_foreign(folder: Folder, names: Sequence[str]) -> None:
     if MANIFEST in names:
         return
     for ending, program in FOREIGN_NAMES.items():
-        if any(name.endswith(ending) and name != SHARD for name in names):
+        if any(name.endswith(ending) and name not in SHARDS.values() for name in names):
             raise CheckpointError(
                 f"{folder.path} is a checkpoint of {program}, not of hetero",
                 advice="load it with that program into the model, then prepare it",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import queue
-import struct
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -20,30 +19,19 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
-from hetero.checkpoint.manifest import BLOCK, SHARD, Entry, layout
-from hetero.crc import crc32
-from hetero.errors import CheckpointError, StorageError, afresh
+from hetero.checkpoint.folders import check_safe
+from hetero.checkpoint.manifest import SHARD, Entry, Manifest, head, layout
+from hetero.errors import CheckpointCorrupt, CheckpointError, StorageError, UnsafeCheckpoint, afresh
 from hetero.io import ALIGN, File, Folder, align_up, aligned_buffer
+from hetero.tensorfile import BLOCK, block_crcs
+from hetero.types import format_bytes
 
 PIECE = 8 * 2**20  # bytes of one call: eight blocks
 BUFFERS = 2  # for staging: one is filled while the other is written
+SLACK_BYTES = 64 * 2**20  # of holes that no shard is refused for
 GATHERED = 4 * 2**20  # bytes of a piece that is written alone, from where it lies
-SEED = struct.Struct("<QQ")  # number of the entry, number of the block
 UNWRITTEN, CLAIMED = -1, -2  # in place of a CRC
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL)  # file systems that allocate as one writes
-
-
-def block_crcs(entry: int, start: int, data: memoryview) -> list[int]:
-    """Return the CRCs of the blocks of ``data``, which lies at byte ``start`` of an entry.
-
-    Zeros pad the last one to a multiple of `ALIGN`. The seed makes bytes of another place wrong.
-    """
-    crcs = [
-        crc32(data[at : at + BLOCK], crc32(SEED.pack(entry, (start + at) // BLOCK)))
-        for at in range(0, len(data), BLOCK)
-    ]
-    padding = -len(data) % ALIGN
-    return crcs[:-1] + [crc32(bytes(padding), crcs[-1])] if padding else crcs
 
 
 def check_range(entry: Entry, start: int, n_bytes: int) -> None:
@@ -142,7 +130,8 @@ class ShardWriter:
 
     def __init__(self, folder: Folder, entries: Sequence[Entry]) -> None:
         self._entries = entries
-        self._offsets = layout(entries)
+        first = head(entries)
+        self._offsets = [len(first) + at for at in layout(entries)]
         self._blocks = list(accumulate((entry.n_blocks for entry in entries), initial=0))
         self._crcs = array("q", [UNWRITTEN]) * self._blocks[-1]
         self._buffers = Buffers()
@@ -158,6 +147,7 @@ class ShardWriter:
         except StorageError as error:
             if error.errno not in CANNOT_RESERVE:
                 raise
+        self._gather(0, memoryview(first))
 
     def write(self, entry: int, start: int, data: memoryview) -> None:
         """Write whole blocks of an entry, and return when ``data`` may change again."""
@@ -319,15 +309,41 @@ class Mismatch(Exception):
         self.entry, self.block, self.expected, self.got = entry, block, expected, got
 
 
-class ShardReader:
-    """A shard whose size is known to be right; gives out verified bytes only."""
+def check_size(file: File, declared: int) -> None:
+    """Raise where a file is not as long as declared, or most of it is not on its drive."""
+    size = file.size()
+    if size != declared:
+        raise CheckpointCorrupt(
+            f"{file.path} has {size} bytes, {declared} were saved", advice="use another checkpoint"
+        )
+    if size - file.allocated() > max(SLACK_BYTES, size * 3 // 4):
+        raise UnsafeCheckpoint(
+            f"{file.path} is declared with {format_bytes(size)}, and most of it are holes",
+            advice="if a copy made the holes, fill them: cp --sparse=never",
+        )
 
-    def __init__(self, file: File, entries: Sequence[Entry], crcs: Sequence[str]) -> None:
-        self._file = file
-        self._entries = entries
-        self._offsets = layout(entries)
-        self._crcs = crcs
+
+class ShardReader:
+    """The shard of a manifest, of the size that it declares; gives out verified bytes only."""
+
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        """Open the shard; check that the drive holds as much as is declared, and its header."""
+        first = manifest.head
+        self._entries = manifest.entries
+        self._offsets = [len(first) + at for at in layout(manifest.entries)]
+        self._crcs = manifest.crcs
         self._buffers = Buffers()
+        check_safe(folder, manifest.shard)
+        self._file = folder.file(manifest.shard, direct=True)
+        self.path, self.n_bytes = self._file.path, self._offsets[-1]
+        check_size(self._file, self.n_bytes)
+        found = aligned_buffer(len(first))[: len(first)]
+        self._file.read(0, found)
+        if found != first:
+            raise CheckpointCorrupt(
+                f"{self.path} does not begin with the header that was saved",
+                advice="use another checkpoint",
+            )
 
     def read(self, entry: int, start: int, into: memoryview) -> None:
         """Fill ``into`` with whole blocks of an entry; raises Mismatch or StorageError.

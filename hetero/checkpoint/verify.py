@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.checkpoint.folders import named
-from hetero.checkpoint.manifest import MANIFEST, layout
+from hetero.checkpoint.manifest import MANIFEST
 from hetero.checkpoint.reader import Reader, nothing, open_folder, open_in
 from hetero.checkpoint.shard import BUFFERS, PIECE, Buffers
 from hetero.errors import CheckpointError, StorageError
@@ -75,7 +75,7 @@ def examine(step: int | None, name: str, opened: Callable[[], Reader]) -> Verdic
     n_bytes = 0
     try:
         with opened() as reader:
-            step, n_bytes = reader.step, layout(reader.entries)[-1]
+            step, n_bytes = reader.step, reader.n_bytes
             read_all(reader)
     except (CheckpointError, StorageError) as error:
         return Verdict(step, name, n_bytes, False, f"{type(error).__name__}: {error.args[0]}")

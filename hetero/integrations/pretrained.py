@@ -21,7 +21,8 @@ from transformers import PretrainedConfig
 from hetero.api import prepare
 from hetero.config import Config
 from hetero.errors import ConfigError, HeteroError
-from hetero.weights import INDEX, SINGLE, Weights
+from hetero.tensorfile import INDEX, SINGLE
+from hetero.weights import Weights
 
 STREAMS = importlib.util.find_spec("transformers.core_model_loading") is not None
 DTYPE = "dtype" if STREAMS else "torch_dtype"  # the name that every version knows

@@ -26,9 +26,10 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from hetero.tensorfile import SUFFIX
 from hetero.train.engine.check import pageable
 from hetero.train.model.empty import Place, promise
-from hetero.weights import SUFFIX, Weights
+from hetero.weights import Weights
 
 LOADING = threading.RLock()  # a method of transformers is replaced while a model is loaded
 

@@ -17,7 +17,7 @@ from hetero.checkpoint.manifest import MANIFEST, SHARD
 from hetero.errors import CheckpointError, StorageError
 from hetero.io import Folder
 from tests.campaigns.fuzz import Attempt, Parser, changed
-from tests.faults.crafted import Record, record_of, sealed, text_of
+from tests.faults.crafted import Record, plant, record_of, sealed, text_of
 from tests.faults.fuzzer import crafted, outcome
 from tests.faults.saves import Quick, contents, load, save
 
@@ -93,7 +93,7 @@ def loading(rule: Rule, **settings: Any) -> Callable[[Path], Attempt]:
 
         def attempt(seeded: random.Random) -> str:
             body = text_of(tampered(copy.deepcopy(good), seeded))
-            (saved / MANIFEST).write_bytes(sealed(body))
+            plant(saved, sealed(body))
             model, optimizer, scheduler = fresh.pop() if fresh else made(rule, **settings)
             before = bits(model, optimizer)
             try:
@@ -123,7 +123,7 @@ def manifest(directory: Path) -> Attempt:
     good = record_of(path)
 
     def attempt(seeded: random.Random) -> str:
-        (path / MANIFEST).write_bytes(crafted(good, seeded))
+        plant(path, crafted(good, seeded))
         found = outcome(directory)
         if found == "SILENT":
             raise AssertionError("other bytes than the shard's")

@@ -16,7 +16,8 @@ from hetero.recipes.options import gathered
 from hetero.recipes.sequences import answered
 from hetero.recipes.text import bytes_of, rows_of, text_of
 from hetero.rehearse.models import describe
-from hetero.weights import INDEX, Weights
+from hetero.tensorfile import INDEX
+from hetero.weights import Weights
 from tests.campaigns.fuzz import Attempt, Parser, as_text, changed, spoiled
 
 TOML = b"""hbm = "20GiB"

@@ -7,7 +7,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from hetero.checkpoint.manifest import HEAD, HEAD_BYTES, MANIFEST
+from hetero.checkpoint.manifest import HEAD, HEAD_BYTES, MANIFEST, SHARD, decode
+from hetero.errors import CheckpointError
 
 Record = dict[str, Any]
 
@@ -27,6 +28,23 @@ def sealed(body: bytes) -> bytes:
 def text_of(record: Record) -> bytes:
     """Return the bytes after the CRC for a record."""
     return json.dumps(record)[1:].encode()
+
+
+def head_of(raw: bytes) -> bytes:
+    """Return what the shard of a manifest begins with, "" where the manifest is refused."""
+    try:
+        return decode(raw, "").head
+    except CheckpointError:
+        return b""
+
+
+def plant(path: Path, raw: bytes) -> None:
+    """Give a checkpoint a manifest, and its shard the header that the manifest speaks of."""
+    (path / MANIFEST).write_bytes(raw)
+    if first := head_of(raw):
+        data = (path / SHARD).read_bytes()
+        before = 8 + int.from_bytes(data[:8], "little")
+        (path / SHARD).write_bytes(first + data[before:])
 
 
 def body_of(path: Path) -> bytes:

@@ -17,11 +17,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from hetero.checkpoint.manifest import MANIFEST, layout
+from hetero.checkpoint.manifest import MANIFEST, SHARD, layout
 from hetero.checkpoint.reader import Reader
 from hetero.errors import CheckpointError
 from hetero.io import ALIGN, Folder
-from tests.faults.crafted import Record, record_of, sealed, text_of
+from tests.faults.crafted import Record, head_of, record_of, sealed, text_of
 from tests.faults.saves import Buffered, Quick, contents, everything, save
 
 WARM = 200  # loads before the hook, which let Python import what it imports late
@@ -41,7 +41,16 @@ SHARD_BYTES = b"".join(d + bytes(-len(d) % ALIGN) for d in contents(1)[2])
 VALUES: list[Any] = [
     *(0, 1, -1, 2, 7, 4095, 4096, 2**31, 2**32, 2**53, 2**60, 2**63, 2**64, 10**30, 0.5, 1e308),
     *(float("nan"), float("inf"), True, False, None, "", "a", "../x", "/etc/passwd", "a/b", "\0"),
-    *("r00001.bin", "r00000.bin", "MANIFEST.json", "step-2", "x" * 300, "\ud800", "0" * 8, "0:1"),
+    *(
+        "r00000.bin",
+        "model-0.safetensors",
+        "MANIFEST.json",
+        "step-2",
+        "x" * 300,
+        "\ud800",
+        "0" * 8,
+        "0:1",
+    ),
     *(
         "float32",
         "uint8",
@@ -57,7 +66,7 @@ class Watch:
     """Notes every event that content must not cause."""
 
     def __init__(self, path: Path) -> None:
-        self.allowed = {str(path), "step-1", MANIFEST, "r00000.bin"}
+        self.allowed = {str(path), "step-1", MANIFEST, SHARD}
         self.bad: Counter[str] = Counter()
         self.active = True
 
@@ -130,7 +139,7 @@ def main(path: Path, count: int) -> dict[str, Any]:
     with Folder.open(path, Quick()) as root:
         checkpoint = save(root, 1)
     good, seeded = record_of(checkpoint), random.Random(0)
-    fd = os.open(checkpoint / MANIFEST, os.O_RDWR)
+    manifest, shard = (os.open(checkpoint / name, os.O_RDWR) for name in (MANIFEST, SHARD))
     outcomes: Counter[str] = Counter()
     watch, slowest, before = Watch(path), 0.0, 0
     for n in range(count + WARM):
@@ -138,14 +147,20 @@ def main(path: Path, count: int) -> dict[str, Any]:
             sys.addaudithook(watch)
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         raw = crafted(good, seeded)
-        os.ftruncate(fd, len(raw))
-        os.pwrite(fd, raw, 0)
+        put(manifest, raw)
+        put(shard, head_of(raw) + SHARD_BYTES)
         began = time.monotonic()
         outcomes[outcome(path)] += 1
         slowest = max(slowest, time.monotonic() - began) if n >= WARM else 0.0
     watch.active = False
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {"outcomes": outcomes, "bad": watch.bad, "grown_kib": grown, "slowest_seconds": slowest}
+
+
+def put(fd: int, data: bytes) -> None:
+    """Let an open file have these bytes."""
+    os.ftruncate(fd, len(data))
+    os.pwrite(fd, data, 0)
 
 
 def crafted(good: Record, seeded: random.Random) -> bytes:

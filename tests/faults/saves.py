@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hetero.checkpoint.manifest import BLOCK, Entry
+from hetero.checkpoint.manifest import Entry
 from hetero.checkpoint.reader import Reader
 from hetero.checkpoint.writer import Writer
 from hetero.io import IO, FaultPlan, Folder
+from hetero.tensorfile import BLOCK
 
 T = TypeVar("T")
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from hetero.checkpoint.manifest import BLOCK, MANIFEST, SHARD, Entry, decode, layout
+from hetero.checkpoint.manifest import MANIFEST, SHARD, Entry, decode, head, layout
 from hetero.checkpoint.reader import Reader
-from hetero.checkpoint.shard import block_crcs
 from hetero.checkpoint.verify import verify
 from hetero.errors import CheckpointCorrupt, CheckpointError
 from hetero.io import ALIGN, Folder, align_up
+from hetero.tensorfile import BLOCK, block_crcs
 from tests.faults.saves import Buffered, Quick, contents, everything, load, save
 
 FLIPS = 20_000
@@ -35,7 +35,8 @@ class Target:
             self.path = save(root, 1, ENTRIES)
         self.fd = os.open(self.path / SHARD, os.O_RDWR)
         self.raw = (self.path / SHARD).read_bytes()
-        self.offsets = layout(ENTRIES)
+        self.head_bytes = len(head(ENTRIES))
+        self.offsets = [self.head_bytes + at for at in layout(ENTRIES)]
         self.reader = Reader.open(path, io=Buffered())
         self.into = memoryview(bytearray(BLOCK))
 
@@ -49,7 +50,13 @@ class Target:
             os.pwrite(self.fd, self.raw[offset : offset + len(data)], offset)
 
     def refuses(self, offset: int) -> bool:
-        """Whether the block of a byte of the shard is refused, by its name."""
+        """Whether the block of a byte of the shard is refused, by its name, or its header."""
+        if offset < self.head_bytes:
+            try:
+                Reader.open(self.path, io=Buffered()).close()
+            except CheckpointCorrupt as error:
+                return "does not begin with the header" in error.args[0]
+            return False
         entry = next(n for n, end in enumerate(self.offsets[1:]) if offset < end)
         block = (offset - self.offsets[entry]) // BLOCK
         n_bytes = min(BLOCK, SIZES[entry] - block * BLOCK)
@@ -60,7 +67,12 @@ class Target:
         return False
 
     def somewhere(self, seeded: random.Random) -> int:
-        """Return a byte of the shard: any entry, then any byte of it and of its padding."""
+        """Return a byte of the shard: any entry, then any byte of it and of its padding.
+
+        One of fifty is a byte of the header.
+        """
+        if not seeded.randrange(50):
+            return seeded.randrange(self.head_bytes)
         entry = seeded.randrange(len(SIZES))
         return self.offsets[entry] + seeded.randrange(align_up(SIZES[entry]))
 
@@ -139,7 +151,8 @@ def test_blocks_of_equal_bytes_are_refused_in_each_others_place(tmp_path: Path) 
     digits = [crcs[at : at + 8] for crcs in manifest.crcs for at in (0, 8)]
     assert len(set(digits)) == 4
     raw = (path / SHARD).read_bytes()
-    (path / SHARD).write_bytes(raw[2 * BLOCK :] + raw[: 2 * BLOCK])
+    first = len(head(entries))
+    (path / SHARD).write_bytes(raw[:first] + raw[first + 2 * BLOCK :] + raw[first : -2 * BLOCK])
 
     with pytest.raises(CheckpointCorrupt, match=r"block 0 of entry 0"):
         load(tmp_path)

@@ -324,7 +324,7 @@ def test_what_there_is_is_listed_with_its_state(tmp_path: Path, root: Folder) ->
         (9, "step-9", State.COMPLETE),
         (10, "step-10", State.DAMAGED),
     ]
-    assert "r00000.bin is missing" in steps(tmp_path)[2].problem
+    assert f"{SHARD} is missing" in steps(tmp_path)[2].problem
 
 
 # -- the directory itself ------------------------------------------------------------------------

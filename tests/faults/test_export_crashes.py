@@ -23,9 +23,10 @@ import torch
 from torch import nn
 
 from hetero.errors import DiskFull, DiskWriteError, StorageError
-from hetero.export import NEW, OLD, write
+from hetero.exchange import NEW, OLD
+from hetero.export import write
 from hetero.io import Op
-from hetero.weights import INDEX, PART, SINGLE
+from hetero.tensorfile import INDEX, PART, SINGLE
 from tests.faults.crash import Model, Recorder, Tree, as_tree, crash_states, frozen, lay_out
 from tests.faults.saves import Quick
 

@@ -244,12 +244,12 @@ def test_what_is_no_manifest_is_corrupt(checkpoint: Path, raw: bytes) -> None:
 
 
 def test_a_later_format_says_what_it_is_and_what_to_do(checkpoint: Path) -> None:
-    record = record_of(checkpoint) | {"version": 2, "what": "else"}
+    record = record_of(checkpoint) | {"version": 3, "what": "else"}
 
     error = refusal(checkpoint, sealed(text_of(record)))
 
     assert type(error) is CheckpointTooNew
-    assert "version 2; this hetero reads up to 1" in error.args[0]
+    assert "version 3; this hetero reads up to 2" in error.args[0]
     assert "version of hetero that wrote it" in error.advice
 
 
@@ -333,7 +333,7 @@ def test_a_shard_that_is_mostly_holes_is_refused(tmp_path: Path) -> None:
             writer.write(0, start, memoryview(bytes(50 * MIB)))
         shard = writer.commit({}) / SHARD
     os.truncate(shard, 0)
-    os.truncate(shard, entry.n_bytes)
+    os.truncate(shard, ALIGN + entry.n_bytes)
 
     with pytest.raises(UnsafeCheckpoint, match="holes"):
         Reader.open(tmp_path)

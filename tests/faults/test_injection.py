@@ -351,7 +351,7 @@ def test_verifying_tells_of_a_drive_that_cannot_be_read(fresh: Fresh) -> None:
 
 def test_damage_in_the_newest_is_told_even_where_older_ones_cannot_be_read(fresh: Fresh) -> None:
     path, plan = fresh(), FaultPlan()
-    (path / "step-2/r00000.bin").write_bytes(b"")
+    (path / "step-2" / SHARD).write_bytes(b"")
     plan.fail_at("read", 1, errno.EIO, None)
 
     with pytest.raises(CheckpointCorrupt, match="has 0 bytes") as failure:

@@ -13,15 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
-from hetero.checkpoint.manifest import BLOCK, ITEM_BYTES, MAX_DEPTH, Entry, Manifest, decode, encode
+from hetero.checkpoint.manifest import (
+    ITEM_BYTES,
+    MAX_DEPTH,
+    SHARD,
+    Entry,
+    Manifest,
+    decode,
+    encode,
+    head,
+)
 from hetero.checkpoint.reader import Reader, State, steps
 from hetero.checkpoint.shard import PIECE
 from hetero.checkpoint.writer import Writer
 from hetero.errors import CheckpointError, NoCheckpoint
 from hetero.io import ALIGN, Folder, aligned_buffer
+from hetero.tensorfile import BLOCK
 from tests.faults.saves import SMALL, Buffered, contents, everything, load, save
 
 
@@ -51,7 +63,7 @@ def test_scalars_and_empty_tensors_come_back_and_empty_ones_take_no_bytes(root: 
 
     there_and_back(root, entries)
 
-    assert (Path(root.path) / "step-3/r00000.bin").stat().st_size == 3 * ALIGN
+    assert (Path(root.path) / "step-3" / SHARD).stat().st_size == ALIGN + 3 * ALIGN
 
 
 def test_a_checkpoint_without_any_bytes_comes_back(root: Folder) -> None:
@@ -79,7 +91,7 @@ def test_calls_of_any_number_of_blocks_in_any_order_give_the_same_file(tmp_path:
             for number, start, end in calls:
                 writer.write(number, start, memoryview(data[number])[start:end])
             writer.commit(meta)
-        files.append((tmp_path / str(k) / "step-3/r00000.bin").read_bytes())
+        files.append((tmp_path / str(k) / "step-3" / SHARD).read_bytes())
 
     assert files[0] == files[1] == files[2]
     assert load(tmp_path / "0") == (3, meta, data)
@@ -154,6 +166,72 @@ def test_an_entry_is_found_by_kind_name_and_key(root: Folder) -> None:
         assert reader.find("state", "layers.0.weight", "exp_avg") == 1
         assert reader.find("param", "layers.0.weight") == 0
         assert reader.find("param", "layers.1.weight") is None
+
+
+# -- what other tools find -----------------------------------------------------------------------
+
+
+def shard_of(root: Folder, entries: list[Entry]) -> Path:
+    return save(root, 1, entries) / SHARD
+
+
+def tensors_in(path: Path) -> dict[str, bytes]:
+    """Return the tensors of a file as the safetensors library finds them, padding left out."""
+    with safe_open(path, "torch") as file:
+        found = {name: file.get_tensor(name) for name in file.offset_keys() if name[0] != "_"}
+    flat = {name: value.contiguous().view(-1) for name, value in found.items()}
+    return {name: value.view(torch.uint8).numpy().tobytes() for name, value in flat.items()}
+
+
+def test_the_library_of_safetensors_finds_every_dtype_by_its_name(root: Folder) -> None:
+    known = [name for name in ITEM_BYTES if name != "float8_e8m0fnu"]  # which it does not read
+    entries = [Entry("state", name, "exp_avg", name, (3, 5)) for name in known]
+
+    found = tensors_in(shard_of(root, entries))
+
+    data = contents(1, entries)[2]
+    assert found == {f"state/{e.name}/exp_avg": d for e, d in zip(entries, data, strict=True)}
+
+
+def test_numbers_that_safetensors_does_not_have_are_pairs(root: Folder) -> None:
+    entries = [
+        Entry("param", "c", "", "complex128", (3,)),
+        Entry("param", "h", "", "complex32", ()),
+    ]
+    with safe_open(shard_of(root, entries), "torch") as file:
+        pairs = [file.get_slice(f"param/{name}") for name in "ch"]
+        assert [(pair.get_dtype(), pair.get_shape()) for pair in pairs] == [
+            ("F64", [3, 2]),
+            ("F16", [2]),
+        ]
+
+
+def test_names_that_clash_or_are_no_text_are_told_apart(root: Folder) -> None:
+    named = [("a/b", "c"), ("a", "b/c"), ("a/b/c", ""), ("\ud800", ""), ("\\ud800", ""), ("", "")]
+    entries = [Entry("state", name, key, "uint8", (3,)) for name, key in named]
+
+    found = tensors_in(shard_of(root, entries))
+
+    assert list(found.values()) == list(contents(1, entries)[2])
+    assert [*found][:3] == ["state/a/b/c", "state/a/b/c#1", "state/a/b/c#2"]
+
+
+def test_the_header_of_a_shard_is_these_very_bytes() -> None:
+    """A load compares them, so other bytes are another version of the format."""
+    text = (
+        b'{"__metadata__":{"format":"pt"},'
+        b'"param/w":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]},'
+        b'"__padding__/0":{"dtype":"U8","shape":[4084],"data_offsets":[12,4096]},'
+        b'"state/w/m":{"dtype":"F32","shape":[1024],"data_offsets":[4096,8192]},'
+        b'"state/\\u00fc/m":{"dtype":"F32","shape":[0],"data_offsets":[8192,8192]}}'
+    )
+    entries = [
+        Entry("param", "w", "", "bfloat16", (2, 3)),
+        Entry("state", "w", "m", "float32", (1024,)),
+        Entry("state", "ü", "m", "float32", (0,)),
+    ]
+
+    assert head(entries) == (4088).to_bytes(8, "little") + text.ljust(4088)
 
 
 # -- what is asked of a writer -------------------------------------------------------------------
