@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hetero.config import Config
+from hetero.config import Config, Settings
 from hetero.device import open_device
 from hetero.errors import StateError
 from hetero.interrupts import theirs
@@ -31,7 +30,7 @@ def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    config: Config | Mapping[str, Any] | str | Path | None = None,
+    config: Settings = None,
     **settings: Any,
 ) -> Any:
     """Make ``model`` train, or run, inside a byte budget; it is hooked in place.

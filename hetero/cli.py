@@ -1,64 +1,65 @@
 """The command line: ``hetero train | run | plan | calibrate | report | doctor | verify | bench``.
 
 Commands import what they need when they run, so that ``hetero --help`` is fast and loads no torch.
+Each returns its exit status.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import os
-import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
-from hetero.config import ACTIVATIONS, FROZEN, Config
+from hetero.config import Config, parse_bytes
 from hetero.errors import HeteroError
+from hetero.recipes.flags import (
+    DEVICE,
+    POSITIVE,
+    PRECISION,
+    RunCommand,
+    fields_as_options,
+    option,
+    unit_options,
+)
 from hetero.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from benchmarks.runner import Result
     from hetero.recipes.calibrate import CalibrateOptions
     from hetero.recipes.options import TrainOptions
-    from hetero.recipes.train import StepReport
+    from hetero.recipes.result import StepReport
     from hetero.rehearse.plan import Plan
     from hetero.report.claims import Verdict
     from hetero.report.make import Report as MadeReport
 
 UNUSABLE = 2  # exit status: the request cannot be honoured as given
 DISAPPOINTED = 1  # exit status: a check is red, or a benchmark does not hold
-DEMO_MINUTES = 3.5  # a run of default length ends by then on a slow machine too
 NOT_USED = (
     "hetero run: {} built no Accelerator and no Trainer, so hetero had nothing to do. In a loop of"
     " your own, call model, optimizer = hetero.prepare(model, optimizer, hbm=...)"
 )
 POSITIONS = 1024  # of a sample that is planned with
-PRECISIONS = click.Choice(["fp32", "bf16", "fp16"])
-POSITIVE = click.IntRange(min=1)
-DEVICES = click.Choice(["cuda", "cpu", "cpu:sim"])
-KINDS = {  # of options whose field says too little
-    "device": DEVICES,
-    "precision": PRECISIONS,
-    "activations": click.Choice(ACTIVATIONS),
-    "frozen": click.Choice(FROZEN),
-    **dict.fromkeys(("hbm", "host", "nvme_bytes", "chunk_bytes"), str),  # as 20GiB
-}
+LAST_LINE = "Print JSON as the last line."
+EACH_STEP = "Print a line of JSON for each step, and one at the end."
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON as the last line.")
-json_lines_option = click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print a line of JSON for each step, and one at the end.",
-)
+
+class Result(Protocol):
+    """What a command finds out."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+
+
+Found = TypeVar("Found", bound=Result)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -67,47 +68,20 @@ def main() -> None:
     """Virtual memory for training: any nn.Module trains inside a byte budget."""
 
 
-def option(*names: Any) -> Callable[..., Any]:
-    """Return an option that is None when not given: names, type, text, and maybe a default.
+def answers(text: str = LAST_LINE) -> Callable[[Callable[..., int]], Callable[..., None]]:
+    """Give a command --json, and exit with the status that it returns, or 2 after a HeteroError."""
 
-    The default is what help says happens then.
-    """
-    first = next(i for i, part in enumerate(names) if not str(part).startswith("--"))
-    kind, text, *rest = names[first:]
-    said = f"{text}  [default: {rest[0]}]" if rest else text
-    return click.option(*names[:first], type=kind, default=None, help=said)
+    def decorate(command: Callable[..., int]) -> Callable[..., None]:
+        @click.option("--json", "as_json", is_flag=True, help=text)
+        @functools.wraps(command)
+        def answer(as_json: bool, **given: Any) -> None:
+            with failures(as_json):
+                status = command(as_json=as_json, **given)
+            sys.exit(status)
 
+        return answer
 
-def fields_as_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command an option for every field of `TrainOptions` and every setting of `Config`."""
-    from hetero.recipes import options as known
-
-    said = {**known.documented(Config), **known.documented(known.TrainOptions)}
-    own = [f for f in dataclasses.fields(known.TrainOptions) if f.name != "settings"]
-    settings = [f for f in dataclasses.fields(Config) if f.name in known.SETTINGS]
-    for f in reversed([*own, *settings]):
-        command = field_option(f, said[f.name])(command)
-    return command
-
-
-def field_option(f: dataclasses.Field[Any], text: str) -> Callable[..., Any]:
-    """Return the option of a field; its type and its default come from there."""
-    kind = f.type.removesuffix(" | None") if isinstance(f.type, str) else "str"
-    flag = f"--{f.name.replace('_', '-')}"
-    tells = isinstance(f.default, (int, float, str)) and kind != "bool"
-    said = f"{text}  [default: {f.default}]" if tells else text
-    if kind == "bool":
-        return click.option(f"{flag}/--no{flag[1:]}", default=None, help=said)
-    if kind.startswith("tuple"):
-        return click.option(flag, multiple=True, help=said)
-    return click.option(flag, type=KINDS.get(f.name, kind_of(kind)), default=None, help=said)
-
-
-def kind_of(kind: str) -> Any:
-    """Return the type of an option from that of a field."""
-    if kind.startswith("Literal"):
-        return click.Choice(re.findall(r"'([^']+)'", kind))
-    return {"int": int, "float": float}.get(kind, str)
+    return decorate
 
 
 @main.command()
@@ -118,8 +92,8 @@ def kind_of(kind: str) -> Any:
 )
 @click.option("--dry-run", is_flag=True, help="Plan this run (see hetero plan), and train nothing.")
 @fields_as_options
-@json_lines_option
-def train(config: str | None, dry_run: bool, as_json: bool, **given: Any) -> None:
+@answers(EACH_STEP)
+def train(config: str | None, dry_run: bool, as_json: bool, **given: Any) -> int:
     """Train a language model inside byte budgets of HBM, RAM and disk.
 
     Without options a byte-level GPT learns real text, in budgets that its states exceed. Ctrl-C, or
@@ -129,11 +103,11 @@ def train(config: str | None, dry_run: bool, as_json: bool, **given: Any) -> Non
     for a whole run, 2 for a request that cannot be honoured, 130 after Ctrl-C, 143 after SIGTERM;
     with --dry-run 1 where it does not fit.
     """
-    chosen = {key: value for key, value in given.items() if value not in (None, ())}
-    with failures(as_json), stopping() as stop:
-        options = train_options(config, chosen)
-        number = plan_run(options, as_json) if dry_run else train_run(options, stop, as_json)
-    sys.exit(number)
+    from hetero.recipes.options import command_options
+
+    with stopping() as stop:
+        options = command_options(config, said(given))
+        return plan_run(options, as_json) if dry_run else train_run(options, stop, as_json)
 
 
 def train_run(options: TrainOptions, stop: Callable[[], int | None], as_json: bool) -> int:
@@ -166,12 +140,7 @@ def plan_run(options: TrainOptions, as_json: bool) -> int:
     from hetero.recipes import show
     from hetero.recipes.train import dry_run
 
-    found = dry_run(options)
-    if as_json:
-        print_json(found.as_json())
-    else:
-        show.planned(open_console(as_json), found)
-    return 0 if found.fits else DISAPPOINTED
+    return 0 if tell(dry_run(options), as_json, show.planned).fits else DISAPPOINTED
 
 
 @contextmanager
@@ -182,73 +151,18 @@ def stopping() -> Iterator[Callable[[], int | None]]:
 
     def ask(number: int, frame: Any) -> None:
         asked.append(number)
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     for number in before:
         signal.signal(number, ask)
     try:
         yield lambda: asked[0] if asked else None
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def train_options(file: str | None, given: dict[str, Any]) -> TrainOptions:
-    """Return the options of a run; the demo ends soon where no limit is given."""
-    from hetero.recipes.options import gathered
-
-    options = gathered(file, given)
-    default = gathered(None, {})
-    if options.is_demo and (options.steps, options.epochs) == (default.steps, None):
-        said = "steps" in given or options.minutes is not None
-        return options if said else dataclasses.replace(options, minutes=DEMO_MINUTES)
-    return options
-
-
-class RunCommand(click.Command):
-    """Options of hetero stand before SCRIPT; those of `BEHIND` may stand right after it, too."""
-
-    BEHIND = (
-        *("--hbm", "--host", "--nvme", "--nvme-bytes"),
-        *("--activations", "--micro-batch", "--chunk-bytes"),
-    )
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Bring options of hetero's before SCRIPT; what else stands after it is the script's."""
-        values = {name: not option.is_flag for option in self._options() for name in option.opts}
-        at = taken(args, values)
-        behind = at + 1 + taken(args[at + 1 :], dict.fromkeys(self.BEHIND, True))
-        rest = args[behind:]
-        if rest[:1] == ["--"]:  # it says where the script's own begin
-            rest = rest[1:]
-        else:
-            tell_of_late(word for word in rest if word.partition("=")[0] in self.BEHIND)
-        return super().parse_args(ctx, [*args[at + 1 : behind], *args[: at + 1], *rest])
-
-    def _options(self) -> Iterator[click.Option]:
-        return (param for param in self.params if isinstance(param, click.Option))
-
-
-def tell_of_late(words: Iterable[str]) -> None:
-    """Say that words which look like budgets go to the script."""
-    for word in words:
-        click.echo(
-            f"{word} comes after the script's own arguments, so it was passed to the script. Put"
-            " hetero's options before the script's name, or -- after it to silence this",
-            err=True,
-        )
-
-
-def taken(args: list[str], values: Mapping[str, bool]) -> int:
-    """Return how many words the options at the beginning are; {name: whether a value follows}."""
-    count = 0
-    while count < len(args):
-        name, equals, _ = args[count].partition("=")
-        if name not in values:
-            break
-        count += 1 if equals or not values[name] else 2
-    return min(count, len(args))
+        restore()
 
 
 @main.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})
@@ -256,17 +170,16 @@ def taken(args: list[str], values: Mapping[str, bool]) -> int:
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @option("--config", click.Path(), "TOML file of hetero settings.", "the one HETERO_CONFIG names")
-@option("--device", DEVICES, "Where to compute.", "as the script does")
+@option("--device", DEVICE, "Where to compute.", "as the script does")
 @option("--hbm", str, "Device budget, as 20GiB.", "all of it")
 @option("--host", str, "RAM budget, as 64GiB.", "what is free")
 @click.option("--nvme", multiple=True, help="Directory for what RAM does not hold; repeatable.")
 @option("--nvme-bytes", str, "Budget of those directories, as 1TiB.", "what is free there")
-@option("--precision", PRECISIONS, "Of working weights.", "as the model has them")
-@option("--activations", click.Choice(ACTIVATIONS), "What units leave for backward.", "auto")
-@option("--micro-batch", POSITIVE, "Samples that a unit takes at once.", "all")
+@option("--precision", PRECISION, "Of working weights.", "as the model has them")
+@unit_options
 @option("--chunk-bytes", str, "Bytes of a chunk, as 4MiB.", "chosen")
-@json_option
-def run(script: str, args: tuple[str, ...], module: bool, as_json: bool, **given: Any) -> None:
+@answers()
+def run(script: str, args: tuple[str, ...], module: bool, as_json: bool, **given: Any) -> int:
     """Run SCRIPT with its ARGS as python would; what it trains, trains under byte budgets.
 
     Every Accelerator of accelerate and every Trainer (of Transformers, TRL ...) that it builds is
@@ -278,32 +191,24 @@ def run(script: str, args: tuple[str, ...], module: bool, as_json: bool, **given
 
     if not module and not os.path.isfile(script):
         raise click.UsageError(f"there is no script {script}")
-    with failures(as_json):
-        session = Session(run_config(given))
+    session = Session(run_config(said(given)))
     status = exit_status(lambda: session.run(script, args, module=module))
     if status == 0 and session.accelerators == 0:
         click.echo(NOT_USED.format(script), err=True)
     if as_json:
-        print_json(
-            {
-                "script": script,
-                "exit_status": status,
-                "accelerators": session.accelerators,
-                "trainers": session.trainers,
-            }
-        )
-    sys.exit(status)
+        built = {"accelerators": session.accelerators, "trainers": session.trainers}
+        print_json({"script": script, "exit_status": status, **built})
+    return status
 
 
 def run_config(given: dict[str, Any]) -> Config:
     """Return the settings that the command line, and the file it or HETERO_CONFIG names, give."""
-    settings = {key: value for key, value in given.items() if value not in (None, ())}
-    file = settings.pop("config", None) or os.environ.get("HETERO_CONFIG") or None
-    return Config.load(file, **settings)
+    file = given.pop("config", None) or os.environ.get("HETERO_CONFIG") or None
+    return Config.load(file, **given)
 
 
 def exit_status(call: Callable[[], None]) -> int:
-    """Run somebody's program; returns what the interpreter would exit with, as it says why."""
+    """Run a user's program; returns what the interpreter would exit with, as it says why."""
     try:
         call()
     except SystemExit as error:
@@ -324,13 +229,13 @@ def exit_status(call: Callable[[], None]) -> int:
 @option("--output", click.Path(dir_okay=False), "File to write.", "profiles/<host>.toml")
 @option("--nvme", click.Path(file_okay=False), "Directory on the drive to measure.", "this one")
 @option("--nvme-burnin", str, "Write so much, as 400GB, to find where the drive slows down.", "no")
-@option("--device", DEVICES, "What to measure.", "cuda when there is one, else cpu")
+@option("--device", DEVICE, "What to measure.", "cuda when there is one, else cpu")
 @click.option("--lint", "linting", is_flag=True, help="Check profiles in FILES, measure nothing.")
 @click.argument("files", nargs=-1, type=click.Path())
-@json_option
+@answers()
 def calibrate(
     quick: bool, linting: bool, files: tuple[str, ...], as_json: bool, **given: Any
-) -> None:
+) -> int:
     """Measure this machine and write its hardware profile.
 
     With --lint, check profiles instead; the exit status is 1 when one has a problem.
@@ -338,21 +243,20 @@ def calibrate(
     if bool(files) != linting:
         raise click.UsageError("--lint takes FILES, and FILES need --lint")
     problems = lint_files(files, as_json) if linting else measure_machine(quick, given, as_json)
-    sys.exit(DISAPPOINTED if problems else 0)
+    return DISAPPOINTED if problems else 0
 
 
 def measure_machine(quick: bool, given: dict[str, Any], as_json: bool) -> bool:
     """Calibrate, show the figures; returns whether the linter finds something in them."""
-    with failures(as_json):
-        from hetero.recipes import show
-        from hetero.recipes.calibrate import calibrate as run
+    from hetero.recipes import show
+    from hetero.recipes.calibrate import calibrate as run
 
-        console = open_console(as_json)
-        with show.calibrating(console) as watch:
-            result = run(calibrate_options(quick, given), watch)
-        show.calibration(console, result)
-        if as_json:
-            print_json(result.as_json())
+    console = open_console(as_json)
+    with show.calibrating(console) as watch:
+        result = run(calibrate_options(quick, given), watch)
+    show.calibration(console, result)
+    if as_json:
+        print_json(result.as_json())
     return bool(result.problems)
 
 
@@ -360,7 +264,6 @@ def calibrate_options(quick: bool, given: dict[str, Any]) -> CalibrateOptions:
     """Return the options of a calibration from what the command line gave."""
     from pathlib import Path
 
-    from hetero.config import parse_bytes
     from hetero.recipes.calibrate import CalibrateOptions
     from hetero.recipes.probes import FULL, QUICK
 
@@ -376,15 +279,14 @@ def calibrate_options(quick: bool, given: dict[str, Any]) -> CalibrateOptions:
 
 def lint_files(files: tuple[str, ...], as_json: bool) -> bool:
     """Show the problems of each profile; returns whether there are any."""
-    with failures(as_json):
-        from hetero.plan.hardware import lint_file
-        from hetero.recipes import show
+    from hetero.plan.hardware import lint_file
+    from hetero.recipes import show
 
-        found = {name: lint_file(name) for name in files}
-        if as_json:
-            print_json(found)
-        else:
-            show.problems(open_console(as_json), found)
+    found = {name: lint_file(name) for name in files}
+    if as_json:
+        print_json(found)
+    else:
+        show.problems(open_console(), found)
     return any(found.values())
 
 
@@ -398,47 +300,47 @@ def lint_files(files: tuple[str, ...], as_json: bool) -> bool:
 @click.option(
     "--assert", "claims", multiple=True, help="Check a claim, as 'hbm.peak <= 23GiB'; repeatable."
 )
-@json_option
-def report(
-    run: str,
-    output: str | None,
-    png: str | None,
-    perfetto: str | None,
-    claims: tuple[str, ...],
-    as_json: bool,
-) -> None:
+@answers()
+def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None) -> int:
     """Report what a recorded RUN did with memory and time; RUN is its directory.
 
     The exit status is 1 when a claim does not hold.
     """
-    with failures(as_json):
-        from hetero.report.claims import judge
-        from hetero.report.make import examine
+    from hetero.report.claims import judge
+    from hetero.report.make import examine
 
-        made = examine(run)
-        verdicts = judge(claims, made.summary.figures())
-        if output is not None:
-            made.write(output)
-        if png is not None:
-            from hetero.report.png import write_png
+    made = examine(run)
+    verdicts = judge(claims, made.summary.figures())
+    written = write_report(made, **files)
+    if as_json:
+        judged = [verdict.as_json() for verdict in verdicts]
+        print_json({**made.summary.as_json(), "claims": judged})
+    else:
+        show_report(made, verdicts, written)
+    return 0 if all(verdict.holds for verdict in verdicts) else DISAPPOINTED
 
-            write_png(made.measured, png)
-        if perfetto is not None:
-            from hetero.report.perfetto import write_perfetto
 
-            write_perfetto(made.measured, perfetto)
-        if as_json:
-            said = [verdict.as_json() for verdict in verdicts]
-            print_json({**made.summary.as_json(), "claims": said})
-        else:
-            show_report(made, verdicts, [path for path in (output, png, perfetto) if path])
-    sys.exit(0 if all(verdict.holds for verdict in verdicts) else DISAPPOINTED)
+def write_report(
+    made: MadeReport, output: str | None, png: str | None, perfetto: str | None
+) -> list[str]:
+    """Write the files that were asked for; returns their paths."""
+    if output is not None:
+        made.write(output)
+    if png is not None:
+        from hetero.report.png import write_png
+
+        write_png(made.measured, png)
+    if perfetto is not None:
+        from hetero.report.perfetto import write_perfetto
+
+        write_perfetto(made.measured, perfetto)
+    return [path for path in (output, png, perfetto) if path]
 
 
 def show_report(made: MadeReport, verdicts: list[Verdict], written: list[str]) -> None:
     from hetero.report import terminal
 
-    console = open_console(to_stderr=False)
+    console = open_console()
     terminal.show(console, made.measured, made.advice)
     terminal.show_verdicts(console, verdicts)
     terminal.show_written(console, written)
@@ -453,32 +355,26 @@ def show_report(made: MadeReport, verdicts: list[Verdict], written: list[str]) -
 @option("--nvme-bytes", str, "Budget of that directory, as 1TiB.", "no limit")
 @option("--batch", POSITIVE, "Samples of a step.", "1")
 @option("--sequence", POSITIVE, "Positions of a sample.", "1024")
-@option("--precision", PRECISIONS, "Of working weights.", "fp32")
-@option("--activations", click.Choice(ACTIVATIONS), "What units leave for backward.", "auto")
-@option("--micro-batch", POSITIVE, "Samples that a unit takes at once.", "all")
-@option("--device", DEVICES, "What to plan for.", "cuda where the profile has a GPU, else cpu:sim")
+@option("--precision", PRECISION, "Of working weights.", "fp32")
+@unit_options
+@option("--device", DEVICE, "What to plan for.", "cuda where the profile has a GPU, else cpu:sim")
 @click.option("--fused-loss", is_flag=True, help="Compute the loss without all logits at once.")
 @click.option("--no-estimates", is_flag=True, help="Leave out what else would fit.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write a report as HTML.")
-@json_option
-def plan(model: str, as_json: bool, no_estimates: bool, output: str | None, **given: Any) -> None:
+@answers()
+def plan(model: str, as_json: bool, no_estimates: bool, output: str | None, **given: Any) -> int:
     """Say whether training MODEL fits, how fast it is, and what limits it, before it runs.
 
     MODEL is a published one by name (llama-3-8b), a config.json or its directory, or a function of
     a module here, as mymodels:small, which returns model and batch (then --batch and --sequence say
     nothing). The exit status is 1 when it does not fit, 2 when that cannot be planned.
     """
-    with failures(as_json):
-        found = planned(model, not no_estimates, given)
-        if output is not None:
-            found.write(output)
-        if as_json:
-            print_json(found.as_json())
-        else:
-            from hetero.recipes import show
+    from hetero.recipes import show
 
-            show.planned(open_console(as_json), found)
-    sys.exit(0 if found.fits else DISAPPOINTED)
+    found = planned(model, not no_estimates, given)
+    if output is not None:
+        found.write(output)
+    return 0 if tell(found, as_json, show.planned).fits else DISAPPOINTED
 
 
 def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
@@ -494,91 +390,76 @@ def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
 
 
 @main.command()
-@json_option
-def doctor(as_json: bool) -> None:
+@answers()
+def doctor(as_json: bool) -> int:
     """Check this machine, and say how to fix what slows hetero down."""
-    with failures(as_json):
-        from hetero.recipes import show
-        from hetero.recipes.doctor import examine
+    from hetero.recipes import show
+    from hetero.recipes.doctor import examine
 
-        report = examine()
-        if as_json:
-            print_json(report.as_json())
-        else:
-            show.examination(open_console(as_json), report)
-    sys.exit(0 if report.healthy else DISAPPOINTED)
+    return 0 if tell(examine(), as_json, show.examination).healthy else DISAPPOINTED
 
 
 @main.command()
 @click.argument("directory", type=click.Path())
-@json_option
-def verify(directory: str, as_json: bool) -> None:
+@answers()
+def verify(directory: str, as_json: bool) -> int:
     """Check every byte of the checkpoints in DIRECTORY, or of the one that it is.
 
     The exit status is 1 when one is damaged, 2 when there is nothing to check.
     """
-    with failures(as_json):
-        from hetero.checkpoint.verify import verify as examine
-        from hetero.recipes import show
+    from hetero.checkpoint.verify import verify as examine
+    from hetero.recipes import show
 
-        report = examine(directory)
-        if as_json:
-            print_json(report.as_json())
-        else:
-            show.verification(open_console(as_json), report)
-    sys.exit(0 if report.ok else DISAPPOINTED)
+    return 0 if tell(examine(directory), as_json, show.verification).ok else DISAPPOINTED
 
 
 @main.command()
 @click.argument("name", required=False)
 @click.option("--list", "listing", is_flag=True, help="List the benchmarks.")
 @click.option("--all", "every", is_flag=True, help="Run all of them.")
-@option("--device", DEVICES, "Where to compute.", "as each benchmark says")
-@json_option
-def bench(name: str | None, listing: bool, every: bool, device: str | None, as_json: bool) -> None:
+@option("--device", DEVICE, "Where to compute.", "as each benchmark says")
+@answers()
+def bench(name: str | None, listing: bool, every: bool, device: str | None, as_json: bool) -> int:
     """Run a benchmark NAME; the exit status is 1 when one of its cases does not hold."""
-    with failures(as_json):
-        from hetero.bench import runner
+    from hetero.bench import runner
+    from hetero.recipes import show
 
-        benches = runner()
-        known = dict(benches.names())
-        if listing:
-            show_list(known, as_json)
-            return
-        chosen = list(known) if every else [chosen_bench(name, known)]
-        results = [show_bench(benches.run_bench(each, device), as_json) for each in chosen]
-    if not all(case.holds for result in results for case in result.cases):
-        sys.exit(DISAPPOINTED)
+    benches = runner()
+    known = dict(benches.names())
+    if listing:
+        if as_json:
+            print_json(known)
+        else:
+            show.bench_list(open_console(), known.items())
+        return 0
+    chosen = list(known) if every else [chosen_bench(name, known)]
+    results = [tell(benches.run_bench(each, device), as_json, show.benchmark) for each in chosen]
+    return 0 if all(case.holds for result in results for case in result.cases) else DISAPPOINTED
 
 
 def chosen_bench(name: str | None, known: dict[str, str]) -> str:
     """Return the name of a benchmark; a usage error lists the names there are."""
     if name is not None and name in known:
         return name
-    said = "give a NAME, --all or --list" if name is None else f"there is no benchmark {name!r}"
-    raise click.UsageError(f"{said}; benchmarks: {', '.join(known)}")
-
-
-def show_list(known: dict[str, str], as_json: bool) -> None:
-    from hetero.recipes import show
-
-    if as_json:
-        print_json(known)
-    else:
-        show.bench_list(open_console(as_json), known.items())
-
-
-def show_bench(result: Result, as_json: bool) -> Result:
-    from hetero.recipes import show
-
-    if as_json:
-        print_json(result.as_json())
-    else:
-        show.benchmark(open_console(as_json), result)
-    return result
+    problem = "give a NAME, --all or --list" if name is None else f"there is no benchmark {name!r}"
+    raise click.UsageError(f"{problem}; benchmarks: {', '.join(known)}")
 
 
 # -- what commands share -------------------------------------------------------------------------
+
+
+def said(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that the command line has."""
+    return {key: value for key, value in given.items() if value not in (None, ())}
+
+
+def tell(found: Found, as_json: bool, show: Callable[[Console, Found], None]) -> Found:
+    """Print a result as JSON, or show it to people; returns it."""
+    if as_json:
+        print_json(found.as_json())
+    else:
+        show(open_console(), found)
+    return found
 
 
 @contextmanager
@@ -596,7 +477,7 @@ def failures(as_json: bool) -> Iterator[None]:
         sys.exit(UNUSABLE)
 
 
-def open_console(to_stderr: bool) -> Console:
+def open_console(to_stderr: bool = False) -> Console:
     """Return the console for people: standard error where standard output is for JSON."""
     from rich.console import Console
 

@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -40,6 +40,7 @@ UPDATES = ("step", "backward")
 NOT_YET = {  # named in the public face; each arrives with its part of the library
     "mesh": "several ranks",
 }
+Check = Callable[[str, Any], Any]
 
 
 def parse_bytes(value: object, key: str = "size") -> int:
@@ -119,9 +120,7 @@ class Config:
     one that comes with hetero."""
 
     @classmethod
-    def load(
-        cls, source: Config | Mapping[str, Any] | str | Path | None = None, **settings: Any
-    ) -> Config:
+    def load(cls, source: Settings = None, **settings: Any) -> Config:
         """Build a Config from another one, a mapping or a file (TOML or YAML), ``settings`` on top.
 
         Raises one ConfigError that lists every problem found.
@@ -140,6 +139,10 @@ class Config:
             )
         given.update(settings)
         return cls(**checked(given, [f.name for f in dataclasses.fields(cls)]))
+
+
+Settings = Config | Mapping[str, Any] | str | Path | None
+"""What settings may be given as: themselves, a mapping of them, or the path of a file."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -173,7 +176,7 @@ def checked(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
             problems.append(unknown_key(str(key), known))
             continue
         try:
-            clean[key] = check_one(key, value)
+            clean[key] = CHECKS[key](key, value)
         except ConfigError as error:
             problems.append(str(error))
     problems.extend(contradictions(clean))
@@ -200,44 +203,6 @@ def unknown_key(key: str, known: list[str]) -> str:
     return f"unknown setting {key!r}{hint}"
 
 
-def check_one(key: str, value: Any) -> Any:
-    """Return one setting in its clean form."""
-    if key in ("hbm", "host", "nvme_bytes"):
-        return None if value is None else parse_bytes(value, key)
-    if key == "chunk_bytes":
-        return None if value is None else check_chunk_bytes(parse_bytes(value, key))
-    if key == "nvme":
-        return check_paths(key, value)
-    if key in ("weights", "profile") and value is not None:
-        return check_paths(key, [value])[0]
-    if key == "precision" and value not in PRECISIONS:
-        raise ConfigError(
-            f"precision={value!r} is unknown", advice=f"precision takes one of {PRECISIONS}"
-        )
-    if key == "frozen" and value not in FROZEN:
-        raise ConfigError(f"frozen={value!r} is unknown", advice=f"frozen takes one of {FROZEN}")
-    if key == "updates" and value not in UPDATES:
-        raise ConfigError(f"updates={value!r} is unknown", advice=f"updates takes one of {UPDATES}")
-    if key == "fused_loss" and not isinstance(value, bool):
-        raise ConfigError(f"fused_loss={value!r}", advice="fused_loss takes True or False")
-    if key == "activations":
-        check_activations(value)
-    if key in ("micro_batch", "tile") and value is not None:
-        check_count(key, value)
-    if key == "max_grad_norm" and value is not None:
-        return check_norm(value)
-    if key == "device" and isinstance(value, str) and value not in DEVICES:
-        raise ConfigError(f"device={value!r} is unknown", advice=f"device takes one of {DEVICES}")
-    if key in ("keep_fp32", "keep_exact") and value is None:
-        return ()
-    if key in ("units", "keep_fp32", "keep_exact") and value is not None:
-        names = value if isinstance(value, (list, tuple)) else [None]
-        if not all(isinstance(name, str) for name in names):
-            raise ConfigError(f"{key}={value!r}", advice=f"{key} takes a list of module names")
-        return tuple(value)
-    return value
-
-
 def check_paths(key: str, value: Any) -> tuple[str, ...]:
     """Return paths given as one or as several; None is no path."""
     given = [value] if isinstance(value, (str, os.PathLike)) else value
@@ -262,37 +227,85 @@ def is_encodable(text: str) -> bool:
     return True
 
 
-def check_activations(value: Any) -> None:
-    if value not in ACTIVATIONS:
-        raise ConfigError(
-            f"activations={value!r} is unknown",
-            advice=f"activations takes one of {ACTIVATIONS}",
-        )
+def takes(
+    fits: Callable[[Any], bool],
+    what: str,
+    said: str = "",
+    then: Callable[[Any], Any] = lambda value: value,
+) -> Check:
+    """Return a check that refuses what does not fit, and makes the rest what ``then`` does."""
+
+    def check(key: str, value: Any) -> Any:
+        if not fits(value):
+            raise ConfigError(f"{key}={value!r}{said}", advice=f"{key} takes {what}")
+        return then(value)
+
+    return check
 
 
-def check_count(key: str, value: Any) -> None:
-    of = {"micro_batch": "samples", "tile": "positions"}[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key}={value!r}", advice=f"{key} takes a number of {of}, 1 or more")
+def one_of(choices: tuple[str, ...]) -> Check:
+    return takes(lambda value: value in choices, f"one of {choices}", " is unknown")
 
 
-def check_norm(value: Any) -> float:
+def count_of(what: str) -> Check:
+    return takes(is_count, f"a number of {what}, 1 or more")
+
+
+def optional(check: Check, absent: Any = None) -> Check:
+    """Return a check that takes None as well, and makes it ``absent``."""
+    return lambda key, value: absent if value is None else check(key, value)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_norm(value: Any) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value <= sys.float_info.max:
-        raise ConfigError(
-            f"max_grad_norm={value!r} is not a norm", advice="max_grad_norm takes a positive number"
-        )
-    return float(value)
+    return number and 0 < value <= sys.float_info.max
 
 
-def check_chunk_bytes(n_bytes: int) -> int:
+def is_device(value: Any) -> bool:
+    """Whether a value is the name of a device; objects are looked at where they are opened."""
+    return not isinstance(value, str) or value in DEVICES
+
+
+def are_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+
+
+def check_chunk_bytes(key: str, value: Any) -> int:
+    n_bytes = parse_bytes(value, key)
     if n_bytes % 64:
         near = max(64, round(n_bytes / 64) * 64)
         raise ConfigError(
-            f"chunk_bytes={n_bytes} is not a multiple of 64",
+            f"{key}={n_bytes} is not a multiple of 64",
             advice=f"a chunk holds a multiple of 16 elements; the nearest value is {near}",
         )
     return n_bytes
+
+
+sized = optional(lambda key, value: parse_bytes(value, key))
+one_path = optional(lambda key, value: check_paths(key, [value])[0])
+named = takes(are_names, "a list of module names", then=tuple)
+CHECKS: dict[str, Check] = {
+    "device": takes(is_device, f"one of {DEVICES}", " is unknown"),
+    **dict.fromkeys(("hbm", "host", "nvme_bytes"), sized),
+    "chunk_bytes": optional(check_chunk_bytes),
+    "nvme": check_paths,
+    **dict.fromkeys(("weights", "profile"), one_path),
+    "precision": one_of(PRECISIONS),
+    "frozen": one_of(FROZEN),
+    "updates": one_of(UPDATES),
+    "activations": one_of(ACTIVATIONS),
+    "fused_loss": takes(lambda value: isinstance(value, bool), "True or False"),
+    "micro_batch": optional(count_of("samples")),
+    "tile": optional(count_of("positions")),
+    "max_grad_norm": optional(takes(is_norm, "a positive number", " is not a norm", float)),
+    **dict.fromkeys(("keep_fp32", "keep_exact"), optional(named, absent=())),
+    "units": optional(named),
+}
+"""How each setting is checked; each returns the clean value, or raises ConfigError."""
 
 
 class HostLimit(NamedTuple):

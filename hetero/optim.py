@@ -39,7 +39,10 @@ def _check(settings: dict[str, Any]) -> None:
 class _Rule(torch.optim.Optimizer, ABC):
     """What the four share: checked groups, and one update per parameter that has a gradient."""
 
-    def __init__(self, params: ParamsT, **defaults: Any) -> None:
+    def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
+        """Take the settings among a constructor's ``locals()``, which are its arguments."""
+        others = ("self", "params", "__class__")
+        defaults = {name: value for name, value in given.items() if name not in others}
         _check(defaults)
         super().__init__(params, defaults)
 
@@ -105,7 +108,7 @@ class Lion(_Rule):
         *,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
+        super().__init__(params, locals())
 
     def _update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
@@ -151,16 +154,7 @@ class LAMB(_Rule):
         max_trust_ratio: float | None = None,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=bias_correction,
-            max_trust_ratio=max_trust_ratio,
-            maximize=maximize,
-        )
+        super().__init__(params, locals())
 
     def _update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
@@ -224,18 +218,7 @@ class LARS(_Rule):
         exclude_1d: bool = True,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            trust_coefficient=trust_coefficient,
-            eps=eps,
-            nesterov=nesterov,
-            dampening=dampening,
-            exclude_1d=exclude_1d,
-            maximize=maximize,
-        )
+        super().__init__(params, locals())
 
     def _update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         decay, momentum = group["weight_decay"], group["momentum"]
@@ -313,15 +296,7 @@ class AdamW8bit(_Rule):
         block_size: int = 256,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            block_size=block_size,
-            maximize=maximize,
-        )
+        super().__init__(params, locals())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; unlike torch's, codes and scales keep their dtypes."""

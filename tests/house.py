@@ -63,8 +63,8 @@ def figures(root: Path) -> Iterator[str]:
     for n_methods, cls in by_methods[:LARGEST]:
         n_attributes = len(attributes(cls))
         yield f"  {cls.name}: {n_methods} methods, {n_attributes} attributes, {lines_of(cls)} lines"
-    twice = [name for name, n in Counter(c.name for c in classes).items() if n > 1]
-    yield f"class names that mean two things {len(twice)} of {len(classes)}"
+    twice = sorted(name for name, n in Counter(c.name for c in classes).items() if n > 1)
+    yield f"class names that mean two things {len(twice)} of {len(classes)}: " + ", ".join(twice)
     for pattern in ASKED:
         hits = [len(re.findall(pattern, text)) for text in sources.values()]
         yield f"{pattern}: {sum(hits)} times in {sum(map(bool, hits))} files"

@@ -16,12 +16,12 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from hetero.cli import DEMO_MINUTES, main, train_options
+from hetero.cli import main
 from hetero.config import HostLimit
 from hetero.device import CpuDevice, Slab
 from hetero.recipes import doctor
 from hetero.recipes.doctor import Check, Level, Report
-from hetero.recipes.options import TrainOptions
+from hetero.recipes.options import DEMO_MINUTES, TrainOptions, command_options
 from hetero.recipes.record import MOST_STEPS
 
 SHAPE = "--width 32 --layers 2 --heads 2 --seq 16 --batch 2 --lr 0.01"
@@ -152,10 +152,10 @@ def test_train_reads_texts_and_a_settings_file(tmp_path: Path) -> None:
 
 
 def test_a_run_is_cut_short_only_when_nobody_said_how_long() -> None:
-    assert train_options(None, {}).minutes == DEMO_MINUTES
-    assert train_options(None, {"steps": 5}).minutes is None
-    assert train_options(None, {"steps": 5, "minutes": 1.0}).minutes == 1.0
-    assert train_options(None, {"model": "tiny-llama"}).minutes is None
+    assert command_options(None, {}).minutes == DEMO_MINUTES
+    assert command_options(None, {"steps": 5}).minutes is None
+    assert command_options(None, {"steps": 5, "minutes": 1.0}).minutes == 1.0
+    assert command_options(None, {"model": "tiny-llama"}).minutes is None
 
 
 def test_train_can_keep_activations_and_do_without_a_budget() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import hetero
 from hetero.config import (
+    CHECKS,
     NOT_YET,
     Config,
     HostLimit,
@@ -135,6 +136,10 @@ def test_a_setting_that_has_not_arrived_yet_says_so() -> None:
 
 def test_no_setting_is_both_here_and_not_here_yet() -> None:
     assert not set(NOT_YET) & {field.name for field in dataclasses.fields(Config)}
+
+
+def test_every_setting_has_a_check() -> None:
+    assert set(CHECKS) == {field.name for field in dataclasses.fields(Config)}
 
 
 def test_all_problems_come_in_one_error() -> None:

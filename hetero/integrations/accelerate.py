@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from hetero.api import backward, engine_of, prepare, release
-from hetero.checkpoint.load import load_through, same_generators
 from hetero.checkpoint.save import KINDS, STATES, save_latest
-from hetero.config import Config
+from hetero.config import Config, Settings
 from hetero.errors import ConfigError, StateError
-from hetero.io import IO
+from hetero.integrations.prepared import is_prepared, load_states, plain_again, trains
 from hetero.train.access.hooks import before_next_forward
 from hetero.train.engine.replicas import Replicas, open_group
-from hetero.train.model.units import MARK
 from hetero.train.update.optimizer import Optimizer
 
 FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
@@ -44,7 +42,7 @@ class HeteroPlugin:
 
     def __init__(
         self,
-        config: Config | Mapping[str, Any] | str | Path | None = None,
+        config: Settings = None,
         **settings: Any,
     ) -> None:
         self.config = Config.load(config, **settings)
@@ -70,7 +68,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     def __init__(
         self,
         *args: Any,
-        hetero_plugin: HeteroPlugin | Mapping[str, Any] | str | Path | None = None,
+        hetero_plugin: HeteroPlugin | Settings = None,
         **kwargs: Any,
     ) -> None:
         # before anything is built: what these leave in the environment outlives a failure
@@ -87,7 +85,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     def adopt(
         cls,
         accelerator: Accelerator,
-        hetero_plugin: HeteroPlugin | Mapping[str, Any] | str | Path | None = None,
+        hetero_plugin: HeteroPlugin | Settings = None,
     ) -> HeteroAccelerator:
         """Make a live Accelerator, which has prepared nothing yet, one of hetero's; returns it."""
         if accelerator._models:
@@ -102,7 +100,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         adopted._take(hetero_plugin)
         return adopted
 
-    def _take(self, plugin: HeteroPlugin | Mapping[str, Any] | str | Path | None) -> None:
+    def _take(self, plugin: HeteroPlugin | Settings) -> None:
         if self.distributed_type.value in OTHERS:
             raise ConfigError(
                 f"hetero does not work under distributed_type={self.distributed_type.value}",
@@ -113,7 +111,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         taken = plugin if isinstance(plugin, HeteroPlugin) else HeteroPlugin(plugin)
         self.hetero_config = taken.config
         self._refuse_early()
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, UnpairedModel] = {}
         self._replicas: dict[int, Replicas] = {}
         self._group = open_group() if self.num_processes > 1 else None
         if self._scales:
@@ -180,23 +178,23 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         """Let a model wait for its optimizer, or prepare one that has none to come."""
         if id(model) in self._waiting or model in self._models:
             return
-        trains = any(p.requires_grad for p in model.parameters())
-        if trains and MARK in model.__dict__ and engine_of(model).optimizer is None:
-            release(model)  # it was for inference until now
-        if MARK in model.__dict__:
+        to_train = any(p.requires_grad for p in model.parameters())
+        if to_train and not trains(model):
+            plain_again(model)  # it was for inference until now
+        if is_prepared(model):
             self._refuse_alone(model)
             return
         if self.num_processes > 1 and id(model) not in self._replicas:
             shares = self.ddp_handler is None or self.ddp_handler.broadcast_buffers
             self._replicas[id(model)] = Replicas(model, self._group, buffers=shares)
-        if trains:
-            self._waiting[id(model)] = Waiting(self, model)
+        if to_train:
+            self._waiting[id(model)] = UnpairedModel(self, model)
         else:
             prepare(model, config=self.hetero_config)
 
     def _refuse_alone(self, model: nn.Module) -> None:
         """Refuse a model that trains on several processes, and of which the others know nothing."""
-        known = id(model) in self._replicas or engine_of(model).optimizer is None
+        known = id(model) in self._replicas or not trains(model)
         if self.num_processes > 1 and not known:
             raise StateError(
                 "the model was prepared by hetero.prepare: its gradients would not be averaged over"
@@ -277,7 +275,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         self, model: nn.Module, keep_fp32_wrapper: bool = True, **kwargs: Any
     ) -> nn.Module:
         """Return the model itself; without the fp32 wrapper it computes outside autocast."""
-        if MARK in model.__dict__ and not keep_fp32_wrapper:
+        if is_prepared(model) and not keep_fp32_wrapper:
             plain = model.__dict__.pop("_original_forward", None)
             if plain is not None:
                 model.forward = plain
@@ -319,7 +317,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         """
         hooked = bool(self._save_model_state_pre_hook)
         weights = [self.get_state_dict(m, unwrap=False) for m in self._models if hooked]
-        shown = Shown(weights)
+        shown = ShownWeights(weights)
         with self._hidden("_save_model_state_pre_hook", self._models, weights) as models:
             folder: str = super().save_state(output_dir, *args, **kwargs)
         kinds_of = shown.kinds(weights) if hooked else [KINDS] * len(models)
@@ -345,9 +343,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             optimizer = self._settled(model)
             kinds = KINDS if is_in(model, shown) else STATES
             if kinds is KINDS or optimizer is not None:
-                with same_generators(engine_of(model)):  # each process has its own, loaded above
-                    folder = Path(input_dir) / part(number)
-                    load_through(IO(), folder, model, optimizer, kinds=kinds)
+                load_states(Path(input_dir) / part(number), model, kinds)
 
     def _settled(self, model: nn.Module) -> Optimizer | None:
         """Return a model's optimizer; one whose optimizer has not come yet has none."""
@@ -358,8 +354,8 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     def free_memory(self, *objects: Any) -> Any:
         """Let go of everything; models that trained are plain again, others are as they were."""
         for model in self._models:
-            if MARK in model.__dict__ and engine_of(model).optimizer is not None:
-                release(model, engine_of(model).optimizer)
+            if trains(model):
+                release(model)
             model.__dict__.pop("_is_accelerate_prepared", None)
         for waiting in list(self._waiting.values()):
             waiting.over()
@@ -368,7 +364,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         return super().free_memory(*objects)
 
 
-class Waiting:
+class UnpairedModel:
     """A model whose optimizer has not come; if it computes before, none will."""
 
     def __init__(self, accelerator: HeteroAccelerator, model: nn.Module) -> None:
@@ -398,7 +394,7 @@ class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate
         return bool(self.optimizer.step_was_skipped or super().step_was_skipped)
 
 
-class Shown:
+class ShownWeights:
     """State dicts as they were when hooks were given them."""
 
     def __init__(self, weights: list[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from hetero.api import empty_init, engine_of, prepare, release
-from hetero.checkpoint.load import load_checkpoint, read_weights, same_generators
+from hetero.api import empty_init, engine_of, prepare
+from hetero.checkpoint.load import read_weights
 from hetero.checkpoint.save import newest_step, save_latest
-from hetero.config import Config
+from hetero.config import Config, Settings
 from hetero.device import open_device
 from hetero.errors import ConfigError, StateError
-from hetero.train.model.units import MARK
+from hetero.integrations.prepared import is_prepared, load_states, plain_again, trains
 from hetero.train.update.optimizer import Optimizer
 
 NAME = "hetero"  # of both strategies
@@ -35,7 +35,35 @@ TIED = "hetero_tied"  # entry of what is saved beside a model
 OURS = ("state_dict", "optimizer_states")  # entries of a checkpoint whose tensors hetero writes
 
 
-class HeteroStrategy(pytorch.SingleDeviceStrategy):
+class PlacedStrategy:
+    """What both strategies do first: take settings, and compute on the device that they name."""
+
+    accelerator: Any
+    root_device: torch.device
+
+    def __init__(self, config: Settings = None, **settings: Any) -> None:
+        self.config = checked(Config.load(config, **settings))
+        stock: Any = super()  # Trainer's strategy, or Fabric's
+        stock.__init__(open_device(self.config.device).torch_device)
+
+    def setup_environment(self) -> None:
+        """Set up the device; ConfigError where Trainer or Fabric has another one."""
+        check_device(self.accelerator, self.root_device)
+        stock: Any = super()
+        stock.setup_environment()
+
+
+def step_in(context: str, name: str) -> Callable[..., Any]:
+    """Return the strategy's method that computes a step of the module in a precision's context."""
+
+    def compute(self: HeteroStrategy, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.precision_plugin, context)():
+            return self._call(name, *args, **kwargs)
+
+    return compute
+
+
+class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
     """A Trainer's strategy under which the model trains in byte budgets.
 
     The LightningModule is prepared when ``fit`` (or ``validate``, ``test``, ``predict``) sets it
@@ -53,20 +81,12 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):
 
     strategy_name = NAME
 
-    def __init__(
-        self, config: Config | Mapping[str, Any] | str | Path | None = None, **settings: Any
-    ) -> None:
-        self.config = checked(Config.load(config, **settings))
-        super().__init__(open_device(self.config.device).torch_device)
-        self._step: Step | None = None
+    def __init__(self, config: Settings = None, **settings: Any) -> None:
+        super().__init__(config, **settings)
+        self._step: StepForward | None = None
         self._directory = False  # whether hetero loaded what there was to load
 
     # -- setting up ------------------------------------------------------------------------------
-
-    def setup_environment(self) -> None:
-        """Set up the device; ConfigError where Trainer has another one."""
-        check_device(self.accelerator, self.root_device)
-        super().setup_environment()
 
     @property
     def _module(self) -> Any:
@@ -75,7 +95,7 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Prepare the model, with its optimizer where it is to be fitted."""
-        accelerator_of(self).setup(trainer)
+        self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting or self._step is None or self._step.module is not self._module:
             plain_again(self._module)
@@ -86,10 +106,10 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):
         self.setup_precision_plugin()
 
     def _prepare(self, fitting: bool) -> None:
-        if MARK in self._module.__dict__:  # it was fitted before, and is now looked at
+        if is_prepared(self._module):  # it was fitted before, and is now looked at
             return
         move_metrics(self._module, self.root_device)
-        self._step = Step(self._module)
+        self._step = StepForward(self._module)
         if fitting and self.optimizers:
             _, optimizer = prepare(self._module, only(self.optimizers), config=self.config)
             self.optimizers = [optimizer]
@@ -104,7 +124,7 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):
     def teardown(self) -> None:
         """Let go of what is not the model's: it stays prepared."""
         self.precision_plugin.teardown()
-        accelerator_of(self).teardown()
+        self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
     # -- steps -----------------------------------------------------------------------------------
@@ -116,20 +136,9 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):
                 return self._module.training_step(*args, **kwargs)
             return self._call("training_step", *args, **kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module's validation step."""
-        with self.precision_plugin.val_step_context():
-            return self._call("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module's test step."""
-        with self.precision_plugin.test_step_context():
-            return self._call("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module's predict step."""
-        with self.precision_plugin.predict_step_context():
-            return self._call("predict_step", *args, **kwargs)
+    validation_step = step_in("val_step_context", "validation_step")
+    test_step = step_in("test_step_context", "test_step")
+    predict_step = step_in("predict_step_context", "predict_step")
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         step = self._step
@@ -185,23 +194,12 @@ class HeteroStrategy(pytorch.SingleDeviceStrategy):
             optimizer.load_state_dict(state)
 
 
-class HeteroFabricStrategy(FabricSingleDevice):
+class HeteroFabricStrategy(PlacedStrategy, FabricSingleDevice):
     """A Fabric's strategy under which ``fabric.setup(model, optimizer)`` prepares the model.
 
     ``fabric.save`` and ``fabric.load`` write and read a directory where the state has a prepared
     model and its optimizer. Arguments as of `HeteroStrategy`.
     """
-
-    def __init__(
-        self, config: Config | Mapping[str, Any] | str | Path | None = None, **settings: Any
-    ) -> None:
-        self.config = checked(Config.load(config, **settings))
-        super().__init__(open_device(self.config.device).torch_device)
-
-    def setup_environment(self) -> None:
-        """Set up the device; ConfigError where Fabric has another one."""
-        check_device(self.accelerator, self.root_device)
-        super().setup_environment()
 
     def module_to_device(self, module: nn.Module) -> None:
         """Leave the model where it is: hetero has it."""
@@ -260,7 +258,7 @@ class HeteroFabricStrategy(FabricSingleDevice):
         return rest
 
 
-class Step:
+class StepForward:
     """The forward of a LightningModule, which can be one of its steps instead.
 
     hetero watches the forward of the whole model; Lightning computes in ``training_step``.
@@ -270,7 +268,9 @@ class Step:
         self.module = module
         self.call: Callable[..., Any] | None = None
         found = module.forward
-        self.forward: Callable[..., Any] = found.forward if isinstance(found, Step) else found
+        self.forward: Callable[..., Any] = (
+            found.forward if isinstance(found, StepForward) else found
+        )
         functools.update_wrapper(self, self.forward)
         module.forward = self
 
@@ -300,11 +300,6 @@ def checked(config: Config) -> Config:
     return config
 
 
-def accelerator_of(strategy: pytorch.Strategy) -> Any:
-    """Return what Trainer gave a strategy before it is set up."""
-    return strategy.accelerator
-
-
 def check_device(accelerator: Any, place: torch.device) -> None:
     """Refuse batches on one device and units on another."""
     name = type(accelerator).__name__
@@ -326,25 +321,10 @@ def only(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     return optimizers[0]
 
 
-def plain_again(model: nn.Module) -> None:
-    """Release a model that is prepared."""
-    if MARK in model.__dict__:
-        release(model, engine_of(model).optimizer)
-
-
-def trains(thing: Any) -> bool:
-    """Whether something is a model that was prepared with its optimizer."""
-    here = isinstance(thing, nn.Module) and MARK in thing.__dict__
-    return here and engine_of(thing).optimizer is not None
-
-
 @contextmanager
 def building(precision: AbstractContextManager[Any], empty: bool) -> Iterator[None]:
     """Build a model where hetero takes it from: in RAM, or without memory."""
-    with ExitStack() as stack:
-        stack.enter_context(precision)
-        if empty:
-            stack.enter_context(empty_init())
+    with precision, empty_init() if empty else nullcontext():
         yield
 
 
@@ -368,14 +348,8 @@ def save(path: str | Path, model: nn.Module, rest: dict[str, Any]) -> None:
 
 
 def load(path: str | Path, model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Load a model and its optimizer; returns what is beside them.
-
-    Generators stay as they are: a file of Lightning's has no states of theirs.
-    """
-    engine = engine_of(model)
-    with same_generators(engine):
-        beside = load_checkpoint(path, model, engine.optimizer)
-    rest = opened(beside, *args, **kwargs)
+    """Load a model and its optimizer; returns the rest of what was saved."""
+    rest = opened(load_states(path, model), *args, **kwargs)
     rest.pop(TIED, None)
     return rest
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hetero.api import prepare
-from hetero.config import Config
+from hetero.config import Config, Settings
 from hetero.errors import ConfigError, HeteroError
 from hetero.tensorfile import INDEX, SINGLE
 from hetero.weights import Weights
@@ -34,7 +34,7 @@ REFUSED = {
     "state_dict": "build the model, load the state dict into it, and call hetero.prepare",
     "output_loading_info": "read the load report that transformers logs",
 }
-SETTINGS = frozenset(field.name for field in dataclasses.fields(Config)) - {"weights"}
+KNOWN = frozenset(field.name for field in dataclasses.fields(Config)) - {"weights"}
 
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -45,7 +45,7 @@ def from_pretrained(
     optimizer: MakeOptimizer | None = None,
     prepare: bool = True,
     model_class: Any = None,
-    config: Config | Mapping[str, Any] | str | Path | None = None,
+    config: Settings = None,
     **settings: Any,
 ) -> Any:
     """Load a model of transformers inside a byte budget; its values, keys and ties are the stock's.
@@ -74,7 +74,7 @@ def from_pretrained(
         CheckpointCorrupt: a file is missing, cut short or damaged.
         BudgetError: as `hetero.prepare`.
     """
-    given = {key: settings.pop(key) for key in set(settings) - SETTINGS}
+    given = {key: settings.pop(key) for key in set(settings) - KNOWN}
     for key, why in REFUSED.items():
         if given.get(key) is not None:
             raise ConfigError(f"from_pretrained with {key}=", advice=f"leave it out: {why}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +51,25 @@ class JsonLines(GeneralTracker):  # type: ignore[misc]  # accelerate has no type
         self._file.flush()
 
 
-class Trackers:
-    """Trackers by name, open until `finish`; without names nothing happens."""
+@contextmanager
+def trackers(
+    names: Sequence[str], folder: Path, config: Mapping[str, Any]
+) -> Iterator[Callable[[Mapping[str, float], int], None]]:
+    """Yield what tells every tracker the figures of a step, by the trackers' names.
 
-    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
-        known = [str(getattr(each, "value", each)) for each in get_available_trackers()]
-        missing = [name for name in names if name not in (*known, JsonLines.name)]
-        if missing:
-            raise ConfigError(
-                f"no tracker {missing[0]!r} is installed",
-                advice=f"pip install {missing[0]}, or track with {', '.join([*known, 'jsonl'])}",
-            )
-        own = [JsonLines(folder) if name == JsonLines.name else name for name in names]
-        self._accelerator = Accelerator(log_with=own, project_dir=str(folder))
-        self._accelerator.init_trackers(PROJECT, config=dict(config))
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Tell every tracker the figures of a step."""
-        self._accelerator.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        """Close every tracker."""
-        self._accelerator.end_training()
+    Raises ConfigError for a tracker that is not installed.
+    """
+    known = [str(getattr(each, "value", each)) for each in get_available_trackers()]
+    missing = [name for name in names if name not in (*known, JsonLines.name)]
+    if missing:
+        raise ConfigError(
+            f"no tracker {missing[0]!r} is installed",
+            advice=f"pip install {missing[0]}, or track with {', '.join([*known, 'jsonl'])}",
+        )
+    own = [JsonLines(folder) if name == JsonLines.name else name for name in names]
+    accelerator = Accelerator(log_with=own, project_dir=str(folder))
+    accelerator.init_trackers(PROJECT, config=dict(config))
+    try:
+        yield lambda figures, step: accelerator.log(dict(figures), step=step)
+    finally:
+        accelerator.end_training()

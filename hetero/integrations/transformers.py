@@ -18,7 +18,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +28,9 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from hetero.api import engine_of, release, status
-from hetero.checkpoint.load import load_checkpoint, same_generators
+from hetero.api import engine_of, status
 from hetero.checkpoint.save import save_checkpoint
-from hetero.config import Config
+from hetero.config import Config, Settings
 from hetero.errors import CheckpointMismatch, ConfigError, HeteroError, StateError
 from hetero.export import export, is_plain, materialised
 from hetero.integrations.accelerate import (
@@ -40,8 +39,8 @@ from hetero.integrations.accelerate import (
     HeteroOptimizer,
     HeteroPlugin,
 )
+from hetero.integrations.prepared import is_prepared, load_states, plain_again
 from hetero.train.engine.check import check_model
-from hetero.train.model.units import MARK
 from hetero.types import Tier
 
 if TYPE_CHECKING:
@@ -63,8 +62,6 @@ NEEDED = (
     "_load_optimizer_and_scheduler",
 )
 SUPPORTED = "4.55 to 5.x"
-
-Settings = Config | Mapping[str, Any] | str | Path | None
 
 
 def trainer(cls: Any) -> type:
@@ -157,10 +154,9 @@ class HeteroTrainer(Stock):
         """Build the optimizer; one that was released with its model goes on, states and all."""
         if isinstance(self.optimizer, HeteroOptimizer):
             self.optimizer = self.optimizer.optimizer.inner
-        if MARK in self.model.__dict__:  # another Trainer trained it, and may take it back so
-            release(self.model)
-        held = (value for value in vars(self).values() if isinstance(value, nn.Module))
-        if any(MARK in model.__dict__ for model in held if model is not self.model):
+        plain_again(self.model)  # another Trainer trained it, and may take it back so
+        held = list(vars(self).values())
+        if any(is_prepared(model) for model in held if model is not self.model):
             warnings.warn(
                 "another model of this Trainer (a reference model) has a budget of its own, as"
                 " large: together they take hbm= and host= twice. Give half of what there is",
@@ -181,7 +177,7 @@ class HeteroTrainer(Stock):
         """Log, with what hetero did in the last step beside it."""
         if "loss" in logs:
             logs = self._hetero_losses.told(logs)
-            if MARK in self.model.__dict__:
+            if is_prepared(self.model):
                 logs = {**logs, **metrics(self.model)}
         super().log(logs, *args, **kwargs)
 
@@ -222,9 +218,8 @@ class HeteroTrainer(Stock):
             with mismatches(checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
             return
-        folder, engine = Path(checkpoint), engine_of(self.model)
-        with same_generators(engine):  # Trainer sets them later, from its own file
-            load_checkpoint(folder / FOLDER, self.model, engine.optimizer)
+        folder = Path(checkpoint)
+        load_states(folder / FOLDER, self.model)
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
 
 
@@ -378,7 +373,7 @@ def check_trainable(model: nn.Module) -> None:
 
     One that is prepared can: it is released when this Trainer begins to train.
     """
-    if MARK in model.__dict__:
+    if is_prepared(model):
         return
     places = getattr(model, "hf_device_map", None) or {}
     if len(set(places.values())) > 1:

@@ -27,6 +27,16 @@ from hetero.recipes.task import Task
 from hetero.recipes.text import readable, rows_of, text_of
 
 WIDTH, LAYERS, HEADS = 64, 2, 4  # of a preset, by default
+PRESETS: dict[str, tuple[Any, tuple[str, ...]]] = {  # and how each kind names its sizes
+    "tiny-llama": (
+        LlamaConfig,
+        (
+            *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+            "max_position_embeddings",
+        ),
+    ),
+    "tiny-gpt2": (GPT2Config, ("n_embd", "n_inner", "n_layer", "n_head", "n_positions")),
+}
 CALL = {"use_cache": False}  # training looks at every position once
 
 
@@ -73,7 +83,9 @@ def model_of(options: TrainOptions, config: Config, vocabulary: int) -> nn.Modul
     """Return the model; one that trains as a whole has no memory until it is prepared."""
     torch.manual_seed(options.seed)
     if options.model in PRESETS:
-        return built(preset(options, vocabulary))
+        build: Any = AutoModelForCausalLM.from_config
+        drawn: nn.Module = build(preset(options, vocabulary))
+        return drawn
     dtype = {"dtype": torch.float32} if config.precision == "fp32" else {"dtype": "auto"}
     if options.lora_rank is None:
         kind = AutoModelForCausalLM
@@ -83,49 +95,19 @@ def model_of(options: TrainOptions, config: Config, vocabulary: int) -> nn.Modul
     return AutoModelForCausalLM.from_pretrained(options.model, **dtype)
 
 
-def built(config: Any) -> nn.Module:
-    """Return the model of a configuration."""
-    build: Any = AutoModelForCausalLM.from_config
-    model: nn.Module = build(config)
-    return model
-
-
 def preset(options: TrainOptions, vocabulary: int) -> Any:
     """Return a small model's configuration."""
-    width, layers = options.width or WIDTH, options.layers or LAYERS
-    heads = options.heads or HEADS
+    width, heads = options.width or WIDTH, options.heads or HEADS
     if width % heads:
         raise ValueError(f"width={width} is not a multiple of heads={heads}")
-    return PRESETS[options.model](width, layers, heads, options.seq, vocabulary)
-
-
-def tiny_llama(width: int, layers: int, heads: int, positions: int, vocabulary: int) -> Any:
-    return LlamaConfig(
+    kind, names = PRESETS[options.model]
+    sizes = (width, 4 * width, options.layers or LAYERS, heads, options.seq)
+    return kind(
         vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=positions,
         bos_token_id=None,
         eos_token_id=ByT5Tokenizer().eos_token_id,
+        **dict(zip(names, sizes, strict=True)),
     )
-
-
-def tiny_gpt2(width: int, layers: int, heads: int, positions: int, vocabulary: int) -> Any:
-    return GPT2Config(
-        vocab_size=vocabulary,
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        n_positions=positions,
-        bos_token_id=None,
-        eos_token_id=ByT5Tokenizer().eos_token_id,
-    )
-
-
-PRESETS = {"tiny-llama": tiny_llama, "tiny-gpt2": tiny_gpt2}
 
 
 def adapted(model: nn.Module, options: TrainOptions) -> nn.Module:
@@ -147,15 +129,12 @@ def adapted(model: nn.Module, options: TrainOptions) -> nn.Module:
     try:
         found: nn.Module = get_peft_model(model, config)
     except ValueError as error:
-        names = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if is_linear(m)})
+        linear = (n for n, m in model.named_modules() if isinstance(m, nn.Linear))
+        names = sorted({name.rpartition(".")[2] for name in linear})
         raise ConfigError(
             f"--lora-targets: {error}", advice=f"this model has {', '.join(names)}"
         ) from error
     return found
-
-
-def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 # -- what it learns from -------------------------------------------------------------------------

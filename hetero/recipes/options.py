@@ -8,11 +8,11 @@ import difflib
 import inspect
 import itertools
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from hetero.config import Config, read_settings
 from hetero.errors import ConfigError
@@ -22,6 +22,7 @@ NOT_TAKEN = ("weights", "max_grad_norm", "updates")
 SETTINGS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in NOT_TAKEN)
 ANY_NUMBER = ("seed",)
 FROM_ZERO = ("warmup", "weight_decay", "lora_dropout")  # every other number is above zero
+DEMO_MINUTES = 3.5  # a demo of default length ends by then on a slow machine, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +107,7 @@ class TrainOptions:
     """Settings of `hetero.prepare`; hbm="all" means no budget at all."""
 
     def __post_init__(self) -> None:
-        problems = [
-            p for f in dataclasses.fields(self) for p in wrong(f.name, getattr(self, f.name))
-        ]
+        problems = [p for name in forms(TrainOptions) for p in wrong(name, getattr(self, name))]
         problems += [unknown(key) for key in self.settings if key not in SETTINGS]
         if problems:
             raise ConfigError("; ".join(problems), advice="hetero train --help lists every option")
@@ -130,82 +129,92 @@ def gathered(file: str | Path | None, given: Mapping[str, Any]) -> TrainOptions:
     found = {} if file is None else read_settings(Path(file))
     found = {key.replace("-", "_"): value for key, value in found.items()}
     found.update(given)
-    own = {f.name for f in dataclasses.fields(TrainOptions)} - {"settings"}
+    own = forms(TrainOptions)
     settings = {key: value for key, value in found.items() if key not in own}
-    options = {key: tidy(key, value) for key, value in found.items() if key in own}
+    options = {key: tidy(own[key], value) for key, value in found.items() if key in own}
     return TrainOptions(settings=settings, **options)
 
 
-def tidy(name: str, value: Any) -> Any:
-    """Return a value in the form of its field: a list for several, one for one of several."""
-    if name in several():
+def command_options(file: str | None, given: Mapping[str, Any]) -> TrainOptions:
+    """Return the options of `hetero train`: without any limit the demo ends after some minutes."""
+    options, default = gathered(file, given), TrainOptions()
+    said = "steps" in given or options.minutes is not None
+    long = (options.steps, options.epochs) == (default.steps, default.epochs)
+    if options.is_demo and long and not said:
+        return dataclasses.replace(options, minutes=DEMO_MINUTES)
+    return options
+
+
+def tidy(form: Form, value: Any) -> Any:
+    """Return a value as its form has it: a list of one in place of one, a float of an int."""
+    if form.is_list:
         return (value,) if isinstance(value, (str, Path)) else tuple(value or ())
-    return float(value) if types()[name] is float and isinstance(value, int) else value
+    return float(value) if form.kind is float and isinstance(value, int) else value
 
 
 def unknown(name: str) -> str:
     """Say that an option is unknown, and which one may be meant."""
-    known = [f.name for f in dataclasses.fields(TrainOptions) if f.name != "settings"]
-    near = difflib.get_close_matches(name, [*known, *SETTINGS], n=1)
+    near = difflib.get_close_matches(name, [*forms(TrainOptions), *SETTINGS], n=1)
     return f"unknown option {name!r}" + (f", did you mean {near[0]}?" if near else "")
 
 
 # -- what they may be ----------------------------------------------------------------------------
 
 
-def wrong(name: str, value: Any) -> list[str]:
-    """Return what is wrong with a value, one line or none."""
-    if (value is None and optional(name)) or name == "settings":
-        return []
-    kind = types()[name]
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        return [] if value in choices else [f"{name}={value!r} is none of {', '.join(choices)}"]
-    if name in several():
-        good = isinstance(value, tuple) and all(isinstance(each, (str, Path)) for each in value)
-    elif kind is float:
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    elif kind is str:
-        good = isinstance(value, (str, Path))
-    else:
-        good = type(value) is kind
-    if not good:
-        return [f"{name}={value!r} is no {'list' if name in several() else kind.__name__}"]
-    return out_of_range(name, value) if kind in (int, float) else []
+class Form(NamedTuple):
+    """What values a field takes, read from its type."""
 
+    kind: type
+    """Of the value, or of each in a list."""
+    choices: tuple[str, ...] = ()
+    """The only values, where not all of the kind are."""
+    is_list: bool = False
+    is_optional: bool = False
+    """Whether None is a value."""
 
-def out_of_range(name: str, value: float) -> list[str]:
-    """Return what is wrong with a number."""
-    if name in ANY_NUMBER or value > 0 or (value == 0 and name in FROM_ZERO):
-        return []
-    return [f"{name}={value!r} has to be {'0 or more' if name in FROM_ZERO else 'above 0'}"]
+    @classmethod
+    def of(cls, hint: Any) -> Form:
+        """Return the form of a type."""
+        parts = get_args(hint)
+        if get_origin(hint) is Literal:
+            return cls(str, choices=parts)
+        if get_origin(hint) is tuple:
+            return cls(str, is_list=True)
+        if type(None) in parts:
+            return cls.of(parts[0])._replace(is_optional=True)
+        return cls(hint if isinstance(hint, type) else str)
 
-
-@cache
-def hints() -> dict[str, Any]:
-    return get_type_hints(TrainOptions)
-
-
-@cache
-def types() -> dict[str, Any]:
-    """Return the type of each option, without None."""
-    return {
-        name: next((t for t in get_args(hint) if t is not type(None)), hint)
-        if optional(name)
-        else hint
-        for name, hint in hints().items()
-    }
-
-
-def optional(name: str) -> bool:
-    """Whether an option may be None."""
-    return type(None) in get_args(hints()[name])
+    def takes(self, value: Any) -> bool:
+        """Whether a value is of this kind."""
+        if self.is_list:
+            return isinstance(value, tuple) and all(isinstance(v, (str, Path)) for v in value)
+        if self.kind is str:
+            return isinstance(value, (str, Path))
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return number if self.kind is float else type(value) is self.kind
 
 
 @cache
-def several() -> frozenset[str]:
-    """Return the options that take several values."""
-    return frozenset(name for name, hint in hints().items() if get_origin(hint) is tuple)
+def forms(cls: type) -> dict[str, Form]:
+    """Return the form of each field of a dataclass of options."""
+    hints = get_type_hints(cls)
+    return {f.name: Form.of(hints[f.name]) for f in dataclasses.fields(cls) if f.name != "settings"}
+
+
+def wrong(name: str, value: Any) -> Iterator[str]:
+    """Yield what is wrong with the value of an option: one line, or none."""
+    form = forms(TrainOptions)[name]
+    if value is None and form.is_optional:
+        return
+    if form.choices:
+        if value not in form.choices:
+            yield f"{name}={value!r} is none of {', '.join(form.choices)}"
+    elif not form.takes(value):
+        yield f"{name}={value!r} is no {'list' if form.is_list else form.kind.__name__}"
+    elif form.kind in (int, float) and name not in ANY_NUMBER:
+        zero = name in FROM_ZERO
+        if not (value > 0 or (zero and value == 0)):  # NaN is neither
+            yield f"{name}={value!r} has to be {'0 or more' if zero else 'above 0'}"
 
 
 def documented(cls: type) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from jinja2 import TemplateError
 
 from hetero.errors import ConfigError
-from hetero.recipes.text import Row, readable
+from hetero.recipes.text import Batch, Row, readable
 
 IGNORED = -100  # the label of a position that no loss is of
 CHAT = (
@@ -114,7 +114,7 @@ def templated(tokenizer: Any, messages: Sequence[Any], *, answer: bool) -> list[
     return ids
 
 
-def together(sequences: Sequence[Tokens], pad: int) -> dict[str, torch.Tensor]:
+def together(sequences: Sequence[Tokens], pad: int) -> Batch:
     """Return sequences as one batch, int64 [samples, tokens] each; shorter ones are padded."""
     ids, labels = ([s[i] for s in sequences] for i in (0, 1))
     padded = torch.nn.utils.rnn.pad_sequence
@@ -143,10 +143,7 @@ class Shuffled:
         self._seen = 0
         self._order: tuple[int, list[int]] = (-1, [])
 
-    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        return self
-
-    def __next__(self) -> Mapping[str, torch.Tensor]:
+    def __next__(self) -> Batch:
         chosen = [self._sequence(self._seen + i) for i in range(self._batch)]
         self._seen += self._batch
         return together(chosen, self._pad)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # these load torch, and rendering does not need it
     from hetero.checkpoint.verify import Report as VerifyReport
     from hetero.recipes.calibrate import Calibration
     from hetero.recipes.doctor import Check, Report
-    from hetero.recipes.train import Evaluation, StepReport, TrainResult
+    from hetero.recipes.result import EvalLoss, StepReport, TrainResult
     from hetero.rehearse.plan import Plan
 
 PLAIN_LINES = 10  # how often a run is reported where there is no terminal
@@ -81,7 +81,7 @@ def step_line(report: StepReport) -> str:
     return "  ".join(parts)
 
 
-def evaluated(found: Evaluation) -> str:
+def evaluated(found: EvalLoss) -> str:
     """Return an evaluation in a few words."""
     return f"loss {found.loss:.3f}, perplexity {found.perplexity:,.2f}"
 

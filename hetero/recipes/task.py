@@ -16,13 +16,10 @@ from hetero.export import export
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.recipes.options import TrainOptions
 from hetero.recipes.sequences import IGNORED
-from hetero.recipes.text import Batches, as_tokens, read_files, topics_text
-
-Batch = Mapping[str, torch.Tensor]
-"""The keyword arguments of one pass."""
+from hetero.recipes.text import Batch, Batches, as_tokens, read_files, topics_text
 
 
-class Stream(Protocol):
+class BatchStream(Protocol):
     """Batches without end, with a position that a checkpoint keeps."""
 
     def __next__(self) -> Batch:
@@ -40,7 +37,7 @@ class Task:
     """A model with what it learns from."""
 
     model: nn.Module
-    batches: Stream
+    batches: BatchStream
     evaluation: Sequence[Batch]
     targets: torch.Tensor
     """All that is learned, in its order; `IGNORED` where no loss is."""
@@ -96,26 +93,13 @@ def demo(options: TrainOptions) -> Task:
     judged = load_tokens(options.eval_data, length) if options.eval_data else None
     return Task(
         model=model,
-        batches=Named(Batches(tokens, batch=options.batch, context=length, seed=options.seed)),
+        batches=Batches(tokens, batch=options.batch, context=length, seed=options.seed),
         evaluation=[] if judged is None else list(windows(judged, length, options.batch)),
         targets=tokens,
         passes=len(tokens) / (length * options.batch),
         unit="byte",
         write=lambda folder: export(model, folder),
     )
-
-
-class Named:
-    """Batches of bytes as the model's arguments."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-        self.state_dict = batches.state_dict
-        self.load_state_dict = batches.load_state_dict
-
-    def __next__(self) -> Batch:
-        tokens, targets = next(self._batches)
-        return {"tokens": tokens, "targets": targets}
 
 
 def shape(options: TrainOptions) -> GPTConfig:

@@ -15,6 +15,8 @@ from hetero.errors import ConfigError
 
 Row = Mapping[str, Any]
 """One document ({"text"}), or one example ({"prompt", "completion"} or {"messages"})."""
+Batch = Mapping[str, torch.Tensor]
+"""The keyword arguments of one pass."""
 SAVED = ("state.json", "dataset_dict.json")  # in a directory that datasets wrote
 SPLIT = "train"  # of several splits
 
@@ -135,7 +137,7 @@ def as_tokens(text: bytes) -> torch.Tensor:
 
 
 class Batches:
-    """Yields (tokens, targets) without end, int64 [batch, context] each, from random places.
+    """Yields tokens and targets without end, int64 [batch, context] each, from random places.
 
     The same seed yields the same batches; the global generator is not touched. The position is the
     generator's state, which a checkpoint keeps.
@@ -147,14 +149,11 @@ class Batches:
         self._offsets = torch.arange(context + 1)
         self._generator = torch.Generator().manual_seed(seed)
 
-    def __iter__(self) -> Batches:
-        return self
-
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def __next__(self) -> Batch:
         places = len(self._tokens) - len(self._offsets) + 1
         starts = torch.randint(places, (self._batch, 1), generator=self._generator)
         windows = self._tokens[starts + self._offsets].long()
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        return {"tokens": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return where the batches are."""

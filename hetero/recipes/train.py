@@ -8,155 +8,56 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from hetero import optim
-from hetero.api import Status, backward, prepare, status
+from hetero.api import backward, prepare, status
 from hetero.checkpoint.load import load_checkpoint
 from hetero.checkpoint.reader import Reader
 from hetero.checkpoint.save import Save, save_checkpoint
 from hetero.config import Config
 from hetero.device import open_device
-from hetero.errors import BudgetError, CheckpointCorrupt, ConfigError
-from hetero.io import make_folder
+from hetero.errors import ConfigError
 from hetero.recipes.options import TrainOptions
-from hetero.recipes.record import Recording, free_folder
+from hetero.recipes.record import Recording
+from hetero.recipes.result import EvalLoss, Progress, StepReport, TrainResult
+from hetero.recipes.setup import (
+    factor_of,
+    folder_of,
+    optimizer_of,
+    record_folder,
+    settings_for,
+    settings_of,
+    states_of,
+)
 from hetero.recipes.task import Task, count, demo, loss_of
 from hetero.recipes.text import unigram_entropy
 from hetero.rehearse.plan import Plan, plan
-from hetero.train.engine.blueprint import draw
-from hetero.train.engine.spill import draw_spill
 from hetero.train.update.optimizer import Optimizer
 
-if TYPE_CHECKING:
-    from hetero.integrations.tracking import Trackers
-
-WARM_UP = 0.1  # of the steps
-FLOOR = 0.1  # of the peak learning rate, where the cosine ends
-BETAS = (0.9, 0.95)
-MOMENTUM = 0.9
 SMOOTHED = 10  # steps in the mean that is reported as the last loss
-STATES_PER_BUDGET = 4  # the demo's hbm is this part of param, gradient and the two moments
-STATES_PER_HOST = 2  # and its host is this part; the rest is on disk
-RUNS = "runs"  # folder in the working directory, of checkpoints and of what is on disk
-RECORDING = "run"  # folder beside a run's checkpoints
 DECIDING = (  # options that decide the numbers; budgets do not
     *("task", "seq", "checkpoint_blocks", "lora_rank", "lora_alpha", "lora_targets"),
     *("lora_dropout", "optimizer", "lr", "schedule", "warmup", "weight_decay", "max_grad_norm"),
-    *("batch", "accumulate", "seed"),
+    *("batch", "accumulate", "seed", "width", "layers", "heads"),
 )
-SHAPES = ("width", "layers", "heads")
 COMPUTING = (  # settings that do, too
     *("precision", "keep_fp32", "frozen", "keep_exact", "micro_batch", "tile", "fused_loss"),
 )
 
-
-class Evaluation(NamedTuple):
-    """What a model said of data that it does not learn from."""
-
-    step: int
-    loss: float
-    """Mean in nats a token."""
-
-    @property
-    def perplexity(self) -> float:
-        """The exponential of the loss."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-
-class StepReport(NamedTuple):
-    """What one step did, for a caller's callback."""
-
-    step: int
-    """Steps done, from 1."""
-    planned: int
-    loss: float
-    seconds: float
-    """Since training began."""
-    tokens: int
-    """Since training began."""
-    lr: float
-    norm: float
-    """Of the gradients, before they were clipped."""
-    evaluation: Evaluation | None
-    """Where one was due after this step."""
-    status: Status
-
-    def figures(self) -> dict[str, float]:
-        """Return what is tracked of a step."""
-        found = {
-            "loss": self.loss,
-            "lr": self.lr,
-            "grad_norm": self.norm,
-            "tokens": self.tokens,
-            "tokens_per_second": self.tokens / self.seconds,
-        }
-        for name, row in self.status.tiers.items():
-            found[f"{name.lower()}_bytes"] = row["used"] or 0
-        if self.evaluation is not None:
-            found["eval_loss"] = self.evaluation.loss
-            found["eval_perplexity"] = self.evaluation.perplexity
-        return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainResult:
-    """What a run came to; sizes in bytes, losses in nats per token."""
-
-    parameters: int
-    state_bytes: int
-    """Parameters, gradients and moments."""
-    data_tokens: int
-    """That a loss is of, in all of the data."""
-    unit: str
-    """What one token is: "byte", "token"."""
-    unigram_entropy: float
-    """Loss of the best guess without context."""
-    steps: int
-    planned_steps: int
-    """More than ``steps`` when the minutes were up first."""
-    seconds: float
-    tokens_per_second: float
-    losses: tuple[float, ...]
-    first_loss: float
-    last_loss: float
-    """Mean over the last ten steps."""
-    evaluations: tuple[Evaluation, ...]
-    weights_sha256: str
-    """Digest of the weights that train: as many steps give the same at any budget."""
-    checkpoint: str
-    """The last one written."""
-    resumed_step: int
-    """Where the run went on; 0 for one from the beginning."""
-    signal: int | None
-    """The number of the signal that ended it early; None where none did."""
-    report: str | None
-    """The page that says what the first steps did; beside it is what was recorded."""
-    recorded_steps: int
-    """How many of its steps the recording has."""
-    out: str | None
-    """Where the trained model was written."""
-    report_problem: str
-    """Why there is no report though there should be one."""
-    status: Status
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
-        return dataclasses.asdict(self)
-
-
 Stop = Callable[[], "int | None"]
+Watch = Callable[[StepReport], None]
+Log = Callable[[Mapping[str, float], int], None]
+"""Takes the figures of a step, and its number."""
 
 
 def train(
     options: TrainOptions,
-    watch: Callable[[StepReport], None] | None = None,
+    watch: Watch = lambda report: None,
     stop: Stop = lambda: None,
 ) -> TrainResult:
     """Run the whole recipe; ``watch`` hears of every step.
@@ -176,18 +77,17 @@ def train(
     config = settings_for(task.model, optimizer, config, options)
     _, optimizer = prepare(task.model, optimizer, config=config)
     # 3. the same loop as ever
-    with tracking(options, folder) as trackers:
-        place = open_device(config.device).torch_device
-        run = Run(task, optimizer, options, folder, deciding, place, trackers)
-        if options.resume:
-            run.resume()
-        number = run.train(watch, stop)
+    run = TrainRun(task, optimizer, options, folder, deciding, config)
+    if options.resume:
+        run.resume()
+    with tracking(options, folder) as log:
+        signal = run.train(watch, log, stop)
     # 4. what came of it
     page = run.recording.write_report()
-    done = options.out is not None and number is None
-    if done:
-        task.write(Path(options.out or ""))
-    return conclude(run, number, page, options.out if done else None)
+    out = options.out if signal is None else None
+    if out is not None:
+        task.write(Path(out))
+    return conclude(run, signal, page, out)
 
 
 def task_of(options: TrainOptions, config: Config) -> Task:
@@ -216,131 +116,24 @@ def dry_run(options: TrainOptions) -> Plan:
 
 
 @contextmanager
-def tracking(options: TrainOptions, folder: Path) -> Iterator[Trackers | None]:
-    """Keep trackers open for a run; ConfigError for one that is not installed."""
+def tracking(options: TrainOptions, folder: Path) -> Iterator[Log]:
+    """Yield what logs the figures of a step; ConfigError for a tracker that is not installed."""
     if not options.track:
-        yield None
+        yield lambda figures, step: None
         return
     try:
-        from hetero.integrations.tracking import Trackers
+        from hetero.integrations.tracking import trackers
     except ImportError as error:
         raise ConfigError(
             f"--track needs accelerate: {error}", advice="pip install 'hetero[integrations]'"
         ) from error
-    told = {k: v for k, v in dataclasses.asdict(options).items() if k != "settings"}
-    plain = {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in told.items()}
-    trackers = Trackers(options.track, folder, plain)
-    try:
-        yield trackers
-    finally:
-        trackers.finish()
+    given = {k: v for k, v in dataclasses.asdict(options).items() if k != "settings"}
+    plain = {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in given.items()}
+    with trackers(options.track, folder, plain) as log:
+        yield log
 
 
-def folder_of(options: TrainOptions) -> Path:
-    """Return where a run's checkpoints are; ConfigError where there are others, or none to go on.
-
-    Without a name, runs are numbered in the folder `RUNS` of the working directory.
-    """
-    if options.save_dir is None:
-        numbers = [int(p.name) for p in Path(RUNS).glob("*") if p.name.isdigit()]
-        saved = [n for n in numbers if found_in(Path(RUNS, str(n)))]
-        number = max(saved, default=0) if options.resume else max(numbers, default=0) + 1
-        folder = Path(RUNS, str(number))
-    else:
-        folder = Path(options.save_dir)
-    there = found_in(folder)
-    if options.resume and not there:
-        raise ConfigError(
-            f"{folder} holds no checkpoint to go on from",
-            advice="start without --resume, or name the run's folder with --save-dir",
-        )
-    if there and not options.resume:
-        raise ConfigError(
-            f"{folder} holds the checkpoints of another run",
-            advice="go on from them with --resume, or name another folder with --save-dir",
-        )
-    return folder
-
-
-def found_in(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint."""
-    return any(p.name.removeprefix("step-").isdigit() for p in folder.glob("step-*"))
-
-
-def record_folder(options: TrainOptions, folder: Path) -> Path | None:
-    """Return where a run is recorded whose checkpoints are in ``folder``; None: nowhere."""
-    if options.record == "none":
-        return None
-    return free_folder(Path(options.record) if options.record else folder / RECORDING)
-
-
-def optimizer_of(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-    """Return the optimizer of what trains in a model."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    common: Any = {"lr": options.lr, "weight_decay": options.weight_decay}
-    if options.optimizer == "adamw":
-        return torch.optim.AdamW(params, betas=BETAS, **common)
-    if options.optimizer == "adam":
-        return torch.optim.Adam(params, betas=BETAS, **common)
-    if options.optimizer == "sgd":
-        return torch.optim.SGD(params, momentum=MOMENTUM, **common)
-    if options.optimizer == "adafactor":
-        return torch.optim.Adafactor(params, **common)
-    kinds: Any = {"lion": optim.Lion, "adamw8bit": optim.AdamW8bit}
-    made: torch.optim.Optimizer = kinds[options.optimizer](params, **common)
-    return made
-
-
-def settings_of(options: TrainOptions) -> Config:
-    """Return the settings as they were given; hbm="all" is no budget."""
-    given = dict(options.settings)
-    if is_unlimited(options):
-        given["hbm"] = None
-    return Config.load(None, **given)
-
-
-def is_unlimited(options: TrainOptions) -> bool:
-    return options.settings.get("hbm") == "all"
-
-
-def settings_for(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, options: TrainOptions
-) -> Config:
-    """Return the settings of a run; the demo's, where nobody gave any, show every tier: HBM for a
-    quarter of the states, RAM for half of them, and a disk for the rest, simulated without CUDA."""
-    if not options.is_demo:
-        return config
-    unlimited = is_unlimited(options)
-    if config.device is None:
-        found = open_device(None)
-        config = dataclasses.replace(config, device="cpu:sim" if found.name == "cpu" else found)
-    if config.hbm is None and not unlimited:
-        config = dataclasses.replace(config, hbm=states_of(model) // STATES_PER_BUDGET)
-    if config.host is None and not unlimited:
-        config = dataclasses.replace(config, host=host_of(model, optimizer, config))
-    if not config.nvme and not unlimited:
-        make_folder(RUNS, mode=0o777).close()
-        config = dataclasses.replace(config, nvme=(RUNS,))
-    return config
-
-
-def host_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> int:
-    """Return the default RAM budget: half the states, so that the rest is on disk."""
-    half = states_of(model) // STATES_PER_HOST
-    try:
-        draw_spill(draw(model, optimizer, config), half, None)
-    except BudgetError as error:  # a model too small for its own largest update
-        return error.needed_bytes
-    return half
-
-
-def states_of(model: torch.nn.Module) -> int:
-    """Return the bytes of parameters, and of gradients and AdamW's two moments of what trains."""
-    sizes = ((p.numel() * p.element_size(), p.requires_grad) for p in model.parameters())
-    return sum(4 * n_bytes if trains else n_bytes for n_bytes, trains in sizes)
-
-
-class Run:
+class TrainRun:
     """The loop: a plain PyTorch loop, with a checkpoint now and then."""
 
     def __init__(
@@ -350,55 +143,52 @@ class Run:
         options: TrainOptions,
         folder: Path,
         deciding: Mapping[str, Any],
-        place: torch.device,
-        trackers: Trackers | None,
+        config: Config,
     ) -> None:
         self.task = task
         self.optimizer = optimizer
         self.options = options
         self.folder = folder
         self.deciding = deciding
-        self.place = place
-        self.trackers = trackers
+        self.place = open_device(config.device).torch_device
         self.steps: int = deciding["steps"]
         self.scheduler = LambdaLR(optimizer, factor_of(options, self.steps))
         self.progress = Progress()
         self.saved: Save | None = None
         self.recording = Recording(task.model, record_folder(options, folder))
 
-    def train(self, watch: Callable[[StepReport], None] | None, stop: Stop) -> int | None:
-        """Train to the end, or to the signal that is returned."""
+    def train(self, watch: Watch, log: Log, stop: Stop) -> int | None:
+        """Train to the end, or to the signal whose number is returned."""
         with self.recording:
-            number = self.loop(watch, stop)
+            signal = self.loop(watch, log, stop)
         last = self.saved
         if self.progress.steps > (self.progress.resumed if last is None else last.step):
             last = self.save()
         if last is not None:
             last.wait()
-        return number
+        return signal
 
-    def loop(self, watch: Callable[[StepReport], None] | None, stop: Stop) -> int | None:
+    def loop(self, watch: Watch, log: Log, stop: Stop) -> int | None:
         """Make the steps."""
-        options, number, done = self.options, None, self.progress
+        options, done = self.options, self.progress
         began = time.perf_counter() - done.seconds
-        while done.steps < self.steps and number is None:
-            norm, lr = self.step(), float(self.scheduler.get_last_lr()[0])
+        while done.steps < self.steps:
+            lr, norm = self.step()
             self.recording.count_step()
             done.seconds = time.perf_counter() - began
-            evaluated = self.evaluate() if self.is_due() else None
-            self.tell(
-                StepReport(*done.row(self.steps), lr, norm, evaluated, status(self.task.model)),
-                watch,
-            )
-            number = stop()
-            if options.minutes is not None and done.seconds >= 60 * options.minutes:
-                break
-            if number is None and done.steps % options.save_every == 0 and done.steps < self.steps:
+            report = self.report(lr, norm)
+            log(report.figures(), report.step)
+            watch(report)
+            signal = stop()
+            late = options.minutes is not None and done.seconds >= 60 * options.minutes
+            if signal is not None or late:
+                return signal
+            if done.steps % options.save_every == 0 and done.steps < self.steps:
                 self.save(asynchronous=True)  # training goes on while it is written
-        return number
+        return None
 
-    def step(self) -> float:
-        """Make one step, as any PyTorch loop does; returns the norm of its gradients.
+    def step(self) -> tuple[float, float]:
+        """Make one step, as any PyTorch loop does; returns the next learning rate and the norm.
 
         Every token counts as much as any other, in whichever pass it is.
         """
@@ -417,7 +207,22 @@ class Run:
         self.optimizer.zero_grad()
         self.progress.losses.append(sum(loss.item() for loss in losses))
         self.progress.tokens += sum(counts)
-        return float(norm.item())
+        return float(self.scheduler.get_last_lr()[0]), float(norm.item())
+
+    def report(self, lr: float, norm: float) -> StepReport:
+        """Return what the last step did, evaluated where that is due."""
+        done = self.progress
+        return StepReport(
+            step=done.steps,
+            planned=self.steps,
+            loss=done.losses[-1],
+            seconds=done.seconds,
+            tokens=done.tokens,
+            lr=lr,
+            norm=norm,
+            evaluation=self.evaluate() if self.is_due() else None,
+            status=status(self.task.model),
+        )
 
     def is_due(self) -> bool:
         """Whether an evaluation is due after the step that was made."""
@@ -425,23 +230,16 @@ class Run:
         due = done == self.steps or (every is not None and done % every == 0)
         return due and bool(self.task.evaluation)
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self) -> EvalLoss:
         """Return the mean loss of a token of the data to evaluate on."""
         self.task.model.eval()
         with torch.no_grad():
             rows = [(count(b), self.task.loss(b, self.place).item()) for b in self.task.evaluation]
         self.task.model.train()
         mean = sum(n * loss for n, loss in rows) / sum(n for n, _ in rows)
-        found = Evaluation(self.progress.steps, mean)
+        found = EvalLoss(self.progress.steps, mean)
         self.progress.evaluations.append(found)
         return found
-
-    def tell(self, report: StepReport, watch: Callable[[StepReport], None] | None) -> None:
-        """Say what a step did to the caller's callback."""
-        if self.trackers is not None:
-            self.trackers.log(report.figures(), report.step)
-        if watch is not None:
-            watch(report)
 
     def save(self, *, asynchronous: bool = False) -> Save:
         """Write a checkpoint."""
@@ -469,48 +267,12 @@ class Run:
         self.progress = Progress.of(found)
 
 
-@dataclass(slots=True)
-class Progress:
-    """How far a run has come."""
-
-    losses: list[float] = dataclasses.field(default_factory=list)
-    evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-    tokens: int = 0
-    resumed: int = 0
-    """Steps made before this process."""
-
-    @property
-    def steps(self) -> int:
-        return len(self.losses)
-
-    def row(self, planned: int) -> tuple[int, int, float, float, int]:
-        """Return the first fields of a step's report."""
-        return self.steps, planned, self.losses[-1], self.seconds, self.tokens
-
-    def saved(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
-        found = {name: getattr(self, name) for name in ("losses", "seconds", "tokens")}
-        return {**found, "evaluations": [tuple(each) for each in self.evaluations]}
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Progress:
-        """Return what a checkpoint kept; CheckpointCorrupt for what no run keeps."""
-        try:
-            evaluations = [Evaluation(*each) for each in found["evaluations"]]
-            losses = [float(loss) for loss in found["losses"]]
-            seconds, tokens = float(found["seconds"]), int(found["tokens"])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointCorrupt(
-                f"the checkpoint does not say how far its run has come: {error!r}",
-                advice="use another checkpoint of hetero train",
-            ) from error
-        return cls(losses, evaluations, seconds, tokens, len(losses))
+# -- what decides the numbers --------------------------------------------------------------------
 
 
 def fingerprint(options: TrainOptions, config: Config, task: Task) -> dict[str, Any]:
     """Return what decides the numbers; budgets do not."""
-    found = {name: getattr(options, name) for name in (*DECIDING, *SHAPES)}
+    found = {name: getattr(options, name) for name in DECIDING}
     found.update({name: getattr(config, name) for name in COMPUTING})
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
     return {**plain, "steps": steps_of(options, task), "data": task.digest()}
@@ -538,28 +300,13 @@ def check_run(folder: Path, here: Mapping[str, Any]) -> None:
         )
 
 
-def factor_of(options: TrainOptions, steps: int) -> Callable[[int], float]:
-    """Return the factor of the learning rate at a step: up in a line, then as the schedule says."""
-    warm_up = max(1, int(WARM_UP * steps)) if options.warmup is None else options.warmup
-
-    def factor(step: int) -> float:
-        if step < warm_up:
-            return (step + 1) / warm_up
-        done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
-        if options.schedule == "constant":
-            return 1.0
-        if options.schedule == "linear":
-            return 1 - done
-        return FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2
-
-    return factor
+# -- what came of it -----------------------------------------------------------------------------
 
 
-def conclude(run: Run, number: int | None, page: Path | None, out: str | None) -> TrainResult:
+def conclude(run: TrainRun, signal: int | None, page: Path | None, out: str | None) -> TrainResult:
     """Return the result of a run that has ended."""
     done, task = run.progress, run.task
-    losses = tuple(done.losses)
-    tail = losses[-SMOOTHED:]
+    tail = done.losses[-SMOOTHED:]
     learned = task.learned()
     return TrainResult(
         parameters=sum(p.numel() for p in task.model.parameters()),
@@ -571,14 +318,14 @@ def conclude(run: Run, number: int | None, page: Path | None, out: str | None) -
         planned_steps=run.steps,
         seconds=done.seconds,
         tokens_per_second=done.tokens / done.seconds,
-        losses=losses,
-        first_loss=losses[0],
+        losses=tuple(done.losses),
+        first_loss=done.losses[0],
         last_loss=sum(tail) / len(tail),
         evaluations=tuple(done.evaluations),
         weights_sha256=digest(task.model),
         checkpoint=str(run.folder if run.saved is None else run.saved.path),
         resumed_step=done.resumed,
-        signal=number,
+        signal=signal,
         report=None if page is None else str(page),
         recorded_steps=run.recording.steps,
         out=out,

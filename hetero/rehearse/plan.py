@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hetero.config import Config, parse_bytes
+from hetero.config import Config, Settings, parse_bytes
 from hetero.errors import BudgetError, ConfigError
 from hetero.internals import tree_iter
 from hetero.plan.hardware import Dtype, Profile, find
@@ -133,7 +133,7 @@ def plan(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    config: Config | Mapping[str, Any] | str | Path | None = None,
+    config: Settings = None,
     estimates: bool = True,
     **settings: Any,
 ) -> Plan:

@@ -21,9 +21,11 @@ from hetero.cli import main  # noqa: E402
 from hetero.config import Config  # noqa: E402
 from hetero.errors import ConfigError  # noqa: E402
 from hetero.recipes.options import TrainOptions, gathered  # noqa: E402
+from hetero.recipes.result import StepReport  # noqa: E402
 from hetero.recipes.sequences import IGNORED, answered, packed, together  # noqa: E402
+from hetero.recipes.setup import factor_of  # noqa: E402
 from hetero.recipes.text import rows_of  # noqa: E402
-from hetero.recipes.train import StepReport, digest, factor_of, task_of, train  # noqa: E402
+from hetero.recipes.train import digest, task_of, train  # noqa: E402
 
 TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 HBM = 450_000

@@ -21,6 +21,8 @@ from hetero.events import What
 from hetero.recipes import record
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.recipes.options import TrainOptions, gathered
+from hetero.recipes.result import StepReport, TrainResult
+from hetero.recipes.setup import factor_of, settings_for, settings_of
 from hetero.recipes.task import load_tokens, shape
 from hetero.recipes.text import (
     Batches,
@@ -30,15 +32,7 @@ from hetero.recipes.text import (
     topics_text,
     unigram_entropy,
 )
-from hetero.recipes.train import (
-    StepReport,
-    TrainResult,
-    digest,
-    factor_of,
-    settings_for,
-    settings_of,
-    train,
-)
+from hetero.recipes.train import digest, train
 from hetero.report import make
 from hetero.report.run import Recorder, Run
 
@@ -65,8 +59,7 @@ def plain(run: TrainOptions) -> tuple[list[float], str]:
     data = Batches(tokens, batch=run.batch, context=run.seq, seed=run.seed)
     losses = []
     for _ in range(run.steps):
-        x, y = next(data)
-        loss = model(x, y)
+        loss = model(**next(data))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -420,14 +413,15 @@ def test_batches_repeat_with_the_seed_and_leave_the_global_generator_alone() -> 
     first, again = (next(Batches(tokens, batch=3, context=8, seed=5)) for _ in range(2))
     other = next(Batches(tokens, batch=3, context=8, seed=6))
 
-    assert torch.equal(first[0], again[0])
-    assert not torch.equal(first[0], other[0])
+    assert torch.equal(first["tokens"], again["tokens"])
+    assert not torch.equal(first["tokens"], other["tokens"])
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_targets_are_the_next_tokens() -> None:
-    x, y = next(Batches(as_tokens(bytes(range(200))), batch=4, context=8, seed=0))
+    batch = next(Batches(as_tokens(bytes(range(200))), batch=4, context=8, seed=0))
 
+    x, y = batch["tokens"], batch["targets"]
     assert x.shape == y.shape == (4, 8)
     assert torch.equal(y, x + 1)
 
@@ -435,7 +429,7 @@ def test_targets_are_the_next_tokens() -> None:
 def test_the_last_window_is_reachable_and_nothing_beyond_it() -> None:
     data = Batches(as_tokens(b"abc"), batch=64, context=1, seed=0)
 
-    assert {bytes(row.tolist()) for row in next(data)[0]} == {b"a", b"b"}
+    assert {bytes(row.tolist()) for row in next(data)["tokens"]} == {b"a", b"b"}
 
 
 def test_files_of_a_directory_come_in_the_order_of_their_names(tmp_path: Path) -> None:

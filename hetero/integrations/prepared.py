@@ -1,0 +1,41 @@
+"""Prepared models as frameworks meet them (floor 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hetero.api import engine_of, release
+from hetero.checkpoint.load import load_through, same_generators
+from hetero.checkpoint.save import KINDS
+from hetero.io import IO
+from hetero.train.model.units import MARK
+
+
+def is_prepared(thing: Any) -> bool:
+    """Whether something is a model that hetero has prepared."""
+    return isinstance(thing, nn.Module) and MARK in thing.__dict__
+
+
+def trains(thing: Any) -> bool:
+    """Whether something is a model that was prepared with its optimizer."""
+    return is_prepared(thing) and engine_of(thing).optimizer is not None
+
+
+def plain_again(model: nn.Module) -> None:
+    """Release a model, if it is prepared."""
+    if is_prepared(model):
+        release(model)
+
+
+def load_states(folder: str | Path, model: nn.Module, kinds: Collection[str] = KINDS) -> Any:
+    """Load a model and its optimizer; returns the ``extra`` that the save was given.
+
+    Generators stay as they are: the framework restores them from its own file, or not at all.
+    """
+    engine = engine_of(model)
+    with same_generators(engine):
+        return load_through(IO(), folder, model, engine.optimizer, kinds=kinds)

@@ -1,0 +1,109 @@
+"""Options of the command line: made from fields, and told from those of a script (no torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import click
+
+from hetero.config import ACTIVATIONS, DEVICES, FROZEN, PRECISIONS, Config
+from hetero.recipes.options import SETTINGS, Form, TrainOptions, documented, forms
+
+POSITIVE = click.IntRange(min=1)
+DEVICE = click.Choice(DEVICES)
+PRECISION = click.Choice(PRECISIONS)
+KINDS = {  # of options whose field says too little
+    "device": DEVICE,
+    "precision": PRECISION,
+    "activations": click.Choice(ACTIVATIONS),
+    "frozen": click.Choice(FROZEN),
+    **dict.fromkeys(("hbm", "host", "nvme_bytes", "chunk_bytes"), str),  # as 20GiB
+}
+
+
+def option(*names: Any) -> Callable[..., Any]:
+    """Return an option that is None when not given: names, type, text, and maybe a default.
+
+    The default is what help says happens then.
+    """
+    first = next(i for i, part in enumerate(names) if not str(part).startswith("--"))
+    kind, text, *rest = names[first:]
+    said = f"{text}  [default: {rest[0]}]" if rest else text
+    return click.option(*names[:first], type=kind, default=None, help=said)
+
+
+def unit_options(command: Any) -> Any:
+    """Give a command the options that say how units compute."""
+    leave = option("--activations", KINDS["activations"], "What units leave for backward.", "auto")
+    cut = option("--micro-batch", POSITIVE, "Samples that a unit takes at once.", "all")
+    return leave(cut(command))
+
+
+def fields_as_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command an option for every field of `TrainOptions` and every setting of `Config`."""
+    for cls, names in ((Config, SETTINGS), (TrainOptions, tuple(forms(TrainOptions)))):
+        said = documented(cls)
+        for field in reversed([f for f in dataclasses.fields(cls) if f.name in names]):
+            command = field_option(field, forms(cls)[field.name], said[field.name])(command)
+    return command
+
+
+def field_option(field: dataclasses.Field[Any], form: Form, text: str) -> Callable[..., Any]:
+    """Return the option of a field; its type and its default come from there."""
+    flag = f"--{field.name.replace('_', '-')}"
+    if form.kind is bool:
+        return click.option(f"{flag}/--no{flag[1:]}", default=None, help=text)
+    said = isinstance(field.default, (int, float, str))
+    text = f"{text}  [default: {field.default}]" if said else text
+    if form.is_list:
+        return click.option(flag, multiple=True, help=text)
+    kind = form.kind if form.kind in (int, float) else str
+    own = click.Choice(form.choices) if form.choices else kind
+    return click.option(flag, type=KINDS.get(field.name, own), default=None, help=text)
+
+
+class RunCommand(click.Command):
+    """Options of hetero stand before SCRIPT; those of `AFTER` may stand right after it, too."""
+
+    AFTER = (
+        *("--hbm", "--host", "--nvme", "--nvme-bytes"),
+        *("--activations", "--micro-batch", "--chunk-bytes"),
+    )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Bring hetero's options before SCRIPT; everything else after it is the script's."""
+        values = {name: not option.is_flag for option in self._options() for name in option.opts}
+        at = taken(args, values)
+        after = at + 1 + taken(args[at + 1 :], dict.fromkeys(self.AFTER, True))
+        rest = args[after:]
+        if rest[:1] == ["--"]:  # it says where the script's own begin
+            rest = rest[1:]
+        else:
+            tell_of_late(word for word in rest if word.partition("=")[0] in self.AFTER)
+        return super().parse_args(ctx, [*args[at + 1 : after], *args[: at + 1], *rest])
+
+    def _options(self) -> Iterator[click.Option]:
+        return (param for param in self.params if isinstance(param, click.Option))
+
+
+def tell_of_late(words: Iterable[str]) -> None:
+    """Warn that words which look like budgets go to the script."""
+    for word in words:
+        click.echo(
+            f"{word} comes after the script's own arguments, so it was passed to the script. Put"
+            " hetero's options before the script's name, or -- after it to silence this",
+            err=True,
+        )
+
+
+def taken(args: list[str], values: Mapping[str, bool]) -> int:
+    """Return how many words the options at the beginning are; {name: whether a value follows}."""
+    count = 0
+    while count < len(args):
+        name, equals, _ = args[count].partition("=")
+        if name not in values:
+            break
+        count += 1 if equals or not values[name] else 2
+    return min(count, len(args))

@@ -1,0 +1,141 @@
+"""What a run tells: of each step, of each evaluation, and at its end (floor 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hetero.api import Status
+from hetero.errors import CheckpointCorrupt
+
+
+class EvalLoss(NamedTuple):
+    """The loss of data that the model does not learn from."""
+
+    step: int
+    loss: float
+    """Mean in nats a token."""
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+class StepReport(NamedTuple):
+    """What one step did, for a caller's callback."""
+
+    step: int
+    """Steps done, from 1."""
+    planned: int
+    loss: float
+    seconds: float
+    """Since training began."""
+    tokens: int
+    """Since training began."""
+    lr: float
+    norm: float
+    """Of the gradients, before they were clipped."""
+    evaluation: EvalLoss | None
+    """Where one was due after this step."""
+    status: Status
+
+    def figures(self) -> dict[str, float]:
+        """Return what is tracked of a step."""
+        found = {
+            "loss": self.loss,
+            "lr": self.lr,
+            "grad_norm": self.norm,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens / self.seconds,
+        }
+        for name, row in self.status.tiers.items():
+            found[f"{name.lower()}_bytes"] = row["used"] or 0
+        if self.evaluation is not None:
+            found["eval_loss"] = self.evaluation.loss
+            found["eval_perplexity"] = self.evaluation.perplexity
+        return found
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run has come; a checkpoint keeps it."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    evaluations: list[EvalLoss] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
+    resumed: int = 0
+    """Steps made before this process."""
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
+
+    def saved(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        found = {name: getattr(self, name) for name in ("losses", "seconds", "tokens")}
+        return {**found, "evaluations": [tuple(each) for each in self.evaluations]}
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Progress:
+        """Return what a checkpoint kept; CheckpointCorrupt for what no run keeps."""
+        try:
+            evaluations = [EvalLoss(*each) for each in found["evaluations"]]
+            losses = [float(loss) for loss in found["losses"]]
+            seconds, tokens = float(found["seconds"]), int(found["tokens"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CheckpointCorrupt(
+                f"the checkpoint does not say how far its run has come: {error!r}",
+                advice="use another checkpoint of hetero train",
+            ) from error
+        return cls(losses, evaluations, seconds, tokens, len(losses))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a run came to; sizes in bytes, losses in nats per token."""
+
+    parameters: int
+    state_bytes: int
+    """Parameters, gradients and moments."""
+    data_tokens: int
+    """That a loss is of, in all of the data."""
+    unit: str
+    """What one token is: "byte", "token"."""
+    unigram_entropy: float
+    """Loss of the best guess without context."""
+    steps: int
+    planned_steps: int
+    """More than ``steps`` when the minutes were up first."""
+    seconds: float
+    tokens_per_second: float
+    losses: tuple[float, ...]
+    first_loss: float
+    last_loss: float
+    """Mean over the last ten steps."""
+    evaluations: tuple[EvalLoss, ...]
+    weights_sha256: str
+    """Digest of the weights that train: as many steps give the same at any budget."""
+    checkpoint: str
+    """The last one written."""
+    resumed_step: int
+    """Where the run went on; 0 for one from the beginning."""
+    signal: int | None
+    """The number of the signal that ended it early; None where none did."""
+    report: str | None
+    """The page that says what the first steps did; its recording lies in the same directory."""
+    recorded_steps: int
+    """How many of its steps the recording has."""
+    out: str | None
+    """Where the trained model was written."""
+    report_problem: str
+    """Why there is no report though there should be one."""
+    status: Status
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        return dataclasses.asdict(self)
