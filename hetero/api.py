@@ -238,8 +238,8 @@ def status(model: nn.Module) -> Status:
     names = plan.layout.unit_names
     schedule = None
     if paged:
-        trained = engine.inner is not None
-        schedule = (engine.runtime.train if trained else engine.runtime.active).schedule
+        fetches = engine.runtime.fetches
+        schedule = (fetches.active if engine.inner is None else fetches.train).schedule
     return Status(
         device=engine.device.name,
         mode=engine.mode,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,14 +115,14 @@ class Steps:
         self.model = model
         self.seen: list[tuple[Any, int]] = []
         engine = engine_of(model)
-        ended = engine.runtime.on_idle
+        ended = engine.runtime.events.forward_ended
 
         def note() -> None:
             frames = engine.manager.limit
             ended()
             self.seen.append((hetero.status(model), frames * engine.blueprint.granule_bytes))
 
-        engine.runtime.on_idle = note
+        engine.runtime.events = replace(engine.runtime.events, forward_ended=note)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])

@@ -133,8 +133,8 @@ class Unswizzled:
 class SavedTensors:
     """Pushes and pops our pair of hooks around whatever differentiates parameters."""
 
-    def __init__(self, swizzled: Swizzled) -> None:
-        self.footprint = Footprint()
+    def __init__(self, swizzled: Swizzled, footprint: Footprint | None = None) -> None:
+        self.footprint = footprint or Footprint()
         self.swizzled = swizzled
         self.digests: Digests | None = None
         """What takes down the bits of all that is saved, for a proof."""

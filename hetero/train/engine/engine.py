@@ -40,9 +40,10 @@ from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
 from hetero.train.access.cursor import Cursor
-from hetero.train.access.early import EarlyUpdates
+from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.hooks import Hooks, before_node
 from hetero.train.access.runtime import Runtime
+from hetero.train.access.step_events import StepEvents
 from hetero.train.activations.forecast import Forecast, UnitKind
 from hetero.train.activations.meter import Keeper, Meter, make_meter
 from hetero.train.activations.offload import MIN_BYTES, Offload
@@ -59,6 +60,7 @@ from hetero.train.engine.snapshot import Saver, Saving
 from hetero.train.engine.tuning import Tuning
 from hetero.train.gradients.flight import Flight
 from hetero.train.gradients.store import GRAD, WIDE, GradStore, LazyGrad
+from hetero.train.model.binding import plain
 from hetero.train.model.graph import unless_gone
 from hetero.train.model.host_work import host_work
 from hetero.train.model.units import MARK
@@ -244,7 +246,7 @@ class Engine:
             store=self.store,
             limit=least,
             ceiling=ceiling,
-            next_use=self.tuning.victim or (lambda bucket: runtime.active.next_use(bucket)),
+            next_use=self.tuning.victim or (lambda b: runtime.fetches.active.next_use(b)),
             workspace=None if decoding is None else Workspace.on(self.device, *decoding),
         )
         self.manager.overwriting = self.masters.overwriting
@@ -255,7 +257,10 @@ class Engine:
         self.manager.claimed = self.grads.let_go
         planned = partial(plan_for, layout=layout, manager=self.manager, tuning=self.tuning)
         trains = self.inner is not None
+        if self.inner is not None:
+            self.stepper = self._make_stepper(self.inner)
         self.runtime = runtime = Runtime(
+            self.params,
             layout,
             plan.needs,
             device=self.device,
@@ -265,26 +270,36 @@ class Engine:
             train=Cursor(partial(planned, training=trains)),
             evaluate=Cursor(partial(planned, training=False)),
             stepped=trains,
+            events=StepEvents(
+                before_use=unless_gone(self._before_use, None),
+                before_load=self.saver.finish,
+                backward_begins=unless_gone(self._backward_begins, None),
+                forward_ended=unless_gone(self._after_evaluation, None),
+                spare=unless_gone(self._spare, 0),
+                resume=unless_gone(self._resume, None),
+            ),
+            early=self._early_updates() if self._may_be_early else NoEarlyUpdates(),
+            scaling=self._scaling,
         )
-        self.grads.on_arrival = runtime.gradient_arrived
-        runtime.on_idle = unless_gone(self._after_evaluation, None)
-        runtime.before_load = self.saver.finish
-        runtime.before_use = unless_gone(self._before_use, None)
-        runtime.backward_begins = unless_gone(self._backward_begins, None)
-        self.runtime.attach(self.params)
+        self.grads.on_arrival = runtime.backward.gradient_arrived
+        runtime.pages.swizzle.page_all()
         self.origin.give_back_grads()
         self._shape(self.runtime.saved, self.runtime.enter, self.runtime.leave)
         self.fitting = self._make_fitting()
         self.activations.watch = self.fitting
-        if not self.device.is_cuda:  # whose allocator would count them in a step's peak
-            runtime.spare = unless_gone(self.fitting.spare, 0)
-        runtime.resume = unless_gone(self.fitting.resume, None)
         meter = self.fitting.meter
         if self.inner is None:
             self.activations.may_change = False  # no step comes that would end the measuring
             self._attach_evaluation(meter)
         self.hooks.watch(self.model, plan.units, self.runtime, self.activations, meter)
         self.device.reset_peak()
+
+    def _spare(self) -> int:
+        # CUDA's allocator would count them in a step's peak
+        return 0 if self.device.is_cuda else self.fitting.spare()
+
+    def _resume(self) -> None:
+        self.fitting.resume()
 
     def _attach_evaluation(self, meter: Meter) -> None:
         """Let every forward be a step of its own: there are no others."""
@@ -392,7 +407,7 @@ class Engine:
             return True
         if not self.manager.resize(limit):
             return False
-        self.runtime.replan()
+        self.runtime.fetches.replan()
         return True
 
     def vacate(self) -> int:
@@ -405,8 +420,8 @@ class Engine:
             return self.resize(limit)
         if not self.manager.lower(limit):
             return False
-        self.runtime.replan()
-        schedule = self.runtime.active.schedule
+        self.runtime.fetches.replan()
+        schedule = self.runtime.fetches.active.schedule
         if schedule is not None:  # what stays would be in the way where the plan has others
             self.manager.clear_the_way({op.bucket: op.start for op in schedule.at(-1)})
         return True
@@ -500,36 +515,37 @@ class Engine:
 
     def _wrap_optimizer(self, inner: torch.optim.Optimizer) -> None:
         self.rule = Rule(inner)
-        if self.mode == "paged" or self.has_masters:
-            updater = Updater(
-                inner,
-                self.params,
-                self.blueprint.layout,
-                grads=self.grads,
-                store=self.store,
-                masters=self.masters,
-                native=kernel.load() if self.tuning.native else None,
-                cores=Cores(self.worker.n_threads),
-                stream_to=self.device.torch_device if self.tuning.update_on_device else None,
-            )
-            scaler = LossScaler() if self.config.precision == "fp16" else None
-            self.stepper = Stepper(
-                updater,
-                self.grads,
-                self.worker,
-                log=self.log,
-                scaler=scaler,
-                pause=self.tuning.pause,
-            )
-            (self.runtime if self.mode == "paged" else self.resident).scaling = self._scaling
-            if self._may_be_early:
-                self._follow_steps()
+        if self.mode == "resident" and self.has_masters:
+            self.stepper = self._make_stepper(inner)
+            self.resident.scaling = self._scaling
         self.optimizer = Optimizer(inner, self)
         for param, state in self.optimizer.state.items():
             self.optimizer.state[param] = self.adopt(param, state)
         inner.state = defaultdict(dict)
         self._inner_step = inner.__dict__.get("step")
         vars(inner)["step"] = MethodType(_forgotten, inner)
+
+    def _make_stepper(self, inner: torch.optim.Optimizer) -> Stepper:
+        updater = Updater(
+            inner,
+            self.params,
+            self.blueprint.layout,
+            grads=self.grads,
+            store=self.store,
+            masters=self.masters,
+            native=kernel.load() if self.tuning.native else None,
+            cores=Cores(self.worker.n_threads),
+            stream_to=self.device.torch_device if self.tuning.update_on_device else None,
+        )
+        scaler = LossScaler() if self.config.precision == "fp16" else None
+        return Stepper(
+            updater,
+            self.grads,
+            self.worker,
+            log=self.log,
+            scaler=scaler,
+            pause=self.tuning.pause,
+        )
 
     # -- updates that begin in backward (see [Note: early updates]) ------------------------------
 
@@ -539,8 +555,8 @@ class Engine:
             return False
         return self.config.updates == "backward"
 
-    def _follow_steps(self) -> None:
-        """Let updates begin as backward leaves units."""
+    def _early_updates(self) -> EarlyUpdates:
+        """Return what begins updates as backward leaves units."""
         buckets = self.blueprint.layout.buckets
         trained = [[b for b in need if buckets[b].trainable] for need in self.blueprint.needs]
 
@@ -553,7 +569,7 @@ class Engine:
             for bucket in trained[unit]:
                 begin_early(buckets[bucket])
 
-        self.runtime.early = EarlyUpdates(self.blueprint.needs, complete=complete, begin=begin)
+        return EarlyUpdates(self.blueprint.needs, complete=complete, begin=begin)
 
     def _begin_early(self, bucket: Bucket) -> None:
         """Begin a bucket's update before the step, where it is not seen and `step` has nothing to
@@ -644,7 +660,7 @@ class Engine:
         if touched:
             torch.autograd.graph.increment_version([self.params[i] for i in touched])
             if self.mode == "paged":
-                self.runtime.stepped(update.bucket.id for update in updates)
+                self.runtime.pages.stepped(update.bucket.id for update in updates)
         # 3. homes are handed to their updates, in the order in which they are needed next
         updates = self._in_order(updates)
         self._announce(begun, updates)
@@ -685,7 +701,7 @@ class Engine:
     def _in_order(self, updates: list[Update]) -> list[Update]:
         if self.mode != "paged":
             return updates
-        order = self.runtime.train.order()
+        order = self.runtime.fetches.train.order()
         return sorted(updates, key=lambda update: order.get(update.bucket.id, len(order)))
 
     def _seal(self, stepper: Stepper) -> list[Update]:
@@ -836,7 +852,7 @@ class Engine:
             return
         self.fitting.meter.restart()
         self.fitting.begin()  # a model that trains by another method has no forward to begin one
-        self.runtime.border()
+        self.runtime.fetches.step_ends()
 
     def _take_stats(self) -> None:
         """Note what the step moved that is over."""
@@ -882,7 +898,7 @@ class Engine:
         self._unhook()
         for index, (bucket, segment) in enumerate(self.blueprint.layout.home):
             home = self.store.homes[PARAM, bucket]
-            self.runtime.swizzle.restore(index, home.segments[segment.position])
+            plain(self.params[index], home.segments[segment.position])
         self.fitting.charge(activation_bytes, ring_bytes)
         self.mode = "resident"
         if self.has_masters:
@@ -1007,7 +1023,7 @@ class Engine:
         self.refuse_broken()
         self._refuse_early("a state dict is made or loaded")
         if self.mode == "paged":
-            with self.runtime.at_home():
+            with self.runtime.state_dicts.open():
                 yield
         elif self.has_masters:
             with self.resident.at_home():
@@ -1077,8 +1093,7 @@ class Engine:
     def _detach(self, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Give the plain optimizer its states and its step again; files and threads go."""
         if hasattr(self, "runtime"):
-            self.runtime.closed = True
-            self.runtime.unguard()
+            self.runtime.close()
         self.worker.close()
         if self.inner is not None:
             self.inner.__dict__.pop("step", None)
@@ -1098,11 +1113,10 @@ class Engine:
 
     def _move_out(self, *, failed: bool = False) -> None:
         """Make every parameter plain again; see `Origin.move_out`."""
-        paged = hasattr(self, "runtime") and hasattr(self.runtime, "swizzle")
-        if paged and self.mode == "paged":
-            self._unhook()
         if hasattr(self, "runtime"):
-            self.runtime.unguard()
+            if self.mode == "paged":
+                self._unhook()
+            self.runtime.close()
         self.hooks.remove()
         resident = self.mode == "resident"
         self.origin.move_out(self.store, self.masters, resident=resident, failed=failed)

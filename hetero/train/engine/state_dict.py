@@ -50,7 +50,7 @@ def ordered(engine: Engine) -> list[Bucket]:
     buckets = engine.blueprint.layout.buckets
     if engine.mode != "paged":
         return list(buckets)
-    order = engine.runtime.train.order()
+    order = engine.runtime.fetches.train.order()
     return sorted(buckets, key=lambda bucket: order.get(bucket.id, len(order)))
 
 
@@ -325,4 +325,4 @@ def loaded(engine: Engine) -> None:
         elif engine.has_masters:
             engine.resident.updated(bucket)
     if engine.mode == "paged":
-        engine.runtime.stepped(bucket.id for bucket in engine.blueprint.layout.buckets)
+        engine.runtime.pages.stepped(bucket.id for bucket in engine.blueprint.layout.buckets)

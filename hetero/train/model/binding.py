@@ -110,15 +110,11 @@ class Swizzle:
             advice="hetero.release the model before replacing parameters",
         )
 
-    def page(self, index: int) -> None:
-        """Make a plain parameter an unbound one, for the first time."""
-        param = self.params[index]
-        _set_data(param, self._placeholders[index])
-        param.__class__ = self._classes[0]
-
-    def restore(self, index: int, value: torch.Tensor) -> None:
-        """Make a parameter plain again, with ``value`` as its data."""
-        plain(self.params[index], value)
+    def page_all(self) -> None:
+        """Make all plain parameters unbound ones, for the first time; homes hold their values."""
+        for param, empty in zip(self.params, self._placeholders, strict=True):
+            _set_data(param, empty)
+            param.__class__ = self._classes[0]
 
 
 def point(param: nn.Parameter, value: torch.Tensor) -> None:
