@@ -152,8 +152,8 @@ def access(device: str | None = None, rounds: int = 3000) -> Figures:
     manager.pin((bucket,), "bench")
     replica, bound, unbound = manager.replicas[bucket], [], []
     for _ in range(rounds):
-        bound.append(timed(lambda: pages.swizzle.bind(replica)) / n_params)
-        unbound.append(timed(lambda: pages.swizzle.unbind(bucket)) / n_params)
+        bound.append(timed(lambda: pages.binding.bind(replica)) / n_params)
+        unbound.append(timed(lambda: pages.binding.unbind(bucket)) / n_params)
     manager.unpin((bucket,))
     bind_us = 1e6 * statistics.median(bound)
     detail = {

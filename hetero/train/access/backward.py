@@ -17,10 +17,10 @@ from hetero.memory.layout import Layout
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.fetches import Fetches
 from hetero.train.access.pages import Pages
-from hetero.train.activations.held import CHANGED, Footprint
-from hetero.train.activations.saved import Saved
+from hetero.train.activations.held import CHANGED, GraphFootprint
+from hetero.train.activations.saved import SavedView
 from hetero.train.gradients.store import GradStore
-from hetero.train.model import binding
+from hetero.train.model.binding import version, without_faults
 from hetero.types import Kind, Phase, Tier
 
 WHY = {phase: phase.value for phase in Phase}  # asked of an enum it costs two calls
@@ -48,7 +48,7 @@ class AccessLog:
         *,
         device: Device,
         log: EventLog,
-        footprint: Footprint,
+        footprint: GraphFootprint,
     ) -> None:
         self._device = device
         self._log = log
@@ -172,28 +172,28 @@ class SavedViews:
         self._fetches = fetches
         self._backward = backward
 
-    def locate(self, tensor: torch.Tensor, cdata: int) -> Saved | None:
+    def locate(self, tensor: torch.Tensor, cdata: int) -> SavedView | None:
         """Return where a tensor lies in a parameter's frame or placeholder (see saved.py)."""
         if tensor.is_conj() or tensor.is_neg():
             return None  # the bits would be lost: its storage is a lease
-        swizzle = self._pages.swizzle
+        binding = self._pages.binding
         replica = self._pages.manager.by_storage.get(cdata)
         if replica is None:
-            index = swizzle.by_placeholder.get(cdata)
+            index = binding.by_placeholder.get(cdata)
             if index is None:
                 return None
             spec = self._pages.layout.home[index][1].spec
-            return Saved(index, 0, spec.shape, spec.stride, binding.version(swizzle.params[index]))
+            return SavedView(index, 0, spec.shape, spec.stride, version(binding.params[index]))
         if tensor.dtype != replica.bucket.dtype:
             return None  # a view of other bytes: its storage is a lease
-        with binding.plainly():
+        with without_faults():
             offset, size, stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
         segments = replica.bucket.segments
         segment = segments[bisect_right(segments, offset, key=_offset_of) - 1]
-        then = binding.version(swizzle.params[segment.index])
-        return Saved(segment.index, offset - segment.offset, tuple(size), tuple(stride), then)
+        then = version(binding.params[segment.index])
+        return SavedView(segment.index, offset - segment.offset, tuple(size), tuple(stride), then)
 
-    def resolve(self, saved: Saved) -> torch.Tensor:
+    def resolve(self, saved: SavedView) -> torch.Tensor:
         """Return a saved view of a parameter; in backward this is what opens an access."""
         if self.closed:
             raise StateError(
@@ -201,7 +201,7 @@ class SavedViews:
                 advice="run backward before releasing the model",
             )
         bucket, segment = self._pages.layout.home[saved.param]
-        now = binding.version(self._pages.swizzle.params[saved.param])
+        now = version(self._pages.binding.params[saved.param])
         if now != saved.version:
             what = f"parameter {segment.spec.name!r} of shape {list(segment.spec.shape)}"
             raise RuntimeError(CHANGED.format(what=what, now=now, then=saved.version))
@@ -213,6 +213,6 @@ class SavedViews:
         self._pages.manager.unpin((bucket,))
         return view
 
-    def _view(self, bucket: int, offset: int, saved: Saved) -> torch.Tensor:
+    def _view(self, bucket: int, offset: int, saved: SavedView) -> torch.Tensor:
         flat = self._pages.manager.replicas[bucket].flat
         return torch.as_strided(flat, saved.size, saved.stride, offset + saved.offset)

@@ -23,10 +23,10 @@ from hetero.interrupts import theirs
 from hetero.train.access.attachments import Attachments, Call, put, thawed
 from hetero.train.access.runtime import Runtime
 from hetero.train.activations.meter import Meter
-from hetero.train.activations.policy import Activations
+from hetero.train.activations.policy import ActivationPolicies
 from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.tiles import TILE, mlps, tile, untile
-from hetero.train.model.binding import plainly
+from hetero.train.model.binding import without_faults
 from hetero.train.model.graph import OurHook
 from hetero.train.model.units import PART, Unit, has_params
 
@@ -39,7 +39,7 @@ class Hooks(Attachments):
         model: nn.Module,
         units: Sequence[Unit],
         runtime: Runtime,
-        activations: Activations,
+        activations: ActivationPolicies,
         meter: Meter,
     ) -> None:
         """Bracket every unit's forward, and the model's around them."""
@@ -56,7 +56,9 @@ class Hooks(Attachments):
             refuse = functools.partial(_refuse, "torch.jit.script")
             self.replace(module, "__prepare_scriptable__", refuse)
 
-    def shape(self, model: nn.Module, units: Sequence[Unit], activations: Activations) -> None:
+    def shape(
+        self, model: nn.Module, units: Sequence[Unit], activations: ActivationPolicies
+    ) -> None:
         """Let every unit's forward leave for backward what its policy says."""
         for index, unit in enumerate(units):
             if unit.module is not None:
@@ -155,7 +157,7 @@ def _copied(
     ours: Attachments, module: nn.Module, fits: Callable[[int], None], memo: dict[int, Any]
 ) -> nn.Module:
     """Return a deep copy of a module as it would be without us."""
-    with plainly():
+    with without_faults():
         fits(sum(p.nbytes for p in module.parameters() if id(p) not in memo))
     own = getattr(type(module), "__deepcopy__", None)
     twin: nn.Module = _twin(ours, module, memo) if own is None else own(module, memo)
@@ -200,7 +202,7 @@ def before_node(node: Any, call: Callable[..., None]) -> None:
     node.register_prehook(call)
 
 
-def around_unit(activations: Activations, unit: int, call: Call) -> Call:
+def around_unit(activations: ActivationPolicies, unit: int, call: Call) -> Call:
     """Return a unit's forward inside an access, under the unit's policy."""
 
     @functools.wraps(call)
@@ -210,7 +212,7 @@ def around_unit(activations: Activations, unit: int, call: Call) -> Call:
     return forward
 
 
-def around_batch(activations: Activations, call: Call) -> Call:
+def around_batch(activations: ActivationPolicies, call: Call) -> Call:
     """Return the whole model's forward, of which it is told how large the batch is."""
 
     @functools.wraps(call)
@@ -295,7 +297,7 @@ def _guarded_apply(
     module: nn.Module, func: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
     """Let a ``.to()`` that changes nothing pass, and refuse one that would move or convert."""
-    with plainly():
+    with without_faults():
         tensors = [*module.parameters(), *module.buffers()]
         kinds = {(t.dtype, t.device, min(t.dim(), 4)) for t in tensors}
         probes = [torch.empty((2,) * dims, dtype=dtype, device=at) for dtype, at, dims in kinds]

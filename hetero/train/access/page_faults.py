@@ -17,7 +17,8 @@ from hetero.train.access.home_view import StateDictView
 from hetero.train.access.pages import Pages
 from hetero.train.access.step_events import StepEvents
 from hetero.train.activations.structure import leaves_of
-from hetero.train.model import binding, faults
+from hetero.train.model import faults
+from hetero.train.model.binding import without_faults
 from hetero.train.update.masters import Scaling
 
 
@@ -71,7 +72,7 @@ class PageFaults:
     @property
     def index(self) -> dict[int, int]:
         """Position of every parameter, by its id."""
-        return self._pages.swizzle.index
+        return self._pages.binding.index
 
     def fault(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -84,7 +85,7 @@ class PageFaults:
         places = (index.get(id(value), -1) for value in leaves_of((args, dict(kwargs))))
         buckets = tuple(dict.fromkeys(home[i][0] for i in places if i >= 0))
         if not buckets:
-            with binding.plainly():  # only the class took part, no parameter's bytes
+            with without_faults():  # only the class took part, no parameter's bytes
                 return func(*args, **kwargs)
         found = self._runtime.call_with(buckets, func, args, kwargs)
         if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_iter(found)):
@@ -99,7 +100,7 @@ class PageFaults:
     def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Carry out ``param.data = value`` by copying; a change of geometry is refused."""
         bucket, segment = self._pages.home(param)
-        spec, place, swizzle = segment.spec, self._place, self._pages.swizzle
+        spec, place, binding = segment.spec, self._place, self._pages.binding
         if tuple(value.shape) != spec.shape or value.dtype != spec.dtype or value.device != place:
             raise StateError(
                 f"parameter {spec.name!r} is {spec.dtype} {list(spec.shape)} on {place}; data of"
@@ -111,7 +112,7 @@ class PageFaults:
             view = replica.views[segment.position]
             if view.data_ptr() == value.data_ptr():
                 return
-            kept = swizzle.bound[bucket] == 1 and replica.aliases(swizzle.count(bucket))
+            kept = binding.bound[bucket] == 1 and replica.aliases(binding.count(bucket))
             if kept or use_count(value) > ALONE:
                 whose = "its old value" if kept else "the new one"
                 raise StateError(

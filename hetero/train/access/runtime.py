@@ -28,13 +28,13 @@ from hetero.train.access.page_faults import PageFaults
 from hetero.train.access.pages import Pages
 from hetero.train.access.step_events import StepEvents
 from hetero.train.activations.caches import is_cache
-from hetero.train.activations.held import Footprint
+from hetero.train.activations.held import GraphFootprint
 from hetero.train.activations.meter import GUARDS as METERING
 from hetero.train.activations.saved import GUARDS as SAVING
-from hetero.train.activations.saved import SavedTensors, foreign
+from hetero.train.activations.saved import SavedTensors, inside_foreign_hooks
 from hetero.train.gradients.store import GradStore
 from hetero.train.model import faults
-from hetero.train.model.binding import Swizzle
+from hetero.train.model.binding import Binding
 from hetero.train.update.masters import Masters, Scaling
 from hetero.types import Phase
 
@@ -43,7 +43,7 @@ class Runtime:
     """Pins what each access needs, binds its parameters and issues the planned ops.
 
     Args:
-        params: plain ones, whose homes hold their values; `Swizzle.page_all` makes them pages.
+        params: plain ones, whose homes hold their values; `Binding.page_all` makes them pages.
         needs: the buckets of each unit.
         train, evaluate: cursors of forwards with gradients, and of those without.
         stepped: whether an optimizer's step ends a trace.
@@ -78,10 +78,10 @@ class Runtime:
         self.fetches = Fetches(manager, train=train, evaluate=evaluate, stepped=stepped)
         place = device.torch_device
         classes = faults.paged_classes(PageFaults(self, place=place, scaling=scaling))
-        swizzle = Swizzle(params, layout, place, *classes)
-        self.pages = Pages(layout, manager=manager, masters=masters, swizzle=swizzle)
+        binding = Binding(params, layout, place, *classes)
+        self.pages = Pages(layout, manager=manager, masters=masters, binding=binding)
         self.state_dicts = StateDictView(self.pages, before_write=events.before_load)
-        footprint = Footprint()
+        footprint = GraphFootprint()
         self.accesses = AccessLog(
             layout, needs, device=device, log=manager.log, footprint=footprint
         )
@@ -206,7 +206,7 @@ class Runtime:
             for bucket in buckets:
                 unit = self.pages.layout.buckets[bucket].unit
                 self.fetches.follow(phase, unit, (bucket,), self._calls)
-            pushed = not foreign() and self.saved.push_where_differentiated()
+            pushed = not inside_foreign_hooks() and self.saved.push_where_differentiated()
             try:
                 return func(*args, **kwargs)
             finally:

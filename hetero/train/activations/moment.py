@@ -75,7 +75,7 @@ OWN = ("_parameters", "_buffers", "_modules")  # of a module's attributes, the t
 _absent: Any = object()
 
 
-class Source(NamedTuple):
+class RandomSource(NamedTuple):
     """A generator of random numbers."""
 
     get: Callable[[], Any]
@@ -114,7 +114,7 @@ class Moment:
         self._params: list[nn.Parameter] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._tensors: dict[int, Buffer] = {}
-        self._generators: dict[int, Source] = {}
+        self._generators: dict[int, RandomSource] = {}
         self._seen: set[int] = set()
         self.is_whole = True
         """Whether all that the code may change was taken down."""
@@ -268,15 +268,15 @@ class Moment:
                 self._seen.add(id(part))
                 self._look_at_module(part)
 
-    def _sources(self) -> Iterator[Source]:
+    def _sources(self) -> Iterator[RandomSource]:
         """Yield every generator that the forward may draw from."""
         place = self._place
-        yield Source(random.getstate, random.setstate, operator.eq)
-        yield Source(np.random.get_state, np.random.set_state, _same_state)
-        yield Source(torch.get_rng_state, torch.set_rng_state, _same_bytes)
+        yield RandomSource(random.getstate, random.setstate, operator.eq)
+        yield RandomSource(np.random.get_state, np.random.set_state, _same_state)
+        yield RandomSource(torch.get_rng_state, torch.set_rng_state, _same_bytes)
         if accelerator_rng(place) is not None:
             get, put = functools.partial(accelerator_rng, place), set_accelerator_rng
-            yield Source(get, functools.partial(put, place), _same_bytes)
+            yield RandomSource(get, functools.partial(put, place), _same_bytes)
         yield from self._generators.values()
 
     # -- after the forward -----------------------------------------------------------------------
@@ -578,18 +578,18 @@ def _told(values: Any) -> Any:
     return tuple(v for v in values if v is None or type(v) in (bool, str))
 
 
-def _source_of(value: Any) -> Source | None:
+def _source_of(value: Any) -> RandomSource | None:
     """Return a generator object's source; None for any other object."""
     if isinstance(value, torch.Generator):
-        return Source(value.get_state, value.set_state, _same_bytes)
+        return RandomSource(value.get_state, value.set_state, _same_bytes)
     if isinstance(value, np.random.RandomState):
-        return Source(value.get_state, value.set_state, _same_state)
+        return RandomSource(value.get_state, value.set_state, _same_state)
     if isinstance(value, np.random.Generator):
         bits: Any = value.bit_generator
         get, put = lambda: bits.state, lambda state: setattr(bits, "state", state)
-        return Source(get, put, lambda a, b: repr(a) == repr(b))
+        return RandomSource(get, put, lambda a, b: repr(a) == repr(b))
     if isinstance(value, random.Random):
-        return Source(value.getstate, value.setstate, operator.eq)
+        return RandomSource(value.getstate, value.setstate, operator.eq)
     return None
 
 

@@ -47,8 +47,8 @@ from hetero.train.access.step_events import StepEvents
 from hetero.train.activations.forecast import Forecast, UnitKind
 from hetero.train.activations.meter import Keeper, Meter, make_meter
 from hetero.train.activations.offload import MIN_BYTES, Offload
-from hetero.train.activations.policy import Activations
-from hetero.train.activations.saved import SavedTensors, Unswizzled
+from hetero.train.activations.policy import ActivationPolicies
+from hetero.train.activations.saved import NoViews, SavedTensors
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.budget import decide
 from hetero.train.engine.check import check_once, pageable, pages
@@ -282,7 +282,7 @@ class Engine:
             scaling=self._scaling,
         )
         self.grads.on_arrival = runtime.backward.gradient_arrived
-        runtime.pages.swizzle.page_all()
+        runtime.pages.binding.page_all()
         self.origin.give_back_grads()
         self._shape(self.runtime.saved, self.runtime.enter, self.runtime.leave)
         self.fitting = self._make_fitting()
@@ -322,7 +322,7 @@ class Engine:
     ) -> None:
         """Make the policy of what units leave for backward."""
         saved.lower(self.offload)
-        self.activations = Activations(
+        self.activations = ActivationPolicies(
             self.blueprint.units,
             self.config.activations,
             self.config.micro_batch,
@@ -426,9 +426,9 @@ class Engine:
             self.manager.clear_the_way({op.bucket: op.start for op in schedule.at(-1)})
         return True
 
-    def _shape_resident(self, before: Activations | None = None) -> None:
+    def _shape_resident(self, before: ActivationPolicies | None = None) -> None:
         """Let units whose parameters stay where they are leave what their policy says."""
-        saved = SavedTensors(Unswizzled())
+        saved = SavedTensors(NoViews())
         self._shape(saved, _nothing_to_enter, _nothing_to_leave)
         if before is not None:
             self.activations.policies.update(before.policies)
