@@ -19,9 +19,9 @@ from hetero.internals import in_backward, is_faking
 from hetero.interrupts import theirs
 from hetero.plan.activations import KEEP, OFFLOAD, RECOMPUTE, Policy
 from hetero.train.activations.caches import has_rows
-from hetero.train.activations.moment import Reach
 from hetero.train.activations.offload import Offload
 from hetero.train.activations.proof import Proof
+from hetero.train.activations.reach import Reach
 from hetero.train.activations.recompute import BeforeNode, Call, Forward, ProofTrial
 from hetero.train.activations.saved import SavedTensors, inside_foreign_hooks
 from hetero.train.activations.slices import Checked, Sliced, batch_of, check_unit, find_cut

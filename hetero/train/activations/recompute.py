@@ -20,8 +20,9 @@ from hetero.errors import BudgetError, HeteroError, StateError
 from hetero.internals import in_backward
 from hetero.interrupts import theirs
 from hetero.train.activations.caches import is_cache, twin
-from hetero.train.activations.moment import Moment, Reach
+from hetero.train.activations.moment import Moment
 from hetero.train.activations.proof import Digests
+from hetero.train.activations.reach import Reach
 from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.structure import flatten, told_apart
 from hetero.train.model.graph import versions
