@@ -143,24 +143,25 @@ def access(device: str | None = None, rounds: int = 3000) -> Figures:
         i for i, u in enumerate(engine_of(model).setup.blueprint.units) if "block" in u.name
     )
     (bucket,) = runtime.needs[unit]
-    n_params = len(runtime.layout.buckets[bucket].segments)
+    pages, manager = runtime.pages, runtime.pages.manager
+    n_params = len(pages.layout.buckets[bucket].segments)
 
     def hit() -> None:
         runtime.leave(unit, pushed=runtime.enter(unit))
 
     hit()  # the first access fetches
-    fetches = runtime.manager.counts["fetch"]
+    fetches = manager.counts["fetch"]
     access_us = 1e6 * best(hit, rounds)
-    runtime.manager.pin((bucket,), "bench")
-    replica, bound, unbound = runtime.manager.replicas[bucket], [], []
+    manager.pin((bucket,), "bench")
+    replica, bound, unbound = manager.replicas[bucket], [], []
     for _ in range(rounds):
-        bound.append(timed(lambda: runtime.swizzle.bind(replica)) / n_params)
-        unbound.append(timed(lambda: runtime.swizzle.unbind(bucket)) / n_params)
-    runtime.manager.unpin((bucket,))
+        bound.append(timed(lambda: pages.binding.bind(replica)) / n_params)
+        unbound.append(timed(lambda: pages.binding.unbind(bucket)) / n_params)
+    manager.unpin((bucket,))
     bind_us = 1e6 * statistics.median(bound)
     detail = {
         "parameters_in_unit": n_params,
-        "fetches_while_measuring": runtime.manager.counts["fetch"] - fetches,
+        "fetches_while_measuring": manager.counts["fetch"] - fetches,
         "unbind_us": 1e6 * statistics.median(unbound),
     }
     rows = [

@@ -89,14 +89,14 @@ def measured(n_units: int) -> dict[str, float]:
     pairs = [(partial(train, model, ours, x), partial(train, plain, theirs, x))] * (repeats + 3)
     steps = [cpu_seconds(ours) - cpu_seconds(theirs) for ours, theirs in quiet(pairs)][3:]
     runtime = paged_of(model).runtime
-    schedule = runtime.train.schedule
+    schedule = runtime.fetches.train.schedule
     if schedule is None:
         raise StateError("nothing was planned in these steps", advice="take more of them")
     trace = schedule.trace
     copies = [torch.zeros_like(p) for p in plain.parameters()]
     calls: dict[str, Callable[[], Any]] = {
-        "a plan": partial(runtime.train._build, trace),
-        "a plan without an optimizer": partial(runtime.evaluate._build, trace),
+        "a plan": partial(runtime.fetches.train._build, trace),
+        "a plan without an optimizer": partial(runtime.fetches.evaluate._build, trace),
         "reading the states": partial(read, ours, list(model.parameters())),
         "an average of weights": partial(average, copies, model),
     }

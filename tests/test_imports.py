@@ -32,6 +32,7 @@ ROOMS = {  # of train/: a room imports those below it
 }
 PRODUCT = 4  # rooms of the top floor may stand on each other (cli on report/, bench/, recipes/)
 PRINTERS = ("cli", "report", "bench", "recipes")
+HOOKED = ("train.access.attachments", "train.access.hooks", "train.access.listening")
 HOOK = re.compile(r"_?register_\w*hook")
 SAVED = re.compile(r"((push|pop)_saved_(tensors_default_)?hooks|saved_tensors_hooks|save_on_cpu)")
 
@@ -367,7 +368,7 @@ def calls(trees: Trees, pattern: re.Pattern[str], may: Callable[[str], bool]) ->
 
 
 def registers_hooks(trees: Trees) -> list[str]:
-    return calls(trees, HOOK, only_in("train.access.hooks"))
+    return calls(trees, HOOK, only_in(*HOOKED))
 
 
 def changes_states(trees: Trees) -> list[str]:
@@ -401,7 +402,7 @@ RULES: dict[str, Rule] = {
     "only binding.py assigns param.data": assigns_data,
     "only manager.py and pool.py change a pin count": assigns_pins,
     "only saved.py pushes saved-tensor hooks": pushes_saved_tensors_hooks,
-    "only hooks.py registers hooks": registers_hooks,
+    "only access registers hooks": registers_hooks,
     "only manager.py and pool.py change a copy's state": changes_states,
     "only the product rooms print": prints,
 }
@@ -497,9 +498,9 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
         "only saved.py pushes saved-tensor hooks",
         {"train.a": "from torch.autograd.graph import saved_tensors_hooks"},
     ),
-    ("only hooks.py registers hooks", {"train.a": "module.register_full_backward_hook(f)"}),
-    ("only hooks.py registers hooks", {"train.a": "m.register_forward_pre_hook(f)"}),
-    ("only hooks.py registers hooks", {"api": "p.register_post_accumulate_grad_hook(f)"}),
+    ("only access registers hooks", {"train.a": "module.register_full_backward_hook(f)"}),
+    ("only access registers hooks", {"train.a": "m.register_forward_pre_hook(f)"}),
+    ("only access registers hooks", {"api": "p.register_post_accumulate_grad_hook(f)"}),
     (
         "only manager.py and pool.py change a copy's state",
         {"train.a": "table.transition(0, tier, new, 'why')"},

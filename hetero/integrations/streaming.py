@@ -3,7 +3,7 @@
 transformers loads as it always does: it finds the files, builds the model, renames keys, ties,
 initialises what is missing, and reports. Between the two halves of that, `Streaming` keeps from it
 the tensors that become parameters as they are; their parameters stay empty and know their file
-(`hetero.train.model.empty.Place`). `prepare` reads them, piece by piece, into the homes.
+(`hetero.train.model.empty.FilePlace`). `prepare` reads them, piece by piece, into the homes.
 Tensors that are computed with (experts that are merged), buffers, and weights that may or may not
 be tied, are loaded by transformers.
 """
@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 
 from hetero.tensorfile import SUFFIX
 from hetero.train.engine.check import pageable
-from hetero.train.model.empty import Place, promise
+from hetero.train.model.empty import FilePlace, promise
 from hetero.weights import Weights
 
 LOADING = threading.RLock()  # a method of transformers is replaced while a model is loaded
@@ -39,7 +39,7 @@ Load = Callable[..., Any]
 class InFile(NamedTuple):
     """A tensor of a file."""
 
-    place: Place
+    place: FilePlace
     shape: tuple[int, ...]
 
 
@@ -81,11 +81,11 @@ class Streaming:
 
     def _sorted(
         self, model: Any, there: Mapping[str, InFile], mapping: Sequence[Any]
-    ) -> tuple[dict[str, Place], dict[str, Place]]:
+    ) -> tuple[dict[str, FilePlace], dict[str, FilePlace]]:
         """Return the places of parameters by their names, and those of all else by their keys."""
         names = Names(model, mapping)
-        found: dict[str, list[Place]] = {}
-        others: dict[str, Place] = {}
+        found: dict[str, list[FilePlace]] = {}
+        others: dict[str, FilePlace] = {}
         for key, (place, shape) in there.items():
             known = names.param(key)
             if known is None or tuple(known[1].shape) != shape:
@@ -125,7 +125,7 @@ def tensors_of(files: Iterable[str]) -> dict[str, InFile]:
     for path in files:
         with Weights(path) as weights:
             for name in weights.names():
-                found[name] = InFile(Place(path, name), weights.shape(name))
+                found[name] = InFile(FilePlace(path, name), weights.shape(name))
     return found
 
 
@@ -172,7 +172,7 @@ def dtype_of(param: nn.Parameter, name: str, config: Any) -> torch.dtype:
     return param.dtype
 
 
-def wait(model: nn.Module, name: str, place: Place, dtype: torch.dtype) -> None:
+def wait(model: nn.Module, name: str, place: FilePlace, dtype: torch.dtype) -> None:
     """Put an empty parameter that knows its place where a name says."""
     param = model.get_parameter(name)
     empty: Any = nn.Parameter(param.detach().to(dtype), requires_grad=True)

@@ -20,7 +20,7 @@ from hetero.events import EventLog, What
 from hetero.internals import tree_iter
 from hetero.report.run import BucketMeta, Meta
 from hetero.report.storages import Category, Storages
-from hetero.train.access.hooks import Hooks
+from hetero.train.access.listening import Listening
 from hetero.train.engine.check import check_watchable, check_whose
 from hetero.train.model.units import Unit, assign, find_units
 from hetero.types import Kind, Tier
@@ -105,11 +105,11 @@ class Watcher:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Hear of the model until the block ends; everything is undone then."""
-        hooks = Hooks()
+        hooks = Listening(self)
         try:
             self._storages.begin(self._owners())
             self.log.phase = "between"
-            hooks.listen(self._model, self.units, self)
+            hooks.listen(self._model, self.units)
             with self._storages:
                 yield
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,14 +115,16 @@ class Steps:
         self.model = model
         self.seen: list[tuple[Any, int]] = []
         engine = engine_of(model)
-        ended = engine.residence.runtime.on_idle
+        ended = engine.residence.runtime.events.forward_ended
 
         def note() -> None:
             frames = engine.residence.manager.limit
             ended()
             self.seen.append((hetero.status(model), frames * engine.setup.blueprint.granule_bytes))
 
-        engine.residence.runtime.on_idle = note
+        engine.residence.runtime.events = replace(
+            engine.residence.runtime.events, forward_ended=note
+        )
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])

@@ -28,7 +28,7 @@ from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.report.plain import Watcher
 from hetero.report.run import Run
 from hetero.report.storages import Storages
-from hetero.train.access.hooks import Hooks
+from hetero.train.access.listening import Listening
 from hetero.train.activations.meter import LiveBytes
 from hetero.types import Kind
 
@@ -705,13 +705,13 @@ def test_storages_that_go_after_the_block_tell_nobody() -> None:
 
 
 def test_hooks_on_graphs_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero.train.access.hooks.MANY", 4)
+    monkeypatch.setattr("hetero.train.access.listening.MANY", 4)
     model = mlp()
-    before = {id(found) for found in gc.get_objects() if type(found) is Hooks}  # of other tests
+    before = {id(found) for found in gc.get_objects() if type(found) is Listening}  # of other tests
     with hetero.profile(model):
         for _ in range(20):
             model(torch.randn(BATCH, WIDE)).sum().backward()
-        every = (found for found in gc.get_objects() if type(found) is Hooks)
+        every = (found for found in gc.get_objects() if type(found) is Listening)
         (hooks,) = (found for found in every if id(found) not in before)
         assert 0 < len(hooks._reached) <= 2 * (DEEP + 1) + 4
 

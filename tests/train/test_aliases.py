@@ -439,8 +439,8 @@ def test_two_byte_parameters_step_as_in_torch(dtype: torch.dtype) -> None:
 
 def test_long_passes_without_a_step_do_not_pile_up() -> None:
     model, _ = prepared()
-    runtime = engine_of(model).residence.runtime
+    fetches = engine_of(model).residence.runtime.fetches
     with torch.no_grad():
         for _ in range(30):
             model(data())
-    assert len(runtime.evaluate._seen) <= 20 and len(runtime.train._seen) == 0
+    assert len(fetches.evaluate._seen) <= 20 and len(fetches.train._seen) == 0

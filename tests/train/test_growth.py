@@ -15,7 +15,7 @@ from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE
 from hetero.plan.schedule import Op, Schedule
 from hetero.plan.trace import Access, Trace
 from hetero.train.access.cursor import Cursor
-from hetero.train.access.runtime import Late
+from hetero.train.access.fetches import Late
 from hetero.train.activations.policy import Policies
 from hetero.types import Phase
 from tests.campaigns.harness import Net, adamw, tokens_of
@@ -82,7 +82,7 @@ def test_an_average_of_weights_is_no_part_of_what_an_evaluation_is_planned_for(
     for number in range(7):
         step(model, optimizer, number)
         average(copies, model)
-        assert not engine_of(model).residence.runtime.evaluate._seen
+        assert not engine_of(model).residence.runtime.fetches.evaluate._seen
     with torch.no_grad():
         for number in range(3):
             model(tokens_of(number))
@@ -100,8 +100,8 @@ def test_reading_weights_between_forwards_that_nobody_trains_is_no_part_of_their
             param.sum()
         engine = engine_of(model)
         n_units = len(engine.setup.blueprint.units)
-        assert len(engine.residence.runtime.train._seen) <= n_units
-        assert len(engine.residence.runtime.evaluate._seen) <= n_units
+        assert len(engine.residence.runtime.fetches.train._seen) <= n_units
+        assert len(engine.residence.runtime.fetches.evaluate._seen) <= n_units
 
 
 def test_whether_anything_goes_down_is_counted_and_not_looked_for(
@@ -165,20 +165,21 @@ def test_a_miss_looks_for_its_own_fetch_alone_among_those_that_are_late() -> Non
         step(model, optimizer, number)
     engine_of(model).finish()
     runtime = engine_of(model).residence.runtime
+    fetches, manager = runtime.fetches, engine_of(model).residence.manager
 
     def work(n_late: int) -> int:
         runtime.quiesce()
-        runtime._late.clear()
-        for bucket in list(runtime.manager.replicas):
-            runtime.manager.evict(bucket)
+        fetches.late.clear()
+        for bucket in list(manager.replicas):
+            manager.evict(bucket)
         for _ in range(n_late):
-            runtime._late.add(Op(1, 0))
+            fetches.late.add(Op(1, 0))
         try:
-            return lines_of(lambda: runtime._pin((0,), "test"))
+            return lines_of(lambda: fetches.pin((0,), "test"))
         finally:
-            runtime.manager.unpin((0,))
-            assert len(runtime._late.ops) == n_late
-            runtime._late.clear()
+            manager.unpin((0,))
+            assert len(fetches.late.ops) == n_late
+            fetches.late.clear()
 
     work(1)  # views of a new place are made
     assert work(400) <= work(40) + 5

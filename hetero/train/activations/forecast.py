@@ -13,14 +13,14 @@ import torch
 from hetero.device import Device, Ticket
 from hetero.plan.activations import Policy, Use, peaks
 from hetero.train.activations.caches import is_cache
-from hetero.train.activations.held import Footprint
+from hetero.train.activations.held import GraphFootprint
 from hetero.train.activations.structure import leaves_of
-from hetero.train.model.binding import plainly
+from hetero.train.model.binding import without_faults
 from hetero.types import format_bytes
 
 
 @dataclass(slots=True)
-class Row:
+class UnitLeft:
     """What a unit's forward left when it was seen last."""
 
     policy: Policy
@@ -33,7 +33,7 @@ class Row:
     seconds: float
 
 
-class Open(NamedTuple):
+class OpenUnit(NamedTuple):
     """The unit whose forward runs."""
 
     unit: int
@@ -63,15 +63,15 @@ class Forecast:
     def __init__(
         self,
         device: Device,
-        footprint: Footprint,
+        footprint: GraphFootprint,
         *,
         names: Sequence[str],
         kinds: Sequence[UnitKind],
         may_recompute: Callable[[int], bool],
     ) -> None:
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, UnitLeft] = {}
         """By unit."""
-        self.open: Open | None = None
+        self.open: OpenUnit | None = None
         self.scale = 1.0
         """Of what this forward leaves, by what the last one left."""
         self.beside_bytes = 0
@@ -113,7 +113,7 @@ class Forecast:
     def enter(self, unit: int, inputs: list[torch.Tensor]) -> None:
         """A unit's forward begins."""
         first = unit not in self.rows
-        self.open = Open(
+        self.open = OpenUnit(
             unit,
             inputs,
             sum(tensor.nbytes for tensor in inputs),
@@ -139,7 +139,7 @@ class Forecast:
                 seconds *= n_bytes / row.input_bytes
             if row.policy == policy and row.left_bytes:
                 self.scale = left / row.left_bytes
-        self.rows[unit] = Row(policy, n_bytes, left, saved, seen.held_bytes, seconds)
+        self.rows[unit] = UnitLeft(policy, n_bytes, left, saved, seen.held_bytes, seconds)
         self._now.append(unit)
         self._held_bytes = self._footprint.live_bytes
 
@@ -150,7 +150,7 @@ class Forecast:
         known = [r for r in alike if r.input_bytes]
         return int(max((r.saved_bytes * input_bytes / r.input_bytes for r in known), default=0))
 
-    def _of_kind(self, unit: int, others: Iterable[int]) -> list[Row]:
+    def _of_kind(self, unit: int, others: Iterable[int]) -> list[UnitLeft]:
         kind = self._kinds[unit]
         return [self.rows[other] for other in others if self._kinds[other] == kind]
 
@@ -262,5 +262,5 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """
     leaves = leaves_of(value, is_cache)
     found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    with plainly():
+    with without_faults():
         return [t for t in found.values() if t.layout is torch.strided]

@@ -19,7 +19,7 @@ class Held:
 
     __slots__ = ("_footprint", "_key")
 
-    def __init__(self, footprint: Footprint, key: int, n_bytes: int) -> None:
+    def __init__(self, footprint: GraphFootprint, key: int, n_bytes: int) -> None:
         self._footprint = footprint
         self._key = key
         footprint.hold(key, n_bytes)
@@ -65,7 +65,7 @@ class Kept:
         return self.tensor
 
 
-class Footprint:
+class GraphFootprint:
     """Bytes that autograd graphs hold, by distinct storage, and their peak."""
 
     __slots__ = (

@@ -15,8 +15,8 @@ import torch
 
 from hetero.device import Device
 from hetero.internals import RUN_BACKWARD, Replacement, TorchDispatchMode, current_mode, tree_iter
-from hetero.train.activations.held import Footprint
-from hetero.train.model.binding import plainly
+from hetero.train.activations.held import GraphFootprint
+from hetero.train.model.binding import without_faults
 
 MADE_BY = "hetero_meter"  # in the metadata of graph nodes
 MARGIN = 0.05  # of a measured peak: segments are not perfectly reused, nor copies equally fast
@@ -67,7 +67,7 @@ class BoundMeter:
     """For RAM, as models train: what graphs hold, with a bound on temporaries and on gradients that
     are made."""
 
-    def __init__(self, footprint: Footprint, gradient_bytes: int) -> None:
+    def __init__(self, footprint: GraphFootprint, gradient_bytes: int) -> None:
         self._footprint = footprint
         self._gradient_bytes = gradient_bytes
 
@@ -100,7 +100,9 @@ class AllocatorMeter:
     It cannot tell gradients that are on their way down from others: they are counted twice.
     """
 
-    def __init__(self, device: Device, footprint: Footprint, others: Callable[[], int]) -> None:
+    def __init__(
+        self, device: Device, footprint: GraphFootprint, others: Callable[[], int]
+    ) -> None:
         self._device = device
         self._footprint = footprint
         self._others = others
@@ -176,7 +178,7 @@ class LiveBytes(TorchDispatchMode):
         found = func(*args, **kwargs) if kwargs else func(*args)
         if func.is_view:
             return found
-        with plainly():  # a parameter that is not bound would be fetched for the question
+        with without_faults():  # a parameter that is not bound would be fetched for the question
             for tensor in tensors_in(found):
                 storage = tensor.untyped_storage()
                 key = storage._cdata
@@ -228,7 +230,7 @@ class TracedMeter:
 
     def __init__(
         self,
-        footprint: Footprint,
+        footprint: GraphFootprint,
         *,
         keeper: Callable[[], Keeper],
         ours: Callable[[], bool],
@@ -289,7 +291,7 @@ class TracedMeter:
 
 def make_meter(
     device: Device,
-    footprint: Footprint,
+    footprint: GraphFootprint,
     *,
     gradient_bytes: int,
     traced: bool,

@@ -18,19 +18,19 @@ from hetero.device import ALONE, Device, Ticket, use_count
 from hetero.errors import BudgetError, StateError
 from hetero.internals import NO_TASK, graph_task, in_backward
 from hetero.memory.parcel import Parcel, ParcelStore
-from hetero.train.activations.held import Footprint, Held, Kept
+from hetero.train.activations.held import GraphFootprint, Held, Kept
 
 MIN_BYTES = 16 * 2**10  # smaller storages stay: a transfer's launch costs more than they weigh
 PATIENCE = 4  # borders after which a storage that others still have stays for good
 NOBODY = -1
 
 
-class Load:
+class OffloadedGroup:
     """A parcel, and its storages on the device while they are."""
 
     __slots__ = ("__weakref__", "_dead", "claims", "number", "parcel", "storages", "ticket", "uses")
 
-    def __init__(self, number: int, n_storages: int, dead: deque[Remains]) -> None:
+    def __init__(self, number: int, n_storages: int, dead: deque[Orphan]) -> None:
         self.number = number
         self.parcel: Parcel | None = None
         self.storages: list[torch.Tensor | None] = [None] * n_storages
@@ -56,10 +56,10 @@ class Load:
     def __del__(self) -> None:
         # on any thread, at any time: who comes next through here gives the memory back
         if self.parcel is not None:
-            self._dead.append(Remains(self.parcel, self.storages, self.ticket))
+            self._dead.append(Orphan(self.parcel, self.storages, self.ticket))
 
 
-class Remains(NamedTuple):
+class Orphan(NamedTuple):
     """What is left of a load that no graph needs any more."""
 
     parcel: Parcel
@@ -67,12 +67,14 @@ class Remains(NamedTuple):
     ticket: Ticket | None
 
 
-class Spot:
+class StorageRef:
     """Where a tensor lies in a load."""
 
     __slots__ = ("_geometry", "_load", "_offload", "_position")
 
-    def __init__(self, offload: Offload, load: Load, position: int, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, offload: Offload, load: OffloadedGroup, position: int, tensor: torch.Tensor
+    ) -> None:
         self._offload = offload
         self._load = load
         self._position = position
@@ -90,7 +92,7 @@ class Spot:
         self._load.let_go(self._position)
 
 
-class Waiting:
+class Candidate:
     """What graphs keep of a storage that somebody else may have too, and for how many borders."""
 
     __slots__ = ("borders", "inside", "kept")
@@ -101,7 +103,7 @@ class Waiting:
         self.kept: list[weakref.ref[Kept]] = []
 
 
-class Going(NamedTuple):
+class OffloadCandidate(NamedTuple):
     """A storage (1-D, uint8) that goes down, and what graphs keep of it."""
 
     storage: torch.Tensor
@@ -129,7 +131,7 @@ class Offload:
         min_bytes: int = MIN_BYTES,
     ) -> None:
         self.store = store
-        self.footprint = Footprint()
+        self.footprint = GraphFootprint()
         """Where what is fetched is counted."""
         self.active = False
         """Whether what is saved now may go down."""
@@ -141,10 +143,10 @@ class Offload:
         self.required = required
         self._device = device
         self._min_bytes = min_bytes
-        self._kept: dict[int, Waiting] = {}  # by storage
-        self._loads: dict[int, weakref.ref[Load]] = {}  # by number, oldest first
+        self._kept: dict[int, Candidate] = {}  # by storage
+        self._loads: dict[int, weakref.ref[OffloadedGroup]] = {}  # by number, oldest first
         self._n_loads = 0
-        self._dead: deque[Remains] = deque()
+        self._dead: deque[Orphan] = deque()
         self._in_use = NOBODY  # number of the load that backward is at
         self._pass = NO_TASK  # the backward pass that was begun last
 
@@ -162,7 +164,7 @@ class Offload:
     def keep(self, tensor: torch.Tensor, key: int, held: Held) -> Kept:
         """Return what a graph keeps of a tensor for now; ``key`` is its storage's."""
         kept = Kept(tensor.detach(), held)
-        waiting = self._kept.setdefault(key, Waiting(self.inside))
+        waiting = self._kept.setdefault(key, Candidate(self.inside))
         waiting.kept.append(weakref.ref(kept))
         return kept
 
@@ -185,7 +187,7 @@ class Offload:
         if not self.overlaps:
             self.store.finish()
 
-    def _final(self, key: int) -> Going | None:
+    def _final(self, key: int) -> OffloadCandidate | None:
         """Return what graphs keep of a storage that nobody else has, and forget it."""
         waiting = self._kept[key]
         found = [(k, k.tensor) for ref in waiting.kept if (k := ref()) is not None]
@@ -202,18 +204,18 @@ class Offload:
         if any(tensor._version != k.version for k, tensor in kept):
             return None  # backward, if it comes to it, raises as torch does
         flat = torch.empty(0, dtype=torch.uint8, device=self._device.torch_device)
-        return Going(flat.set_(kept[0][1].untyped_storage()), kept, waiting.inside)
+        return OffloadCandidate(flat.set_(kept[0][1].untyped_storage()), kept, waiting.inside)
 
-    def _send(self, going: list[Going]) -> None:
+    def _send(self, going: list[OffloadCandidate]) -> None:
         """Flush storages as one load."""
         claims: list[Held | None] = []
         # 1. queue the copies; where there is no room nothing has happened
-        load = Load(self._n_loads, len(going), self._dead)
+        load = OffloadedGroup(self._n_loads, len(going), self._dead)
         load.parcel = self.store.flush([one.storage for one in going], claims)
         # 2. graphs refer to the load from here on; what they claim goes when it has landed
         for position, one in enumerate(going):
             for kept, tensor in one.kept:
-                claims.append(kept.sink(Spot(self, load, position, tensor)))
+                claims.append(kept.sink(StorageRef(self, load, position, tensor)))
         self._loads[load.number] = weakref.ref(load)
         self._n_loads += 1
         self.footprint.between_bytes += sum(o.storage.nbytes for o in going if not o.inside)
@@ -233,7 +235,7 @@ class Offload:
         if load is not None and self.overlaps:
             self._fetch(load)
 
-    def storage(self, load: Load, position: int) -> torch.Tensor:
+    def storage(self, load: OffloadedGroup, position: int) -> torch.Tensor:
         """Return a load's storage on the device, fetched by now; the next load is begun."""
         if self._in_use != load.number:
             self._bury()
@@ -246,7 +248,7 @@ class Offload:
             raise StateError(f"storage {position} of load {load.number} was let go while in use")
         return storage
 
-    def _turn_to(self, load: Load) -> None:
+    def _turn_to(self, load: OffloadedGroup) -> None:
         """Backward comes to a load: let go of the others, and begin to fetch the one before it."""
         before = [n for n in self._loads if n < load.number]
         following = [self._loads[n]() for n in sorted(before, reverse=True)[:2]]
@@ -263,7 +265,7 @@ class Offload:
             self._announce(other)
         self._in_use = load.number
 
-    def _fetch(self, load: Load) -> None:
+    def _fetch(self, load: OffloadedGroup) -> None:
         if load.is_up or load.parcel is None:
             return
         needed = [position for position, uses in enumerate(load.uses) if uses]
@@ -273,11 +275,11 @@ class Offload:
             key = flat.untyped_storage()._cdata
             load.claims[position] = Held(self.footprint, key, flat.numel())
 
-    def _announce(self, load: Load) -> None:
+    def _announce(self, load: OffloadedGroup) -> None:
         if load.parcel is not None and not load.is_up:
             self.store.announce(load.parcel)
 
-    def _let_go(self, load: Load) -> None:
+    def _let_go(self, load: OffloadedGroup) -> None:
         """Free a load's storages on the device; its parcel has the bytes for who comes again."""
         if load.ticket is not None:
             self.store.wait(load.ticket)  # memory is torch's again only after its last writer

@@ -19,11 +19,11 @@ from hetero.internals import in_backward, is_faking
 from hetero.interrupts import theirs
 from hetero.plan.activations import KEEP, OFFLOAD, RECOMPUTE, Policy
 from hetero.train.activations.caches import has_rows
-from hetero.train.activations.moment import Reach
 from hetero.train.activations.offload import Offload
 from hetero.train.activations.proof import Proof
-from hetero.train.activations.recompute import BeforeNode, Call, Forward, Trial
-from hetero.train.activations.saved import SavedTensors, foreign
+from hetero.train.activations.reach import Reach
+from hetero.train.activations.recompute import BeforeNode, Call, Forward, ProofTrial
+from hetero.train.activations.saved import SavedTensors, inside_foreign_hooks
 from hetero.train.activations.slices import Checked, Sliced, batch_of, check_unit, find_cut
 from hetero.train.model.units import Unit
 
@@ -61,7 +61,7 @@ def _unwatched(args: Sequence[Any], kwargs: dict[str, Any]) -> None: ...
 def _nothing() -> None: ...
 
 
-class Activations:
+class ActivationPolicies:
     """The policy of every unit.
 
     Args:
@@ -95,7 +95,7 @@ class Activations:
         self.proofs = {unit: Proof() for unit in named}
         """Of units that may be computed again."""
         self._tries = False
-        self._trials: set[Trial] = set()  # that wait for backward
+        self._trials: set[ProofTrial] = set()  # that wait for backward
         self.learned = False
         """Whether a proof came out since this was set to False."""
         self.reach = Reach()
@@ -186,7 +186,7 @@ class Activations:
         self._offload.border()
         self.unit_begins()
         module = self._units[index].module
-        if in_backward() or foreign() or module is None:
+        if in_backward() or inside_foreign_hooks() or module is None:
             return self._access(index, call, args, kwargs)
         if not torch.is_grad_enabled():
             if self._micro_batch and self._batch > self._micro_batch:

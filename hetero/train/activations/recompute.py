@@ -20,8 +20,9 @@ from hetero.errors import BudgetError, HeteroError, StateError
 from hetero.internals import in_backward
 from hetero.interrupts import theirs
 from hetero.train.activations.caches import is_cache, twin
-from hetero.train.activations.moment import Moment, Reach
+from hetero.train.activations.moment import Moment
 from hetero.train.activations.proof import Digests
+from hetero.train.activations.reach import Reach
 from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.structure import flatten, told_apart
 from hetero.train.model.graph import versions
@@ -146,7 +147,7 @@ class Forward:
         kwargs: dict[str, Any],
         saved: SavedTensors,
         before_node: BeforeNode,
-        trials: set[Trial],
+        trials: set[ProofTrial],
         conclude: Callable[[str | None], None],
     ) -> Any:
         """Make the call as ever, and once more when backward comes to it, to compare the bits.
@@ -162,7 +163,7 @@ class Forward:
         if self.written:
             conclude(self.written)
             return found
-        hook = due(weakref.ref(Trial(self, digests, conclude, trials)), saved, packed, asks)
+        hook = due(weakref.ref(ProofTrial(self, digests, conclude, trials)), saved, packed, asks)
         leaves, _ = flatten(found)
         nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)}
         for node in nodes - {None}:
@@ -245,7 +246,7 @@ def _digest_outputs(found: Any, digests: Digests | None) -> None:
                 digests.saw(leaf)
 
 
-class Trial:
+class ProofTrial:
     """A unit's call, to be made again once, when backward comes to it.
 
     What it knows of the call may lead to the graph that it waits for, so that the graph does not
@@ -257,7 +258,7 @@ class Trial:
         forward: Forward,
         digests: Digests,
         conclude: Callable[[str | None], None],
-        waiting: set[Trial],
+        waiting: set[ProofTrial],
     ) -> None:
         self._forward = forward
         self._first = digests
@@ -294,7 +295,7 @@ class Trial:
 
 
 def due(
-    trial: weakref.ref[Trial], saved: SavedTensors, packed: list[Any], asks: list[bool]
+    trial: weakref.ref[ProofTrial], saved: SavedTensors, packed: list[Any], asks: list[bool]
 ) -> Callable[..., None]:
     """Return a hook before the first node of a unit's backward, where the trial is due.
 

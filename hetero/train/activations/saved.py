@@ -24,13 +24,13 @@ from hetero.internals import (
     push_saved_hooks,
     top_saved_hooks,
 )
-from hetero.train.activations.held import Footprint, Held, Kept
+from hetero.train.activations.held import GraphFootprint, Held, Kept
 from hetero.train.activations.offload import Offload
 from hetero.train.activations.proof import Digests
-from hetero.train.model.binding import plainly
+from hetero.train.model.binding import without_faults
 
 
-class Saved(NamedTuple):
+class SavedView(NamedTuple):
     """A saved view of a parameter; ``offset`` counts elements from the parameter's first."""
 
     param: int
@@ -57,20 +57,20 @@ class Again(Protocol):
         """Return the error that names the unit."""
 
 
-class Swizzled(Protocol):
+class Views(Protocol):
     """What packing asks of the runtime."""
 
-    def locate(self, tensor: torch.Tensor, cdata: int) -> Saved | None:
+    def locate(self, tensor: torch.Tensor, cdata: int) -> SavedView | None:
         """Return where a tensor with storage ``cdata`` lies in a frame, None for any other."""
 
-    def resolve(self, saved: Saved) -> torch.Tensor:
+    def resolve(self, saved: SavedView) -> torch.Tensor:
         """Return the saved view, pinned in again."""
 
 
 class Pack:
     """The pack hook; an instance knows the pair that encloses it."""
 
-    __slots__ = ("_footprint", "_offload", "_owner", "_swizzled", "outer")
+    __slots__ = ("_footprint", "_offload", "_owner", "_views", "outer")
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Pack:
         offload: Offload | None = None,
     ) -> None:
         self._owner = owner
-        self._swizzled = owner.swizzled
+        self._views = owner.views
         self._footprint = owner.footprint
         self._offload = offload
         self.outer = outer
@@ -91,10 +91,10 @@ class Pack:
             if self._owner.digests is not None:
                 self._owner.digests.saw(tensor)
             return self._keep(tensor, id(tensor), 0)
-        with plainly():
+        with without_faults():
             storage = tensor.untyped_storage()
         cdata = storage._cdata
-        saved = self._swizzled.locate(tensor, cdata)
+        saved = self._views.locate(tensor, cdata)
         digests = self._owner.digests
         if digests is not None:
             digests.saw(tensor) if saved is None else digests.saw_view(saved)
@@ -119,13 +119,13 @@ class Pack:
         return Delegated(self.outer[1], self.outer[0](tensor), held, self._owner.again)
 
 
-class Unswizzled:
+class NoViews:
     """What packing asks of a model whose parameters stay where they are."""
 
     def locate(self, tensor: torch.Tensor, cdata: int) -> None:
         """No tensor lies in a frame."""
 
-    def resolve(self, saved: Saved) -> torch.Tensor:
+    def resolve(self, saved: SavedView) -> torch.Tensor:
         """Nothing was located, so nothing is resolved."""
         raise StateError(f"parameter {saved.param} was saved as paged, and is not")
 
@@ -133,9 +133,9 @@ class Unswizzled:
 class SavedTensors:
     """Pushes and pops our pair of hooks around whatever differentiates parameters."""
 
-    def __init__(self, swizzled: Swizzled) -> None:
-        self.footprint = Footprint()
-        self.swizzled = swizzled
+    def __init__(self, views: Views, footprint: GraphFootprint | None = None) -> None:
+        self.footprint = footprint or GraphFootprint()
+        self.views = views
         self.digests: Digests | None = None
         """What takes down the bits of all that is saved, for a proof."""
         self.again: Again | None = None
@@ -200,13 +200,13 @@ class SavedTensors:
         if top is None:
             return self._plain
         pack = top[0]
-        if isinstance(pack, Pack) and pack._swizzled is self.swizzled:
+        if isinstance(pack, Pack) and pack._views is self.views:
             return pack
         return Pack(self, top)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, Saved):
-            return self.swizzled.resolve(packed)
+        if isinstance(packed, SavedView):
+            return self.views.resolve(packed)
         if self._offload is not None:
             self._offload.awake()
         if isinstance(packed, Kept):
@@ -227,7 +227,7 @@ class SavedTensors:
             raise packed.again.refusal(f"ended in {str(error).splitlines()[0]!r}") from error
 
 
-def foreign() -> bool:
+def inside_foreign_hooks() -> bool:
     """Return whether somebody else's saved-tensor hooks are innermost.
 
     [Note: consistent counting]  A checkpoint counts the tensors its own hooks see, in forward and

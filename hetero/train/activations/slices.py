@@ -32,7 +32,8 @@ from hetero.errors import HeteroError, StateError
 from hetero.internals import keeps_graph
 from hetero.interrupts import theirs
 from hetero.train.activations.caches import is_cache, put_together, rows_of, twin
-from hetero.train.activations.moment import Moment, Reach
+from hetero.train.activations.moment import Moment
+from hetero.train.activations.reach import Reach
 from hetero.train.activations.structure import Structure, flatten, told_apart
 from hetero.train.model.graph import leaves_of, users_hooks, versions
 from hetero.train.model.units import makes_anew

@@ -14,7 +14,7 @@ from torch import nn
 
 from hetero.errors import ConfigError
 from hetero.interrupts import theirs
-from hetero.train.activations.moment import Reach
+from hetero.train.activations.reach import Reach
 from hetero.train.activations.recompute import Forward
 
 M = TypeVar("M", bound=nn.Module)

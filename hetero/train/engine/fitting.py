@@ -20,7 +20,7 @@ from hetero.events import EventLog, What
 from hetero.memory.ledger import Ledger
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Policy, Use, choose, peak_bytes
 from hetero.train.activations.forecast import Forecast, tensors_of
-from hetero.train.activations.held import Footprint
+from hetero.train.activations.held import GraphFootprint
 from hetero.train.activations.meter import Meter
 from hetero.train.engine.budget import Beside, Budget, Excess, Frames
 from hetero.train.model.host_work import host_work
@@ -128,7 +128,7 @@ class Fitting:
         *,
         meter: Meter,
         forecast: Forecast,
-        footprint: Footprint,
+        footprint: GraphFootprint,
         ring: Ring,
         frames: Frames,
         choice: Choice,

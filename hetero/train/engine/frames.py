@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hetero.memory.manager import ChunkManager
-from hetero.train.access.runtime import Runtime
 
 
 class ArenaFrames:
@@ -13,9 +12,9 @@ class ArenaFrames:
         gives_back: whether memory has to be given back when there are fewer, as on CUDA.
     """
 
-    def __init__(self, manager: ChunkManager, runtime: Runtime, *, gives_back: bool) -> None:
+    def __init__(self, manager: ChunkManager, fetches: Fetches, *, gives_back: bool) -> None:
         self._manager = manager
-        self._runtime = runtime
+        self._fetches = fetches
         self._gives_back = gives_back
 
     @property
@@ -33,7 +32,7 @@ class ArenaFrames:
             return True
         if not self._manager.resize(limit):
             return False
-        self._runtime.replan()
+        self._fetches.replan()
         return True
 
     def vacate(self) -> int:
@@ -46,8 +45,8 @@ class ArenaFrames:
             return self.resize(limit)
         if not self._manager.lower(limit):
             return False
-        self._runtime.replan()
-        schedule = self._runtime.active.schedule
+        self._fetches.replan()
+        schedule = self._fetches.active.schedule
         if schedule is not None:  # what stays would be in the way where the plan has others
             self._manager.clear_the_way({op.bucket: op.start for op in schedule.at(-1)})
         return True

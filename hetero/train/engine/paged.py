@@ -7,7 +7,7 @@ RAM or on disk.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -29,9 +29,12 @@ from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
 from hetero.train.access.cursor import Cursor
+from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.runtime import Runtime
+from hetero.train.access.step_events import StepEvents
 from hetero.train.activations.forecast import Forecast, UnitKind
 from hetero.train.activations.meter import Keeper, Meter, make_meter
+from hetero.train.engine.backward_updates import BackwardUpdates
 from hetero.train.engine.broken import Broken
 from hetero.train.engine.evaluation import Evaluation
 from hetero.train.engine.fitting import CopySeconds, Division, Fitting
@@ -41,6 +44,7 @@ from hetero.train.engine.setup import Setup, StepStats
 from hetero.train.engine.trained import Trained
 from hetero.train.engine.tuning import Tuning
 from hetero.train.gradients.store import LazyGrad
+from hetero.train.model.binding import plain
 from hetero.train.model.graph import unless_gone
 from hetero.train.update.draft import Update
 from hetero.types import Kind, Tier
@@ -58,6 +62,9 @@ class Paged:
     updates_in_place = False
 
     def __init__(self, setup: Setup, broken: Broken) -> None:
+        def next_use(bucket: int) -> float:
+            return runtime.fetches.active.next_use(bucket)
+
         self.setup = setup
         self.broken = broken
         self.link = Link(setup.device, setup.log)
@@ -65,23 +72,28 @@ class Paged:
         is_early = trains and setup.config.updates == "backward"
         self.may_be_early = is_early and not setup.tuning.update_on_device
         self.trained = Trained.on(setup, setup.device, self.link, early=self.may_be_early)
-        self.manager, runtime = build(setup, self.link, self.trained)
-        self.runtime = runtime
-        self.frames = ArenaFrames(self.manager, runtime, gives_back=setup.device.is_cuda)
+        self.manager = manager = make_manager(setup, self.link, self.trained, next_use)
+        self.backward_updates = BackwardUpdates(setup, self.trained, manager)
+        early = self.backward_updates.follow() if self.may_be_early else NoEarlyUpdates()
+        self.runtime = runtime = make_runtime(setup, self.trained, manager, self._events(), early)
+        self.frames = ArenaFrames(self.manager, runtime.fetches, gives_back=setup.device.is_cuda)
         self.activations = make_activations(setup, runtime.saved, runtime.enter, runtime.leave)
         self.fitting = self._make_fitting(self._make_meter())
         self.evaluation = None if trains else self._make_evaluation()
         self._again: list[Request] = []  # what the next step's updates will need from disk
-        runtime.before_use = unless_gone(self._before_use, None)
-        runtime.before_load = setup.saver.finish
-        runtime.on_idle = unless_gone(self._forward_done, None)
-        runtime.backward_begins = unless_gone(self._backward_begins, None)
-        runtime.resume = unless_gone(self.fitting.resume, None)
-        if not setup.device.is_cuda:  # whose allocator would count them in a step's peak
-            runtime.spare = unless_gone(self.fitting.spare, 0)
         self.trained.grads.flight.limit_bytes = 0  # until it is known what is left
 
     # -- building --------------------------------------------------------------------------------
+
+    def _events(self) -> StepEvents:
+        return StepEvents(
+            before_use=unless_gone(self._before_use, None),
+            before_load=self.setup.saver.finish,
+            backward_begins=unless_gone(self._backward_begins, None),
+            forward_ended=unless_gone(self._forward_ended, None),
+            spare=unless_gone(self._spare, 0),
+            resume=unless_gone(self._resume, None),
+        )
 
     def _make_meter(self) -> Meter:
         setup, flight = self.setup, self.trained.grads.flight
@@ -151,7 +163,7 @@ class Paged:
         """Make the parameters pages, and hook the model."""
         setup = self.setup
         self.trained.hear_all()
-        self.runtime.attach(setup.params)
+        self.runtime.pages.binding.page_all()
         setup.handover.give_back_grads()
         setup.hooks.watch(
             setup.model, setup.blueprint.units, self.runtime, self.activations, self.fitting.meter
@@ -166,8 +178,7 @@ class Paged:
 
     def close(self) -> None:
         """Refuse what is left of the model's graphs, and take off what torch does otherwise."""
-        self.runtime.closed = True
-        self.runtime.unguard()
+        self.runtime.close()
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -186,11 +197,11 @@ class Paged:
 
     def stepped(self, updates: Iterable[Update]) -> None:
         """Versions of parameters have moved because of a step."""
-        self.runtime.stepped(update.bucket.id for update in updates)
+        self.runtime.pages.stepped(update.bucket.id for update in updates)
 
     def in_order(self, buckets: Iterable[Bucket]) -> list[Bucket]:
         """Return buckets in the order in which the next forward needs them, where it is known."""
-        order = self.runtime.train.order()
+        order = self.runtime.fetches.train.order()
         return sorted(buckets, key=lambda bucket: order.get(bucket.id, len(order)))
 
     def announce(self, begun: Sequence[Update], updates: Sequence[Update]) -> None:
@@ -221,6 +232,13 @@ class Paged:
         """Forget what was measured in a step that came to nothing."""
         self.fitting.spoil()
 
+    def _spare(self) -> int:
+        # CUDA's allocator would count them in a step's peak
+        return 0 if self.setup.device.is_cuda else self.fitting.spare()
+
+    def _resume(self) -> None:
+        self.fitting.resume()
+
     def _before_use(self) -> None:
         """The model is called: Ctrl-C waits again where the user has changed that."""
         interrupts.hold(self.setup)
@@ -244,7 +262,7 @@ class Paged:
         if again and rests and pool is not None:
             pool.later(again)
 
-    def _forward_done(self) -> None:
+    def _forward_ended(self) -> None:
         """A forward of a model without an optimizer is a step."""
         if self.evaluation is not None:
             self.setup.count()
@@ -287,7 +305,7 @@ class Paged:
         """A step begins."""
         self.fitting.meter.restart()
         self.fitting.begin()  # a model that trains by another method has no forward to begin one
-        self.runtime.border()
+        self.runtime.fetches.step_ends()
 
     def stay(self, division: Division) -> Resident:
         """Make the homes the parameters themselves; updates are done.
@@ -298,7 +316,7 @@ class Paged:
         self.detach()
         for index, (bucket, segment) in enumerate(setup.blueprint.layout.home):
             home = setup.store.homes[PARAM, bucket]
-            self.runtime.swizzle.restore(index, home.segments[segment.position])
+            plain(setup.params[index], home.segments[segment.position])
         self.fitting.charge(division.activation_bytes, division.ring_bytes)
         setup.log.now(What.DECISION, tier=Tier.HBM, why="everything fits: the model stays")
         if setup.has_masters:
@@ -339,7 +357,7 @@ class Paged:
 
     def at_home(self) -> AbstractContextManager[Any]:
         """Let a state dict read and write the homes inside."""
-        return self.runtime.at_home()
+        return self.runtime.state_dicts.open()
 
     def settle(self, bucket_id: int) -> None:
         """Bring a home up to date."""
@@ -356,14 +374,14 @@ class Paged:
 
     def schedule(self) -> Schedule | None:
         """Return the schedule of a step, or of the forward in use, where there is one."""
-        trains = self.setup.inner is not None
-        return (self.runtime.train if trains else self.runtime.active).schedule
+        fetches = self.runtime.fetches
+        return (fetches.active if self.setup.inner is None else fetches.train).schedule
 
     def loaded(self) -> None:
         """Homes were written: show the new values."""
         for bucket in self.setup.buckets:
             self.manager.renew(bucket.id)
-        self.runtime.stepped(bucket.id for bucket in self.setup.buckets)
+        self.runtime.pages.stepped(bucket.id for bucket in self.setup.buckets)
 
     def restate(self) -> None:
         """Log what is in frames, for a log that begins here."""
@@ -374,8 +392,10 @@ class Paged:
         self.manager.abandon()
 
 
-def build(setup: Setup, link: Link, trained: Trained) -> tuple[ChunkManager, Runtime]:
-    """Return the residency of parameters, and what asks for it; they lead to no module."""
+def make_manager(
+    setup: Setup, link: Link, trained: Trained, next_use: Callable[[int], float]
+) -> ChunkManager:
+    """Return the residency of parameters; it leads to no module."""
     plan, device = setup.blueprint, setup.device
     least, room = plan.granules(plan.widest), setup.budget.room
     decoding = plan.decoding(is_cuda=device.is_cuda)
@@ -388,29 +408,44 @@ def build(setup: Setup, link: Link, trained: Trained) -> tuple[ChunkManager, Run
         limit=least,
         # A CUDA arena cannot grow in place: it leaves room for activations not yet measured.
         ceiling=min(room, 2 * least) if device.is_cuda else room,
-        next_use=setup.tuning.victim or (lambda bucket: runtime.active.next_use(bucket)),
+        next_use=setup.tuning.victim or next_use,
         workspace=None if decoding is None else Workspace.on(device, *decoding),
     )
     manager.overwriting = setup.masters.overwriting
     manager.writing = setup.saver.wait_for
     manager.home_written = setup.masters.reset
     manager.claimed = trained.grads.let_go
+    return manager
+
+
+def make_runtime(
+    setup: Setup,
+    trained: Trained,
+    manager: ChunkManager,
+    events: StepEvents,
+    early: EarlyUpdates | NoEarlyUpdates,
+) -> Runtime:
+    """Return what asks for parameters; it leads to no module."""
+    plan = setup.blueprint
     planned = partial(plan_for, layout=plan.layout, manager=manager, tuning=setup.tuning)
     trains = setup.inner is not None
     runtime = Runtime(
+        setup.params,
         plan.layout,
         plan.needs,
-        device=device,
+        device=setup.device,
         manager=manager,
         grads=trained.grads,
         masters=setup.masters,
         train=Cursor(partial(planned, training=trains)),
         evaluate=Cursor(partial(planned, training=False)),
         stepped=trains,
+        events=events,
+        early=early,
+        scaling=trained.scaling,
     )
-    runtime.scaling = trained.scaling
-    trained.grads.on_arrival = runtime.gradient_arrived
-    return manager, runtime
+    trained.grads.on_arrival = runtime.backward.gradient_arrived
+    return runtime
 
 
 def plan_for(

@@ -15,8 +15,8 @@ from hetero.jobs import Job
 from hetero.memory.layout import Bucket
 from hetero.memory.link import Link
 from hetero.train.access.hooks import before_node
-from hetero.train.activations.policy import Activations
-from hetero.train.activations.saved import SavedTensors, Unswizzled
+from hetero.train.activations.policy import ActivationPolicies
+from hetero.train.activations.saved import NoViews, SavedTensors
 from hetero.train.engine.setup import Setup
 from hetero.train.engine.trained import Trained
 from hetero.train.engine.written import WrittenWeights
@@ -28,10 +28,10 @@ def make_activations(
     saved: SavedTensors,
     enter: Callable[[int], bool],
     leave: Callable[[int, bool], None],
-) -> Activations:
+) -> ActivationPolicies:
     """Return the policy of what units leave for backward."""
     saved.lower(setup.offload)
-    return Activations(
+    return ActivationPolicies(
         setup.blueprint.units,
         setup.config.activations,
         setup.config.micro_batch,
@@ -47,7 +47,7 @@ def make_activations(
 class Before(Protocol):
     """The residence that a model had while it was paged, until everything fitted."""
 
-    activations: Activations
+    activations: ActivationPolicies
     trained: Trained
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Resident:
     def __init__(self, setup: Setup, before: Before | None = None) -> None:
         self.setup = setup
         self.before = before
-        self._saved = SavedTensors(Unswizzled())
+        self._saved = SavedTensors(NoViews())
         self.activations = make_activations(setup, self._saved, _enters, _leaves)
         if before is not None:
             self.activations.policies.update(before.activations.policies)

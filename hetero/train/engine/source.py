@@ -11,7 +11,7 @@ from hetero.errors import ConfigError
 from hetero.memory.layout import Segment, contiguous_stride
 from hetero.train.engine.check import pages
 from hetero.train.model.binding import point
-from hetero.train.model.empty import Place, promise, promised
+from hetero.train.model.empty import FilePlace, promise, promised
 from hetero.train.update.masters import Masters
 from hetero.weights import Weights
 
@@ -26,7 +26,7 @@ class Promises:
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._files: dict[str, Weights] = {}
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, FilePlace] = {}
         self._dtypes = [param.dtype for param in params]
         for index, param in enumerate(params):
             place = promised(param)

@@ -13,23 +13,17 @@ from typing import Any
 import torch
 
 from hetero.errors import StorageError, too_early
-from hetero.memory.layout import Bucket
-from hetero.memory.manager import PARAM
-from hetero.train.access.early import EarlyUpdates
+from hetero.train.engine.backward_updates import is_seen
 from hetero.train.engine.fitting import Division
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.resident import Mastered, Resident
 from hetero.train.engine.setup import Setup
-from hetero.train.gradients.store import GRAD, WIDE
-from hetero.train.model.graph import unless_gone
-from hetero.train.model.host_work import host_work
 from hetero.train.update.draft import Update
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.optimizer import Optimizer
 from hetero.train.update.rules import Rule
 from hetero.train.update.step import Stepper
 
-NOT_STATES = (PARAM, GRAD, WIDE)  # homes that are looked after elsewhere
 Clip = Callable[[], Any]
 
 
@@ -110,7 +104,6 @@ class HomeSteps(NoSteps):
         self.stepper = stepper
         self.rule = stepper.updater.rule
         self.scaler = stepper.scaler
-        self._optimizer: Optimizer | None = None  # whose updates begin in backward
         self._finished = True  # no update was begun since all of them were waited for
 
     @property
@@ -177,57 +170,11 @@ class HomeSteps(NoSteps):
         if self.residence.updates_in_place or self.setup.tuning.update_on_device:
             return {bucket.id for bucket in buckets}
         self.stepper.finish()  # as the updates of the last step do until they are done
-        return {b.id for b in buckets if b.trainable and self._is_seen(b, optimizer)}
-
-    def _is_seen(self, bucket: Bucket, optimizer: Optimizer) -> bool:
-        """Whether the user's code holds a state or a tensor of one, and would watch it change."""
-        named = self.setup.store.of_bucket(bucket.id)
-        homes = (home for name, home in named if name not in NOT_STATES)
-        if any(home.held or home.objects_held or home.copies for home in homes):
-            return True
-        params = (self.setup.params[segment.index] for segment in bucket.segments)
-        return any(map(optimizer.state_is_held, params))
-
-    # -- updates that begin in backward (see [Note: early updates]) ------------------------------
+        return {b.id for b in buckets if b.trainable and is_seen(self.setup, b, optimizer)}
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Let updates begin as backward leaves units, where that was asked for."""
-        self._optimizer = optimizer
-        if not isinstance(self.residence, Paged) or not self.residence.may_be_early:
-            return
-        buckets, grads = self.setup.buckets, self.residence.trained.grads
-        needs = self.setup.blueprint.needs
-        trained = [[buckets[b] for b in need if buckets[b].trainable] for need in needs]
-        begin_early = unless_gone(self._begin_early, None)
-
-        def complete(unit: int) -> bool:
-            return all(grads.landed(bucket) for bucket in trained[unit])
-
-        def begin(unit: int) -> None:
-            for bucket in trained[unit]:
-                begin_early(bucket)
-
-        self.residence.runtime.early = EarlyUpdates(needs, complete=complete, begin=begin)
-
-    def _begin_early(self, bucket: Bucket) -> None:
-        """Begin a bucket's update before the step, where it is not seen and `step` has nothing to
-        look at first."""
-        setup, optimizer, paged = self.setup, self._optimizer, self.residence
-        if optimizer is None or not isinstance(paged, Paged) or self._is_seen(bucket, optimizer):
-            return
-        if optimizer.states_are_held or not paged.manager.may_hand_over(bucket.id):
-            return
-        before = setup.saver.jobs_before(bucket.id)
-        with host_work():  # what an update makes, it makes on HOST
-            early = self.stepper.open_early(
-                bucket, optimizer.param_groups, optimizer.known_state, before
-            )
-            if early is None:
-                return
-            paged.manager.hand_over_early(bucket.id, early.job)
-            if setup.store.pool is not None:
-                setup.store.pool.ahead(early.update.requests)
-            setup.worker.submit(early.job)
+        if isinstance(self.residence, Paged):
+            self.residence.backward_updates.optimizer = optimizer
 
     def _seal(self) -> list[Update]:
         """The step is made: return the updates that it has begun already."""

@@ -18,7 +18,7 @@ from hetero.memory.layout import Layout
 from hetero.memory.manager import Replica
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # typed as what it gives
-plainly = without_torch_function
+without_faults = without_torch_function
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -30,7 +30,7 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return element.expand(tuple(shape))
 
 
-class Swizzle:
+class Binding:
     """The parameters of one model, by bucket, and how each stands: bound, or a placeholder."""
 
     def __init__(
@@ -110,15 +110,11 @@ class Swizzle:
             advice="hetero.release the model before replacing parameters",
         )
 
-    def page(self, index: int) -> None:
-        """Make a plain parameter an unbound one, for the first time."""
-        param = self.params[index]
-        _set_data(param, self._placeholders[index])
-        param.__class__ = self._classes[0]
-
-    def restore(self, index: int, value: torch.Tensor) -> None:
-        """Make a parameter plain again, with ``value`` as its data."""
-        plain(self.params[index], value)
+    def page_all(self) -> None:
+        """Make all plain parameters unbound ones, for the first time; homes hold their values."""
+        for param, empty in zip(self.params, self._placeholders, strict=True):
+            _set_data(param, empty)
+            param.__class__ = self._classes[0]
 
 
 def point(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -145,17 +141,17 @@ def plain(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def version(param: torch.Tensor) -> int:
     """Return a parameter's version counter, bound or not."""
-    with plainly():
+    with without_faults():
         return int(param._version)
 
 
 def get_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return ``param.grad`` without a fault."""
-    with plainly():
+    with without_faults():
         return param.grad
 
 
 def set_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Set ``param.grad`` without a fault."""
-    with plainly():
+    with without_faults():
         param.grad = grad

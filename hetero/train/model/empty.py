@@ -20,21 +20,21 @@ FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch
 PLACE = "hetero_place"  # on an empty parameter that knows where its value is
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """A tensor of a safetensors file."""
 
     path: str
     name: str
 
 
-def promise(param: nn.Parameter, place: Place) -> None:
+def promise(param: nn.Parameter, place: FilePlace) -> None:
     """Let an empty parameter know where its value is, for `prepare`."""
     setattr(param, PLACE, place)
 
 
-def promised(param: nn.Parameter) -> Place | None:
+def promised(param: nn.Parameter) -> FilePlace | None:
     """Return where an empty parameter's value is; None where that is unknown."""
-    place: Place | None = getattr(param, PLACE, None) if param.is_meta else None
+    place: FilePlace | None = getattr(param, PLACE, None) if param.is_meta else None
     return place
 
 

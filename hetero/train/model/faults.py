@@ -27,7 +27,7 @@ from hetero.internals import (
     tracing_state,
     tree_iter,
 )
-from hetero.train.model.binding import plainly
+from hetero.train.model.binding import without_faults
 
 FUNCTORCH = (
     "functorch transforms (torch.func.grad, vmap, ...) do not see paged parameters",
@@ -208,7 +208,7 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
         ) -> Any:
             kwargs = kwargs or {}
             if func in METADATA:
-                with plainly():
+                with without_faults():
                     return func(*args, **kwargs)
             if args and isinstance(args[0], cls):
                 if func in GEOMETRY:
@@ -216,7 +216,7 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
                 if func == _set_data:
                     return owner.assign(args[0], args[1])
                 if func == T.type and len(args) == 1 and not kwargs:
-                    with plainly():
+                    with without_faults():
                         return args[0].type()
             return owner.fault(func, args, kwargs)
 
@@ -233,13 +233,13 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
 
 def _shown(param: nn.Parameter) -> str:
     """Return what a bound parameter looks like in torch."""
-    with plainly():
+    with without_faults():
         return repr(nn.Parameter(_get_data(param), param.requires_grad))
 
 
 def _copied(param: nn.Parameter) -> nn.Parameter:
     """Return a plain parameter, in RAM, with a bound one's value."""
-    with plainly(), torch.no_grad():
+    with without_faults(), torch.no_grad():
         value = _get_data(param).to("cpu", copy=True)
         return nn.Parameter(value, param.requires_grad)
 

@@ -14,7 +14,7 @@ from hetero.memory.slab import Home, HomeStore
 _aten = torch.ops.aten
 
 
-class Slot(Protocol):
+class LazySlot(Protocol):
     """Where the bytes of a lazy tensor are; all tensors are on the lazy tensor's device."""
 
     def read(self) -> torch.Tensor:
@@ -33,7 +33,7 @@ class Slot(Protocol):
 class Lazy(torch.Tensor):
     """A tensor without bytes that computes as the one its slot fetches."""
 
-    slot: Slot
+    slot: LazySlot
 
     @staticmethod
     def __new__(
@@ -157,7 +157,7 @@ class HomeSlot:
         self.store = write
 
 
-class Shown(Lazy):
+class ShownTensor(Lazy):
     """A parameter or a state, in a state dict, that is read, or decoded, when it is used."""
 
     slot: HomeSlot
@@ -188,10 +188,10 @@ def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
 def shown(slot: HomeSlot, segment: Segment) -> Lazy:
     """Return a tensor of a slot, with the geometry of its segment."""
     spec, view = segment.spec, slot.view
-    return Shown(slot, spec.shape, spec.stride, view.dtype, view.device)
+    return ShownTensor(slot, spec.shape, spec.stride, view.dtype, view.device)
 
 
 def is_handle(value: torch.Tensor, home: Home, segment: Segment) -> bool:
     """Whether a tensor is what `handle` returns of a home's part, and not a copy of it."""
     view = home.segments[segment.position]
-    return value is view or (isinstance(value, Shown) and value.slot.view is view)
+    return value is view or (isinstance(value, ShownTensor) and value.slot.view is view)

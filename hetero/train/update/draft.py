@@ -29,7 +29,7 @@ from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.pool import Request, Span, Use
 from hetero.memory.slab import Home, HomeStore
 from hetero.train.gradients.store import NONE, Factors, GradSlot, GradStore
-from hetero.train.model.lazy import Shown, handle, is_handle
+from hetero.train.model.lazy import ShownTensor, handle, is_handle
 from hetero.train.update import kernel
 from hetero.train.update.formulas import Coefficients, Formula
 from hetero.train.update.masters import Masters
@@ -503,7 +503,7 @@ class Updater:
         for segment, state, _, _ in piece.rows:
             for key, value in after.items():
                 if isinstance(value, _Shaped):
-                    if not isinstance(state.get(key), Shown):
+                    if not isinstance(state.get(key), ShownTensor):
                         home = self._store.homes[key, bucket.id]
                         state[key] = handle(self._store, home, segment)
                 elif isinstance(state.get(key), torch.Tensor):
@@ -618,7 +618,7 @@ class Updater:
                 raise StateError(f"state {key!r} of {row.segment.spec.name!r} was not foreseen")
             if value is not view:
                 view.copy_(value)
-            if not isinstance(row.state.get(key), Shown):
+            if not isinstance(row.state.get(key), ShownTensor):
                 row.state[key] = handle(self._store, home, row.segment)
 
     def adopt(self, segment: Segment, state: State, *, own: bool = False) -> State:

@@ -16,7 +16,7 @@ from torch import nn
 from hetero.device import ALONE, use_count
 from hetero.errors import ConfigError, StateError
 from hetero.interrupts import theirs
-from hetero.train.model.binding import plainly
+from hetero.train.model.binding import without_faults
 from hetero.train.update.masters import LossScaler
 
 HOOKS = tuple(
@@ -141,7 +141,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, as torch does."""
-        with plainly() if set_to_none else nullcontext():  # no bytes are asked for
+        with without_faults() if set_to_none else nullcontext():  # no bytes are asked for
             super().zero_grad(set_to_none)
 
     def clip_grad_norm_(

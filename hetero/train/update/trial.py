@@ -25,7 +25,7 @@ from torch import nn
 
 from hetero.errors import ConfigError
 from hetero.internals import TorchDispatchMode
-from hetero.train.model.binding import plainly
+from hetero.train.model.binding import without_faults
 from hetero.train.update.rules import (
     ELEMENTWISE,
     EXACT,
@@ -125,7 +125,7 @@ def _check_class(rule: Rule, optimizer: torch.optim.Optimizer) -> None:
 def try_out(rule: Rule, optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
     """Raise ConfigError where steps with these groups' settings are not of one parameter each."""
     apart, plans = _apart_from(optimizer), _plans(groups)
-    with plainly():
+    with without_faults():
         dtypes = {p.dtype for group in groups for p in group["params"]} | {torch.float32}
     with _undrawn() as drawn:
         for dtype in sorted(filter(_trains, dtypes), key=str):
@@ -134,12 +134,12 @@ def try_out(rule: Rule, optimizer: torch.optim.Optimizer, groups: Sequence[Group
 
 
 def _apart_from(optimizer: torch.optim.Optimizer) -> _Apart:
-    with plainly():
+    with without_faults():
         return _Apart([p for group in optimizer.param_groups for p in group["params"]])
 
 
 def _plans(groups: Sequence[Group]) -> list[Plan]:
-    with plainly():
+    with without_faults():
         return [(group, _shapes(group)) for group in _few(groups)]
 
 

@@ -1,0 +1,218 @@
+"""The access of backward, and the views of parameters that graphs have saved (floor 2)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+
+from hetero.device import Device
+from hetero.errors import StateError
+from hetero.events import EventLog, What
+from hetero.internals import NO_TASK, at_end_of_backward, graph_task
+from hetero.memory.layout import Layout
+from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
+from hetero.train.access.fetches import Fetches
+from hetero.train.access.pages import Pages
+from hetero.train.activations.held import CHANGED, GraphFootprint
+from hetero.train.activations.saved import SavedView
+from hetero.train.gradients.store import GradStore
+from hetero.train.model.binding import version, without_faults
+from hetero.types import Kind, Phase, Tier
+
+WHY = {phase: phase.value for phase in Phase}  # asked of an enum it costs two calls
+NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.EVAL: "eval"}
+_offset_of = attrgetter("offset")
+
+
+class Accessed(NamedTuple):
+    """An access that is under way, for the event log."""
+
+    unit: int
+    seq: int
+    began: float
+    range_: object | None
+    """Of the vendor's profiler."""
+
+
+class AccessLog:
+    """Writes accesses and phases to the event log, and to the vendor's profiler."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        needs: Sequence[tuple[int, ...]],
+        *,
+        device: Device,
+        log: EventLog,
+        footprint: GraphFootprint,
+    ) -> None:
+        self._device = device
+        self._log = log
+        self._footprint = footprint
+        self._names = layout.unit_names
+        self._needs_bytes = [sum(layout.buckets[b].n_bytes for b in needed) for needed in needs]
+
+    def begin(self, unit: int) -> Accessed:
+        """An access of a unit begins."""
+        log = self._log
+        range_ = self._device.annotate(self._names[unit]) if log.annotates else None
+        return Accessed(unit, log.begin_access(), log.clock(), range_)
+
+    def end(self, accessed: Accessed) -> None:
+        """It is over."""
+        unit, seq, began, range_ = accessed
+        self._log.end_access(seq, began, unit, self._needs_bytes[unit])
+        held = self._footprint.live_bytes
+        self._log.now(What.LIVE, tier=Tier.HBM, category=Kind.ACTIVATION, n_bytes=held, unit=unit)
+        if range_ is not None:
+            self._device.end_annotation(range_)
+
+    def begin_phase(self, phase: Phase) -> float:
+        """A phase of the step begins; returns when."""
+        self._log.phase = NAMES[phase]
+        return self._log.clock()
+
+    def end_phase(self, began: float) -> None:
+        """It is over."""
+        log = self._log
+        log.add(What.PHASE, began, log.clock(), why=log.phase)
+        log.phase = "between"
+
+
+class BackwardAccess:
+    """The access of the unit that backward is at; at most one is open.
+
+    It opens when a saved weight is unpacked, and closes when another unit's is, or the pass ends.
+
+    Args:
+        begins: is called when a backward pass comes to the model.
+    """
+
+    def __init__(
+        self,
+        needs: Sequence[tuple[int, ...]],
+        *,
+        pages: Pages,
+        fetches: Fetches,
+        accesses: AccessLog,
+        grads: GradStore,
+        early: EarlyUpdates | NoEarlyUpdates,
+        begins: Callable[[], None],
+    ) -> None:
+        self.task = NO_TASK
+        """Of the pass through this model that is under way."""
+        self.buckets: tuple[int, ...] = ()
+        """What the open access has pinned."""
+        self._needs = needs
+        self._pages = pages
+        self._fetches = fetches
+        self._accesses = accesses
+        self._grads = grads
+        self._early = early
+        self._begins = begins
+        self._accessed: Accessed | None = None
+        self._began = 0.0
+
+    def touch(self, bucket: int) -> None:
+        """Backward needs a bucket: move the access to its unit."""
+        if bucket in self.buckets:
+            return
+        self.gradient_arrived()
+        self._grads.flush_pending()
+        self._close()
+        unit = self._pages.layout.buckets[bucket].unit
+        self._early.reached(unit)
+        buckets = self._needs[unit] if bucket in self._needs[unit] else (bucket,)
+        accessed = self._accesses.begin(unit)
+        self._fetches.pin(buckets, WHY[Phase.BACKWARD])
+        self.buckets, self._accessed = buckets, accessed
+        self._fetches.follow(Phase.BACKWARD, unit, buckets)
+
+    def gradient_arrived(self) -> None:
+        """A gradient is complete; its flush starts at the next event."""
+        task = graph_task()
+        if task != NO_TASK and task != self.task:
+            self.task = task
+            self._began = self._accesses.begin_phase(Phase.BACKWARD)
+            at_end_of_backward(self._end)
+            self._begins()
+
+    def settle(self) -> None:
+        """Close the access: its unit is done, or an error ended the pass."""
+        if self._accessed is not None:
+            self._close()
+        if graph_task() == NO_TASK:
+            self.task = NO_TASK
+
+    def _end(self) -> None:
+        self.task = NO_TASK
+        self._close()
+        self._grads.flush_pending()
+        self._early.pass_ended()
+        self._accesses.end_phase(self._began)
+
+    def _close(self) -> None:
+        accessed, buckets = self._accessed, self.buckets
+        if accessed is not None:
+            self._accessed, self.buckets = None, ()
+            self._pages.manager.unpin(buckets)
+            self._accesses.end(accessed)
+
+
+class SavedViews:
+    """Views of parameters that graphs have saved: where they lie, and the tensors again."""
+
+    def __init__(self, pages: Pages, fetches: Fetches, backward: BackwardAccess) -> None:
+        self.closed = False
+        self._pages = pages
+        self._fetches = fetches
+        self._backward = backward
+
+    def locate(self, tensor: torch.Tensor, cdata: int) -> SavedView | None:
+        """Return where a tensor lies in a parameter's frame or placeholder (see saved.py)."""
+        if tensor.is_conj() or tensor.is_neg():
+            return None  # the bits would be lost: its storage is a lease
+        binding = self._pages.binding
+        replica = self._pages.manager.by_storage.get(cdata)
+        if replica is None:
+            index = binding.by_placeholder.get(cdata)
+            if index is None:
+                return None
+            spec = self._pages.layout.home[index][1].spec
+            return SavedView(index, 0, spec.shape, spec.stride, version(binding.params[index]))
+        if tensor.dtype != replica.bucket.dtype:
+            return None  # a view of other bytes: its storage is a lease
+        with without_faults():
+            offset, size, stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        segments = replica.bucket.segments
+        segment = segments[bisect_right(segments, offset, key=_offset_of) - 1]
+        then = version(binding.params[segment.index])
+        return SavedView(segment.index, offset - segment.offset, tuple(size), tuple(stride), then)
+
+    def resolve(self, saved: SavedView) -> torch.Tensor:
+        """Return a saved view of a parameter; in backward this is what opens an access."""
+        if self.closed:
+            raise StateError(
+                "this graph was made before hetero.release; the frames it refers to are gone",
+                advice="run backward before releasing the model",
+            )
+        bucket, segment = self._pages.layout.home[saved.param]
+        now = version(self._pages.binding.params[saved.param])
+        if now != saved.version:
+            what = f"parameter {segment.spec.name!r} of shape {list(segment.spec.shape)}"
+            raise RuntimeError(CHANGED.format(what=what, now=now, then=saved.version))
+        if graph_task() != NO_TASK:
+            self._backward.touch(bucket)
+            return self._view(bucket, segment.offset, saved)
+        self._fetches.pin((bucket,), "saved")
+        view = self._view(bucket, segment.offset, saved)
+        self._pages.manager.unpin((bucket,))
+        return view
+
+    def _view(self, bucket: int, offset: int, saved: SavedView) -> torch.Tensor:
+        flat = self._pages.manager.replicas[bucket].flat
+        return torch.as_strided(flat, saved.size, saved.stride, offset + saved.offset)

@@ -1,0 +1,117 @@
+"""Fetches: those that an access needs now, and those that the plan knows will come (floor 2)."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from hetero.memory.manager import ChunkManager
+from hetero.plan.schedule import Op
+from hetero.plan.trace import Access
+from hetero.train.access.cursor import Cursor
+from hetero.train.model.host_work import host_work
+from hetero.types import Phase
+
+
+class Late:
+    """Planned fetches whose homes are not ready yet, in order, and the buckets that they are of."""
+
+    def __init__(self) -> None:
+        self.ops: deque[Op] = deque()
+        self._of: Counter[int] = Counter()
+
+    def __contains__(self, bucket: int) -> bool:
+        return self._of.get(bucket, 0) > 0
+
+    def add(self, op: Op) -> None:
+        self.ops.append(op)
+        self._of[op.bucket] += 1
+
+    def pop(self) -> Op:
+        """Return the first, which is late no more."""
+        op = self.ops.popleft()
+        self._of[op.bucket] -= 1
+        return op
+
+    def clear(self) -> None:
+        self.ops.clear()
+        self._of.clear()
+
+
+class Fetches:
+    """Brings buckets to HBM: on demand, and ahead of it along the plan.
+
+    Args:
+        train: the cursor of steps; where nothing is trained, of forwards with gradients.
+        evaluate: the cursor of forwards without gradients.
+        stepped: whether an optimizer's step ends a trace.
+    """
+
+    def __init__(
+        self, manager: ChunkManager, *, train: Cursor, evaluate: Cursor, stepped: bool
+    ) -> None:
+        self.train = train
+        self.evaluate = evaluate
+        self.active = train
+        self.stepped = stepped
+        self.late = Late()
+        self._manager = manager
+
+    def pin(self, buckets: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0) -> None:
+        """Pin buckets, after the late fetches among which theirs are: the plan knew a place."""
+        late, replicas = self.late, self._manager.replicas
+        missing = [b for b in buckets if b not in replicas] if late.ops else []
+        with host_work():  # frames are counted as such, and what comes from disk is on HOST
+            while any(bucket in late for bucket in missing):
+                op = late.pop()
+                self._manager.prefetch(op.bucket, op.start, op.evict)
+            self._manager.pin(buckets, why, spare)
+
+    def follow(
+        self, phase: Phase, unit: int, buckets: tuple[int, ...], calls: Sequence[Phase] = ()
+    ) -> None:
+        """Follow the plan, unless this is no part of a step: who reads weights between forwards
+        that train nothing (an average of them under `no_grad`) is not planned for.
+
+        Args:
+            calls: phases of the calls of the whole model that are open.
+        """
+        stepped = self.stepped and phase is not Phase.EVAL
+        if stepped or calls or phase is Phase.BACKWARD:
+            self.active = self.evaluate if phase is Phase.EVAL else self.train
+            self._issue(self.active.observe(Access(phase, unit, buckets)))
+
+    def is_step(self, phase: Phase) -> bool:
+        """Whether a forward is a step of its own, with a border before it."""
+        return phase is Phase.EVAL or not self.stepped
+
+    def forward_begins(self, phase: Phase) -> None:
+        """A forward begins that is a step of its own."""
+        cursor = self.evaluate if phase is Phase.EVAL else self.train
+        self._issue(cursor.border())
+
+    def step_ends(self) -> None:
+        """A step was made: what is late belongs to the old one; begin to prefetch for the next."""
+        self.late.clear()
+        self._issue(self.train.border())
+
+    def replan(self) -> None:
+        """The frames are others: what was planned for the old ones is planned again."""
+        self.late.clear()
+        self.train.replan()
+        self.evaluate.replan()
+
+    def _issue(self, ops: Sequence[Op]) -> None:
+        """Carry out planned ops; one that does not fit any more is skipped (it is advice).
+
+        A fetch whose home is still being updated, or read from disk, is late, and those after it
+        wait with it, in order: the addresses of a plan are right only in its own order.
+        """
+        late, manager = self.late, self._manager
+        for op in ops:
+            if not op.demand:
+                late.add(op)
+        while late.ops and not manager.busy(late.ops[0].bucket):
+            op = late.pop()
+            with host_work():  # who leaves may be coded, on HOST
+                manager.prefetch(op.bucket, op.start, op.evict)

@@ -1,0 +1,88 @@
+"""Homes as a state dict shows and loads them (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.memory.layout import Segment
+from hetero.train.access.pages import Pages
+from hetero.train.model.lazy import HomeSlot, shown
+
+_HOMEWARD = (torch.Tensor.detach, torch.Tensor.copy_)
+
+
+class StateDictView:
+    """Carries out what a state dict does to unbound parameters on their homes, while it is open.
+
+    Args:
+        before_write: is called before a home may be written, now or through what is shown.
+    """
+
+    def __init__(self, pages: Pages, *, before_write: Callable[[], None]) -> None:
+        self._pages = pages
+        self._before_write = before_write
+        self._is_open = False
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Let ``detach`` and ``copy_`` of unbound parameters reach the homes."""
+        before, self._is_open = self._is_open, True
+        try:
+            yield
+        finally:
+            self._is_open = before
+
+    def takes(self, func: Callable[..., Any]) -> bool:
+        """Whether a function is carried out on homes at this moment."""
+        return self._is_open and func in _HOMEWARD
+
+    def carry_out(self, func: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
+        """Carry out a state dict's ``detach`` or ``copy_``."""
+        if func == torch.Tensor.detach:
+            return self._detached(args[0])
+        return self._copied(args[0], args[1])
+
+    def _detached(self, param: nn.Parameter) -> torch.Tensor:
+        bucket, segment = self._pages.home(param)
+        manager = self._pages.manager
+        home = manager.home(bucket)
+        if not home.shows:
+            return self._lazily(param, bucket, segment)
+        manager.settle(bucket)
+        self._before_write()  # what is shown can be written unseen
+        manager.show_home(bucket)
+        return home.segments[segment.position].detach()
+
+    def _copied(self, param: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+        bucket, segment = self._pages.home(param)
+        self._pages.manager.settle(bucket)
+        self._before_write()
+        self._pages.masters.assign(segment, value)
+        torch.autograd.graph.increment_version(param)
+        self._pages.manager.renew(bucket)
+        return param
+
+    def _lazily(self, param: nn.Parameter, bucket: int, segment: Segment) -> torch.Tensor:
+        """Return what a state dict shows of a parameter that memory does not hold as it is."""
+        manager = self._pages.manager
+
+        def read() -> torch.Tensor:
+            manager.settle(bucket)
+            return manager.read_home(bucket, segment)
+
+        def keep() -> torch.Tensor:
+            self._before_write()  # what is shown can be written unseen
+            manager.follow_homes(held=False)
+            manager.settle(bucket)
+            return manager.alias_home(bucket, segment)
+
+        def write(value: torch.Tensor) -> None:
+            self._copied(param, value)
+
+        view = manager.home(bucket).segments[segment.position]
+        return shown(HomeSlot(view, read=read, keep=keep, write=write), segment)

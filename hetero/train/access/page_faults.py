@@ -1,0 +1,167 @@
+"""Page faults: what code outside of an access does to parameters that are pages (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hetero.device import ALONE, use_count
+from hetero.errors import StateError
+from hetero.internals import tree_iter
+from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
+from hetero.train.access.home_view import StateDictView
+from hetero.train.access.pages import Pages
+from hetero.train.access.step_events import StepEvents
+from hetero.train.activations.structure import leaves_of
+from hetero.train.model import faults
+from hetero.train.model.binding import without_faults
+from hetero.train.update.masters import Scaling
+
+
+class Lender(Protocol):
+    """The runtime whose pages they are."""
+
+    @property
+    def pages(self) -> Pages: ...
+
+    @property
+    def state_dicts(self) -> StateDictView: ...
+
+    @property
+    def events(self) -> StepEvents: ...
+
+    @property
+    def early(self) -> EarlyUpdates | NoEarlyUpdates: ...
+
+    def lend(self, buckets: Sequence[int], why: str) -> AbstractContextManager[None]:
+        """Hold buckets and bind their parameters for the length of a block."""
+
+    def call_with(
+        self,
+        buckets: Sequence[int],
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Call a function on parameters of buckets, as an access of their own."""
+
+    def quiesce(self) -> None:
+        """Bring every gradient and every written parameter home."""
+
+
+class PageFaults:
+    """What the classes of paged parameters ask (see `faults.Faults`), and `hetero.gathered`.
+
+    Args:
+        scaling: of the loss, under precision="fp16".
+    """
+
+    def __init__(self, runtime: Lender, *, place: torch.device, scaling: Scaling | None) -> None:
+        self.scaling = scaling
+        self._runtime = runtime
+        self._place = place
+
+    @property
+    def _pages(self) -> Pages:
+        return self._runtime.pages
+
+    @property
+    def index(self) -> dict[int, int]:
+        """Position of every parameter, by its id."""
+        return self._pages.binding.index
+
+    def fault(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a function on parameters that are not bound (see faults.py)."""
+        faults.refuse_transforms()
+        if self._runtime.state_dicts.takes(func):
+            return self._runtime.state_dicts.carry_out(func, args)
+        index, home = self.index, self._pages.layout.home
+        places = (index.get(id(value), -1) for value in leaves_of((args, dict(kwargs))))
+        buckets = tuple(dict.fromkeys(home[i][0] for i in places if i >= 0))
+        if not buckets:
+            with without_faults():  # only the class took part, no parameter's bytes
+                return func(*args, **kwargs)
+        found = self._runtime.call_with(buckets, func, args, kwargs)
+        if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_iter(found)):
+            self._runtime.early.outside(buckets)
+        return found
+
+    def alias(self, param: nn.Parameter) -> torch.Tensor:
+        """Return ``param.data`` of a bound parameter; writes through it leave no trace."""
+        self._pages.manager.replicas[self._pages.home(param)[0]].shown = True
+        return faults.read_data(param)
+
+    def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Carry out ``param.data = value`` by copying; a change of geometry is refused."""
+        bucket, segment = self._pages.home(param)
+        spec, place, binding = segment.spec, self._place, self._pages.binding
+        if tuple(value.shape) != spec.shape or value.dtype != spec.dtype or value.device != place:
+            raise StateError(
+                f"parameter {spec.name!r} is {spec.dtype} {list(spec.shape)} on {place}; data of"
+                f" {value.dtype} {list(value.shape)} on {value.device} cannot replace it",
+                advice="convert the model before hetero.prepare, or release it first",
+            )
+        with torch.no_grad(), self._runtime.lend((bucket,), "assign"):
+            replica = self._pages.manager.replicas[bucket]
+            view = replica.views[segment.position]
+            if view.data_ptr() == value.data_ptr():
+                return
+            kept = binding.bound[bucket] == 1 and replica.aliases(binding.count(bucket))
+            if kept or use_count(value) > ALONE:
+                whose = "its old value" if kept else "the new one"
+                raise StateError(
+                    f"data of {spec.name!r} is assigned while a view of {whose} is alive, which"
+                    " torch would keep (apart from the parameter, or as an alias of it)",
+                    advice="copy: backup = p.detach().clone(), and p.data.copy_(new)",
+                )
+            view.copy_(value)
+            self._pages.note_write(segment)
+        # torch would alias the two from here on; a later write to `value` must not go unseen, nor
+        # a graph that saved the old bytes
+        torch.autograd.graph.increment_version(param)
+        self._pages.assigned(param, value)
+
+    def geometry(self, param: nn.Parameter) -> torch.Tensor:
+        """Return a meta tensor with the parameter's own shape and strides."""
+        spec = self._pages.home(param)[1].spec
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+
+    def name(self, param: nn.Parameter) -> str:
+        """Return the parameter's name in its model."""
+        return self._pages.home(param)[1].spec.name
+
+    @contextmanager
+    def gathered(self, params: Sequence[nn.Parameter], *, write: bool) -> Iterator[None]:
+        """Hold parameters, full and current, for the length of a block."""
+        self._runtime.events.before_use()
+        manager, versions = self._pages.manager, self._pages.versions
+        homes = {self.index[id(p)]: self._pages.home(p) for p in params}
+        buckets = tuple(dict.fromkeys(bucket for bucket, _ in homes.values()))
+        self._runtime.quiesce()
+        with self._runtime.lend(buckets, "gathered"):
+            before = versions(homes)
+            with self._pages.not_stepped(before):
+                yield
+            now = versions(homes)
+            changed = [homes[i] for i in homes if now[i] != before[i]]
+            if write:
+                for bucket, segment in homes.values():
+                    manager.write(bucket, segment.offset, segment.end)
+        if changed and not write:
+            for bucket in {bucket for bucket, _ in changed}:
+                manager.give_up(bucket)
+            for _, segment in changed:
+                self._pages.masters.not_written(segment)
+            names = ", ".join(repr(segment.spec.name) for _, segment in changed)
+            raise StateError(
+                f"parameter {names} was written inside gathered(write=False); the write is undone",
+                advice="use hetero.gathered(..., write=True)",
+            )
+        for bucket in buckets:
+            manager.settle(bucket)

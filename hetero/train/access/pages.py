@@ -1,0 +1,116 @@
+"""Pages: the parameters of a model, bound where they are pinned, and what was written (floor 2)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hetero.errors import StateError
+from hetero.memory.layout import Layout, Segment
+from hetero.memory.manager import ChunkManager
+from hetero.train.model.binding import Binding, version
+from hetero.train.update.masters import Masters
+
+
+class Pages:
+    """The parameters of one model as pages: binds them to frames and notes what is written."""
+
+    def __init__(
+        self, layout: Layout, *, manager: ChunkManager, masters: Masters, binding: Binding
+    ) -> None:
+        self.layout = layout
+        self.manager = manager
+        self.masters = masters
+        self.binding = binding
+        self._watched: dict[int, dict[int, int]] = {}  # versions since when writes are looked for
+        self._sources: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def home(self, param: nn.Parameter) -> tuple[int, Segment]:
+        """Return the bucket that a parameter is of, and its place there."""
+        return self.layout.home[self.binding.index[id(param)]]
+
+    def bind(self, buckets: Sequence[int]) -> None:
+        """Bind pinned buckets' parameters; where one cannot be, none is, and they are unpinned."""
+        if self._sources:
+            self._check_sources()
+        done = []
+        try:
+            for bucket in buckets:
+                self.binding.bind(self.manager.replicas[bucket])
+                done.append(bucket)
+        except BaseException:
+            for bucket in done:
+                self.binding.unbind(bucket)
+            self.manager.unpin(buckets)
+            raise
+
+    def unbind(self, buckets: Sequence[int]) -> None:
+        """Take parameters off their frames, note what was written to them, and unpin."""
+        for bucket in buckets:
+            for position in self.binding.unbind(bucket):
+                self.note_write(self.layout.buckets[bucket].segments[position])
+        self.manager.unpin(buckets)
+
+    def watch(self, buckets: Sequence[int]) -> None:
+        """Look for views that outlived the block in which buckets were bound."""
+        self.manager.watch(bucket for bucket in buckets if not self.binding.bound[bucket])
+
+    def note_write(self, segment: Segment) -> None:
+        """Note that a bound parameter was written."""
+        self.manager.write(self.layout.home[segment.index][0], segment.offset, segment.end)
+        self.masters.written(segment)
+
+    def stepped(self, buckets: Iterable[int]) -> None:
+        """`step` bumped the version counters of bound parameters: do not treat that as a write."""
+        for bucket in buckets:
+            if self.binding.bound[bucket]:
+                self.binding.written(bucket)
+        for before in self._watched.values():
+            before.update(self.versions(before))
+
+    def versions(self, indices: Iterable[int]) -> dict[int, int]:
+        """Return how often each parameter was written."""
+        return {i: version(self.binding.params[i]) for i in indices}
+
+    @contextmanager
+    def not_stepped(self, before: dict[int, int]) -> Iterator[None]:
+        """Inside a block, let `step` raise these versions as well as the parameters'."""
+        self._watched[id(before)] = before
+        try:
+            yield
+        finally:
+            del self._watched[id(before)]
+
+    def flush(self) -> None:
+        """Bring every written parameter home; those that are bound stay so."""
+        if self._sources:
+            self._check_sources()
+        for bucket, replica in list(self.manager.replicas.items()):
+            if replica.pins:
+                for position in self.binding.written(bucket):
+                    self.note_write(self.layout.buckets[bucket].segments[position])
+            self.manager.settle(bucket)
+        self.manager.follow_homes()
+
+    def assigned(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Note that ``value`` was assigned to ``param.data``: torch would alias the two."""
+        self._sources[self.binding.index[id(param)]] = weakref.ref(value), value._version
+
+    def _check_sources(self) -> None:
+        """Refuse when a tensor that was assigned to ``p.data`` was written afterwards."""
+        for index, (source, then) in list(self._sources.items()):
+            value = source()
+            if value is not None and value._version == then:
+                continue
+            del self._sources[index]
+            if value is not None:
+                name = self.layout.home[index][1].spec.name
+                raise StateError(
+                    f"the tensor that was assigned to {name!r}.data was written afterwards; torch"
+                    " would have written the parameter",
+                    advice="write to the parameter: p.data.copy_(value) or hetero.gathered(p)",
+                )

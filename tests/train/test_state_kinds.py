@@ -1,0 +1,147 @@
+"""Kinds of state that a forward may change: each comes back, in place, as it was read."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetero.train.activations.reach import Attributes, Reach
+from hetero.train.activations.state_kinds import (
+    ARRAY,
+    CELL,
+    NAMES,
+    SETTING,
+    SPACE,
+    TABLE,
+    Buffer,
+    Switch,
+    absent,
+    common_sources,
+    stand_in,
+)
+
+LIMIT = 3
+
+
+@pytest.mark.parametrize(
+    "table",
+    [[1, 2, 3], {1, 2, 3}, deque([1, 2]), {"a": 1, "b": 2}, OrderedDict(a=1, b=2), [], {}],
+    ids=lambda table: f"{type(table).__name__} of {len(table)}",
+)
+def test_a_container_has_its_contents_and_their_order_again(table: Any) -> None:
+    was = TABLE.read(table)
+    before = list(table)
+    table.clear()
+    if isinstance(table, dict):
+        table.update(z=9, b=2)
+    else:
+        (table.add if isinstance(table, set) else table.append)(9)
+    TABLE.write(table, was)
+    assert list(table) == before
+
+
+def test_attributes_that_came_meanwhile_are_gone_and_those_that_went_are_back() -> None:
+    class Thing:
+        __slots__ = ("one", "two")
+
+    thing = Thing()
+    thing.one = 1
+    space = Attributes(thing, Thing.__slots__)
+    was = SPACE.read(space)
+    del thing.one
+    thing.two = 2
+    SPACE.write(space, was)
+    assert thing.one == 1 and not hasattr(thing, "two")
+
+
+def test_names_and_cells_may_have_no_value() -> None:
+    space: dict[str, Any] = {"a": 1, "z": 0}
+    names = space, ("a", "b")
+    was = NAMES.read(names)
+    assert was == {"a": 1, "b": absent}
+    space.update(a=2, b=3, z=4)
+    NAMES.write(names, was)
+    assert space == {"a": 1, "z": 4}
+
+    def outer() -> Any:
+        def inner() -> int:
+            return value
+
+        if LIMIT < 0:
+            value = 1
+        return inner
+
+    (cell,) = outer().__closure__
+    was = CELL.read(cell)
+    assert was is absent
+    cell.cell_contents = 5
+    CELL.write(cell, was)
+    with pytest.raises(ValueError, match="empty"):
+        _ = cell.cell_contents
+
+
+def test_a_setting_is_set_where_it_differs_alone() -> None:
+    now, calls = [1], []
+    switch = Switch(lambda: now[0], lambda value: calls.append(value))
+    SETTING.write(switch, 1)
+    assert not calls
+    SETTING.write(switch, 2)
+    assert calls == [2]
+
+
+def test_an_array_keeps_its_memory() -> None:
+    array = np.arange(4.0)
+    was, where = ARRAY.read(array), array.ctypes.data
+    array += 1
+    ARRAY.write(array, was)
+    assert array.tolist() == [0, 1, 2, 3] and array.ctypes.data == where
+
+
+def test_what_is_lent_stands_in_for_tensors_and_for_tuples_of_them() -> None:
+    tensor, other = torch.ones(2), torch.zeros(2)
+    pair = (tensor, (1, tensor))
+    lent: dict[int, Any] = {id(tensor): other}
+    lent[id(pair)] = stand_in(pair, lent)
+    assert lent[id(pair)][0] is other and lent[id(pair)][1][1] is other
+    assert SPACE.lend({"a": tensor, "b": pair}, lent)["b"] is lent[id(pair)]
+    assert TABLE.lend([tensor, 1], lent)[0] is other
+    assert CELL.lend(tensor, lent) is other
+    plain = {"a": 1}
+    assert SPACE.lend(plain, lent) is plain
+
+
+def test_a_buffer_that_was_written_unseen_keeps_its_value() -> None:
+    tensor = torch.ones(3)
+    written, left = Buffer(tensor), Buffer(torch.zeros(2))
+    tensor.data.add_(1.0)
+    written.close()
+    left.close()
+    assert written.copy().tolist() == [1, 1, 1] and left._before is None
+
+
+def test_common_generators_can_be_set_to_where_they_were() -> None:
+    draws = (random.random, np.random.rand, lambda: torch.rand(()).item())
+    for source, draw in zip(common_sources(), draws, strict=True):
+        state = source.get()
+        first = draw()
+        assert not source.same(state, source.get())
+        source.set(state)
+        assert draw() == first
+
+
+def test_a_function_of_the_users_reaches_the_names_that_may_be_state() -> None:
+    def code() -> int:
+        return LIMIT + int(torch.pi) + np.int8(1)
+
+    assert isinstance(code, FunctionType)
+    reach = Reach()
+    ((space, names),) = reach.named(code)
+    assert space is code.__globals__ and names == ("LIMIT",)
+    assert reach.named(code) is reach.named(code)
+    assert reach.named(np.median.__wrapped__) == ()  # type: ignore[attr-defined]
