@@ -389,11 +389,15 @@ class Runtime:
 
     def backward_event(self) -> None:
         """Something of ours happens in backward: start flushes, make sure to hear of its end."""
-        self.gradient_arrived()
+        self._hear_of_backward()
         self.grads.flush_pending()
 
-    def gradient_arrived(self) -> None:
+    def gradient_arrived(self, param: nn.Parameter) -> None:
         """A gradient is complete; its flush starts at the next event."""
+        self.grads.arrived(param)
+        self._hear_of_backward()
+
+    def _hear_of_backward(self) -> None:
         task = graph_task()
         if task != NO_TASK and task != self._graph_task:
             self._graph_task = task

@@ -40,7 +40,7 @@ from hetero.train.engine.resident import Mastered, Resident, make_activations
 from hetero.train.engine.setup import Setup, StepStats
 from hetero.train.engine.trained import Trained
 from hetero.train.engine.tuning import Tuning
-from hetero.train.gradients.store import LazyGrad
+from hetero.train.gradients.slot import LazyGrad
 from hetero.train.model.graph import unless_gone
 from hetero.train.update.draft import Update
 from hetero.types import Kind, Tier
@@ -79,21 +79,21 @@ class Paged:
         runtime.resume = unless_gone(self.fitting.resume, None)
         if not setup.device.is_cuda:  # whose allocator would count them in a step's peak
             runtime.spare = unless_gone(self.fitting.spare, 0)
-        self.trained.grads.flight.limit_bytes = 0  # until it is known what is left
+        self.trained.grads.ring.limit_bytes = 0  # until it is known what is left
 
     # -- building --------------------------------------------------------------------------------
 
     def _make_meter(self) -> Meter:
-        setup, flight = self.setup, self.trained.grads.flight
+        setup, ring = self.setup, self.trained.grads.ring
         trains = setup.inner is not None
         manager, runtime, budget = self.manager, self.runtime, setup.budget
         return make_meter(
             setup.device,
             runtime.saved.footprint,
-            gradient_bytes=flight.most_bytes if trains else 0,
+            gradient_bytes=ring.most_bytes if trains else 0,
             traced=not is_compiled(setup.model) and not (trains and setup.device.same_ram),
             others=lambda: manager.arena_bytes + budget.buffer_bytes,
-            passing=flight.sources,
+            passing=ring.sources,
             ours=lambda: runtime.is_running,
             keeper=lambda: self._keeper,
         )
@@ -105,7 +105,7 @@ class Paged:
 
     def _make_fitting(self, meter: Meter) -> Fitting:
         """Return what divides HBM between frames and activations."""
-        setup, plan, flight = self.setup, self.setup.blueprint, self.trained.grads.flight
+        setup, plan, ring = self.setup, self.setup.blueprint, self.trained.grads.ring
         layout, footprint = plan.layout, self.runtime.saved.footprint
         weights = [sum(layout.buckets[b].n_bytes for b in needs) for needs in plan.needs]
         modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
@@ -121,7 +121,7 @@ class Paged:
                 may_recompute=self.activations.may_recompute,
             ),
             footprint=footprint,
-            ring=flight,
+            ring=ring,
             frames=self.frames,
             choice=self.activations,
             ram=setup.ram,
@@ -150,7 +150,7 @@ class Paged:
     def attach(self) -> None:
         """Make the parameters pages, and hook the model."""
         setup = self.setup
-        self.trained.hear_all()
+        self.trained.hear_all(self.runtime.gradient_arrived)
         self.runtime.attach(setup.params)
         setup.handover.give_back_grads()
         setup.hooks.watch(
@@ -311,7 +311,7 @@ class Paged:
     def activations_seen(self) -> int:
         """Return the bytes besides frames and buffers that this step held at its peak, and those
         that its gradients may take on their way down."""
-        return self.fitting.meter.peak_bytes() + self.trained.grads.flight.useful_bytes
+        return self.fitting.meter.peak_bytes() + self.trained.grads.ring.useful_bytes
 
     def _charge(self, activation_bytes: int, ring_bytes: int) -> None:
         """Set aside what activations take; frames grow into it by `Fitting.spare` alone."""
@@ -409,7 +409,6 @@ def build(setup: Setup, link: Link, trained: Trained) -> tuple[ChunkManager, Run
         stepped=trains,
     )
     runtime.scaling = trained.scaling
-    trained.grads.on_arrival = runtime.gradient_arrived
     return manager, runtime
 
 

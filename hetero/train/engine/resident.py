@@ -170,9 +170,8 @@ class Mastered(Resident):
     def attach(self) -> None:
         trained = self.trained
         self.setup.handover.give_back_grads()
-        trained.hear_all()
+        trained.hear_all(self.weights.gradient_arrived)
         self.weights.attach()
-        trained.grads.on_arrival = self.weights.gradient_arrived
         super().attach()
 
     def quiesce(self) -> None:

@@ -20,7 +20,7 @@ from hetero.train.engine.fitting import Division
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.resident import Mastered, Resident
 from hetero.train.engine.setup import Setup
-from hetero.train.gradients.store import GRAD, WIDE
+from hetero.train.gradients.homes import GRAD, WIDE
 from hetero.train.model.graph import unless_gone
 from hetero.train.model.host_work import host_work
 from hetero.train.update.draft import Update

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,14 @@ from hetero.device import Device
 from hetero.errors import StateError
 from hetero.memory.link import Link
 from hetero.train.engine.setup import Setup
-from hetero.train.gradients.flight import Flight
+from hetero.train.gradients.ring import GradRing
 from hetero.train.gradients.store import GradStore
 from hetero.train.update import kernel
 from hetero.train.update.draft import Updater
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.step import Stepper
+
+Arrived = Callable[[nn.Parameter], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,18 +43,19 @@ class Trained:
         """What scales losses, under precision="fp16"."""
         return None if self.stepper is None or self.stepper.scaler is None else self.stepper
 
-    def hear(self, params: Sequence[nn.Parameter]) -> None:
+    def hear(self, params: Sequence[nn.Parameter], arrived: Arrived) -> None:
         """Take gradients as they come; in 2 bytes, before autograd adds the next to one."""
         setup = self.setup
         mastered = {setup.index[id(p)]: p for p in params if setup.bucket(p).has_master}
         setup.hooks.before_gradients(mastered, self.grads.arriving)
-        setup.hooks.gradients(params, self.grads.arrived)
+        setup.hooks.gradients(params, arrived)
 
-    def hear_all(self) -> None:
-        """Take the gradients of all parameters; those that are at home in code have none."""
+    def hear_all(self, arrived: Arrived) -> None:
+        """Call a residence's method with each parameter that has a gradient; those that are at home
+        in code have none."""
         setup = self.setup
         coded = [p for p in setup.params if not setup.bucket(p).codec.exact]
-        self.hear([p for p in setup.params if setup.bucket(p).codec.exact])
+        self.hear([p for p in setup.params if setup.bucket(p).codec.exact], arrived)
         setup.hooks.gradients(coded, self._refuse)
 
     def _refuse(self, param: nn.Parameter) -> None:
@@ -67,7 +70,7 @@ class Trained:
 
 def make_grads(setup: Setup, device: Device, link: Link, *, early: bool) -> GradStore:
     trainable = [bucket for bucket in setup.buckets if bucket.trainable]
-    flight = Flight(
+    ring = GradRing(
         device,
         link,
         setup.ledger,
@@ -78,7 +81,7 @@ def make_grads(setup: Setup, device: Device, link: Link, *, early: bool) -> Grad
         setup.params,
         setup.blueprint.layout,
         device=device,
-        flight=flight,
+        ring=ring,
         store=setup.store,
         worker=setup.worker,
         early=early,

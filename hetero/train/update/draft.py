@@ -28,7 +28,8 @@ from hetero.jobs import Slice
 from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.pool import Request, Span, Use
 from hetero.memory.slab import Home, HomeStore
-from hetero.train.gradients.store import NONE, Factors, GradSlot, GradStore
+from hetero.train.gradients.slot import NONE, Factors, GradSlot
+from hetero.train.gradients.store import GradStore
 from hetero.train.model.lazy import Shown, handle, is_handle
 from hetero.train.update import kernel
 from hetero.train.update.formulas import Coefficients, Formula
@@ -321,7 +322,7 @@ class Updater:
                         numbers,
                         param=self._store.homes[PARAM, bucket.id].flat[run],
                         low=self._masters.low(bucket).flat[run],
-                        grad=self._grads.home(bucket).flat[run],
+                        grad=self._grads.homes.of(bucket).flat[run],
                         states=[homes[k].flat[run] for k in fills],
                         factors=piece.first.factors,
                         fills=[(homes[k].flat[run], fills[k]) for k in missing],
@@ -350,7 +351,9 @@ class Updater:
             return None
         request = self._store.request(
             Span(self._store.homes[PARAM, bucket.id], start, end, Use.WRITE),
-            Span(self._grads.home(bucket), start, end, Use.WRITE if self._may_write else Use.READ),
+            Span(
+                self._grads.homes.of(bucket), start, end, Use.WRITE if self._may_write else Use.READ
+            ),
             *(x if isinstance(x, Span) else Span(x, start, end, Use.WRITE) for x in others),
         )
         if request is not None:
@@ -482,7 +485,7 @@ class Updater:
     ) -> None:
         """Step a run of a bucket; ``after`` takes the state with its scalars."""
         flat = self._store.homes[PARAM, bucket.id].flat[run]
-        grad = self._multiplied(self._grads.home(bucket).flat[run], first.factors)
+        grad = self._multiplied(self._grads.homes.of(bucket).flat[run], first.factors)
         there = [key for key in homes if key in first.state]
         here = [flat, *(homes[key].flat[run] for key in there)]
         with self._turn(), self._streamed(here, grad) as ((param, *moved), param_grad):
@@ -562,7 +565,7 @@ class Updater:
         return list(dict.fromkeys((*keys, *self._appearing(group, bucket, dtype, shape))))
 
     def _run_whole(self, group: Group, bucket: Bucket, rows: list[Ready]) -> None:
-        home, grads = self._store.homes[PARAM, bucket.id], self._grads.home(bucket)
+        home, grads = self._store.homes[PARAM, bucket.id], self._grads.homes.of(bucket)
         views = [home.segments[row.segment.position] for row in rows]
         for view, row in zip(views, rows, strict=True):
             view.grad = self._multiplied(grads.segments[row.segment.position], row.factors)
@@ -581,7 +584,7 @@ class Updater:
     def _run_master(self, group: Group, row: Ready) -> None:
         """Step one parameter's fp32 master, and round it to its working weight."""
         master = self._masters.value(row.segment)
-        grad = self._grads.home(self._bucket(row.segment)).segments[row.segment.position]
+        grad = self._grads.homes.of(self._bucket(row.segment)).segments[row.segment.position]
         master.grad = _scaled(torch.empty_like(master).copy_(grad), row.factors)
         with self._cores.all():
             (state,) = self.rule.run(group, [master], [self._views(row)])
