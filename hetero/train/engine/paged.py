@@ -42,7 +42,7 @@ from hetero.train.engine.trained import Trained
 from hetero.train.engine.tuning import Tuning
 from hetero.train.gradients.slot import LazyGrad
 from hetero.train.model.graph import unless_gone
-from hetero.train.update.draft import Update
+from hetero.train.update.arithmetic import Update
 from hetero.types import Kind, Tier
 
 PASSING = (Kind.PARAM, Kind.GRAD)  # on disk, they go through the pool's memory in backward

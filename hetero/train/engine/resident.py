@@ -20,7 +20,7 @@ from hetero.train.activations.saved import SavedTensors, Unswizzled
 from hetero.train.engine.setup import Setup
 from hetero.train.engine.trained import Trained
 from hetero.train.engine.written import WrittenWeights
-from hetero.train.update.draft import Update
+from hetero.train.update.arithmetic import Update
 
 
 def make_activations(

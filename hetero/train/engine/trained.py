@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,6 @@ from hetero.train.update import kernel
 from hetero.train.update.draft import Updater
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.step import Stepper
-
-Arrived = Callable[[nn.Parameter], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,19 +41,17 @@ class Trained:
         """What scales losses, under precision="fp16"."""
         return None if self.stepper is None or self.stepper.scaler is None else self.stepper
 
-    def hear(self, params: Sequence[nn.Parameter], arrived: Arrived) -> None:
-        """Take gradients as they come; in 2 bytes, before autograd adds the next to one."""
-        setup = self.setup
-        mastered = {setup.index[id(p)]: p for p in params if setup.bucket(p).has_master}
-        setup.hooks.before_gradients(mastered, self.grads.arriving)
-        setup.hooks.gradients(params, arrived)
+    def hear_all(self, arrived: Callable[[nn.Parameter], None]) -> None:
+        """Call a method with every parameter that got a gradient; those at home in code get none.
 
-    def hear_all(self, arrived: Arrived) -> None:
-        """Call a residence's method with each parameter that has a gradient; those that are at home
-        in code have none."""
+        Gradients in 2 bytes go home before autograd adds the next to one.
+        """
         setup = self.setup
+        exact = [p for p in setup.params if setup.bucket(p).codec.exact]
         coded = [p for p in setup.params if not setup.bucket(p).codec.exact]
-        self.hear([p for p in setup.params if setup.bucket(p).codec.exact], arrived)
+        mastered = {setup.index[id(p)]: p for p in exact if setup.bucket(p).has_master}
+        setup.hooks.before_gradients(mastered, self.grads.arriving)
+        setup.hooks.gradients(exact, arrived)
         setup.hooks.gradients(coded, self._refuse)
 
     def _refuse(self, param: nn.Parameter) -> None:

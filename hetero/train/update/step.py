@@ -24,7 +24,8 @@ from hetero.jobs import Job, Slice, Worker
 from hetero.memory.layout import Bucket
 from hetero.train.gradients.slot import GradSlot
 from hetero.train.gradients.store import GradStore, LossScaling
-from hetero.train.update.draft import Settings, Update, Updater
+from hetero.train.update.arithmetic import Update
+from hetero.train.update.draft import Settings, Updater
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.rules import Group, State
 from hetero.train.update.trial import same
