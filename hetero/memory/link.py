@@ -59,6 +59,10 @@ class Link:
         """Block the host until a copy has landed."""
         self._note(self._device.sync(ticket), ticket, kind, bucket)
 
+    def has_landed(self, ticket: Ticket) -> bool:
+        """Return whether a copy has landed, without blocking."""
+        return self._device.query(ticket)
+
     def _note(self, stall: Stall | None, ticket: Ticket, kind: Kind, bucket: int) -> None:
         if stall is not None:
             self.log.add(What.WAIT, *stall, bucket=bucket, category=kind, why=ticket.lane.value)

@@ -9,7 +9,7 @@ What has landed never changes, and may be fetched any number of times.
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from hetero.io import align_up
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.pool import Extents, Pool, Request, Span, Use
+from hetero.memory.transfers import Landing, Transfers
 from hetero.types import Kind, Lane, Tier, format_bytes
 
 ALIGN_BYTES = 64  # where a storage begins in its parcel
@@ -33,7 +34,7 @@ BUDGETS = {Tier.HOST: "host", Tier.NVME: "nvme_bytes"}
 SPARE_BYTES = 256 * 2**20  # of RAM that stay free where no budget says how much is ours
 
 
-class Chunk:
+class ParcelChunk:
     """A run of a parcel's bytes; ``idle`` fires when its last reader or writer is done.
 
     ``beyond`` is the tier that has no room for it, where it is in memory only to be counted.
@@ -61,7 +62,7 @@ class Chunk:
         return Request([Span(self, 0, self.bytes.numel() // ELEMENT_BYTES, use)])
 
 
-class Piece(NamedTuple):
+class ParcelPiece(NamedTuple):
     """Bytes [start, start + n) of the parcel's storage ``source``, at ``offset`` of its chunk."""
 
     source: int
@@ -76,19 +77,11 @@ class Parcel:
     """Storages of these sizes, and the chunks they lie in."""
 
     sizes_bytes: tuple[int, ...]
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[ParcelChunk] = field(default_factory=list)
 
     @property
     def n_bytes(self) -> int:
         return sum(self.sizes_bytes)
-
-
-class Leg(NamedTuple):
-    """Copies under way, what has to stay until they have landed, and the pins to be let go."""
-
-    ticket: Ticket
-    held: object
-    pins: ExitStack
 
 
 class ParcelStore:
@@ -121,8 +114,9 @@ class ParcelStore:
         self._counts_on = counts_on
         self._beyond: Counter[Tier] = Counter()  # chunks that there are
         self._most_beyond: Counter[Tier] = Counter()  # and were, since `refusal`
-        self._free: list[Chunk] = []  # those on HOST last: they are taken first
-        self._legs: deque[Leg] = deque()
+        self._free: list[ParcelChunk] = []  # those on HOST last: they are taken first
+        self.transfers: Transfers[object] = Transfers()
+        """Copies under way, which keep what they read or pin."""
 
     @property
     def link(self) -> Link:
@@ -136,7 +130,7 @@ class ParcelStore:
         comes: so much and no more is on its way. Raises OutOfMemory or StorageError where there is
         no room; nothing has happened then.
         """
-        self.finish()
+        self.transfers.finish()
         parcel = Parcel(tuple(source.numel() for source in sources))
         try:
             for _ in range(-(-self._end(parcel) // self._chunk_bytes)):
@@ -146,7 +140,7 @@ class ParcelStore:
             for number, pieces in self._by_chunk(parcel):
                 self._move(Lane.D2H, parcel.chunks[number], numbered, pieces, after, held)
         except BaseException:
-            self.finish()
+            self.transfers.finish()
             self.discard(parcel)
             raise
         return parcel
@@ -174,9 +168,9 @@ class ParcelStore:
                     ticket = self._move(Lane.H2D, chunk, targets, wanted, after, None)
         except BaseException:
             if ticket is not None:  # what was queued still writes to the targets
-                self._sync(ticket)
+                self._landing(ticket).wait()
             raise
-        self.poll()
+        self.transfers.poll()
         return targets, ticket
 
     def announce(self, parcel: Parcel) -> None:
@@ -189,7 +183,7 @@ class ParcelStore:
         """Let a parcel's bytes go: it is not fetched any more."""
         for chunk in parcel.chunks:
             if chunk.extents is not None and self._pool is not None:
-                self._retire_pins()
+                self.transfers.finish()
                 self._pool.discard(chunk.extents)
                 self._free.insert(0, chunk)
             elif chunk.beyond is not None:
@@ -199,19 +193,9 @@ class ParcelStore:
                 self._free.append(chunk)
         parcel.chunks = []
 
-    def poll(self) -> None:
-        """Let go of what has landed."""
-        while self._legs and self._device.query(self._legs[0].ticket):
-            self._retire()
-
-    def finish(self) -> None:
-        """Wait until everything has landed."""
-        while self._legs:
-            self._retire()
-
     def trim(self) -> None:
         """Give HOST the memory of free chunks back."""
-        self.finish()
+        self.transfers.finish()
         for chunk in self._free:
             if chunk.extents is None:
                 self._release(chunk)
@@ -234,9 +218,9 @@ class ParcelStore:
     def _move(
         self,
         lane: Lane,
-        chunk: Chunk,
+        chunk: ParcelChunk,
         tensors: Mapping[int, torch.Tensor],
-        pieces: Sequence[Piece],
+        pieces: Sequence[ParcelPiece],
         after: tuple[Ticket, ...],
         held: object,
     ) -> Ticket:
@@ -245,7 +229,7 @@ class ParcelStore:
         request = chunk.request(Use.FRESH if down else Use.READ)
         pins = ExitStack()
         if request is not None and self._pool is not None:
-            self._retire_pins()  # one chunk is pinned at a time: the pool may be that small
+            self.transfers.finish()  # one chunk is pinned at a time: the pool may be that small
             pins.enter_context(self._pool.pin(request))
         with pins:
             for piece in pieces:
@@ -262,32 +246,23 @@ class ParcelStore:
                 )
             chunk.idle = (ticket,)
             if down or request is not None:  # who fetches holds the targets, until it has waited
-                self._legs.append(Leg(ticket, (tensors, held) if down else None, pins.pop_all()))
+                kept = (tensors, held) if down else None
+                self.transfers.queue(self._landing(ticket), kept, then=pins.pop_all().close)
         return ticket
-
-    def _retire(self) -> None:
-        leg = self._legs.popleft()
-        self._sync(leg.ticket)
-        leg.pins.close()
 
     def wait(self, ticket: Ticket) -> None:
         """Make compute that is queued from now on run after a fetch."""
         self._link.wait(ticket, kind=Kind.ACTIVATION)
 
-    def _sync(self, ticket: Ticket) -> None:
-        self._link.sync(ticket, kind=Kind.ACTIVATION)
+    def _landing(self, ticket: Ticket) -> Landing:
+        return Landing(self._link, ticket, Kind.ACTIVATION)
 
-    def _retire_pins(self) -> None:
-        """Wait until no chunk is pinned by a copy."""
-        while self._legs and self._pool is not None:
-            self._retire()
-
-    def _release(self, chunk: Chunk) -> None:
+    def _release(self, chunk: ParcelChunk) -> None:
         for ticket in chunk.idle:
-            self._sync(ticket)
+            self._landing(ticket).wait()
         release_slab(chunk.slab)
 
-    def _take(self) -> Chunk:
+    def _take(self) -> ParcelChunk:
         """Return a free chunk: one that was used before, a new one on HOST, or one on disk."""
         if self._free and self._free[-1].extents is None:
             return self._free.pop()
@@ -296,7 +271,7 @@ class ParcelStore:
             return self._free.pop()
         if has_room:
             self._ledger.charge(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes, WHAT)
-            return Chunk(self._device.slab(self._chunk_bytes), self._chunk_bytes)
+            return ParcelChunk(self._device.slab(self._chunk_bytes), self._chunk_bytes)
         if self._pool is None:
             return self._take_beyond(Tier.HOST)
         if self._room(Tier.NVME) < self._chunk_bytes:
@@ -305,7 +280,7 @@ class ParcelStore:
         extents = self._pool.adopt(
             Kind.ACTIVATION, slab, self._chunk_bytes, ELEMENT_BYTES, f"{WHAT} on disk"
         )
-        return Chunk(slab, self._chunk_bytes, extents)
+        return ParcelChunk(slab, self._chunk_bytes, extents)
 
     def _room(self, tier: Tier) -> int:
         """Return the bytes that chunks may still take; without a budget, of the machine."""
@@ -317,14 +292,14 @@ class ParcelStore:
     def _spare_ram(self) -> int:
         return self._device.host_limit().n_bytes - SPARE_BYTES
 
-    def _take_beyond(self, tier: Tier) -> Chunk:
+    def _take_beyond(self, tier: Tier) -> ParcelChunk:
         """Return a chunk for which a tier has no room, or raise OutOfMemory."""
         self._beyond[tier] += 1
         self._most_beyond[tier] = max(self._most_beyond[tier], self._beyond[tier])
         bounded = self._ledger.budgets.get(tier) is not None
         if self._counts_on and bounded and self._spare_ram() >= self._chunk_bytes:
             slab = self._device.slab(self._chunk_bytes)
-            return Chunk(slab, self._chunk_bytes, beyond=tier)
+            return ParcelChunk(slab, self._chunk_bytes, beyond=tier)
         error = self._short(tier)
         self._beyond[tier] -= 1
         self._most_beyond.clear()
@@ -353,16 +328,18 @@ class ParcelStore:
         """Return the bytes of a parcel's index space."""
         return sum(-(-n // ALIGN_BYTES) * ALIGN_BYTES for n in parcel.sizes_bytes)
 
-    def _by_chunk(self, parcel: Parcel) -> Iterator[tuple[int, list[Piece]]]:
+    def _by_chunk(self, parcel: Parcel) -> Iterator[tuple[int, list[ParcelPiece]]]:
         """Yield each chunk of a parcel with the pieces of storages that lie in it."""
-        found: dict[int, list[Piece]] = {}
+        found: dict[int, list[ParcelPiece]] = {}
         begin, size = 0, self._chunk_bytes
         for source, n_bytes in enumerate(parcel.sizes_bytes):
             start = 0
             while start < n_bytes:
                 number, offset = divmod(begin + start, size)
                 length = min(n_bytes - start, size - offset)
-                found.setdefault(number, []).append(Piece(source, start, number, offset, length))
+                found.setdefault(number, []).append(
+                    ParcelPiece(source, start, number, offset, length)
+                )
                 start += length
             begin += -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
         yield from found.items()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hetero.device import SimDevice
-from hetero.train.update import draft
+from hetero.train.update import arithmetic
 from tests.equivalence.harness import MakeOptimizer, Seen, compare, measure, smallest
 from tests.equivalence.zoo import BY_NAME
 
@@ -90,7 +90,7 @@ def test_an_optimizer_steps_bitwise_at_every_budget(
 def test_a_run_cut_at_every_chunk_border_steps_bitwise(
     flavour: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft, "RULE_NUMEL", 64)
+    monkeypatch.setattr(arithmetic, "RULE_NUMEL", 64)
     make, case = over(FLAVOURS[flavour]), BY_NAME["tied"]
     budget = measure(case, make, 256)
     assert compare(case, make, hbm=budget.of(0.3), chunk_bytes=256).mode == "paged"

@@ -23,7 +23,7 @@ from hetero.jobs import Worker
 from hetero.optim import LAMB, LARS, AdamW8bit, Lion
 from hetero.train.engine.tuning import Tuning
 from hetero.train.gradients import store as gradients
-from hetero.train.update import draft
+from hetero.train.update import arithmetic, draft
 from hetero.train.update.rules import ELEMENTWISE, WHOLE_TENSOR
 from tests.campaigns import optimizers
 from tests.equivalence.harness import grads, same, values
@@ -360,7 +360,7 @@ PIECES = [1, 256, 1024]  # elements; the first cuts at every chunk border
 def test_every_flag_set_steps_bitwise_cut_at_chunk_borders(
     number: int, numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft, "RULE_NUMEL", numel)
+    monkeypatch.setattr(arithmetic, "RULE_NUMEL", numel)
     way = Way(micro=2, clip=CLIPS[number % len(CLIPS)])
     compare(CASES[number], way, seed=number)
 
@@ -591,7 +591,7 @@ def test_bf16_bits_do_not_depend_on_any_placement(
 
 def check_placements(case: Case, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     expected, state, _ = outcome(case, device="cpu", hbm=None)
-    monkeypatch.setattr(draft, "KERNEL_NUMEL", 1)  # the kernel is cut at every chunk border
+    monkeypatch.setattr(arithmetic, "KERNEL_NUMEL", 1)  # the kernel is cut at every chunk border
     for name in names:
         found, states, evictions = outcome(case, **PLACEMENTS[name]())
         same(expected, found, name)

@@ -73,7 +73,7 @@ def test_a_chunk_is_filled_anew_behind_the_copy_that_still_reads_it() -> None:
     store.discard(parcel)
 
     other = store.flush([second])
-    store.finish()
+    store.transfers.finish()
 
     assert ticket is not None
     store.wait(ticket)

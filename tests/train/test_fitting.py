@@ -300,7 +300,7 @@ def settled(rows: int = 32, **settings: Any) -> tuple[Any, Any]:
 
 def test_gradients_on_their_way_down_give_way_before_an_error_and_come_back() -> None:
     (model, optimizer), engine = settled(hbm=700 * 1024, activations="keep")
-    fitting, ring = engine.residence.fitting, engine.residence.trained.grads.flight
+    fitting, ring = engine.residence.fitting, engine.residence.trained.grads.ring
     room = (
         engine.setup.budget.most_bytes
         - engine.residence.manager.limit * engine.setup.blueprint.granule_bytes
@@ -323,7 +323,7 @@ def test_gradients_on_their_way_down_give_way_before_an_error_and_come_back() ->
 
 def test_the_first_step_waits_for_every_gradient() -> None:
     model, optimizer = prepared(deep(), hbm=700 * 1024)
-    ring = engine_of(model).residence.trained.grads.flight
+    ring = engine_of(model).residence.trained.grads.ring
     assert ring.limit_bytes == 0 and ring.useful_bytes == 0
     model(torch.randn(8, D)).sum().backward()
     assert not list(ring.sources())

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from hetero.device import Device
 from hetero.errors import StateError
@@ -121,7 +122,7 @@ class BackwardAccess:
         """Backward needs a bucket: move the access to its unit."""
         if bucket in self.buckets:
             return
-        self.gradient_arrived()
+        self._hear_of_pass()
         self._grads.flush_pending()
         self._close()
         unit = self._pages.layout.buckets[bucket].unit
@@ -132,8 +133,13 @@ class BackwardAccess:
         self.buckets, self._accessed = buckets, accessed
         self._fetches.follow(Phase.BACKWARD, unit, buckets)
 
-    def gradient_arrived(self) -> None:
+    def gradient_arrived(self, param: nn.Parameter) -> None:
         """A gradient is complete; its flush starts at the next event."""
+        self._grads.arrived(param)
+        self._hear_of_pass()
+
+    def _hear_of_pass(self) -> None:
+        """Note the backward pass that runs, and when it ends."""
         task = graph_task()
         if task != NO_TASK and task != self.task:
             self.task = task

@@ -60,7 +60,7 @@ class OffloadedGroup:
 
 
 class Orphan(NamedTuple):
-    """What is left of a load that no graph needs any more."""
+    """What is left of a group that no graph needs any more."""
 
     parcel: Parcel
     storages: list[torch.Tensor | None]
@@ -68,28 +68,28 @@ class Orphan(NamedTuple):
 
 
 class StorageRef:
-    """Where a tensor lies in a load."""
+    """Where a tensor lies in a group."""
 
-    __slots__ = ("_geometry", "_load", "_offload", "_position")
+    __slots__ = ("_geometry", "_group", "_offload", "_position")
 
     def __init__(
-        self, offload: Offload, load: OffloadedGroup, position: int, tensor: torch.Tensor
+        self, offload: Offload, group: OffloadedGroup, position: int, tensor: torch.Tensor
     ) -> None:
         self._offload = offload
-        self._load = load
+        self._group = group
         self._position = position
-        load.uses[position] += 1
+        group.uses[position] += 1
         size, stride = tuple(tensor.shape), tuple(tensor.stride())
         self._geometry = tensor.dtype, int(tensor.storage_offset()), size, stride
 
     def up(self) -> torch.Tensor:
-        storage = self._offload.storage(self._load, self._position)
+        storage = self._offload.storage(self._group, self._position)
         dtype, offset, size, stride = self._geometry
         empty = torch.empty(0, dtype=dtype, device=storage.device)
         return empty.set_(storage.untyped_storage(), offset, size, stride)
 
     def __del__(self) -> None:
-        self._load.let_go(self._position)
+        self._group.let_go(self._position)
 
 
 class Candidate:
@@ -103,7 +103,7 @@ class Candidate:
         self.kept: list[weakref.ref[Kept]] = []
 
 
-class OffloadCandidate(NamedTuple):
+class FlushCandidate(NamedTuple):
     """A storage (1-D, uint8) that goes down, and what graphs keep of it."""
 
     storage: torch.Tensor
@@ -114,7 +114,7 @@ class OffloadCandidate(NamedTuple):
 class Offload:
     """Sends down what graphs hold, and has it on the device when backward comes to it.
 
-    At any time the device holds the storages of two loads at most beside what never went down: in
+    At any time the device holds the storages of two groups at most beside what never went down: in
     forward one on its way and one that is being made, in backward one in use and the next.
 
     Args:
@@ -139,15 +139,15 @@ class Offload:
         """Whether it is a unit that saves it."""
         self.overlaps = True
         """Whether transfers of one unit's overlap with the next one's compute; if not, the device
-        holds the storages of one load at most."""
+        holds the storages of one group at most."""
         self.required = required
         self._device = device
         self._min_bytes = min_bytes
         self._kept: dict[int, Candidate] = {}  # by storage
-        self._loads: dict[int, weakref.ref[OffloadedGroup]] = {}  # by number, oldest first
-        self._n_loads = 0
+        self._groups: dict[int, weakref.ref[OffloadedGroup]] = {}  # by number, oldest first
+        self._n_groups = 0
         self._dead: deque[Orphan] = deque()
-        self._in_use = NOBODY  # number of the load that backward is at
+        self._in_use = NOBODY  # number of the group that backward is at
         self._pass = NO_TASK  # the backward pass that was begun last
 
     def wants(self, tensor: torch.Tensor, n_bytes: int) -> bool:
@@ -164,8 +164,8 @@ class Offload:
     def keep(self, tensor: torch.Tensor, key: int, held: Held) -> Kept:
         """Return what a graph keeps of a tensor for now; ``key`` is its storage's."""
         kept = Kept(tensor.detach(), held)
-        waiting = self._kept.setdefault(key, Candidate(self.inside))
-        waiting.kept.append(weakref.ref(kept))
+        candidate = self._kept.setdefault(key, Candidate(self.inside))
+        candidate.kept.append(weakref.ref(kept))
         return kept
 
     # -- down ------------------------------------------------------------------------------------
@@ -175,50 +175,50 @@ class Offload:
         if not (self._kept or self._dead) or in_backward():
             return
         self._bury()
-        going = [found for key in list(self._kept) if (found := self._final(key)) is not None]
-        if not going:
+        candidates = [found for key in list(self._kept) if (found := self._final(key)) is not None]
+        if not candidates:
             return
         try:
-            self._send(going)
+            self._send(candidates)
         except BudgetError:
             if self.required:
                 raise
             # there is no room below: what graphs hold stays where it is
         if not self.overlaps:
-            self.store.finish()
+            self.store.transfers.finish()
 
-    def _final(self, key: int) -> OffloadCandidate | None:
+    def _final(self, key: int) -> FlushCandidate | None:
         """Return what graphs keep of a storage that nobody else has, and forget it."""
-        waiting = self._kept[key]
-        found = [(k, k.tensor) for ref in waiting.kept if (k := ref()) is not None]
+        candidate = self._kept[key]
+        found = [(k, k.tensor) for ref in candidate.kept if (k := ref()) is not None]
         kept = [(k, tensor) for k, tensor in found if tensor is not None]
-        waiting.borders += 1
+        candidate.borders += 1
         if not kept:  # and the key may be another storage's soon
             del self._kept[key]
             return None
         if use_count(kept[0][1]) > ALONE - 1 + len(kept):  # [Note: nobody else]
-            if waiting.borders == PATIENCE:  # a parameter, or what the user keeps
+            if candidate.borders == PATIENCE:  # a parameter, or what the user keeps
                 del self._kept[key]
             return None
         del self._kept[key]
         if any(tensor._version != k.version for k, tensor in kept):
             return None  # backward, if it comes to it, raises as torch does
         flat = torch.empty(0, dtype=torch.uint8, device=self._device.torch_device)
-        return OffloadCandidate(flat.set_(kept[0][1].untyped_storage()), kept, waiting.inside)
+        return FlushCandidate(flat.set_(kept[0][1].untyped_storage()), kept, candidate.inside)
 
-    def _send(self, going: list[OffloadCandidate]) -> None:
-        """Flush storages as one load."""
+    def _send(self, candidates: list[FlushCandidate]) -> None:
+        """Flush storages as one group."""
         claims: list[Held | None] = []
         # 1. queue the copies; where there is no room nothing has happened
-        load = OffloadedGroup(self._n_loads, len(going), self._dead)
-        load.parcel = self.store.flush([one.storage for one in going], claims)
-        # 2. graphs refer to the load from here on; what they claim goes when it has landed
-        for position, one in enumerate(going):
+        group = OffloadedGroup(self._n_groups, len(candidates), self._dead)
+        group.parcel = self.store.flush([one.storage for one in candidates], claims)
+        # 2. graphs refer to the group from here on; what they claim goes when it has landed
+        for position, one in enumerate(candidates):
             for kept, tensor in one.kept:
-                claims.append(kept.sink(StorageRef(self, load, position, tensor)))
-        self._loads[load.number] = weakref.ref(load)
-        self._n_loads += 1
-        self.footprint.between_bytes += sum(o.storage.nbytes for o in going if not o.inside)
+                claims.append(kept.sink(StorageRef(self, group, position, tensor)))
+        self._groups[group.number] = weakref.ref(group)
+        self._n_groups += 1
+        self.footprint.between_bytes += sum(o.storage.nbytes for o in candidates if not o.inside)
 
     # -- up --------------------------------------------------------------------------------------
 
@@ -229,72 +229,72 @@ class Offload:
             return
         self._pass = task
         self._bury()
-        self.store.finish()  # what is still on its way down would be a third load
-        last = next(reversed(self._loads.values()), None)
-        load = None if last is None else last()
-        if load is not None and self.overlaps:
-            self._fetch(load)
+        self.store.transfers.finish()  # what is still on its way down would be a third group
+        last = next(reversed(self._groups.values()), None)
+        group = None if last is None else last()
+        if group is not None and self.overlaps:
+            self._fetch(group)
 
-    def storage(self, load: OffloadedGroup, position: int) -> torch.Tensor:
-        """Return a load's storage on the device, fetched by now; the next load is begun."""
-        if self._in_use != load.number:
+    def storage(self, group: OffloadedGroup, position: int) -> torch.Tensor:
+        """Return a group's storage on the device, fetched by now; the next group is begun."""
+        if self._in_use != group.number:
             self._bury()
-            self._turn_to(load)
-        if load.ticket is not None:
-            self.store.wait(load.ticket)
-            load.ticket = None
-        storage = load.storages[position]
+            self._turn_to(group)
+        if group.ticket is not None:
+            self.store.wait(group.ticket)
+            group.ticket = None
+        storage = group.storages[position]
         if storage is None:
-            raise StateError(f"storage {position} of load {load.number} was let go while in use")
+            raise StateError(f"storage {position} of group {group.number} was let go while in use")
         return storage
 
-    def _turn_to(self, load: OffloadedGroup) -> None:
-        """Backward comes to a load: let go of the others, and begin to fetch the one before it."""
-        before = [n for n in self._loads if n < load.number]
-        following = [self._loads[n]() for n in sorted(before, reverse=True)[:2]]
+    def _turn_to(self, group: OffloadedGroup) -> None:
+        """Backward comes to a group: let go of the others, and begin to fetch the one before it."""
+        before = [n for n in self._groups if n < group.number]
+        following = [self._groups[n]() for n in sorted(before, reverse=True)[:2]]
         near = [found for found in following if found is not None and self.overlaps]
-        for ref in self._loads.values():
+        for ref in self._groups.values():
             other = ref()
-            if other is not None and other is not load and other not in near[:1]:
+            if other is not None and other is not group and other not in near[:1]:
                 self._let_go(other)
         self._in_use = NOBODY  # where a fetch fails, the next who asks begins anew
-        self._fetch(load)
+        self._fetch(group)
         for other in near[:1]:
             self._fetch(other)
         for other in near[1:]:
             self._announce(other)
-        self._in_use = load.number
+        self._in_use = group.number
 
-    def _fetch(self, load: OffloadedGroup) -> None:
-        if load.is_up or load.parcel is None:
+    def _fetch(self, group: OffloadedGroup) -> None:
+        if group.is_up or group.parcel is None:
             return
-        needed = [position for position, uses in enumerate(load.uses) if uses]
-        found, load.ticket = self.store.fetch(load.parcel, needed)
+        needed = [position for position, uses in enumerate(group.uses) if uses]
+        found, group.ticket = self.store.fetch(group.parcel, needed)
         for position, flat in found.items():
-            load.storages[position] = flat
+            group.storages[position] = flat
             key = flat.untyped_storage()._cdata
-            load.claims[position] = Held(self.footprint, key, flat.numel())
+            group.claims[position] = Held(self.footprint, key, flat.numel())
 
-    def _announce(self, load: OffloadedGroup) -> None:
-        if load.parcel is not None and not load.is_up:
-            self.store.announce(load.parcel)
+    def _announce(self, group: OffloadedGroup) -> None:
+        if group.parcel is not None and not group.is_up:
+            self.store.announce(group.parcel)
 
-    def _let_go(self, load: OffloadedGroup) -> None:
-        """Free a load's storages on the device; its parcel has the bytes for who comes again."""
-        if load.ticket is not None:
-            self.store.wait(load.ticket)  # memory is torch's again only after its last writer
-            load.ticket = None
-        for position in range(len(load.uses)):
-            load.storages[position] = load.claims[position] = None
+    def _let_go(self, group: OffloadedGroup) -> None:
+        """Free a group's storages on the device; its parcel has the bytes for who comes again."""
+        if group.ticket is not None:
+            self.store.wait(group.ticket)  # memory is torch's again only after its last writer
+            group.ticket = None
+        for position in range(len(group.uses)):
+            group.storages[position] = group.claims[position] = None
 
     def _bury(self) -> None:
-        """Take back the memory of loads that no graph needs."""
+        """Take back the memory of groups that no graph needs."""
         while self._dead:
             remains = self._dead.popleft()
             if remains.ticket is not None:
                 self.store.wait(remains.ticket)
             self.store.discard(remains.parcel)
-        self._loads = {n: ref for n, ref in self._loads.items() if ref() is not None}
+        self._groups = {n: ref for n, ref in self._groups.items() if ref() is not None}
 
     def trim(self) -> None:
         """Nothing goes down any more: give HOST back what is free."""

@@ -7,7 +7,7 @@ from hetero.memory.manager import PARAM, ChunkManager
 from hetero.train.access.early import EarlyUpdates
 from hetero.train.engine.setup import Setup
 from hetero.train.engine.trained import Trained
-from hetero.train.gradients.store import GRAD, WIDE
+from hetero.train.gradients.homes import GRAD, WIDE
 from hetero.train.model.graph import unless_gone
 from hetero.train.model.host_work import host_work
 from hetero.train.update.optimizer import Optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hetero.memory.manager import ChunkManager
+from hetero.train.access.fetches import Fetches
 
 
 class ArenaFrames:

@@ -14,7 +14,7 @@ from hetero.memory.manager import PARAM
 from hetero.memory.slab import HomeStore
 from hetero.train.engine.check import tables
 from hetero.train.engine.source import Promises, Source
-from hetero.train.gradients.store import LazyGrad
+from hetero.train.gradients.slot import LazyGrad
 from hetero.train.model import binding
 from hetero.train.model.lazy import handle
 from hetero.train.model.units import PART

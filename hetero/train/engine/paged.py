@@ -43,10 +43,10 @@ from hetero.train.engine.resident import Mastered, Resident, make_activations
 from hetero.train.engine.setup import Setup, StepStats
 from hetero.train.engine.trained import Trained
 from hetero.train.engine.tuning import Tuning
-from hetero.train.gradients.store import LazyGrad
+from hetero.train.gradients.slot import LazyGrad
 from hetero.train.model.binding import plain
 from hetero.train.model.graph import unless_gone
-from hetero.train.update.draft import Update
+from hetero.train.update.arithmetic import Update
 from hetero.types import Kind, Tier
 
 PASSING = (Kind.PARAM, Kind.GRAD)  # on disk, they go through the pool's memory in backward
@@ -81,7 +81,7 @@ class Paged:
         self.fitting = self._make_fitting(self._make_meter())
         self.evaluation = None if trains else self._make_evaluation()
         self._again: list[Request] = []  # what the next step's updates will need from disk
-        self.trained.grads.flight.limit_bytes = 0  # until it is known what is left
+        self.trained.grads.ring.limit_bytes = 0  # until it is known what is left
 
     # -- building --------------------------------------------------------------------------------
 
@@ -96,16 +96,16 @@ class Paged:
         )
 
     def _make_meter(self) -> Meter:
-        setup, flight = self.setup, self.trained.grads.flight
+        setup, ring = self.setup, self.trained.grads.ring
         trains = setup.inner is not None
         manager, runtime, budget = self.manager, self.runtime, setup.budget
         return make_meter(
             setup.device,
             runtime.saved.footprint,
-            gradient_bytes=flight.most_bytes if trains else 0,
+            gradient_bytes=ring.most_bytes if trains else 0,
             traced=not is_compiled(setup.model) and not (trains and setup.device.same_ram),
             others=lambda: manager.arena_bytes + budget.buffer_bytes,
-            passing=flight.sources,
+            passing=ring.sources,
             ours=lambda: runtime.is_running,
             keeper=lambda: self._keeper,
         )
@@ -117,7 +117,7 @@ class Paged:
 
     def _make_fitting(self, meter: Meter) -> Fitting:
         """Return what divides HBM between frames and activations."""
-        setup, plan, flight = self.setup, self.setup.blueprint, self.trained.grads.flight
+        setup, plan, ring = self.setup, self.setup.blueprint, self.trained.grads.ring
         layout, footprint = plan.layout, self.runtime.saved.footprint
         weights = [sum(layout.buckets[b].n_bytes for b in needs) for needs in plan.needs]
         modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
@@ -133,7 +133,7 @@ class Paged:
                 may_recompute=self.activations.may_recompute,
             ),
             footprint=footprint,
-            ring=flight,
+            ring=ring,
             frames=self.frames,
             choice=self.activations,
             ram=setup.ram,
@@ -162,7 +162,7 @@ class Paged:
     def attach(self) -> None:
         """Make the parameters pages, and hook the model."""
         setup = self.setup
-        self.trained.hear_all()
+        self.trained.hear_all(self.runtime.backward.gradient_arrived)
         self.runtime.pages.binding.page_all()
         setup.handover.give_back_grads()
         setup.hooks.watch(
@@ -329,7 +329,7 @@ class Paged:
     def activations_seen(self) -> int:
         """Return the bytes besides frames and buffers that this step held at its peak, and those
         that its gradients may take on their way down."""
-        return self.fitting.meter.peak_bytes() + self.trained.grads.flight.useful_bytes
+        return self.fitting.meter.peak_bytes() + self.trained.grads.ring.useful_bytes
 
     def _charge(self, activation_bytes: int, ring_bytes: int) -> None:
         """Set aside what activations take; frames grow into it by `Fitting.spare` alone."""
@@ -444,7 +444,6 @@ def make_runtime(
         early=early,
         scaling=trained.scaling,
     )
-    trained.grads.on_arrival = runtime.backward.gradient_arrived
     return runtime
 
 

@@ -20,7 +20,7 @@ from hetero.train.activations.saved import NoViews, SavedTensors
 from hetero.train.engine.setup import Setup
 from hetero.train.engine.trained import Trained
 from hetero.train.engine.written import WrittenWeights
-from hetero.train.update.draft import Update
+from hetero.train.update.arithmetic import Update
 
 
 def make_activations(
@@ -170,9 +170,8 @@ class Mastered(Resident):
     def attach(self) -> None:
         trained = self.trained
         self.setup.handover.give_back_grads()
-        trained.hear_all()
+        trained.hear_all(self.weights.gradient_arrived)
         self.weights.attach()
-        trained.grads.on_arrival = self.weights.gradient_arrived
         super().attach()
 
     def quiesce(self) -> None:

@@ -10,7 +10,7 @@ from hetero.io import ALIGN
 from hetero.memory.layout import Bucket
 from hetero.plan.placement import Part, place
 from hetero.train.engine.blueprint import Blueprint
-from hetero.train.gradients.flight import ring_bytes
+from hetero.train.gradients.ring import ring_bytes
 from hetero.types import Kind, format_bytes
 
 MAX_EXTENT_NUMEL = 2**21  # 8 MiB of 4-byte elements: past the knee of every drive measured

@@ -16,7 +16,7 @@ from hetero.memory.manager import PARAM
 from hetero.train.engine.check import tables
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Name, Part, of_home, of_tensor
-from hetero.train.gradients.store import GRAD, WIDE
+from hetero.train.gradients.homes import GRAD, WIDE
 from hetero.train.model.lazy import handle
 from hetero.train.update.formulas import Formula
 from hetero.train.update.masters import LOW

@@ -18,7 +18,7 @@ from hetero.train.engine.fitting import Division
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.resident import Mastered, Resident
 from hetero.train.engine.setup import Setup
-from hetero.train.update.draft import Update
+from hetero.train.update.arithmetic import Update
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.optimizer import Optimizer
 from hetero.train.update.rules import Rule
@@ -214,7 +214,7 @@ class HomeSteps(NoSteps):
             super().come_home()
 
     def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        return self.stepper.updater.adopt(self.setup.segment(param), state, own=True)
+        return self.stepper.updater.states.adopt(self.setup.segment(param), state, own=True)
 
 
 def placed(value: Any, param: torch.Tensor) -> Any:

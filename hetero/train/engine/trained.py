@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from hetero.device import Device
 from hetero.errors import StateError
 from hetero.memory.link import Link
 from hetero.train.engine.setup import Setup
-from hetero.train.gradients.flight import Flight
+from hetero.train.gradients.ring import GradRing
 from hetero.train.gradients.store import GradStore
 from hetero.train.update import kernel
 from hetero.train.update.draft import Updater
@@ -41,18 +41,17 @@ class Trained:
         """What scales losses, under precision="fp16"."""
         return None if self.stepper is None or self.stepper.scaler is None else self.stepper
 
-    def hear(self, params: Sequence[nn.Parameter]) -> None:
-        """Take gradients as they come; in 2 bytes, before autograd adds the next to one."""
-        setup = self.setup
-        mastered = {setup.index[id(p)]: p for p in params if setup.bucket(p).has_master}
-        setup.hooks.before_gradients(mastered, self.grads.arriving)
-        setup.hooks.gradients(params, self.grads.arrived)
+    def hear_all(self, arrived: Callable[[nn.Parameter], None]) -> None:
+        """Call a method with every parameter that got a gradient; those at home in code get none.
 
-    def hear_all(self) -> None:
-        """Take the gradients of all parameters; those that are at home in code have none."""
+        Gradients in 2 bytes go home before autograd adds the next to one.
+        """
         setup = self.setup
+        exact = [p for p in setup.params if setup.bucket(p).codec.exact]
         coded = [p for p in setup.params if not setup.bucket(p).codec.exact]
-        self.hear([p for p in setup.params if setup.bucket(p).codec.exact])
+        mastered = {setup.index[id(p)]: p for p in exact if setup.bucket(p).has_master}
+        setup.hooks.before_gradients(mastered, self.grads.arriving)
+        setup.hooks.gradients(exact, arrived)
         setup.hooks.gradients(coded, self._refuse)
 
     def _refuse(self, param: nn.Parameter) -> None:
@@ -67,7 +66,7 @@ class Trained:
 
 def make_grads(setup: Setup, device: Device, link: Link, *, early: bool) -> GradStore:
     trainable = [bucket for bucket in setup.buckets if bucket.trainable]
-    flight = Flight(
+    ring = GradRing(
         device,
         link,
         setup.ledger,
@@ -78,7 +77,7 @@ def make_grads(setup: Setup, device: Device, link: Link, *, early: bool) -> Grad
         setup.params,
         setup.blueprint.layout,
         device=device,
-        flight=flight,
+        ring=ring,
         store=setup.store,
         worker=setup.worker,
         early=early,

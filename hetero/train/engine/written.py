@@ -56,8 +56,9 @@ class WrittenWeights:
             param.__class__ = pinned
         self._versions = [binding.version(p) for p in self._params]
 
-    def gradient_arrived(self) -> None:
+    def gradient_arrived(self, param: nn.Parameter) -> None:
         """A gradient is complete; it goes home when the backward pass is over."""
+        self._grads.arrived(param)
         task = graph_task()
         if task != self._graph_task:
             self._graph_task = task

@@ -98,12 +98,13 @@ class Ops:
 class Formula(ABC):
     """One rule. It has no state: what it keeps per element and per parameter is the caller's."""
 
-    @abstractmethod
-    def arrays(self, group: Group) -> dict[str, float]:
-        """Return torch's keys of the states with one number per element, and what fills them first.
+    states: tuple[str, ...] = ()
+    """torch's keys of the states with one number per element, in the order of the kernel."""
 
-        They are in the order in which `apply` and the kernel take them.
-        """
+    def arrays(self, group: Group) -> dict[str, float]:
+        """Return the states with one number per element, in the order of `apply`, and what fills
+        them first."""
+        return dict.fromkeys(self.states, 0.0)
 
     def scalars(self, group: Group) -> Scalars:
         """Return torch's keys of the states with one number per parameter, and their first values.
@@ -186,8 +187,7 @@ class Adam(Formula):
 
 
 class NAdam(Formula):
-    def arrays(self, group: Group) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+    states = ("exp_avg", "exp_avg_sq")
 
     def scalars(self, group: Group) -> Scalars:
         return {"step": 0.0, "mu_product": 1.0}
@@ -218,8 +218,7 @@ class NAdam(Formula):
 
 
 class RAdam(Formula):
-    def arrays(self, group: Group) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+    states = ("exp_avg", "exp_avg_sq")
 
     def coefficients(self, group: Group, scalars: Scalars, fresh: bool) -> Update:
         lr, beta1, beta2 = _rates(group)
@@ -247,8 +246,7 @@ class RAdam(Formula):
 
 
 class Adamax(Formula):
-    def arrays(self, group: Group) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_inf": 0.0}
+    states = ("exp_avg", "exp_inf")
 
     def coefficients(self, group: Group, scalars: Scalars, fresh: bool) -> Update:
         lr, beta1, beta2 = _rates(group)
@@ -282,8 +280,7 @@ class Adagrad(Formula):
 
 
 class Adadelta(Formula):
-    def arrays(self, group: Group) -> dict[str, float]:
-        return {"square_avg": 0.0, "acc_delta": 0.0}
+    states = ("square_avg", "acc_delta")
 
     def coefficients(self, group: Group, scalars: Scalars, fresh: bool) -> Update:
         own = (group["rho"], 1 - group["rho"], group["eps"], -float(group["lr"]))
@@ -331,8 +328,7 @@ class RMSprop(Formula):
 
 
 class ASGD(Formula):
-    def arrays(self, group: Group) -> dict[str, float]:
-        return {"ax": 0.0}
+    states = ("ax",)
 
     def scalars(self, group: Group) -> Scalars:
         return {"step": 0.0, "eta": _fp32(group["lr"]), "mu": 1.0}
@@ -379,8 +375,7 @@ class Rprop(Formula):
 class Lion(Formula):
     """arXiv:2302.06675, algorithm 2, with its means written as torch's lerp."""
 
-    def arrays(self, group: Group) -> dict[str, float]:
-        return {"exp_avg": 0.0}
+    states = ("exp_avg",)
 
     def scalars(self, group: Group) -> Scalars:
         return {}

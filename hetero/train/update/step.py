@@ -22,8 +22,10 @@ from hetero.errors import StorageError, too_early
 from hetero.events import EventLog, What
 from hetero.jobs import Job, Slice, Worker
 from hetero.memory.layout import Bucket
-from hetero.train.gradients.store import GradSlot, GradStore
-from hetero.train.update.draft import Settings, Update, Updater
+from hetero.train.gradients.slot import GradSlot
+from hetero.train.gradients.store import GradStore, LossScaling
+from hetero.train.update.arithmetic import Update
+from hetero.train.update.draft import Settings, Updater
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.rules import Group, State
 from hetero.train.update.trial import same
@@ -67,7 +69,7 @@ class Stepper:
         self._settings: dict[int, Settings] | None = None  # of groups, at the first of them
         self._failed: BaseException | None = None
         if scaler is not None:
-            grads.scaling, grads.norm_ord = False, 2.0
+            grads.scaling, grads.norm_ord = LossScaling(is_required=True), 2.0
 
     @property
     def scale(self) -> float:
@@ -81,15 +83,15 @@ class Stepper:
             yield
             return
         grads = self._grads
-        around = grads.scaling, grads.unscale
+        around = grads.scaling
         grads.flush_pending()  # those of a pass around this one, by its own scale
         grads.take_plain()
-        grads.scaling, grads.unscale = True, 1.0 / scale
+        grads.scaling = LossScaling(1.0 / scale, is_required=True, is_under_way=True)
         try:
             yield
         finally:
             grads.flush_pending()  # a pass that failed did not come to its end, which does this
-            grads.scaling, grads.unscale = around
+            grads.scaling = around
 
     def close(
         self,
@@ -143,7 +145,8 @@ class Stepper:
             return None
         adding = [slot.job for slot in slots if slot.job is not None and not slot.job.done]
         job = self._job(update, [*before, *adding])
-        self._grads.lend_early(bucket, job)
+        self._grads.lend(bucket, job, ())
+        self._grads.early.begin(bucket)
         self.early[bucket.id] = Early(update, job, tuple(slots), settings)
         return self.early[bucket.id]
 
@@ -174,7 +177,7 @@ class Stepper:
         updates = [early.update for early in self.early.values()]
         self._jobs.extend(early.job for early in self.early.values())
         self.early.clear()
-        self._grads.seal()
+        self._grads.early.seal()
         return updates
 
     def _job(self, update: Update, after: Sequence[Job]) -> Job:

@@ -1,6 +1,6 @@
-"""What is on its way down from the device to HOST (floor 2).
+"""Gradients on their way down from the device to HOST (floor 2).
 
-A source is held until its copy has landed, and what is held is bounded. A copy either goes straight
+A source is held until its copy has landed, and held bytes are bounded. A copy either goes straight
 to its home, or is staged in a small ring and handed, piece by piece, to a job that adds it there.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
-from hetero.device import Device, Slab, Ticket
+from hetero.device import Device, Slab
 from hetero.jobs import Job
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
+from hetero.memory.transfers import Landing, Transfers
 from hetero.types import Kind, Lane, Tier
 
 N_STAGES = 8  # pieces on their way or being added
@@ -32,28 +32,19 @@ def ring_bytes(sizes_bytes: Sequence[int]) -> int:
     return N_STAGES * (-(-piece // 16) * 16)
 
 
-class Leg(NamedTuple):
-    """One copy under way: its source is held, ``then`` is called when it has landed."""
+class RingStage:
+    """One piece of the ring: filled by a copy, then read by its job."""
 
-    ticket: Ticket
-    source: torch.Tensor
-    bucket: int
-    then: Callable[[], None] | None
-
-
-class Stage:
-    """One piece of the ring: flying while its copy is under way, then read by its job."""
-
-    __slots__ = ("bytes", "flying", "job")
+    __slots__ = ("bytes", "is_filling", "job")
 
     def __init__(self, slab: Slab) -> None:
         self.bytes = slab.carve(0, slab.n_bytes)
-        self.flying = False
+        self.is_filling = False
         self.job: Job | None = None
 
 
-class Flight:
-    """Copies on the D2H lane, oldest first.
+class GradRing:
+    """Gradients on the D2H lane, oldest first, and the ring that stages those that are added.
 
     Args:
         sizes_bytes: of the tensors that may come.
@@ -77,10 +68,9 @@ class Flight:
         self._device = device
         self._link = link
         self._ledger = ledger
-        self._legs: deque[Leg] = deque()
-        self._bytes = 0
-        self._stages: deque[Stage] = deque()
-        self._read: deque[tuple[Job, int]] = deque()  # sources that jobs read where they are
+        self._copies: Transfers[torch.Tensor] = Transfers()
+        self._reads: Transfers[None] = Transfers()  # by jobs, of sources where they are
+        self._stages: deque[RingStage] = deque()
 
     def copy(
         self,
@@ -89,25 +79,24 @@ class Flight:
         *,
         bucket: int,
         then: Callable[[], None] | None = None,
-    ) -> Ticket:
+    ) -> Landing:
         """Queue a copy of raw bytes (1-D uint8) after the compute that made the source."""
         after = (self._device.mark(),)
         ticket = self._link.move(
             Lane.D2H, target, source, kind=Kind.GRAD, after=after, bucket=bucket, why="gradient"
         )
-        self._legs.append(Leg(ticket, source, bucket, then))
+        landing = Landing(self._link, ticket, Kind.GRAD, bucket)
+        self._copies.queue(landing, source, n_bytes=source.numel(), then=then)
         self._was_used = True
-        self._bytes += source.numel()
         self.poll()
-        return ticket
+        return landing
 
     def hand(self, source: torch.Tensor, consume: Consume, *, bucket: int) -> None:
         """Give a 1-D tensor to jobs on HOST: ``consume(piece, first element)`` makes each job."""
         if self._device.same_ram:
             self._link.count(Lane.D2H, source.nbytes, kind=Kind.GRAD, bucket=bucket, why="gradient")
-            self._read.append((consume(source, 0), source.nbytes))
+            self._reads.queue(consume(source, 0), None, n_bytes=source.nbytes)
             self._was_used = True
-            self._bytes += source.nbytes
             self.poll()
             return
         step = self._piece_numel(source)
@@ -122,11 +111,11 @@ class Flight:
     @property
     def held_bytes(self) -> int:
         """Bytes of sources that are held now, as far as is known."""
-        return self._bytes
+        return self._copies.bytes_in_flight + self._reads.bytes_in_flight
 
     def sources(self) -> Iterator[torch.Tensor]:
-        """Yield what is held on the device because its copy has not landed, as far as is known."""
-        return (leg.source for leg in self._legs)
+        """Yield the tensors that are held on the device because their copies have not landed."""
+        return self._copies.kept()
 
     def n_pieces(self, source: torch.Tensor) -> int:
         """Return how many jobs `hand` makes of a tensor."""
@@ -138,51 +127,34 @@ class Flight:
     def _stage_piece(self, part: torch.Tensor, start: int, consume: Consume, bucket: int) -> None:
         stage = self._free_stage()
         piece = stage.bytes[: part.nbytes]
-        stage.flying = True
+        stage.is_filling = True
 
         def landed() -> None:
-            stage.flying = False
+            stage.is_filling = False
             stage.job = consume(piece.view(part.dtype), start)
 
         self.copy(piece, part.view(torch.uint8), bucket=bucket, then=landed)
 
     def poll(self) -> None:
         """Let go of what has landed, and wait for the oldest while too much is held."""
-        legs, read = self._legs, self._read
-        while legs and (self._bytes > self.limit_bytes or self._device.query(legs[0].ticket)):
-            self._retire()
-        while read and (self._bytes > self.limit_bytes or read[0][0].done):
-            job, n_bytes = read.popleft()
-            self._bytes -= n_bytes
-            job.wait()
-
-    def land(self, ticket: Ticket) -> None:
-        """Block until a copy has landed."""
-        self._link.sync(ticket, kind=Kind.GRAD)
+        self._copies.poll(self.limit_bytes)
+        self._reads.poll(self.limit_bytes)  # of a device whose copies are immediate
 
     def finish(self) -> None:
         """Wait until everything has landed, and every job has been given."""
-        while self._legs:
-            self._retire()
+        self._copies.finish()
 
-    def _retire(self) -> None:
-        leg = self._legs.popleft()
-        self._link.sync(leg.ticket, kind=Kind.GRAD, bucket=leg.bucket)
-        self._bytes -= leg.source.numel()
-        if leg.then is not None:
-            leg.then()
-
-    def _free_stage(self) -> Stage:
+    def _free_stage(self) -> RingStage:
         """Return the stage that was used longest ago, once its bytes are not needed."""
         if len(self._stages) < N_STAGES:
             n_bytes = self._piece_bytes
             self._ledger.charge(Tier.HOST, Kind.GRAD, n_bytes, "staging of gradients")
-            self._stages.append(Stage(self._device.slab(n_bytes)))
+            self._stages.append(RingStage(self._device.slab(n_bytes)))
             return self._stages[-1]
         self._stages.rotate(-1)
         stage = self._stages[-1]
-        while stage.flying:
-            self._retire()
+        while stage.is_filling:
+            self._copies.finish_oldest()
         if stage.job is not None:
             stage.job.wait()
             stage.job = None

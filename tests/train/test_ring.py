@@ -11,17 +11,17 @@ from hetero.device import SimDevice
 from hetero.events import EventLog
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.train.gradients.flight import Flight
+from hetero.train.gradients.ring import GradRing
 from hetero.types import Kind, Tier
 
 PIECE_BYTES = 256
 
 
-def flying() -> tuple[Flight, Ledger]:
+def a_ring() -> tuple[GradRing, Ledger]:
     device = SimDevice(checked=True, lazy=0.0)
     ledger = Ledger({})
     link = Link(device, EventLog())
-    return Flight(device, link, ledger, sizes_bytes=[PIECE_BYTES], most_bytes=2**20), ledger
+    return GradRing(device, link, ledger, sizes_bytes=[PIECE_BYTES], most_bytes=2**20), ledger
 
 
 class Late:
@@ -38,31 +38,31 @@ class Late:
 
 
 def test_a_gradient_is_held_until_its_copy_has_landed() -> None:
-    flight, _ = flying()
+    ring, _ = a_ring()
     target = torch.zeros(64, dtype=torch.uint8)
-    flight.copy(target, torch.full((64,), 7, dtype=torch.uint8), bucket=0)
-    assert flight.held_bytes == 64
+    ring.copy(target, torch.full((64,), 7, dtype=torch.uint8), bucket=0)
+    assert ring.held_bytes == 64
 
-    flight.finish()  # the device refuses a copy of bytes that nobody holds
+    ring.finish()  # the device refuses a copy of bytes that nobody holds
 
     assert target.eq(7).all()
-    assert flight.held_bytes == 0
+    assert ring.held_bytes == 0
 
 
 def test_too_much_that_is_held_waits_for_the_oldest() -> None:
-    flight, _ = flying()
-    flight.limit_bytes = 100
+    ring, _ = a_ring()
+    ring.limit_bytes = 100
     targets = [torch.zeros(64, dtype=torch.uint8) for _ in range(3)]
 
     for target in targets:
-        flight.copy(target, torch.full((64,), 7, dtype=torch.uint8), bucket=0)
+        ring.copy(target, torch.full((64,), 7, dtype=torch.uint8), bucket=0)
 
     assert [bool(target.eq(7).all()) for target in targets] == [True, True, False]
-    flight.finish()
+    ring.finish()
 
 
 def test_a_stage_is_filled_anew_when_its_job_has_read_it() -> None:
-    flight, ledger = flying()
+    ring, ledger = a_ring()
     source = torch.randn(5 * PIECE_BYTES)
     found, jobs = torch.zeros_like(source), []
 
@@ -70,13 +70,13 @@ def test_a_stage_is_filled_anew_when_its_job_has_read_it() -> None:
         jobs.append(Late(lambda: found[start : start + piece.numel()].copy_(piece)))
         return jobs[-1]
 
-    flight.hand(source, consume, bucket=0)
-    flight.finish()
+    ring.hand(source, consume, bucket=0)
+    ring.finish()
     for job in jobs:
         job.wait()
 
-    assert len(jobs) == flight.n_pieces(source) == 20
+    assert len(jobs) == ring.n_pieces(source) == 20
     assert torch.equal(found, source)
     assert 0 < ledger.used(Tier.HOST, Kind.GRAD) < source.nbytes
-    flight.close()
+    ring.close()
     assert ledger.used(Tier.HOST, Kind.GRAD) == 0

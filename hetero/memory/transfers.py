@@ -1,0 +1,99 @@
+"""Copies that are on their way, oldest first (floor 1, mechanism)."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from hetero.device import Ticket
+from hetero.memory.link import Link
+from hetero.types import Kind
+
+T = TypeVar("T")
+
+
+class Waitable(Protocol):
+    """Something under way: a copy on a link, or a job on HOST."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+
+    def wait(self) -> None:
+        """Block until it is over; raises what it raised."""
+
+
+class Landing(NamedTuple):
+    """The end of one copy, and how its stall is logged if the host has to wait for it."""
+
+    link: Link
+    ticket: Ticket
+    kind: Kind
+    bucket: int = -1
+
+    @property
+    def done(self) -> bool:
+        return self.link.has_landed(self.ticket)
+
+    def wait(self) -> None:
+        self.link.sync(self.ticket, kind=self.kind, bucket=self.bucket)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer(Generic[T]):
+    """One copy under way, what it needs until it has landed, and what happens then."""
+
+    end: Waitable
+    keep_alive: T
+    n_bytes: int
+    then: Callable[[], None] | None
+
+
+class Transfers(Generic[T]):
+    """A queue of copies: each keeps what it needs alive until it has landed."""
+
+    __slots__ = ("_queue", "bytes_in_flight")
+
+    def __init__(self) -> None:
+        self._queue: deque[Transfer[T]] = deque()
+        self.bytes_in_flight = 0
+        """Bytes of what was queued and is not known to have landed."""
+
+    def queue(
+        self,
+        end: Waitable,
+        keep_alive: T,
+        *,
+        n_bytes: int = 0,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Add a copy; ``then`` is called after ``keep_alive`` is let go."""
+        self._queue.append(Transfer(end, keep_alive, n_bytes, then))
+        self.bytes_in_flight += n_bytes
+
+    def kept(self) -> Iterator[T]:
+        """Yield what is kept alive, oldest first."""
+        return (transfer.keep_alive for transfer in self._queue)
+
+    def poll(self, limit_bytes: int = sys.maxsize) -> None:
+        """Let go of what has landed, and wait for the oldest while more than a limit is in
+        flight."""
+        queue = self._queue
+        while queue and (self.bytes_in_flight > limit_bytes or queue[0].end.done):
+            self.finish_oldest()
+
+    def finish(self) -> None:
+        """Wait until everything has landed."""
+        while self._queue:
+            self.finish_oldest()
+
+    def finish_oldest(self) -> None:
+        """Wait until the copy that was queued first has landed."""
+        transfer = self._queue.popleft()
+        self.bytes_in_flight -= transfer.n_bytes
+        transfer.end.wait()
+        if transfer.then is not None:
+            transfer.then()

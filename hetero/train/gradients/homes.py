@@ -1,0 +1,86 @@
+"""The homes of gradients: in their own dtype, or wide where they add up for a master (floor 2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hetero.device import Device
+from hetero.memory.layout import Bucket, Layout, Segment
+from hetero.memory.slab import Home, HomeStore
+from hetero.types import Kind
+
+GRAD, WIDE = Kind.GRAD.value, "grad32"
+
+
+class GradHomes:
+    """One home a bucket, made when a gradient comes: in the parameters' dtype, or in fp32.
+
+    A bucket with masters begins narrow, and is made fp32 when a second gradient is added.
+    """
+
+    def __init__(self, store: HomeStore, layout: Layout, device: Device) -> None:
+        self.store = store
+        self.expects_sums = False
+        """Whether gradients will add up, so that homes of buckets with masters begin in fp32."""
+        self._layout = layout
+        self._may_drop = device.cheap_slabs
+
+    def bucket(self, segment: Segment) -> Bucket:
+        """Return the bucket of a parameter."""
+        return self._layout.buckets[self._layout.home[segment.index][0]]
+
+    def has_master(self, segment: Segment) -> bool:
+        """Whether a parameter's gradients add up in fp32."""
+        return self.bucket(segment).has_master
+
+    def narrow(self, bucket: Bucket) -> Home | None:
+        """Return the home of a bucket's gradients in their own dtype, if there is one."""
+        return self.store.homes.get((GRAD, bucket.id))
+
+    def wide(self, bucket: Bucket) -> Home:
+        """Return the home of a bucket's gradients in fp32, made where there is none."""
+        return self.store.get(Kind.GRAD, WIDE, bucket, torch.float32)
+
+    def of(self, bucket: Bucket) -> Home:
+        """Return the home that a bucket's gradients are in."""
+        wide = self.store.homes.get((WIDE, bucket.id))
+        return wide or self.store.homes[GRAD, bucket.id]
+
+    def make(self, bucket: Bucket, *, wide: bool) -> Home:
+        """Return the home for a gradient that comes; the caller has widened it if it must be."""
+        there = self.store.homes.get((WIDE, bucket.id))
+        sums = bucket.has_master and self.expects_sums and self.narrow(bucket) is None
+        if bucket.has_master and (wide or there is not None or sums):
+            return there or self.wide(bucket)
+        return self.store.get(Kind.GRAD, GRAD, bucket)
+
+    def read(self, home: Home, segment: Segment) -> torch.Tensor:
+        """Return a gradient at home: the home's own tensor on HOST, a copy from disk."""
+        if home.extents is None:
+            return home.segments[segment.position]
+        return self.store.read(home, segment)
+
+    def write(self, home: Home, segment: Segment, grad: torch.Tensor) -> None:
+        """Write a gradient home, where it is not the home's own tensor."""
+        if grad is not home.segments[segment.position]:
+            self.store.write(home, segment, grad)
+
+    def drop(self, bucket: Bucket) -> None:
+        """Give the memory of a bucket's gradients back where that is cheap."""
+        for name in (GRAD, WIDE):
+            home = self.store.homes.get((name, bucket.id))
+            if home is not None and (self._may_drop or home.extents is not None):
+                self.store.drop(name, bucket.id)
+
+
+def shaped(segment: Segment, grad: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return a gradient in the parameter's own strides, and in ``dtype``."""
+    spec = segment.spec
+    grad = grad.resolve_conj().resolve_neg()
+    if tuple(grad.stride()) != spec.stride or grad.dtype != dtype:
+        same = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=grad.device)
+        return same.copy_(grad)
+    plain: torch.Tensor = grad
+    return plain

@@ -1,0 +1,84 @@
+"""Who else refers to a gradient that autograd made (floor 2).
+
+[Note: gradient leases]  A gradient that the user's code holds, as an object or through a view (a
+preset flat buffer), stays where it is, so that writes through the alias count; the step copies it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hetero.device import ALONE, use_count
+from hetero.internals import make_wrapper, storage_uses
+from hetero.train.model.binding import get_grad
+
+_aten = torch.ops.aten
+
+
+class References:
+    """Tells the references of a user from autograd's own, which differ by release of torch."""
+
+    def __init__(self) -> None:
+        probe = torch.zeros(())
+        probe.grad = torch.zeros(())
+        self._of_object = _holders(probe)
+        self._of_addend = _lone_uses()
+
+    def is_held(self, param: torch.Tensor, storage: int, n_siblings: int) -> bool:
+        """Whether the user's code refers to ``param.grad``, or to bytes of its storage, which it
+        shares with other gradients: ``n_siblings`` with itself."""
+        uses = storage_uses(storage)
+        return _holders(param) > self._of_object or uses > ALONE - 1 + n_siblings
+
+    def may_change(self, addend: torch.Tensor) -> bool:
+        """Whether autograd, or a user, may write to an addend after it was given."""
+        return _uses(addend) > self._of_addend or use_count(addend) > ALONE
+
+
+def storage_of(grad: torch.Tensor | None) -> int | None:
+    """Return the storage of a gradient with bytes on the device."""
+    if grad is None or grad.layout is not torch.strided:
+        return None
+    return int(grad.untyped_storage()._cdata)
+
+
+class _Counting(torch.Tensor):
+    """A gradient that tells how many refer to what autograd adds to it."""
+
+    uses = 0
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares no signature
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _aten.add_.Tensor:
+            args[0].uses = _uses(args[1])
+            return args[0]
+        return make_wrapper(cls, args[0].shape)  # detach: as good as any
+
+
+def _lone_uses() -> int:
+    """Return the references to an addend that autograd alone refers to."""
+    with torch.inference_mode(False), torch.enable_grad():
+        probe = torch.zeros(2, requires_grad=True)
+        grad = make_wrapper(_Counting, probe.shape)
+        probe.grad = grad
+        (probe * 2).sum().backward()
+    return int(grad.uses)
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """Return the references to a tensor from C++ and its Python object; many where torch is too
+    old to tell."""
+    count = getattr(tensor, "_use_count", None)
+    return 2**31 if count is None else int(count())
+
+
+def _holders(param: torch.Tensor) -> int:
+    """Return how many references there are to the object ``param.grad``."""
+    grad = get_grad(param)
+    return sys.getrefcount(grad)

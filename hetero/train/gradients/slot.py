@@ -1,0 +1,367 @@
+"""One parameter's gradient at home, and what ``p.grad`` shows of it (floor 2)."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from hetero.errors import StateError
+from hetero.internals import DISPATCHERS, ENGINE_CODE, in_backward
+from hetero.jobs import Job
+from hetero.memory.layout import Segment, row
+from hetero.memory.slab import Home
+from hetero.memory.transfers import Landing
+from hetero.train.gradients.early_reads import EarlyReads
+from hetero.train.gradients.homes import GradHomes
+from hetero.train.gradients.ring import GradRing
+from hetero.train.model.lazy import Lazy, call
+
+_aten = torch.ops.aten
+_UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+_DISPATCHERS = (__name__, *DISPATCHERS, "hetero.train.activations.meter")  # a mode's own frames
+
+
+class GradState(Enum):
+    """Where the truth about a gradient is."""
+
+    ARRIVING = "a copy, or jobs, still write it home"
+    HOME = "at home"
+    LENT = "at home, where an update may still read it"
+    TAKEN = "a private tensor on the device, which aliases may write to"
+
+
+LEGAL = frozenset(
+    {
+        (GradState.ARRIVING, GradState.HOME, "land"),
+        (GradState.LENT, GradState.HOME, "land"),
+        (GradState.ARRIVING, GradState.ARRIVING, "add"),
+        (GradState.HOME, GradState.ARRIVING, "add"),
+        (GradState.LENT, GradState.ARRIVING, "add"),  # the addition comes after the update
+        (GradState.ARRIVING, GradState.LENT, "lend"),  # the update comes after the jobs
+        (GradState.HOME, GradState.LENT, "lend"),
+        (GradState.HOME, GradState.TAKEN, "keep"),
+        (GradState.ARRIVING, GradState.HOME, "abandon"),
+        (GradState.LENT, GradState.HOME, "abandon"),
+    }
+)
+
+
+class Factors(NamedTuple):
+    """The numbers by which a stored gradient is still to be multiplied, in this order."""
+
+    unscale: float = 1.0
+    """1 / loss scale: a power of two."""
+    clip: torch.Tensor | None = None
+    """A 0-dim tensor, as `clip_grad_norm_` makes it."""
+
+    def apply(self, grad: torch.Tensor) -> torch.Tensor:
+        """Multiply a tensor in place, each product rounded by itself."""
+        if self.unscale != 1.0:
+            grad.mul_(self.unscale)
+        return grad if self.clip is None else grad.mul_(self.clip.to(grad.device))
+
+
+NONE = Factors()
+
+
+class Norm(NamedTuple):
+    """The norm of a gradient at home, before its factors."""
+
+    ord: float
+    value: torch.Tensor
+
+
+def whole_norm(grad: torch.Tensor, ord: float, *, in_fp32: bool) -> torch.Tensor:
+    """Return the norm torch takes of a whole tensor: of fp32 numbers where a master is."""
+    if in_fp32 and grad.device.type == "cpu":
+        grad = grad.float()  # the same bits as dtype=, and vectorised
+    norm: torch.Tensor = torch.linalg.vector_norm(
+        grad, ord, dtype=torch.float32 if in_fp32 else None
+    )
+    return norm
+
+
+class GradOwner(Protocol):
+    """The store that a gradient belongs to."""
+
+    early: EarlyReads
+    homes: GradHomes
+    jobs: dict[int, Job]
+    """The last job that writes or reads each parameter's gradient, by index."""
+    norm_ord: float | None
+    place: torch.device
+    ring: GradRing
+
+    def widen(self, segment: Segment) -> None:
+        """Make the stored gradients of a parameter's bucket fp32."""
+
+    def accumulate(self, slot: GradSlot, grad: torch.Tensor) -> None:
+        """Add one more gradient of autograd's."""
+
+
+class GradSlot:
+    """One parameter's gradient: on HOST, or taken back by a reader who needs it whole.
+
+    It keeps neither its store nor its job: a parameter holds its gradient where gc does not look,
+    and would keep itself, and its model with files and threads, through them.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_owner", "factors", "home", "landing", "n_flying", "norm", "segment"),
+        *("state", "summed", "value"),
+    )
+
+    def __init__(self, owner: GradOwner, segment: Segment, home: Home) -> None:
+        self._owner: Callable[[], GradOwner | None] = weakref.ref(owner)
+        self.segment = segment
+        self.home = home
+        self.state = GradState.ARRIVING
+        self.landing: Landing | None = None
+        """The end of the copy that writes it home as it is."""
+        self.n_flying = 0
+        """Pieces on their way to jobs."""
+        self.value: torch.Tensor | None = None
+        """The private tensor, while it is TAKEN."""
+        self.factors = NONE
+        self.norm: Norm | None = None
+        self.summed = False
+        """Whether it was added up at home, where its norm is then taken."""
+        owner.jobs.pop(segment.index, None)
+
+    @property
+    def owner(self) -> GradOwner:
+        owner = self._owner()
+        if owner is None:
+            raise StateError(
+                f"the gradient of {self.segment.spec.name!r} went with its prepared model",
+                advice="keep the model, or a copy: grad = param.grad.clone()",
+            )
+        return owner
+
+    def become(self, new: GradState, why: str) -> None:
+        """Move to another state because of ``why``, or raise StateError."""
+        if (self.state, new, why) not in LEGAL:
+            raise StateError(
+                f"the gradient of {self.segment.spec.name!r}: {self.state.name} -> {new.name} by"
+                f" {why} is not legal"
+            )
+        self.state = new
+
+    @property
+    def job(self) -> Job | None:
+        """The last job that writes or reads the home."""
+        return self.owner.jobs.get(self.segment.index)
+
+    @property
+    def has_master(self) -> bool:
+        return self.owner.homes.has_master(self.segment)
+
+    # -- the way home ----------------------------------------------------------------------------
+
+    @property
+    def is_landed(self) -> bool:
+        """Whether all copies of a gradient that nothing changed have landed; jobs may go on."""
+        if self.state is GradState.TAKEN or self.factors != NONE or self.n_flying:
+            return False
+        return self.landing is None or self.landing.done
+
+    def land_copy(self) -> None:
+        """Return when the copy that writes it home, if there is one, has landed."""
+        if self.landing is not None:
+            self.landing.wait()
+            self.landing = None
+
+    def land(self) -> None:
+        """Return when the bytes have arrived at home and everything is added; factors pend."""
+        if self.state in (GradState.HOME, GradState.TAKEN):
+            return
+        self.land_copy()
+        if self.n_flying:
+            self.owner.ring.finish()
+        job = self.job
+        if job is not None:
+            job.wait()
+            del self.owner.jobs[self.segment.index]
+        self.become(GradState.HOME, "land")
+
+    def lend(self, job: Job) -> None:
+        """Let an update read it; whoever changes it waits for that."""
+        if self.state is not GradState.TAKEN:
+            self.owner.jobs[self.segment.index] = job
+            self.become(GradState.LENT, "lend")
+
+    def abandon(self) -> None:
+        """Wait for no job any more: it has failed."""
+        self.owner.jobs.pop(self.segment.index, None)
+        if self.state in (GradState.ARRIVING, GradState.LENT) and not self.n_flying:
+            self.become(GradState.HOME, "abandon")
+
+    # -- its value -------------------------------------------------------------------------------
+
+    def stored(self) -> torch.Tensor:
+        """Return the bytes at home: the home's own tensor on HOST, a copy from disk."""
+        self.land()
+        return self.owner.homes.read(self.home, self.segment)
+
+    def read(self) -> torch.Tensor:
+        """Return what ``p.grad`` shows, on the device, for one operation that does not write."""
+        held = self.value
+        if held is None:
+            held = self.stored().to(self.owner.place)
+            if self.factors != NONE:
+                held = self.factors.apply(held.float().clone())
+        return held.to(self.segment.spec.dtype)
+
+    def exact(self) -> torch.Tensor:
+        """Return the gradient itself, on the device, for one operation of a user that writes it."""
+        self.owner.early.check_write(self.segment)
+        return self.writable()
+
+    def writable(self) -> torch.Tensor:
+        """Return the gradient itself, on the device; what is written to it goes to `store`."""
+        if self.value is not None:
+            return self.value
+        self.land()
+        if self.has_master:  # what is written must not depend on history
+            self.owner.widen(self.segment)
+        home = self.stored()
+        if self.factors != NONE:
+            self.store(self.factors.apply(home))
+            self.factors = NONE
+        self.norm = None
+        return home.to(self.owner.place)
+
+    def store(self, written: torch.Tensor) -> None:
+        """Write back what an in-place operation left in the tensor that `exact` gave."""
+        if self.state is not GradState.TAKEN:
+            self.owner.homes.write(self.home, self.segment, written)
+
+    def keep(self) -> torch.Tensor:
+        """Return a private tensor that aliases may refer to; it replaces the HOST bytes."""
+        if self.value is None:
+            home = self.stored()
+            dtype = torch.float32 if self.has_master else home.dtype
+            private = torch.empty_strided(
+                home.shape, home.stride(), dtype=dtype, device=self.owner.place
+            )
+            self.value = self.factors.apply(private.copy_(home))
+            self.factors, self.norm = NONE, None
+            self.become(GradState.TAKEN, "keep")
+        return self.value
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the user wrote to the gradient through an alias, since it was taken home."""
+        if self.factors != NONE:
+            return True
+        if self.value is None:
+            return False
+        held = self.value.to("cpu")
+        home = self.stored().to("cpu", held.dtype)
+        return not torch.equal(row(held).view(torch.uint8), row(home).view(torch.uint8))
+
+    # -- factors and norms -----------------------------------------------------------------------
+
+    @property
+    def deferrable(self) -> bool:
+        """Whether a multiplication may wait for the update and round as it would now."""
+        fp32 = self.segment.spec.dtype is torch.float32 or self.has_master
+        return fp32 and self.value is None and self.factors.clip is None
+
+    def unscale_stored(self) -> None:
+        """The stored numbers were multiplied by 1 / loss scale: it does not pend any more."""
+        if self.norm is not None:
+            self.norm = self.norm._replace(value=self.norm.value * self.factors.unscale)
+        self.factors = self.factors._replace(unscale=1.0)
+
+    def norm_of(self, ord: float) -> torch.Tensor:
+        """Return the tensor's norm as torch would have it from ``p.grad``, on the device."""
+        owner, in_fp32 = self.owner, self.has_master
+        if self.value is not None or self.factors.clip is not None:
+            owner.norm_ord = ord
+            return whole_norm(self._shown(), ord, in_fp32=in_fp32)
+        home = self.stored()
+        if self.norm is None or self.norm.ord != ord:
+            single = home if self.summed else home.to(owner.place)
+            self.norm = Norm(ord, whole_norm(single, ord, in_fp32=in_fp32))
+            owner.norm_ord = ord
+        norm = self.norm.value.to(owner.place)
+        return norm if self.factors.unscale == 1.0 else norm * self.factors.unscale
+
+    def _shown(self) -> torch.Tensor:
+        """Return the gradient with its factors applied, in the precision of its norm."""
+        if self.value is not None:
+            return self.value
+        home = self.stored()
+        return self.factors.apply(home.float() if home.dtype.itemsize < 4 else home.clone())
+
+
+class LazyGrad(Lazy):
+    """A gradient at home on HOST that computes like a tensor on the parameter's device."""
+
+    slot: GradSlot
+
+    @classmethod
+    def shortcut(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if func is _UNSCALE:  # a list of all gradients: one tensor on the device at a time
+            for grad in args[0]:
+                call(func, ([grad], *args[1:]), kwargs)
+            return None
+        short = _SHORT.get(func)
+        if short is not None and isinstance(args[0], LazyGrad) and short(*args, **kwargs):
+            return args[0]
+        if func is _aten.linalg_vector_norm.default and _is_whole(args, kwargs):
+            return args[0].slot.norm_of(float(args[1]) if len(args) > 1 else 2.0)
+        return NotImplemented
+
+
+def _add(grad: LazyGrad, other: Any, *, alpha: Any = 1) -> bool:
+    """Add what autograd accumulates on HOST, while backward goes on; False: not this way."""
+    plain = isinstance(other, torch.Tensor) and not isinstance(other, LazyGrad)
+    if not plain or alpha != 1 or other.layout is not torch.strided or not _called_by_autograd():
+        return False
+    grad.slot.owner.accumulate(grad.slot, other)
+    return True
+
+
+def _called_by_autograd() -> bool:
+    """Whether an operation is the engine's own, and not one of a hook that it runs.
+
+    The engine calls from C++: the nearest Python frame is then the one that started it, or none in
+    a thread of its own.
+    """
+    if not in_backward():
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"] in _DISPATCHERS
+    ):
+        frame = frame.f_back
+    return frame is None or frame.f_code is ENGINE_CODE
+
+
+def _mul(grad: LazyGrad, other: Any) -> bool:
+    """Leave a multiplication by one number to the update; False: not this way."""
+    tensor = isinstance(other, torch.Tensor)
+    if isinstance(other, LazyGrad) or (tensor and other.dim() > 0) or not grad.slot.deferrable:
+        return False
+    if not isinstance(other, (int, float, torch.Tensor)):
+        return False
+    grad.slot.owner.early.check_write(grad.slot.segment)
+    clip = torch.as_tensor(other, dtype=torch.float32)
+    grad.slot.factors = grad.slot.factors._replace(clip=clip.clone())
+    return True
+
+
+_SHORT: dict[Any, Callable[..., bool]] = {_aten.add_.Tensor: _add, _aten.mul_.Tensor: _mul}
+
+
+def _is_whole(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a vector norm is of one whole gradient, in its own precision."""
+    return isinstance(args[0], LazyGrad) and len(args) <= 2 and not kwargs

@@ -1,0 +1,91 @@
+"""Gradients that jobs on HOST write home, or add to what is there (floor 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hetero.jobs import Job, Worker
+from hetero.memory.layout import row
+from hetero.memory.pool import Use
+from hetero.train.gradients.homes import GradHomes
+from hetero.train.gradients.ring import GradRing
+from hetero.train.gradients.slot import GradSlot, GradState, Norm, whole_norm
+
+
+@dataclass(slots=True)
+class Addition:
+    """Work of one job: a piece of a gradient, and the element of the parameter that it begins at.
+
+    A disk may fail between two runs of it; the rest is tried again later.
+    """
+
+    homes: GradHomes
+    slot: GradSlot
+    piece: torch.Tensor
+    start: int
+    first: bool
+    """Whether it is written, and not added to what is at home."""
+    unscale: float
+    norm_ord: float | None
+    """Of the norm that is taken of the whole sum after its last piece."""
+    n_threads: int
+    done: int = 0
+
+    def __call__(self) -> None:
+        _same_threads(self.n_threads)
+        piece, home, segment = self.piece, self.slot.home, self.slot.segment
+        exact = piece if self.unscale == 1.0 else piece.float() * self.unscale
+        first, end = segment.offset + self.start, segment.offset + self.start + piece.numel()
+        use = Use.FRESH if self.first else Use.WRITE
+        for run in self.homes.store.runs(first + self.done, end, (home, use)):
+            part, addend = home.flat[run], exact[run.start - first : run.stop - first]
+            part.copy_(addend) if self.first else part.add_(addend)
+            self.done = run.stop - first
+        if end == segment.end and not self.first and self.norm_ord is not None:
+            whole = self.homes.read(home, segment)
+            in_fp32 = self.homes.has_master(segment)
+            norm = whole_norm(whole, self.norm_ord, in_fp32=in_fp32)
+            self.slot.norm = Norm(self.norm_ord, norm)
+
+
+class GradSums:
+    """Adds gradients at home in the order in which they came, a job a piece."""
+
+    def __init__(self, homes: GradHomes, ring: GradRing, worker: Worker) -> None:
+        self.jobs: dict[int, Job] = {}
+        """The last job that writes or reads each parameter's gradient, by index."""
+        self._homes = homes
+        self._ring = ring
+        self._worker = worker
+
+    def add(
+        self,
+        slot: GradSlot,
+        grad: torch.Tensor,
+        *,
+        first: bool,
+        unscale: float,
+        norm_ord: float | None,
+    ) -> None:
+        """Let jobs add a gradient to its home, or begin the sum with it."""
+        index, n_threads = slot.segment.index, torch.get_num_threads()
+        slot.become(GradState.ARRIVING, "add")
+
+        def consume(piece: torch.Tensor, start: int) -> Job:
+            work = Addition(self._homes, slot, piece, start, first, unscale, norm_ord, n_threads)
+            slot.n_flying -= 1
+            before = self.jobs.get(index)
+            after = () if before is None or before.done else (before,)
+            job = self.jobs[index] = self._worker.job([work], piece.numel(), after=after)
+            return self._worker.submit(job)
+
+        slot.n_flying += self._ring.n_pieces(grad)
+        self._ring.hand(row(grad), consume, bucket=self._homes.bucket(slot.segment).id)
+
+
+def _same_threads(n_threads: int) -> None:
+    """Let torch use as many threads here as it does there: a norm's bits depend on it."""
+    if torch.get_num_threads() != n_threads:
+        torch.set_num_threads(n_threads)

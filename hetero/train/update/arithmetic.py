@@ -1,0 +1,341 @@
+"""The ways to update a bucket: formulas, or torch's rule on flat runs or whole tensors (floor 2).
+
+Parameters that keep their dtype are updated by the user's optimizer class itself (rules.py), on
+flat runs where that gives the same bits. Working weights with an fp32 master are updated by the
+written formulas (formulas.py) in one pass of the kernel, or of torch where there is none; rules
+without a formula run on a whole tensor's master.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from hetero.cores import Cores
+from hetero.jobs import Slice
+from hetero.memory.layout import Bucket
+from hetero.memory.pool import Request, Span, Use
+from hetero.memory.slab import Home, HomeStore
+from hetero.train.gradients.homes import GradHomes
+from hetero.train.update import kernel
+from hetero.train.update.formulas import Coefficients, Formula
+from hetero.train.update.masters import Masters
+from hetero.train.update.rules import Group, Rule, State, is_elementwise
+from hetero.train.update.states import Elementwise, Piece, Ready, StateHomes, copied, cut, pieces
+from hetero.types import Kind
+
+RULE_NUMEL = 2**18  # elements per call of a rule: below, the calls themselves begin to cost
+KERNEL_NUMEL = 2**20
+PARAM = Kind.PARAM.value
+
+
+@dataclass(slots=True)
+class Update:
+    """What one bucket's update does: slices that may run in parallel, and the steps that follow."""
+
+    bucket: Bucket
+    slices: list[Slice] = field(default_factory=list)
+    finishes: list[Slice] = field(default_factory=list)
+    fresh: bool = False
+    """Whether states appear, which is not left to a thread."""
+    scaled: list[int] = field(default_factory=list)
+    """Indices of the parameters whose stored gradients are multiplied by their pending factors."""
+    touched: list[int] = field(default_factory=list)
+    """Indices of the parameters."""
+    requests: list[Request] = field(default_factory=list)
+    """What the slices need from disk, in their order."""
+    counts: list[tuple[torch.Tensor, float]] = field(default_factory=list)
+    """Step counts as this update leaves them, until the step is drafted."""
+    begun: list[Ready] = field(default_factory=list)
+    """Parameters that were given their first state, until the step is drafted."""
+
+    def undo(self) -> None:
+        """Take first states back: the step cannot be made."""
+        for row in self.begun:
+            row.state.clear()
+
+    def settle(self) -> None:
+        """Leave step counts as the update leaves them."""
+        for count, value in self.counts:
+            count.fill_(value)
+        self.counts, self.begun = [], []  # references that are ours look like a user's
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The homes that slices of updates read and write, and who computes where."""
+
+    rule: Rule
+    states: StateHomes
+    store: HomeStore
+    grads: GradHomes
+    masters: Masters
+    cores: Cores
+    native: kernel.Library | None
+    stream_to: torch.device | None
+    """The device to which pieces of homes are brought; None: they are updated at home."""
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the rule may write to gradients, which then show it."""
+        return self.rule.known is None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether factors are applied to gradients at home; on disk they pend."""
+        return self.store.pool is None or self.may_write
+
+    def param(self, bucket: Bucket) -> Home:
+        """Return the home of a bucket's parameters."""
+        return self.store.homes[PARAM, bucket.id]
+
+    def add(
+        self,
+        update: Update,
+        piece: Piece,
+        states: Mapping[str, Home],
+        work: Callable[[slice], None],
+        numel: int | None,
+    ) -> None:
+        """Add a piece to an update, in slices of about so many elements; None: as a whole.
+
+        They are cut where chunks end or, if anything lies on disk, extents.
+        """
+        bucket, pool = update.bucket, self.store.pool
+        size = None
+        if numel is not None:
+            size = bucket.chunk_numel * max(1, self.at_once(bucket, numel) // bucket.chunk_numel)
+            size = size if pool is None else pool.extent_numel
+        for run in piece.slices(size):
+            request = None if pool is None else self._request(bucket, piece, states, run)
+            if request is not None:
+                update.requests.append(request)
+            update.slices.append(partial(self._hold, request, work, run))
+
+    def at_once(self, bucket: Bucket, numel: int) -> int:
+        """Return how many elements a call takes: without bytes only the calls cost time."""
+        return sys.maxsize if self.param(bucket).flat.is_meta else numel
+
+    def _request(
+        self, bucket: Bucket, piece: Piece, states: Mapping[str, Home], run: slice
+    ) -> Request | None:
+        """Return what a slice needs from disk: weights, gradients, masters and states."""
+        uses = [(self.param(bucket), Use.WRITE)]
+        uses.append((self.grads.of(bucket), Use.WRITE if self.may_write else Use.READ))
+        if bucket.has_master:
+            uses.append((self.masters.low(bucket), Use.WRITE))
+        missing = piece.missing or ()
+        uses += [(home, Use.FRESH if key in missing else Use.WRITE) for key, home in states.items()]
+        return self.store.request(*(Span(home, run.start, run.stop, use) for home, use in uses))
+
+    def _hold(self, request: Request | None, work: Callable[[slice], None], run: slice) -> None:
+        """Do a slice's work with all that it needs in memory: it fails before it begins."""
+        with self.store.held(request):
+            work(run)
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Return the turn of a slice that is the same on any cut: a device has one queue."""
+        return self.cores.one() if self.stream_to is None else self.cores.all()
+
+    @contextmanager
+    def streamed(
+        self, homes: list[torch.Tensor], grad: torch.Tensor
+    ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+        """Bring pieces of homes to where they are updated, and back; nothing moves at home."""
+        if self.stream_to is None:
+            yield homes, grad
+            return
+        there = [home.to(self.stream_to, copy=True) for home in homes]
+        yield there, grad.to(self.stream_to, copy=True)
+        for home, moved in zip(homes, there, strict=True):
+            home.copy_(moved)
+
+    def multiplied(self, grad: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+        """Return a gradient at home times its factors; on disk it stays as it is, and they pend."""
+        return _scaled(grad if self.in_place or not factors else grad.clone(), factors)
+
+
+# -- the formulas, on masters --------------------------------------------------------------------
+
+
+def draft_formula(
+    bench: Bench, formula: Formula, update: Update, group: Group, rows: Sequence[Ready]
+) -> None:
+    """Add one pass over weight, master, gradient and states, in slices that run on any thread."""
+    fills, first = formula.arrays(group), formula.scalars(group)
+    homes = {key: bench.states.home(key, update.bucket, torch.float32) for key in fills}
+    # 1. a parameter without state gets torch's; its first slice writes the values
+    missing = [_begin(bench, update, row, first, homes) for row in rows]
+    # 2. neighbours with equal scalars are one piece, whose coefficients are computed once
+    for piece in pieces(rows, missing):
+        scalars = {key: float(piece.first.state[key]) for key in first}
+        numbers, after = formula.coefficients(group, scalars, piece.missing is not None)
+        update.counts += [(row.state[k], x) for row in piece.rows for k, x in after.items()]
+        fresh = {key: fills[key] for key in piece.missing or ()}
+        factors = piece.first.factors
+        work = FormulaPass(bench, formula, numbers, update.bucket, homes, fresh, factors)
+        bench.add(update, piece, homes, work, KERNEL_NUMEL)
+
+
+def _begin(
+    bench: Bench, update: Update, row: Ready, scalars: Mapping[str, float], homes: dict[str, Home]
+) -> tuple[str, ...] | None:
+    """Give a parameter the state that torch begins with; return the states that are missing, which
+    its first update fills, or None where it had them all."""
+    missing = tuple(key for key in homes if key not in row.state)
+    if row.state and not missing:
+        return None
+    if not row.state:
+        update.begun.append(row)
+    for key, value in scalars.items():
+        row.state.setdefault(key, torch.tensor(value, dtype=torch.float32))
+    for key in missing:
+        bench.states.show(row.state, key, homes[key], row.segment)
+    return missing
+
+
+@dataclass(frozen=True, slots=True)
+class FormulaPass:
+    """The work of slices that a formula updates."""
+
+    bench: Bench
+    formula: Formula
+    numbers: Coefficients
+    bucket: Bucket
+    homes: dict[str, Home]
+    fresh: dict[str, float]
+    """The states that appear, and the value that each is filled with first."""
+    factors: tuple[float, ...]
+
+    def __call__(self, run: slice) -> None:
+        bench, bucket = self.bench, self.bucket
+        here = bench.native is not None and bench.stream_to is None
+        with nullcontext() if here else bench.turn():
+            for key, value in self.fresh.items():
+                self.homes[key].flat[run].fill_(value)
+            states = [home.flat[run] for home in self.homes.values()]
+            param, low = bench.param(bucket).flat[run], bench.masters.low(bucket).flat[run]
+            grad = bench.grads.of(bucket).flat[run]
+            with bench.streamed([param, low, *states], grad) as ((p, l, *s), g):
+                kernel.update(
+                    self.formula,
+                    self.numbers,
+                    param=p,
+                    low=l,
+                    grad=g,
+                    states=s,
+                    factors=self.factors,
+                    native=bench.native,
+                )
+
+
+# -- torch's rule, on flat runs ------------------------------------------------------------------
+
+
+def draft_flat(bench: Bench, update: Update, group: Group, rows: Sequence[Ready]) -> None:
+    """Add steps of neighbours that share scalars, cut anywhere."""
+    for piece in pieces(rows, [None] * len(rows)):
+        if piece.first.factors and bench.in_place:
+            update.scaled.extend(row.segment.index for row in piece.rows)
+        homes = bench.states.needed(group, piece.first)
+        work = FlatRun(bench, group, update.bucket, piece.first, homes)
+        bench.add(update, piece, homes, work, RULE_NUMEL)
+        update.finishes.append(partial(bench.states.share, update.bucket, piece, work.after))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRun:
+    """The work of slices of a run of neighbours."""
+
+    bench: Bench
+    group: Group
+    bucket: Bucket
+    first: Ready
+    homes: dict[str, Home]
+    after: State = field(default_factory=dict)
+    """The state as the step leaves it, with its scalars."""
+
+    def __call__(self, whole: slice) -> None:
+        # an extent may be long: what lies between a rule's operations stays in the cache
+        for run in cut(whole.start, whole.stop, self.bench.at_once(self.bucket, RULE_NUMEL)):
+            self._step(run)
+
+    def _step(self, run: slice) -> None:
+        bench, state = self.bench, self.first.state
+        flat = bench.param(self.bucket).flat[run]
+        grad = bench.multiplied(bench.grads.of(self.bucket).flat[run], self.first.factors)
+        there = [key for key in self.homes if key in state]
+        here = [flat, *(self.homes[key].flat[run] for key in there)]
+        with bench.turn(), bench.streamed(here, grad) as ((param, *moved), param_grad):
+            param.grad = param_grad
+            before = {k: copied(v) for k, v in state.items() if k not in there}
+            before.update(zip(there, moved, strict=True))
+            (done,) = bench.rule.run(self.group, [param], [before])
+        for key, value in done.items():
+            if not is_elementwise(key, value, flat.shape):
+                self.after[key] = value
+                continue
+            self.after[key] = Elementwise()
+            if value is not before.get(key):
+                home = self.homes.get(key) or bench.states.home(key, self.bucket, value.dtype)
+                home.flat[run].copy_(value)
+
+
+# -- torch's rule, on whole tensors --------------------------------------------------------------
+
+
+def draft_whole(bench: Bench, update: Update, group: Group, rows: Sequence[Ready]) -> None:
+    """Add steps of parameters, or of their fp32 masters one at a time."""
+    has_master = update.bucket.has_master
+    if not has_master:
+        written = (row for row in rows if bench.may_write or (row.factors and bench.in_place))
+        update.scaled.extend(row.segment.index for row in written)
+    alone = has_master or bench.store.pool is not None  # no more in memory than has to be
+    for some in [(row,) for row in rows] if alone else [tuple(rows)]:
+        work = WholeTensors(bench, group, update.bucket, some)
+        bench.add(update, Piece(some), bench.states.needed(group, some[0]), work, None)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensors:
+    """The work of a slice of whole parameters."""
+
+    bench: Bench
+    group: Group
+    bucket: Bucket
+    rows: tuple[Ready, ...]
+
+    def __call__(self, whole: slice) -> None:
+        bench = self.bench
+        params = [self._param(row) for row in self.rows]
+        with bench.cores.all():
+            before = [bench.states.views(row) for row in self.rows]
+            after = bench.rule.run(self.group, params, before)
+        for param, row, state in zip(params, self.rows, after, strict=True):
+            param.grad = None
+            bench.states.keep(row, state)
+            if self.bucket.has_master:  # it is rounded to its working weight
+                bench.masters.assign(row.segment, param)
+
+    def _param(self, row: Ready) -> torch.Tensor:
+        """Return a parameter, or its master, with its gradient."""
+        bench, position = self.bench, row.segment.position
+        grad = bench.grads.of(self.bucket).segments[position]
+        if self.bucket.has_master:
+            param = bench.masters.value(row.segment)
+            param.grad = _scaled(torch.empty_like(param).copy_(grad), row.factors)
+        else:
+            param = bench.param(self.bucket).segments[position]
+            param.grad = bench.multiplied(grad, row.factors)
+        return param
+
+
+def _scaled(grad: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+    for factor in factors:
+        grad.mul_(factor)
+    return grad

@@ -1,0 +1,205 @@
+"""The states that torch would keep: those of a parameter's shape lie in homes (floor 2).
+
+``state[p]`` is torch's own dict. Its tensors with one number per element are the homes' (kind
+STATE), or read them; the others are as torch has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hetero.errors import StateError
+from hetero.memory.layout import Bucket, Layout, Segment
+from hetero.memory.slab import Home, HomeStore
+from hetero.train.gradients.slot import NONE, Factors, GradSlot
+from hetero.train.model.lazy import ShownTensor, handle, is_handle
+from hetero.train.update.rules import EXACT, Group, Rule, State, is_elementwise
+from hetero.types import Kind
+
+
+class Ready(NamedTuple):
+    """A parameter with a gradient at home: its state, and what the gradient is multiplied by."""
+
+    segment: Segment
+    state: State
+    factors: tuple[float, ...]
+    slot: GradSlot
+    """Keeps the gradient's home until the update is done."""
+
+    def paged(self) -> list[str]:
+        """Return the keys of its states that have one number per element."""
+        shape = self.segment.spec.shape
+        return [k for k, v in self.state.items() if is_elementwise(k, v, shape)]
+
+
+class Piece(NamedTuple):
+    """Parameters that are updated as one: neighbours that share scalars and factors, or any that a
+    rule is given together as whole tensors."""
+
+    rows: tuple[Ready, ...]
+    missing: tuple[str, ...] | None = None
+    """The states that appear with this update; None where none has to."""
+
+    @property
+    def first(self) -> Ready:
+        return self.rows[0]
+
+    def slices(self, size: int | None) -> Iterator[slice]:
+        """Cut the run at multiples of ``size``, so that what is updated at once is small."""
+        start, end = self.first.segment.offset, self.rows[-1].segment.end
+        return iter([slice(start, end)]) if size is None else cut(start, end, size)
+
+
+def cut(start: int, end: int, size: int) -> Iterator[slice]:
+    """Cut [start, end) at multiples of ``size``; an empty run is one piece: it has a state."""
+    while True:
+        stop = min(end, (start // size + 1) * size)
+        yield slice(start, stop)
+        start = stop
+        if start >= end:
+            return
+
+
+def pieces(rows: Sequence[Ready], missing: Sequence[tuple[str, ...] | None]) -> Iterator[Piece]:
+    """Yield the longest runs of neighbours that may be updated as one."""
+    run: list[Ready] = []
+    key: object = None
+    before: tuple[str, ...] | None = None
+    for row, new in zip(rows, missing, strict=True):
+        scalars = tuple(
+            (k, float(v) if isinstance(v, torch.Tensor) else v)
+            for k, v in row.state.items()
+            if not is_elementwise(k, v, row.segment.spec.shape)
+        )
+        here = (tuple(row.state), scalars, row.factors, new)
+        if run and (here != key or row.segment.position != run[-1].segment.position + 1):
+            yield Piece(tuple(run), before)
+            run = []
+        key, before = here, new
+        run.append(row)
+    if run:
+        yield Piece(tuple(run), before)
+
+
+def numbers_of(factors: Sequence[Factors]) -> list[tuple[float, ...]]:
+    """Return pending factors as numbers; waits for the device once, not for each."""
+    clips = [f.clip for f in factors if f.clip is not None]
+    together = [clip.to(clips[0].device) for clip in clips]
+    values = iter(torch.stack(together).tolist() if clips else [])
+    return [
+        tuple(x for x in (f.unscale, 1.0 if f.clip is None else next(values)) if x != 1.0)
+        if f is not NONE
+        else ()
+        for f in factors
+    ]
+
+
+class Elementwise:
+    """Stands for a state with one number per element, which lies in a home."""
+
+
+class StateHomes:
+    """Keeps states of a parameter's shape in homes of its bucket."""
+
+    def __init__(self, rule: Rule, layout: Layout, store: HomeStore) -> None:
+        self._rule = rule
+        self._layout = layout
+        self._store = store
+
+    def bucket(self, segment: Segment) -> Bucket:
+        """Return the bucket of a parameter."""
+        return self._layout.buckets[self._layout.home[segment.index][0]]
+
+    def home(self, key: str, bucket: Bucket, dtype: torch.dtype) -> Home:
+        """Return the home of a state of a bucket, made where there is none."""
+        return self._store.get(Kind.STATE, key, bucket, dtype)
+
+    def show(self, state: State, key: str, home: Home, segment: Segment) -> None:
+        """Let a parameter's state be its part of a home."""
+        if not isinstance(state.get(key), ShownTensor):
+            state[key] = handle(self._store, home, segment)
+
+    def needed(self, group: Group, row: Ready) -> dict[str, Home]:
+        """Return the homes of a parameter's states, those included that are about to appear.
+
+        Homes on disk have to be there before the step, so that nothing fails in its middle.
+        """
+        bucket, keys = self.bucket(row.segment), row.paged()
+        if self._store.pool is not None:
+            dtype, shape = self._dtype(row.segment), row.segment.spec.shape
+            found = self._rule.states_of(group, dtype, shape)
+            for key, state_dtype in found.items():
+                self.home(key, bucket, state_dtype)
+            keys = list(dict.fromkeys((*keys, *found)))
+        return {key: self._store.homes[key, bucket.id] for key in keys}
+
+    def views(self, row: Ready) -> State:
+        """Return a parameter's state for a rule: its homes' own tensors, which are pinned."""
+        bucket, position = self.bucket(row.segment).id, row.segment.position
+        homes = {k: self._store.homes[k, bucket].segments[position] for k in row.paged()}
+        return {**row.state, **homes}
+
+    def keep(self, row: Ready, state: State) -> None:
+        """Take what a rule left: tensors of the parameter's shape lie in the homes."""
+        bucket = self.bucket(row.segment)
+        for key, value in state.items():
+            if not is_elementwise(key, value, row.segment.spec.shape):
+                row.state[key] = value
+                continue
+            known = (key, bucket.id) in self._store.homes
+            home = self.home(key, bucket, value.dtype)
+            view = home.segments[row.segment.position]
+            if home.extents is not None and not known:
+                raise StateError(f"state {key!r} of {row.segment.spec.name!r} was not foreseen")
+            if value is not view:
+                view.copy_(value)
+            self.show(row.state, key, home, row.segment)
+
+    def share(self, bucket: Bucket, piece: Piece, after: State) -> None:
+        """Give every parameter of a run its part of the run's state."""
+        for row in piece.rows:
+            for key, value in after.items():
+                if isinstance(value, Elementwise):
+                    self.show(row.state, key, self._store.homes[key, bucket.id], row.segment)
+                elif isinstance(row.state.get(key), torch.Tensor):
+                    row.state[key].copy_(value)
+                else:
+                    row.state[key] = copied(value)
+
+    def adopt(self, segment: Segment, state: State, *, own: bool = False) -> State:
+        """Return a state whose tensors of the parameter's shape lie in the homes.
+
+        With ``own`` the other tensors are copied too, as when a state dict is loaded.
+        """
+        bucket = self.bucket(segment)
+        for key, value in state.items():
+            known = self._store.homes.get((key, bucket.id))
+            if not own and known is not None and value is known.segments[segment.position]:
+                continue  # as the last step left it
+            if own and isinstance(value, torch.Tensor) and key not in EXACT:
+                value = cast(value, self._dtype(segment))
+            if not is_elementwise(key, value, segment.spec.shape):
+                state[key] = copied(value) if own else value
+                continue
+            home = self.home(key, bucket, value.dtype)
+            if not is_handle(value, home, segment):
+                self._store.write(home, segment, value)
+                state[key] = handle(self._store, home, segment)
+        return state
+
+    def _dtype(self, segment: Segment) -> torch.dtype:
+        """Return the dtype that a rule sees of a parameter."""
+        return torch.float32 if self.bucket(segment).has_master else segment.spec.dtype
+
+
+def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a loaded state in its parameter's dtype, as torch's load_state_dict does."""
+    return value.to(dtype) if value.is_floating_point() and dtype.is_floating_point else value
+
+
+def copied(value: Any) -> Any:
+    """Return a value that nothing else writes to."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
