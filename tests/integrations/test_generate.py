@@ -117,7 +117,7 @@ class Steps:
         ended = engine.residence.runtime.on_idle
 
         def note() -> None:
-            frames = engine.residence.manager.limit
+            frames = engine.residence.manager.arena.limit
             ended()
             self.seen.append((hetero.status(model), frames * engine.setup.blueprint.granule_bytes))
 

@@ -297,10 +297,13 @@ class Runtime:
         for op in ops:
             if not op.demand:
                 late.add(op)
-        while late.ops and not manager.busy(late.ops[0].bucket):
+        while late.ops and not self._is_busy(late.ops[0].bucket):
             op = late.pop()
             with host_work():  # who leaves may be coded, on HOST
                 manager.prefetch(op.bucket, op.start, op.evict)
+
+    def _is_busy(self, bucket: int) -> bool:
+        return self.manager.copies[bucket].is_busy(resident=bucket in self.manager.replicas)
 
     def stepped(self, buckets: Iterable[int]) -> None:
         """`step` bumped the version counters of bound parameters: do not treat that as a write."""
@@ -337,7 +340,7 @@ class Runtime:
         """Return where a tensor lies in a parameter's frame or placeholder (see activation.py)."""
         if tensor.is_conj() or tensor.is_neg():
             return None  # the bits would be lost: its storage is a lease
-        replica = self.manager.by_storage.get(cdata)
+        replica = self.manager.arena.by_storage.get(cdata)
         if replica is None:
             index = self.swizzle.by_placeholder.get(cdata)
             if index is None:
@@ -462,15 +465,15 @@ class Runtime:
         home = self.manager.home(bucket)
         if func == torch.Tensor.detach and not home.shows:
             return self._on_disk(param, segment)
-        self.manager.settle(bucket)
+        self.manager.flush_and_wait(bucket)
         if func == torch.Tensor.detach:
             self.before_load()  # what is shown can be written unseen
-            self.manager.show_home(bucket)
-            return home.segments[segment.position].detach()
+            self.manager.copies[bucket].expose()
+            return home.view(segment).detach()
         self.before_load()
         self._masters.assign(segment, args[1])
         torch.autograd.graph.increment_version(param)
-        self.manager.renew(bucket)
+        self.manager.refresh(bucket)
         return param
 
     def _on_disk(self, param: nn.Parameter, segment: Segment) -> torch.Tensor:
@@ -478,19 +481,19 @@ class Runtime:
         bucket = self.layout.home[self.swizzle.index[id(param)]][0]
 
         def read() -> torch.Tensor:
-            self.manager.settle(bucket)
-            return self.manager.read_home(bucket, segment)
+            self.manager.flush_and_wait(bucket)
+            return self.manager.home(bucket).read(segment)
 
         def keep() -> torch.Tensor:
             self.before_load()  # what is shown can be written unseen
-            self.manager.follow_homes(held=False)
-            self.manager.settle(bucket)
-            return self.manager.alias_home(bucket, segment)
+            self.manager.adopt_home_writes(held=False)
+            self.manager.flush_and_wait(bucket)
+            return self.manager.home(bucket).alias(segment)
 
         def write(value: torch.Tensor) -> None:
             self._reach_home(torch.Tensor.copy_, (param, value))
 
-        view = self.manager.home(bucket).segments[segment.position]
+        view = self.manager.home(bucket).view(segment)
         return shown(HomeSlot(view, read=read, keep=keep, write=write), segment)
 
     def fault(
@@ -525,7 +528,7 @@ class Runtime:
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         """Return ``param.data`` of a bound parameter; writes through it leave no trace."""
         bucket, _ = self.layout.home[self.swizzle.index[id(param)]]
-        self.manager.replicas[bucket].shown = True
+        self.manager.replicas[bucket].exposed = True
         return faults.read_data(param)
 
     def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
@@ -603,7 +606,7 @@ class Runtime:
                     self.manager.write(bucket, segment.offset, segment.end)
         if changed and not write:
             for bucket in {home[i][0] for i in changed}:
-                self.manager.give_up(bucket)
+                self.manager.discard_writes(bucket)
             for i in changed:
                 self._masters.not_written(home[i][1])
             names = ", ".join(repr(home[i][1].spec.name) for i in changed)
@@ -612,7 +615,7 @@ class Runtime:
                 advice="use hetero.gathered(..., write=True)",
             )
         for bucket in buckets:
-            self.manager.settle(bucket)
+            self.manager.flush_and_wait(bucket)
 
     # -- borders ---------------------------------------------------------------------------------
 
@@ -625,8 +628,8 @@ class Runtime:
         for bucket, replica in list(self.manager.replicas.items()):
             if replica.pins:
                 self._note_writes(bucket)
-            self.manager.settle(bucket)
-        self.manager.follow_homes()
+            self.manager.flush_and_wait(bucket)
+        self.manager.adopt_home_writes()
 
     def _note_writes(self, bucket: int) -> None:
         """Mark what was written to a bucket while it is still bound."""

@@ -61,7 +61,7 @@ class NoSteps:
     def finish(self) -> None:
         """Wait until every update is done; raises what one of them raised."""
         self.setup.saver.finish()
-        if self.setup.store.pool is not None:  # else states are shown as they are
+        if self.setup.store.pool.spills:  # else states are shown as they are
             self.setup.store.take_all(held=False)
 
     def come_home(self) -> None:
@@ -168,7 +168,7 @@ class HomeSteps(NoSteps):
         if update.fresh or seen:
             job.wait()
             for _, home in store.of_bucket(bucket.id):
-                store.refresh(home)
+                home.refresh()
         self.residence.updated(bucket)
 
     def _seen(self, optimizer: Optimizer) -> set[int]:
@@ -224,9 +224,8 @@ class HomeSteps(NoSteps):
             )
             if early is None:
                 return
-            paged.manager.hand_over_early(bucket.id, early.job)
-            if setup.store.pool is not None:
-                setup.store.pool.ahead(early.update.requests)
+            paged.manager.hand_over(bucket.id, early.job, early=True)
+            setup.store.pool.ahead(early.update.requests)
             setup.worker.submit(early.job)
 
     def _seal(self) -> list[Update]:

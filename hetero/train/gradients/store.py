@@ -31,9 +31,10 @@ from hetero.device import ALONE, Device, Ticket, use_count
 from hetero.errors import ConfigError, StateError, too_early
 from hetero.internals import DISPATCHERS, ENGINE_CODE, in_backward, make_wrapper, storage_uses
 from hetero.jobs import Job, Worker
+from hetero.memory.extent import Use
+from hetero.memory.home import Home
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment, row
-from hetero.memory.pool import Use
-from hetero.memory.slab import Home, HomeStore
 from hetero.train.gradients.flight import Flight
 from hetero.train.model.binding import get_grad, set_grad
 from hetero.train.model.host_work import host_work
@@ -129,7 +130,7 @@ class GradSlot:
     def stored(self) -> torch.Tensor:
         """Return what is at home: the home's own tensor on HOST, a copy from disk."""
         self.land()
-        return self._store.stored(self.home, self.segment)
+        return self.home.value(self.segment)
 
     @property
     def deferrable(self) -> bool:
@@ -160,7 +161,7 @@ class GradSlot:
             self._store.widen(self.segment)
         home = self.stored()
         if self.factors != NONE:
-            self._store.put(self.home, self.segment, self.factors.apply(home))
+            self.home.write(self.segment, self.factors.apply(home))
             self.factors = NONE
         self.norm = None
         return home.to(self._store.place)
@@ -198,7 +199,7 @@ class GradSlot:
     def store(self, written: torch.Tensor) -> None:
         """Write back what an in-place operation left in the tensor that `exact` gave."""
         if self.value is None:
-            self._store.put(self.home, self.segment, written)
+            self.home.write(self.segment, written)
 
     def norm_of(self, ord: float) -> torch.Tensor:
         """Return the tensor's norm as torch would have it from ``p.grad``, on the device."""
@@ -463,14 +464,14 @@ class GradStore:
         slot.factors = Factors(self.unscale if scaled else 1.0)
         if self.norm_ord is not None:
             slot.norm = (self.norm_ord, self.measure(grad, self.norm_ord, segment))
-        if home.flat.dtype is not grad.dtype:
+        if home.item_dtype is not grad.dtype:
             self._hand(slot, grad, slot.factors.unscale, first=True)
             slot.factors = NONE
-        elif home.extents is not None:  # what lies on disk is written by jobs
+        elif not home.stays:  # what lies on disk is written by jobs
             self._hand(slot, grad, 1.0, first=True)
         else:
             raw = row(grad).view(torch.uint8)
-            target = row(home.segments[segment.position]).view(torch.uint8)
+            target = row(home.view(segment)).view(torch.uint8)
             slot.ticket = self.flight.copy(target, raw, bucket=bucket_id)
         return slot
 
@@ -492,13 +493,13 @@ class GradStore:
                 same_threads(n_threads)
                 exact = piece if unscale == 1.0 else piece.float() * unscale
                 whole = segment.offset + done, segment.offset + end
-                for run in self._store.runs(*whole, (home, use)):
+                for run in home.runs(*whole, use):
                     here = segment.inside(run)
-                    part, addend = home.flat[run], exact[here.start - start : here.stop - start]
+                    part, addend = home.part(run), exact[here.start - start : here.stop - start]
                     part.copy_(addend) if first else part.add_(addend)
                     done = here.stop
                 if end == segment.spec.numel and not first and ord is not None:
-                    slot.norm = (ord, self.measure(self.stored(home, segment), ord, segment))
+                    slot.norm = (ord, self.measure(home.value(segment), ord, segment))
 
             slot.flying -= 1
             before = slot.job
@@ -508,17 +509,6 @@ class GradStore:
 
         slot.flying += self.flight.n_pieces(grad)
         self.flight.hand(row(grad), consume, bucket=self._bucket(segment).id)
-
-    def stored(self, home: Home, segment: Segment) -> torch.Tensor:
-        """Return a gradient at home: the home's own tensor on HOST, a copy from disk."""
-        if home.extents is None:
-            return home.segments[segment.position]
-        return self._store.read(home, segment)
-
-    def put(self, home: Home, segment: Segment, grad: torch.Tensor) -> None:
-        """Write a gradient home, where it is not the home's own tensor."""
-        if grad is not home.segments[segment.position]:
-            self._store.write(home, segment, grad)
 
     def widen(self, segment: Segment) -> None:
         """Make the stored gradients of a parameter's bucket fp32."""
@@ -532,11 +522,9 @@ class GradStore:
             if held is None or held.home is not narrow:
                 continue
             if held.value is None:
-                exact = wide.segments[other.position]
-                if wide.extents is not None:
-                    exact = torch.empty_strided(exact.shape, exact.stride(), dtype=exact.dtype)
+                exact = wide.blank(other)
                 Factors(held.factors.unscale).apply(exact.copy_(held.stored()))
-                self.put(wide, other, exact)
+                wide.write(other, exact)
                 if held.norm is not None:
                     held.norm = (held.norm[0], held.norm[1] * held.factors.unscale)
                 held.factors = held.factors._replace(unscale=1.0)
@@ -693,7 +681,7 @@ class GradStore:
                 return
         for name in (GRAD, WIDE):
             home = self._store.homes.get((name, bucket.id))
-            if home is not None and (self._device.cheap_slabs or home.extents is not None):
+            if home is not None and (self._device.cheap_slabs or not home.stays):
                 self._store.drop(name, bucket.id)
 
     def abandon(self) -> None:

@@ -25,9 +25,10 @@ import torch
 from hetero.cores import Cores
 from hetero.errors import StateError
 from hetero.jobs import Slice
+from hetero.memory.extent import Request, Span, Use
+from hetero.memory.home import Home, cut
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment
-from hetero.memory.pool import Request, Span, Use
-from hetero.memory.slab import Home, HomeStore
 from hetero.train.gradients.store import NONE, Factors, GradSlot, GradStore
 from hetero.train.model.lazy import Shown, handle, is_handle
 from hetero.train.update import kernel
@@ -126,7 +127,7 @@ class Updater:
         self.formula = self.rule.formula
         self._trials = Trials(self.rule, inner)
         self._may_write = self.rule.known is None  # to gradients, which then show it
-        self._in_place = store.pool is None or self._may_write  # factors, in gradients at home
+        self._in_place = not store.pool.spills or self._may_write  # factors, in gradients at home
         self.native = native
         self._params = params
         self._index = {id(p): i for i, p in enumerate(params)}
@@ -319,12 +320,12 @@ class Updater:
                         self._run_formula,
                         formula,
                         numbers,
-                        param=self._store.homes[PARAM, bucket.id].flat[run],
-                        low=self._masters.low(bucket).flat[run],
-                        grad=self._grads.home(bucket).flat[run],
-                        states=[homes[k].flat[run] for k in fills],
+                        param=self._store.homes[PARAM, bucket.id].part(run),
+                        low=self._masters.low(bucket).part(run),
+                        grad=self._grads.home(bucket).part(run),
+                        states=[homes[k].part(run) for k in fills],
                         factors=piece.first.factors,
-                        fills=[(homes[k].flat[run], fills[k]) for k in missing],
+                        fills=[(homes[k].part(run), fills[k]) for k in missing],
                         request=request,
                     )
                 )
@@ -332,28 +333,27 @@ class Updater:
     def _cuts(self, piece: Piece, bucket: Bucket, numel: int) -> Iterator[tuple[int, int]]:
         """Cut a piece into slices; where anything lies on disk, at the borders of extents."""
         pool = self._store.pool
-        if pool is None:
+        if not pool.spills:
             numel = self._at_once(bucket, numel)
             return piece.cuts(bucket.chunk_numel * max(1, numel // bucket.chunk_numel))
         return piece.cuts(pool.extent_numel)
 
     def _at_once(self, bucket: Bucket, numel: int) -> int:
         """Return how many elements a call takes: what has no bytes costs the calls alone."""
-        return numel if not self._store.homes[PARAM, bucket.id].flat.is_meta else sys.maxsize
+        is_meta = self._store.homes[PARAM, bucket.id].device.type == "meta"
+        return sys.maxsize if is_meta else numel
 
-    def _request(
-        self, update: Update, start: int, end: int, *others: Home | Span
-    ) -> Request | None:
+    def _request(self, update: Update, start: int, end: int, *others: Home | Span) -> Request:
         """Return what a slice needs from disk: weights, gradients, and the other homes given."""
-        bucket = update.bucket
-        if self._store.pool is None:
-            return None
-        request = self._store.request(
-            Span(self._store.homes[PARAM, bucket.id], start, end, Use.WRITE),
-            Span(self._grads.home(bucket), start, end, Use.WRITE if self._may_write else Use.READ),
-            *(x if isinstance(x, Span) else Span(x, start, end, Use.WRITE) for x in others),
+        bucket, grad_use = update.bucket, Use.WRITE if self._may_write else Use.READ
+        request = Request(
+            (
+                Span(self._store.homes[PARAM, bucket.id], start, end, Use.WRITE),
+                Span(self._grads.home(bucket), start, end, grad_use),
+                *(x if isinstance(x, Span) else Span(x, start, end, Use.WRITE) for x in others),
+            )
         )
-        if request is not None:
+        if request.needs:
             update.requests.append(request)
         return request
 
@@ -368,7 +368,7 @@ class Updater:
         states: list[torch.Tensor],
         factors: tuple[float, ...],
         fills: list[tuple[torch.Tensor, float]],
-        request: Request | None,
+        request: Request,
     ) -> None:
         here = self.native is not None and self._stream_to is None
         with self._store.held(request), nullcontext() if here else self._turn():
@@ -444,7 +444,7 @@ class Updater:
                 update.slices.append(once)
             update.finishes.append(partial(self._share, bucket, piece, after))
 
-    def _hold(self, request: Request | None, work: Sequence[Slice]) -> None:
+    def _hold(self, request: Request, work: Sequence[Slice]) -> None:
         """Do a slice's work with all that it needs in memory: it fails before it begins."""
         with self._store.held(request):
             for run in work:
@@ -457,7 +457,7 @@ class Updater:
         """
         shape = first.segment.spec.shape
         keys = [k for k, v in first.state.items() if is_elementwise(k, v, shape)]
-        if self._store.pool is None:
+        if not self._store.pool.spills:
             return keys
         appearing = self._appearing(group, bucket, bucket.dtype, (4, 4))
         return list(dict.fromkeys((*keys, *appearing)))
@@ -481,10 +481,10 @@ class Updater:
         after: State,
     ) -> None:
         """Step a run of a bucket; ``after`` takes the state with its scalars."""
-        flat = self._store.homes[PARAM, bucket.id].flat[run]
-        grad = self._multiplied(self._grads.home(bucket).flat[run], first.factors)
+        flat = self._store.homes[PARAM, bucket.id].part(run)
+        grad = self._multiplied(self._grads.home(bucket).part(run), first.factors)
         there = [key for key in homes if key in first.state]
-        here = [flat, *(homes[key].flat[run] for key in there)]
+        here = [flat, *(homes[key].part(run) for key in there)]
         with self._turn(), self._streamed(here, grad) as ((param, *moved), param_grad):
             param.grad = param_grad
             before = {k: _copied(v) for k, v in first.state.items() if k not in there}
@@ -493,7 +493,7 @@ class Updater:
         for key, value in done.items():
             if is_elementwise(key, value, flat.shape) and value is not before.get(key):
                 home = homes.get(key) or self._store.get(Kind.STATE, key, bucket, value.dtype)
-                home.flat[run].copy_(value)
+                home.part(run).copy_(value)
         after.update(
             {k: _Shaped() if is_elementwise(k, v, flat.shape) else v for k, v in done.items()}
         )
@@ -537,17 +537,17 @@ class Updater:
     def _draft_whole(self, update: Update, group: Group, rows: list[Ready]) -> None:
         written = [row for row in rows if self._may_write or (row.factors and self._in_place)]
         update.scaled.extend(row.segment.index for row in written)
-        alone = self._store.pool is not None  # no more in memory at once than has to be
+        alone = self._store.pool.spills  # no more in memory at once than has to be
         for some in [[row] for row in rows] if alone else [rows]:
             work = partial(self._run_whole, group, update.bucket, some)
             update.slices.append(
                 partial(self._hold, self._whole_request(update, group, some), [work])
             )
 
-    def _whole_request(self, update: Update, group: Group, rows: Sequence[Ready]) -> Request | None:
+    def _whole_request(self, update: Update, group: Group, rows: Sequence[Ready]) -> Request:
         """Return what whole parameters need from disk, which is one parameter then."""
-        if self._store.pool is None:
-            return None
+        if not self._store.pool.spills:
+            return Request(())
         bucket, segment = update.bucket, rows[0].segment
         homes = [self._store.homes[k, bucket.id] for k in self._whole_keys(group, bucket, rows[0])]
         if bucket.has_master:
@@ -563,9 +563,9 @@ class Updater:
 
     def _run_whole(self, group: Group, bucket: Bucket, rows: list[Ready]) -> None:
         home, grads = self._store.homes[PARAM, bucket.id], self._grads.home(bucket)
-        views = [home.segments[row.segment.position] for row in rows]
+        views = [home.view(row.segment) for row in rows]
         for view, row in zip(views, rows, strict=True):
-            view.grad = self._multiplied(grads.segments[row.segment.position], row.factors)
+            view.grad = self._multiplied(grads.view(row.segment), row.factors)
         with self._cores.all():
             states = self.rule.run(group, views, [self._views(row) for row in rows])
         for view, row, state in zip(views, rows, states, strict=True):
@@ -581,7 +581,7 @@ class Updater:
     def _run_master(self, group: Group, row: Ready) -> None:
         """Step one parameter's fp32 master, and round it to its working weight."""
         master = self._masters.value(row.segment)
-        grad = self._grads.home(self._bucket(row.segment)).segments[row.segment.position]
+        grad = self._grads.home(self._bucket(row.segment)).view(row.segment)
         master.grad = _scaled(torch.empty_like(master).copy_(grad), row.factors)
         with self._cores.all():
             (state,) = self.rule.run(group, [master], [self._views(row)])
@@ -598,7 +598,7 @@ class Updater:
         """Return a parameter's state for a rule: its homes' own tensors, which are pinned."""
         homes, bucket = self._store.homes, self._bucket(row.segment).id
         return {
-            k: homes[k, bucket].segments[row.segment.position]
+            k: homes[k, bucket].view(row.segment)
             if is_elementwise(k, v, row.segment.spec.shape)
             else v
             for k, v in row.state.items()
@@ -613,8 +613,8 @@ class Updater:
             bucket = self._bucket(row.segment)
             known = (key, bucket.id) in self._store.homes
             home = self._store.get(Kind.STATE, key, bucket, value.dtype)
-            view = home.segments[row.segment.position]
-            if home.extents is not None and not known:
+            view = home.view(row.segment)
+            if not (home.stays or known):
                 raise StateError(f"state {key!r} of {row.segment.spec.name!r} was not foreseen")
             if value is not view:
                 view.copy_(value)
@@ -629,7 +629,7 @@ class Updater:
         homes, bucket_id = self._store.homes, self._layout.home[segment.index][0]
         for key, value in state.items():
             known = homes.get((key, bucket_id))
-            if not own and known is not None and value is known.segments[segment.position]:
+            if not own and known is not None and value is known.view(segment):
                 continue  # as the last step left it
             if own and isinstance(value, torch.Tensor) and key not in EXACT:
                 value = _cast(value, self._state_dtype(segment))
@@ -638,7 +638,7 @@ class Updater:
                 continue
             home = self._store.get(Kind.STATE, key, self._bucket(segment), value.dtype)
             if not is_handle(value, home, segment):
-                self._store.write(home, segment, value)
+                home.write(segment, value)
                 state[key] = handle(self._store, home, segment)
         return state
 
@@ -647,14 +647,6 @@ class Updater:
 
     def _bucket(self, segment: Segment) -> Bucket:
         return self._layout.buckets[self._layout.home[segment.index][0]]
-
-
-def cut(start: int, end: int, size: int) -> Iterator[slice]:
-    """Cut [start, end) at multiples of ``size``."""
-    while start < end:
-        stop = min(end, (start // size + 1) * size)
-        yield slice(start, stop)
-        start = stop
 
 
 class _Shaped:
