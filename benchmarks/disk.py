@@ -28,8 +28,9 @@ from hetero.device import paged_slab
 from hetero.errors import BudgetError
 from hetero.events import EventLog
 from hetero.io import IO, File, Folder, align_up, aligned_buffer
+from hetero.memory.extent import Extents, Request, Span, Use
 from hetero.memory.ledger import Ledger
-from hetero.memory.pool import Extents, Pool, Request, Span, Use, open_pool
+from hetero.memory.pool import Pool, open_pool
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.recipes.work import SIZE, raw
 from hetero.train.engine.engine import Engine
@@ -69,7 +70,7 @@ def scanned(
     pool.nvme.take_counts()
     step = size_bytes // 4
     starts = range(0, home_bytes // 4, step)
-    requests = [Request([Span(home, at, at + step, use)]) for at in starts]
+    requests = [Request([Span(home.extents, at, at + step, use)]) for at in starts]
     began = time.perf_counter()
     pool.ahead(requests)
     for request in requests:
@@ -247,7 +248,7 @@ def on_drive(
     rows = []
     there = spilled(path, Tuning(io=io), n_steps, updates)
     now = status(there.engine.setup.model)
-    n_threads = there.engine.setup.store.pool.n_threads if there.engine.setup.store.pool else 1
+    n_threads = there.engine.setup.store.pool.n_threads
     with Folder.open(path, io) as folder, folder.private() as file:
         file.reserve(HOME_BYTES)
         moved(file, 0, HOME_BYTES, n_threads)  # unwritten blocks read as zeros, at no cost

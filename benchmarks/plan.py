@@ -28,7 +28,7 @@ from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import BudgetError, ConfigError
 from hetero.io import Folder
-from hetero.memory.pool import Use
+from hetero.memory.extent import Use
 from hetero.plan.hardware import Figure as Measured
 from hetero.plan.hardware import Profile, dump, find
 from hetero.recipes.calibrate import Run, look, profile_of, take_readings

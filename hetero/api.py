@@ -224,7 +224,7 @@ def status(model: nn.Module) -> Status:
     setup, residence = engine.setup, engine.residence
     plan, stats, ledger, pool = setup.blueprint, setup.stats, setup.ledger, setup.store.pool
     tiers: dict[str, dict[str, int | None]] = {}
-    for tier in (Tier.HBM, Tier.HOST, *((Tier.NVME,) if pool is not None else ())):
+    for tier in (Tier.HBM, Tier.HOST, *((Tier.NVME,) if pool.spills else ())):
         row: dict[str, int | None] = {
             "budget": ledger.budgets.get(tier),
             "used": ledger.used(tier),
@@ -249,7 +249,7 @@ def status(model: nn.Module) -> Status:
         d2h_bytes=stats.n_bytes[Lane.D2H],
         read_bytes=stats.n_bytes[Lane.READ],
         write_bytes=stats.n_bytes[Lane.WRITE],
-        written_bytes=0 if pool is None else pool.nvme.written_bytes,
+        written_bytes=pool.written_bytes,
         hits=stats.counts["hit"],
         misses=stats.counts["miss"],
         fetches=stats.counts["fetch"],

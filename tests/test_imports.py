@@ -337,7 +337,7 @@ def assigns_data(trees: Trees) -> list[str]:
 
 
 def assigns_pins(trees: Trees) -> list[str]:
-    return assigns(trees, "pins", only_in("memory.manager", "memory.pool"))
+    return assigns(trees, "pins", only_in("memory"))
 
 
 def pushes_saved_tensors_hooks(trees: Trees) -> list[str]:
@@ -372,7 +372,35 @@ def registers_hooks(trees: Trees) -> list[str]:
 
 
 def changes_states(trees: Trees) -> list[str]:
-    return calls(trees, re.compile("transition"), only_in("memory.manager", "memory.pool"))
+    return calls(trees, re.compile("transition"), only_in("memory"))
+
+
+INSIDE = ("_flat", "_bytes", "_segments", "_slab", "_extents", "extents")  # of a home
+ONCE_PUBLIC = ("flat", "bytes", "segments")  # which replicas and buckets have, too
+A_HOME = re.compile(r"(home|homes|low|wide|narrow|master)$")
+
+
+def indexes_homes(trees: Trees) -> list[str]:
+    """Return who reaches into the memory of a home: others ask it for parts, views and values."""
+    bad = []
+    for module, tree in trees.items():
+        if room(module) == "memory":
+            continue
+        for node in nodes(tree):
+            if not isinstance(node, ast.Attribute) or dotted(node) == f"self.{node.attr}":
+                continue
+            if node.attr in INSIDE or (node.attr in ONCE_PUBLIC and is_home(node.value)):
+                bad.append(f"{module}:{node.lineno} names .{node.attr} of a home")
+    return bad
+
+
+def is_home(node: ast.expr) -> bool:
+    """Whether an expression is called a home: by its name, its method, or where it is kept."""
+    if isinstance(node, ast.Call):
+        return is_home(node.func)
+    if isinstance(node, ast.Subscript):
+        return is_home(node.value)
+    return bool(A_HOME.search(getattr(node, "attr", getattr(node, "id", ""))))
 
 
 def prints(trees: Trees) -> list[str]:
@@ -400,10 +428,11 @@ RULES: dict[str, Rule] = {
     "only crc.py names zlib's CRC-32, or zlib-ng": names_crc,
     "what is built on torch stays in its rooms": names_ecosystem,
     "only binding.py assigns param.data": assigns_data,
-    "only manager.py and pool.py change a pin count": assigns_pins,
+    "only memory changes a pin count": assigns_pins,
     "only saved.py pushes saved-tensor hooks": pushes_saved_tensors_hooks,
     "only access registers hooks": registers_hooks,
-    "only manager.py and pool.py change a copy's state": changes_states,
+    "only memory changes a copy's state": changes_states,
+    "only memory indexes a home": indexes_homes,
     "only the product rooms print": prints,
 }
 
@@ -489,7 +518,7 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
         "only binding.py assigns param.data",
         {"train.a": "get, put = T.data.__get__, T.data.__set__\nput(p, x)"},
     ),
-    ("only manager.py and pool.py change a pin count", {"train.a": "replica.pins += 1"}),
+    ("only memory changes a pin count", {"train.a": "replica.pins += 1"}),
     (
         "only saved.py pushes saved-tensor hooks",
         {"train.a": "from hetero.internals import push_saved_hooks"},
@@ -502,9 +531,14 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
     ("only access registers hooks", {"train.a": "m.register_forward_pre_hook(f)"}),
     ("only access registers hooks", {"api": "p.register_post_accumulate_grad_hook(f)"}),
     (
-        "only manager.py and pool.py change a copy's state",
+        "only memory changes a copy's state",
         {"train.a": "table.transition(0, tier, new, 'why')"},
     ),
+    ("only memory indexes a home", {"train.a": "x = store.homes[key].flat[run]"}),
+    ("only memory indexes a home", {"train.a": "x = self._masters.low(bucket).bytes"}),
+    ("only memory indexes a home", {"checkpoint.a": "view = home.segments[0]"}),
+    ("only memory indexes a home", {"api": "if home.extents is None: pass"}),
+    ("only memory indexes a home", {"report.a": "n = home._flat.numel()"}),
     ("only the product rooms print", {"train.a": "print('hello')"}),
     ("only the product rooms print", {"memory.a": "import sys\nsys.stderr.write('x')"}),
 ]
@@ -533,6 +567,10 @@ def test_a_planted_violation_is_caught(rule: str, sources: dict[str, str]) -> No
         {"train.model.a": "from hetero.memory import b", "memory.b": "import torch"},
         {"crc": "from zlib_ng.zlib_ng import crc32", "report.run": "import zlib\nzlib.error"},
         {"plan.a": "from hetero.types import Tier", "types": "", "plan": ""},
+        {
+            "train.model.a": "x = home.part(run), bucket.segments, replica.flat",
+            "memory.a": "home._flat",
+        },
         {"report.html": "print('x')", "bench.run": "import hetero", "recipes.t": "import peft"},
     ],
 )

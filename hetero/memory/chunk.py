@@ -20,6 +20,8 @@ LEGAL: frozenset[tuple[CopyState, CopyState, str]] = frozenset(
         (D, D, "write"),
         (D, L, "flush"),  # the way down is queued
         (L, C, "ready"),
+        (D, C, "recode"),  # the home stands for it now, and it is fetched from there
+        (D, F, "undo"),  # a write that is given up where a lease shows it: the home comes again
         (C, F, "update"),  # a home is left to the optimizer's update
         (C, F, "fetch"),  # overwritten by a newer copy (a flush into a home, a refresh)
         (C, A, "evict"),  # clean: moves no bytes

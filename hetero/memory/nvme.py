@@ -206,7 +206,7 @@ def _crc(data: memoryview, number: int, generation: int) -> int:
 class Executor(Protocol):
     """Does work at some time, elsewhere; tests draw its order."""
 
-    def submit(self, work: Work, urgent: Urgent) -> None:
+    def submit(self, lane: Lane, n_bytes: int, work: Work, urgent: Urgent) -> None:
         """Have ``work`` done, before what is not urgent at that time."""
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ class Threads:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, work: Work, urgent: Urgent) -> None:
+    def submit(self, lane: Lane, n_bytes: int, work: Work, urgent: Urgent) -> None:
         """Have ``work`` done by a thread that is free."""
         with self._queue.changed:
             self._queue.waiting.append((work, urgent))

@@ -21,9 +21,10 @@ from hetero.config import describe_limit
 from hetero.device import Device, Slab, Ticket, release_slab
 from hetero.errors import OutOfMemory
 from hetero.io import align_up
+from hetero.memory.extent import Extents, Request, Span, Use
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.memory.pool import Extents, Pool, Request, Span, Use
+from hetero.memory.pool import Pool
 from hetero.memory.transfers import Landing, Transfers
 from hetero.types import Kind, Lane, Tier, format_bytes
 
@@ -59,7 +60,7 @@ class ParcelChunk:
         """Return what has to be pinned of it; None on HOST."""
         if self.extents is None:
             return None
-        return Request([Span(self, 0, self.bytes.numel() // ELEMENT_BYTES, use)])
+        return Request([Span(self.extents, 0, self.bytes.numel() // ELEMENT_BYTES, use)])
 
 
 class ParcelPiece(NamedTuple):

@@ -26,7 +26,8 @@ from hetero.config import host_limit
 from hetero.device import COPY_LANES, OPPOSITE, Device, Move, release_slab
 from hetero.io import File, Folder
 from hetero.jobs import Worker
-from hetero.memory.pool import N_THREADS, Use
+from hetero.memory.extent import Use
+from hetero.memory.pool import N_THREADS
 from hetero.plan.hardware import Dtype
 from hetero.plan.rates import attention_flops
 from hetero.recipes.doctor import usable_cores

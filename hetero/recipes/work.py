@@ -11,7 +11,7 @@ import torch
 
 from hetero.io import File, aligned_buffer
 from hetero.jobs import Job, Worker
-from hetero.memory.pool import Use
+from hetero.memory.extent import Use
 from hetero.train.update import kernel
 from hetero.train.update.formulas import formula_of
 

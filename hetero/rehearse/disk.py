@@ -6,14 +6,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 from hetero.device import Slab
 from hetero.dry import DryDevice
-from hetero.errors import StateError
-from hetero.memory.nvme import Executor, Nvme, Slot, Urgent, Work
-from hetero.memory.pool import Extent, Pool
+from hetero.memory.nvme import Nvme, Slot, Urgent, Work
+from hetero.memory.pool import Pool
 from hetero.types import Lane
 
 LANES = (Lane.READ, Lane.WRITE)
@@ -72,10 +70,12 @@ class DryDisk(threading.Condition):
         finally:
             self._elsewhere = before
 
-    def begin(self, lane: Lane, n_bytes: int, work: Work, urgent: Urgent) -> None:
+    def submit(self, lane: Lane, n_bytes: int, work: Work, urgent: Urgent) -> None:
         """Queue a transfer."""
         self._waiting[lane].append(Transfer(self.now(), n_bytes, work, urgent))
         self._next(lane)
+
+    def close(self) -> None: ...
 
     def __enter__(self) -> bool:
         self._poll()
@@ -160,35 +160,17 @@ class DryNvme(Nvme):
         self._count(Lane.WRITE, slot, *self._disk.span)
 
 
-class NoExecutor:
-    """Stands where a pool has threads."""
-
-    def submit(self, work: Work, urgent: Urgent) -> None:
-        raise StateError("a dry pool was given a transfer that it has not begun itself")
-
-    def close(self) -> None: ...
-
-
 class DryPool(Pool):
     """The pool of homes on disk, without memory behind them."""
 
     def __init__(self, nvme: DryNvme, disk: DryDisk, n_bytes: int, *, extent_numel: int) -> None:
-        executor: Executor = NoExecutor()
-        super().__init__(nvme, n_bytes, extent_numel=extent_numel, executor=executor)
+        super().__init__(nvme, n_bytes, extent_numel=extent_numel, executor=disk)
         self._changed = disk
-        self._paranoid = False
+        self.pages.checked = False
         self.disk = disk
 
     def _first_page(self, slab: Slab, size_bytes: int, n_bytes: int, what: str) -> int:
         return 0
-
-    def _begin_read(self, extent: Extent) -> None:
-        work = partial(self._read, extent)
-        self.disk.begin(Lane.READ, extent.n_bytes, work, lambda: extent.pins > 0)
-
-    def _begin_write(self, extent: Extent) -> None:
-        work = partial(self._write, extent)
-        self.disk.begin(Lane.WRITE, extent.n_bytes, work, lambda: self._n_waiting > 0)
 
 
 def open_dry_pool(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.errors import BudgetError
+from hetero.memory.extent import Use
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.tuning import Tuning
@@ -160,13 +161,13 @@ def note(seen: Seen, engine: Engine) -> None:
     seen.mode = engine.residence.name
     seen.host_peak = engine.setup.ledger.peak(Tier.HOST)
     pool = engine.setup.store.pool
-    if pool is not None:
-        on_disk = (home.extents for home in engine.setup.store.homes.values())
-        numbers = (extents.all for extents in on_disk if extents is not None)
-        seen.extents = max(seen.extents, sum(map(len, numbers)))
+    if pool.spills:
+        homes = engine.setup.store.homes.values()
+        needs = [home.needs(0, home.part(slice(None)).numel(), Use.READ) for home in homes]
+        seen.extents = max(seen.extents, sum(len(tuple(extents)) for extents in needs))
         seen.read_bytes += engine.setup.stats.n_bytes[Lane.READ]
         seen.write_bytes += engine.setup.stats.n_bytes[Lane.WRITE]
-        seen.pool_peak, seen.pool_bytes = pool.peak, pool.n_bytes
+        seen.pool_peak, seen.pool_bytes = pool.pages.peak, pool.n_bytes
 
 
 @dataclass(frozen=True)

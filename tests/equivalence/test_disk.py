@@ -291,7 +291,7 @@ def test_backward_reads_states_for_the_first_updates_of_its_step(disk: Path) -> 
     config = Config.load(device="cpu", hbm=2**24, host=host + 5 * parameters // 2, nvme=disk)
     model, optimizer = prepare_tuned(model, optimizer, config, Tuning(extent_numel=EXTENT))
     store, read = engine_of(model).setup.store, []
-    assert store.pool is not None
+    assert store.pool.spills
     assert {kind for kind, _ in engine_of(model).setup.budget.spill.on_disk} == {Kind.STATE}
     slots: list[int] = []
     plainly = store.pool.nvme.read
@@ -442,9 +442,9 @@ def test_the_numbers_do_not_depend_on_where_anything_is(seed: int, disk: Path) -
     assert trajectory(RICH, model, optimizer, prepared=True) == plain_trajectory(RICH)
 
     engine = engine_of(model)
-    assert engine.setup.store.pool is not None
+    assert engine.setup.store.pool.spills
     assert engine.setup.ledger.peak(Tier.HOST) <= host
-    assert 0 < engine.setup.store.pool.peak <= engine.setup.store.pool.n_bytes
+    assert 0 < engine.setup.store.pool.pages.peak <= engine.setup.store.pool.n_bytes
     assert hetero.status(model).written_bytes > 0 and plan.seen["read"] > 0
     assert len({op.where for op in plan.log if op.op == "write"}) == setting.directories
     assert plan.fired >= setting.directories * setting.buffered + 100 * bool(setting.short)
@@ -692,7 +692,7 @@ def test_nothing_goes_to_disk_where_host_holds_everything(refusals: Refusals) ->
     host = sum(param.nbytes for param in refusals.params) * 4 + refusals.least
     model, optimizer = refusals.prepare(host=host)
     assert trajectory(RICH, model, optimizer, prepared=True) == plain_trajectory(RICH)
-    assert engine_of(model).setup.store.pool is None and hetero.status(model).written_bytes == 0
+    assert not engine_of(model).setup.store.pool.spills and hetero.status(model).written_bytes == 0
     assert os.listdir(refusals.disk) == [] and open_files(refusals.disk) == []
 
 
@@ -734,9 +734,9 @@ class Beside:
 
     def check_disk(self) -> None:
         engine, status = engine_of(self.model), hetero.status(self.model)
-        assert engine.setup.store.pool is not None
+        assert engine.setup.store.pool.spills
         assert status.read_bytes > 0 and status.write_bytes > 0
-        assert 0 < engine.setup.store.pool.peak <= engine.setup.store.pool.n_bytes
+        assert 0 < engine.setup.store.pool.pages.peak <= engine.setup.store.pool.n_bytes
         assert engine.setup.ledger.peak(Tier.HOST) <= self.host
         kinds = {kind for kind in Kind if engine.setup.ledger.used(Tier.NVME, kind)}
         assert {Kind.PARAM, Kind.GRAD, Kind.STATE} <= kinds
@@ -880,6 +880,6 @@ def test_a_model_for_inference_alone_reads_its_weights_from_disk(disk: Path) -> 
     with torch.no_grad():
         same(expected, [model(data), model(data.flip(1))], "outputs")
     pool = engine_of(model).setup.store.pool
-    assert pool is not None and 0 < pool.peak <= pool.n_bytes
+    assert pool.spills and 0 < pool.pages.peak <= pool.n_bytes
     assert hetero.status(model).written_bytes > 0
     assert engine_of(model).setup.ledger.peak(Tier.HOST) <= params // 2

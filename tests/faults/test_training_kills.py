@@ -78,7 +78,7 @@ def prepared(spill: Path, seed: int, *, on_disk: bool) -> Training:
     config = Config.load(device="cpu:sim" if sim else "cpu", **settings)
     model, optimizer = prepare_tuned(training.model, training.optimizer, config, tuning)
     if on_disk:
-        assert engine_of(model).setup.store.pool is not None
+        assert engine_of(model).setup.store.pool.spills
     return Training(model, optimizer, training.scheduler)
 
 

@@ -88,7 +88,7 @@ def test_the_allocator_stays_under_the_budget() -> None:
         model, torch.optim.SGD(model.parameters(), lr=0.01), device="cuda", hbm=hbm
     )
     x = torch.randn(64, 1024, device="cuda")
-    before = torch.cuda.memory_allocated() - engine_of(model).residence.manager.arena_bytes
+    before = torch.cuda.memory_allocated() - engine_of(model).residence.manager.arena.slab.n_bytes
     for step in range(5):
         torch.cuda.reset_peak_memory_stats()
         model(x).pow(2).mean().backward()

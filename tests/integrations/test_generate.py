@@ -118,7 +118,7 @@ class Steps:
         ended = engine.residence.runtime.events.forward_ended
 
         def note() -> None:
-            frames = engine.residence.manager.limit
+            frames = engine.residence.manager.arena.limit
             ended()
             self.seen.append((hetero.status(model), frames * engine.setup.blueprint.granule_bytes))
 

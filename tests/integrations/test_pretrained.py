@@ -378,8 +378,8 @@ MEASURE = """
     before = status("VmRSS")
     hetero.prepare(model, **settings)
     engine = engine_of(model)
-    homes = sum(home.bytes.numel() for home in engine.setup.store.homes.values())
-    print(status("VmHWM") - before, homes, engine.residence.manager.arena_bytes)
+    homes = sum(home.part(slice(None)).nbytes for home in engine.setup.store.homes.values())
+    print(status("VmHWM") - before, homes, engine.residence.manager.arena.slab.n_bytes)
 """
 
 

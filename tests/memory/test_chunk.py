@@ -11,7 +11,7 @@ from hetero.memory.chunk import LEGAL, CopyTable
 from hetero.types import CopyState, Tier
 
 ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
-REASONS = ("fetch", "ready", "write", "flush", "evict", "discard", "fail")
+REASONS = ("fetch", "ready", "write", "flush", "evict", "discard", "fail", "recode", "undo")
 
 # How to bring the HBM copy of a chunk into a state, from ABSENT, and a HOST copy from CLEAN.
 ON_HBM: dict[CopyState, list[tuple[CopyState, str]]] = {
@@ -43,6 +43,8 @@ RIGHT = {
     (DIRTY, DIRTY, "write"),
     (DIRTY, FLUSHING, "flush"),
     (DIRTY, ABSENT, "discard"),
+    (DIRTY, CLEAN, "recode"),
+    (DIRTY, FILLING, "undo"),
     (FLUSHING, CLEAN, "ready"),
 }
 EVERY = list(product(CopyState, CopyState, REASONS))

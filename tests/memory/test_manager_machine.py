@@ -26,11 +26,20 @@ from hypothesis.stateful import (
 from hetero.device import POISON, SimDevice
 from hetero.errors import BudgetError, StateError, TransferError
 from hetero.events import EventLog
-from hetero.memory.layout import Layout, ParamSpec, build_layout, contiguous_stride
+from hetero.memory.arena import FEW, SHELLS
+from hetero.memory.home import Home
+from hetero.memory.homestore import HomeStore
+from hetero.memory.layout import (
+    Bucket,
+    Layout,
+    ParamSpec,
+    Segment,
+    build_layout,
+    contiguous_stride,
+)
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.memory.manager import FEW, PARAM, SHELLS, ChunkManager
-from hetero.memory.slab import HomeStore
+from hetero.memory.manager import PARAM, ChunkManager
 from hetero.types import CopyState, Kind, Lane, Tier
 
 CHUNK_BYTES = 64  # 16 elements: a frame of the 1-byte class is 16 bytes
@@ -59,6 +68,24 @@ def make_layout() -> Layout:
     return build_layout(specs, [f"u{unit}" for unit in BUCKETS], CHUNK_BYTES)
 
 
+def flat_of(home: Home) -> torch.Tensor:
+    """Return all elements of a home."""
+    return home.part(slice(None))
+
+
+class NoEvents:
+    """Nothing follows what happens to homes."""
+
+    def writing(self, bucket_id: int) -> None: ...
+
+    def overwriting(self, bucket: Bucket, start: int, end: int) -> Callable[[], None]:
+        return lambda: None
+
+    def written(self, segment: Segment) -> None: ...
+
+    def updated(self, bucket: Bucket) -> None: ...
+
+
 class World:
     """A manager with everything below it, and the dictionary of what every bucket should hold."""
 
@@ -71,9 +98,10 @@ class World:
         seed: int = 0,
         lazy: float = 0.25,
         next_use: Callable[[int], float] = lambda bucket: 0.0,
+        device: SimDevice | None = None,
     ) -> None:
         self.layout = make_layout()
-        self.device = SimDevice(seed=seed, checked=True, lazy=lazy)
+        self.device = device or SimDevice(seed=seed, checked=True, lazy=lazy)
         self.budget = budget * FRAME_BYTES
         self.ledger = Ledger({Tier.HBM: self.budget})
         self.log = EventLog()
@@ -85,13 +113,14 @@ class World:
             home = self.store.get(Kind.PARAM, PARAM, bucket)
             self.model[bucket.id] = torch.zeros(bucket.segments[-1].end, dtype=bucket.dtype)
             for segment in bucket.segments:
-                self.fresh(home.flat, bucket.id, segment.offset, segment.end)
+                self.fresh(flat_of(home), bucket.id, segment.offset, segment.end)
         self.manager = ChunkManager(
             self.layout,
             device=self.device,
             ledger=self.ledger,
             link=self.link,
             store=self.store,
+            events=NoEvents(),
             limit=limit,
             ceiling=ceiling,
             next_use=next_use,
@@ -126,11 +155,16 @@ class World:
 
     def home_is_right(self, bucket: int) -> bool:
         home = self.manager.home(bucket)
-        self.device.check_read(home.bytes)
-        return self.right(home.flat, bucket)
+        self.device.check_read(flat_of(home).view(torch.uint8))
+        return self.right(flat_of(home), bucket)
 
-    def states(self, bucket: int, tier: Tier = Tier.HBM) -> list[CopyState]:
-        return [self.manager.table.state(c, tier) for c in self.layout.buckets[bucket].chunks]
+    def state(self, bucket: int, tier: Tier = Tier.HBM) -> CopyState:
+        return self.manager.table.state(bucket, tier)
+
+
+def view_of(world: World, bucket: int, position: int) -> torch.Tensor:
+    """Return a segment's own tensor at home."""
+    return world.manager.home(bucket).view(world.layout.buckets[bucket].segments[position])
 
 
 class Lease(NamedTuple):
@@ -203,7 +237,7 @@ class ManagerMachine(RuleBasedStateMachine):
     # -- rules -----------------------------------------------------------------------------------
 
     def spare(self) -> int:
-        return self.world.budget // FRAME_BYTES - self.manager.limit
+        return self.world.budget // FRAME_BYTES - self.manager.arena.limit
 
     @rule(ids=st.lists(buckets, min_size=1, max_size=3, unique=True), idle=st.booleans())
     def pin(self, ids: list[int], idle: bool) -> None:
@@ -211,7 +245,7 @@ class ManagerMachine(RuleBasedStateMachine):
         try:
             self.manager.pin(ids, "F", self.spare if idle else lambda: 0)
         except BudgetError as error:
-            assert held or need > self.manager.ceiling
+            assert held or need > self.manager.arena.ceiling
             assert error.tier == "HBM"
             assert error.advice
             return
@@ -273,10 +307,13 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(bucket=buckets, start=st.integers(0, 60))
     def prefetch(self, bucket: int, start: int) -> None:
         end = start + self.granules(bucket)
-        there = {r.owner for r in self.manager.frames.runs if r.start < end and start < r.end}
+        frames = self.manager.arena.frames
+        there = {r.owner for r in frames.runs if r.start < end and start < r.end}
         before = set(self.manager.replicas)
         possible = (
-            bucket not in before and end <= self.manager.frames.limit and not there & self.held()
+            bucket not in before
+            and end <= self.manager.arena.frames.limit
+            and not there & self.held()
         )
         assert self.manager.prefetch(bucket, start) is possible
         after = (before - there) | {bucket} if possible else before
@@ -294,18 +331,18 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(bucket=buckets)
     def settle(self, bucket: int) -> None:
         resident = bucket in self.manager.replicas
-        self.manager.settle(bucket)
+        self.manager.flush_and_wait(bucket)
         assert (bucket in self.manager.replicas) == resident
         assert self.world.home_is_right(bucket)
-        assert set(self.world.states(bucket, Tier.HOST)) == {CopyState.CLEAN}
-        assert set(self.world.states(bucket)) <= {CopyState.CLEAN, CopyState.ABSENT}
+        assert self.world.state(bucket, Tier.HOST) is CopyState.CLEAN
+        assert self.world.state(bucket) in (CopyState.CLEAN, CopyState.ABSENT)
 
     @rule(bucket=buckets, data=st.data())
     def renew(self, bucket: int, data: st.DataObject) -> None:
-        self.manager.settle(bucket)
+        self.manager.flush_and_wait(bucket)
         start, end = self.segment_range(data, bucket)
-        self.world.fresh(self.manager.home(bucket).flat, bucket, start, end)
-        self.manager.renew(bucket)
+        self.world.fresh(flat_of(self.manager.home(bucket)), bucket, start, end)
+        self.manager.refresh(bucket)
         assert (bucket in self.manager.replicas) == (bucket in self.held())
 
     @precondition(lambda self: self.loose())
@@ -313,35 +350,43 @@ class ManagerMachine(RuleBasedStateMachine):
     def write_and_give_up(self, data: st.DataObject) -> None:
         bucket = data.draw(st.sampled_from(self.loose()))
         start, end = self.segment_range(data, bucket)
-        self.manager.settle(bucket)
+        self.manager.flush_and_wait(bucket)
         self.manager.pin((bucket,), "F")
         self.manager.replicas[bucket].flat[start:end] = -1.0
         self.manager.write(bucket, start, end)
         self.manager.unpin((bucket,))
-        self.manager.give_up(bucket)
+        self.manager.discard_writes(bucket)
         assert bucket not in self.manager.replicas
 
     @rule(limit=st.integers(LARGEST, 100))
     def resize(self, limit: int) -> None:
         limit = min(limit, self.world.budget // FRAME_BYTES)
-        before = (self.manager.frames.limit, self.manager.ceiling, set(self.manager.replicas))
+        before = (
+            self.manager.arena.frames.limit,
+            self.manager.arena.ceiling,
+            set(self.manager.replicas),
+        )
         assert self.manager.resize(limit) is not bool(self.held())
-        after = (self.manager.frames.limit, self.manager.ceiling, set(self.manager.replicas))
+        after = (
+            self.manager.arena.frames.limit,
+            self.manager.arena.ceiling,
+            set(self.manager.replicas),
+        )
         assert after == (before if self.held() else (limit, limit, set()))
 
     @rule()
     def shed(self) -> None:
         before = set(self.manager.replicas)
-        self.manager.shed()
+        self.manager.evict_all(lambda replica: replica.is_apart)
         assert self.apart() <= self.held()
         assert before - set(self.manager.replicas) <= before - self.held()
 
     @rule(less=st.integers(0, 40))
     def lower(self, less: int) -> None:
-        limit = max(self.manager.limit - less, LARGEST)
-        if limit <= self.manager.limit and self.manager.lower(limit):
-            assert self.manager.limit <= limit
-            assert self.manager.ceiling == self.manager.frames.limit
+        limit = max(self.manager.arena.limit - less, LARGEST)
+        if limit <= self.manager.arena.limit and self.manager.shrink(limit):
+            assert self.manager.arena.limit <= limit
+            assert self.manager.arena.ceiling == self.manager.arena.frames.limit
 
     @rule(bucket=buckets, use=st.sampled_from((1.0, 3.0, math.inf)))
     def change_the_plan(self, bucket: int, use: float) -> None:
@@ -372,8 +417,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def runs_are_disjoint_inside_the_limit_and_where_the_replicas_are(self) -> None:
-        frames, end = self.manager.frames, 0
-        assert frames.limit <= self.manager.ceiling
+        frames, end = self.manager.arena.frames, 0
+        assert frames.limit <= self.manager.arena.ceiling
         for run in frames.runs:
             assert end <= run.start
             end = run.end
@@ -389,16 +434,16 @@ class ManagerMachine(RuleBasedStateMachine):
     def frames_apart_are_counted_and_have_memory_of_their_own(self) -> None:
         apart = [self.manager.replicas[bucket] for bucket in self.apart()]
         n_apart = sum(replica.bucket.granules for replica in apart)
-        assert self.manager.limit == self.manager.frames.limit + n_apart
+        assert self.manager.arena.limit == self.manager.arena.frames.limit + n_apart
         assert len({r.bytes.untyped_storage().data_ptr() for r in apart}) == len(apart)
-        assert all(self.manager.by_storage[r.cdata] is r for r in apart)
+        assert all(self.manager.arena.by_storage[r.cdata] is r for r in apart)
 
     @invariant()
     def as_many_views_are_kept_as_are_found_by_their_storage(self) -> None:
         manager = self.manager
-        assert len(manager._shells) <= SHELLS * len(BUCKETS)
-        kept = {*manager._shells.values(), *(manager.replicas[b] for b in self.apart())}
-        assert {r.cdata: r for r in kept} == manager.by_storage
+        assert len(manager.arena._shells) <= SHELLS * len(BUCKETS)
+        kept = {*manager.arena._shells.values(), *(manager.replicas[b] for b in self.apart())}
+        assert {r.cdata: r for r in kept} == manager.arena.by_storage
         assert kept >= set(manager.replicas.values())
 
     @invariant()
@@ -429,14 +474,14 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def a_copy_is_absent_exactly_when_it_is_not_resident(self) -> None:
         for bucket in BUCKETS:
-            states, replica = set(self.world.states(bucket)), self.manager.replicas.get(bucket)
-            assert CopyState.ABSENT not in self.world.states(bucket, Tier.HOST)
+            state, replica = self.world.state(bucket), self.manager.replicas.get(bucket)
+            assert self.world.state(bucket, Tier.HOST) is CopyState.CLEAN
             if replica is None:
-                assert states == {CopyState.ABSENT}
+                assert state is CopyState.ABSENT
             elif replica.ready is not None:
-                assert states == {CopyState.FILLING}
+                assert state is CopyState.FILLING
             else:
-                assert states <= {CopyState.CLEAN, CopyState.DIRTY, CopyState.FLUSHING}
+                assert state is (CopyState.DIRTY if replica.dirty else CopyState.CLEAN)
 
     @invariant()
     def every_chunk_has_a_copy_that_is_right(self) -> None:
@@ -445,13 +490,14 @@ class ManagerMachine(RuleBasedStateMachine):
             size, last = bucket.chunk_numel, bucket.segments[-1].end
             if replica is not None and replica.ready is None:
                 assert self.world.right(replica.flat, bucket.id)
-            if replica is not None and replica.shown:
+            if replica is not None and replica.exposed:
                 continue
-            self.world.device.check_read(home.bytes)
-            for i, state in enumerate(self.world.states(bucket.id)):
-                if state not in (CopyState.DIRTY, CopyState.FLUSHING):
+            self.world.device.check_read(flat_of(home).view(torch.uint8))
+            dirty = set() if replica is None else replica.dirty
+            for i, chunk in enumerate(bucket.chunks):
+                if chunk not in dirty:
                     assert self.world.right(
-                        home.flat, bucket.id, i * size, min((i + 1) * size, last)
+                        flat_of(home), bucket.id, i * size, min((i + 1) * size, last)
                     )
 
 
@@ -505,7 +551,7 @@ def test_neighbouring_dirty_chunks_go_home_in_one_copy() -> None:
     world = World()
     world.scribble(4, 0, 33)  # chunks 0, 1 and 2
     world.scribble(4, 98, 99)  # chunk 6
-    world.manager.settle(4)
+    world.manager.flush_and_wait(4)
     flushes = [event.n_bytes for event in world.log if event.what == "move" and event.lane == "d2h"]
 
     assert flushes == [3 * CHUNK_BYTES, CHUNK_BYTES]
@@ -514,8 +560,8 @@ def test_neighbouring_dirty_chunks_go_home_in_one_copy() -> None:
 def test_settling_twice_flushes_once() -> None:
     world = World()
     world.scribble(0, 3, 4)
-    world.manager.settle(0)
-    world.manager.settle(0)
+    world.manager.flush_and_wait(0)
+    world.manager.flush_and_wait(0)
 
     assert world.manager.counts["flush"] == 1
     assert 0 in world.manager.replicas
@@ -581,7 +627,11 @@ def test_views_at_places_that_were_left_long_ago_are_let_go() -> None:
         world.manager.evict(bucket)
     world.visit(0)
 
-    assert len(world.manager._shells) == len(world.manager.by_storage) == SHELLS * len(BUCKETS)
+    assert (
+        len(world.manager.arena._shells)
+        == len(world.manager.arena.by_storage)
+        == SHELLS * len(BUCKETS)
+    )
     world.manager.prefetch(3, 30)
     for start in range(4 * SHELLS * len(BUCKETS)):
         world.manager.prefetch(5, start % 30)
@@ -604,7 +654,7 @@ def test_a_view_of_a_place_that_was_let_go_is_made_anew_with_the_right_values() 
     world.visit(3)
 
     assert world.manager.replicas[3] is not gone
-    assert gone.cdata not in world.manager.by_storage
+    assert gone.cdata not in world.manager.arena.by_storage
     world.scribble(3, 2, 9)
     world.visit(3)
 
@@ -625,6 +675,7 @@ def loop(n_buckets: int, n_frames: int, laps: int) -> float:
         ledger=ledger,
         link=Link(device, log),
         store=store,
+        events=NoEvents(),
         limit=limit,
         ceiling=limit,
         next_use=lambda bucket: bucket + 1.0,
@@ -671,7 +722,7 @@ def test_a_pin_takes_more_frames_when_the_limit_is_short_of_them() -> None:
     world.manager.pin((4,), "F")
     world.manager.pin((0, 1), "F")
 
-    assert world.manager.frames.limit == 52
+    assert world.manager.arena.frames.limit == 52
 
 
 def test_a_pin_takes_more_frames_when_a_held_run_splits_those_in_use() -> None:
@@ -682,27 +733,27 @@ def test_a_pin_takes_more_frames_when_a_held_run_splits_those_in_use() -> None:
 
     world.visit(6)  # 24 frames, of 58 that nobody holds
 
-    assert world.manager.frames.limit <= 60
+    assert world.manager.arena.frames.limit <= 60
 
 
 def test_what_the_arena_has_no_place_for_stands_apart_and_goes_when_nobody_holds_it() -> None:
     world = World(limit=28, ceiling=28, budget=60)
     kept = []
     for bucket in (4, 0):
-        world.manager.pin((bucket,), "F", lambda: 60 - world.manager.limit)
+        world.manager.pin((bucket,), "F", lambda: 60 - world.manager.arena.limit)
         kept.append(world.manager.replicas[bucket].views[0].detach())
         world.manager.unpin((bucket,))
 
-    assert world.manager.limit == 28 + 12
+    assert world.manager.arena.limit == 28 + 12
     assert world.manager.replicas[0].is_apart
     cdata = world.manager.replicas[0].cdata
     assert torch.equal(kept[1].flatten(), world.model[0][:25])
     kept[1].mul_(2)
     world.model[0][:25] *= 2
-    assert not world.manager.lower(28)
+    assert not world.manager.shrink(28)
     del kept
-    assert world.manager.lower(28)
-    assert (world.manager.limit, cdata in world.manager.by_storage) == (28, False)
+    assert world.manager.shrink(28)
+    assert (world.manager.arena.limit, cdata in world.manager.arena.by_storage) == (28, False)
     world.visit(0)
 
 
@@ -712,8 +763,8 @@ def test_the_arena_gives_way_to_what_is_held_apart_from_it() -> None:
     kept = world.manager.replicas[6].views[0].detach()
     world.manager.unpin((4, 6))
 
-    assert world.manager.lower(40)
-    assert (world.manager.limit, world.manager.frames.limit) == (40, 16)
+    assert world.manager.shrink(40)
+    assert (world.manager.arena.limit, world.manager.arena.frames.limit) == (40, 16)
     assert torch.equal(kept, world.model[6])
     with pytest.raises(BudgetError, match="leases"):
         world.manager.pin((4,), "F")
@@ -750,7 +801,7 @@ def test_giving_up_a_write_brings_the_old_values_back() -> None:
     world.manager.replicas[0].flat[:25] = -1.0
     world.manager.write(0, 0, 25)
     world.manager.unpin((0,))
-    world.manager.give_up(0)
+    world.manager.discard_writes(0)
 
     world.visit(0)
 
@@ -763,7 +814,7 @@ def test_giving_up_a_write_leaves_the_frames_of_a_lease_alone() -> None:
     world.manager.write(0, 0, 25)
     kept = replica.views[1].detach()
     world.manager.unpin((0,))
-    world.manager.give_up(0)
+    world.manager.discard_writes(0)
 
     assert torch.equal(kept, world.model[0][32:39])
 
@@ -773,9 +824,9 @@ def test_a_lease_follows_the_update_of_its_parameter() -> None:
     world.manager.pin((0,), "F")
     kept = world.manager.replicas[0].views[1].detach()
     world.manager.unpin((0,))
-    world.manager.settle(0)
-    world.fresh(world.manager.home(0).flat, 0, 32, 39)
-    world.manager.renew(0)
+    world.manager.flush_and_wait(0)
+    world.fresh(flat_of(world.manager.home(0)), 0, 32, 39)
+    world.manager.refresh(0)
 
     assert torch.equal(kept, world.model[0][32:39])
 
@@ -783,8 +834,8 @@ def test_a_lease_follows_the_update_of_its_parameter() -> None:
 def test_an_update_discards_a_replica_that_nobody_looks_at() -> None:
     world = World()
     world.visit(0)
-    world.fresh(world.manager.home(0).flat, 0, 0, 25)
-    world.manager.renew(0)
+    world.fresh(flat_of(world.manager.home(0)), 0, 0, 25)
+    world.manager.refresh(0)
 
     assert 0 not in world.manager.replicas
     world.visit(0)
@@ -793,8 +844,8 @@ def test_an_update_discards_a_replica_that_nobody_looks_at() -> None:
 def test_a_home_written_through_a_state_dict_is_seen_by_the_next_pin() -> None:
     world = World()
     world.visit(0)
-    world.manager.show_home(0)
-    home = world.manager.home(0).segments[1].detach()
+    world.manager.copies[0].expose()
+    home = view_of(world, 0, 1).detach()
     home.mul_(2)
     world.model[0][32:39] *= 2
 
@@ -806,11 +857,11 @@ def test_a_home_written_through_a_state_dict_refreshes_a_lease() -> None:
     world.manager.pin((0,), "F")
     kept = world.manager.replicas[0].views[1].detach()
     world.manager.unpin((0,))
-    world.manager.settle(0)
-    world.manager.show_home(0)
-    world.manager.home(0).segments[1].mul_(2)
+    world.manager.flush_and_wait(0)
+    world.manager.copies[0].expose()
+    view_of(world, 0, 1).mul_(2)
     world.model[0][32:39] *= 2
-    world.manager.settle(0)
+    world.manager.flush_and_wait(0)
 
     assert torch.equal(kept, world.model[0][32:39])
 
@@ -818,25 +869,25 @@ def test_a_home_written_through_a_state_dict_refreshes_a_lease() -> None:
 @pytest.mark.parametrize("read", ["pin", "settle"])
 def test_a_write_on_the_device_and_one_through_a_state_dict_are_both_kept(read: str) -> None:
     world = World()
-    world.manager.show_home(0)
-    alias = world.manager.home(0).segments[1].detach()  # of a state dict
+    world.manager.copies[0].expose()
+    alias = view_of(world, 0, 1).detach()  # of a state dict
     world.scribble(0, 0, 10)  # segment 0, on HBM, in chunk 0
     alias.mul_(2)  # segment 1, at home, in chunk 2
     world.model[0][32:39] *= 2
     if read == "settle":
-        world.manager.settle(0)
+        world.manager.flush_and_wait(0)
 
     world.visit(0)
 
 
 def test_a_write_on_the_device_and_one_through_a_state_dict_may_share_a_chunk() -> None:
     world = World()
-    world.manager.show_home(2)
-    alias = world.manager.home(2).segments[2].detach()  # of a state dict
+    world.manager.copies[2].expose()
+    alias = view_of(world, 2, 2).detach()  # of a state dict
     world.scribble(2, 0, 10)
     alias.mul_(2)
     world.model[2][32:52] *= 2
-    world.manager.settle(2)
+    world.manager.flush_and_wait(2)
 
     world.visit(2)
 
@@ -849,7 +900,7 @@ def test_growing_makes_a_larger_arena() -> None:
     world.visit(*BUCKETS)
     replicas = world.manager.replicas.values()
 
-    assert world.manager.arena_bytes == 90 * FRAME_BYTES
+    assert world.manager.arena.slab.n_bytes == 90 * FRAME_BYTES
     assert len(replicas) == len(BUCKETS)
     assert len({r.bytes.data_ptr() - r.start * FRAME_BYTES for r in replicas}) == 1
 
@@ -872,7 +923,7 @@ def test_nothing_is_resized_while_a_lease_is_held() -> None:
     world.manager.unpin((3,))
 
     assert not world.manager.resize(40)
-    assert world.manager.frames.limit == ALL
+    assert world.manager.arena.frames.limit == ALL
     assert torch.equal(kept, world.model[3][:4])
 
 
@@ -900,7 +951,7 @@ def test_a_home_that_changed_by_itself_is_found_out(monkeypatch: pytest.MonkeyPa
     world = World()
     world.scribble(0, 0, 10)
     world.manager.evict(0)
-    world.manager.home(0).flat[3] = 0.5
+    flat_of(world.manager.home(0))[3] = 0.5
 
     with pytest.raises(TransferError, match="changed while nobody wrote"):
         world.manager.pin((0,), "F")
@@ -913,7 +964,7 @@ def test_a_fetch_that_failed_once_is_not_taken_for_resident(
     world = World()
     world.scribble(0, 0, 10)
     world.manager.evict(0)
-    world.manager.home(0).flat[3] = 0.5
+    flat_of(world.manager.home(0))[3] = 0.5
 
     for _ in range(2):
         with pytest.raises(TransferError):

@@ -521,10 +521,10 @@ class Gate:
 
 def test_what_somebody_waits_for_by_then_is_done_first() -> None:
     threads, gate, waited = Threads(1), Gate(), set[str]()
-    threads.submit(gate.stand, lambda: False)
+    threads.submit(Lane.READ, 1, gate.stand, lambda: False)
     assert gate.began.wait(10)
     for name in "abcdef":
-        threads.submit(gate.note(name), lambda name=name: name in waited)  # type: ignore[misc]
+        threads.submit(Lane.READ, 1, gate.note(name), lambda name=name: name in waited)  # type: ignore[misc]
     waited |= {"e", "c"}  # after it was submitted
 
     gate.opened.set()
@@ -536,7 +536,7 @@ def test_what_somebody_waits_for_by_then_is_done_first() -> None:
 def test_threads_finish_what_they_were_given_before_they_end() -> None:
     threads, gate = Threads(3), Gate()
     for i in range(100):
-        threads.submit(gate.note(str(i)), lambda: False)
+        threads.submit(Lane.READ, 1, gate.note(str(i)), lambda: False)
     threads.close()
     threads.close()
     assert sorted(gate.turns, key=int) == [str(i) for i in range(100)]
@@ -554,7 +554,7 @@ def wait_for_the_end(before: int) -> Iterator[None]:
 def test_threads_end_when_nobody_has_them_any_more() -> None:
     before = threading.active_count()
     threads = Threads(4)
-    threads.submit(lambda: None, lambda: False)
+    threads.submit(Lane.READ, 1, lambda: None, lambda: False)
     assert threading.active_count() == before + 4
     del threads
     gc.collect()

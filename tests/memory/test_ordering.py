@@ -41,9 +41,8 @@ class Busy(SimDevice):
 
 
 def test_a_fetch_into_frames_that_were_let_go_is_queued_behind_their_last_reader() -> None:
-    world = World(limit=12, ceiling=12)
-    world.device = world.manager.device = device = Busy()
-    world.link._device = device
+    device = Busy()
+    world = World(limit=12, ceiling=12, device=device)
     world.manager.pin((0,), "F")
     n_before = len(device.marks)
     world.manager.unpin((0,))

@@ -54,18 +54,10 @@ from hetero.events import EventLog
 from hetero.io import ALIGN, IO, FaultPlan, Folder, align_up, aligned_buffer
 from hetero.jobs import Job, Worker
 from hetero.memory import pool as pool_module
+from hetero.memory.extent import Extent, Extents, Request, Span, Use
 from hetero.memory.ledger import Ledger
 from hetero.memory.nvme import Executor, Nvme, Urgent, Work
-from hetero.memory.pool import (
-    HUGE_PAGE,
-    Extent,
-    Extents,
-    Pool,
-    Request,
-    Span,
-    Use,
-    open_pool,
-)
+from hetero.memory.pool import HUGE_PAGE, Pool, open_pool
 from hetero.types import CopyState, Kind, Lane, Tier
 
 T = TypeVar("T")
@@ -79,6 +71,9 @@ class Home(NamedTuple):
 
     extents: Extents
     array: Array
+
+    def needs(self, start: int, end: int, use: Use) -> Iterator[tuple[Extent, Use]]:
+        return self.extents.needs(start, end, use)
 
     def span(self, first: int, end: int | None = None, use: Use = Use.READ) -> Span:
         """Return whole extents [first, end), one by default."""
@@ -96,7 +91,7 @@ class Late:
         self.todo: list[Work] = []
         self.random = None if seed is None else random.Random(seed)
 
-    def submit(self, work: Work, urgent: Urgent) -> None:
+    def submit(self, lane: Lane, n_bytes: int, work: Work, urgent: Urgent) -> None:
         self.todo.append(work)
 
     def step(self) -> bool:
@@ -149,7 +144,7 @@ def make_home(pool: Pool, n_extents: float, dtype: str = "u1") -> Home:
 
 
 def state(pool: Pool, extent: Extent) -> CopyState:
-    return pool.table.state(extent.id, Tier.HOST)
+    return pool.pages.table.state(extent.id, Tier.HOST)
 
 
 def states(pool: Pool, home: Home) -> list[CopyState]:
@@ -189,7 +184,7 @@ def flushed(pool: Pool, home: Home) -> None:
         pool._flush(pool.n_bytes)
     pool.drain()
     with pool._changed:
-        assert pool._evict(pool.n_bytes, ())
+        assert pool.pages.evict(pool.n_bytes, ())
     assert not resident(pool, home)
 
 
@@ -216,18 +211,18 @@ def test_a_home_larger_than_the_pool_keeps_every_number_within_the_budget(disk: 
     for i in range(31):
         with pool.pin(home.request(i, use=Use.FRESH)):
             home.array[i * NUMEL : (i + 1) * NUMEL] = wanted[i * NUMEL : (i + 1) * NUMEL]
-        assert pool.used <= pool.n_bytes
+        assert pool.pages.used <= pool.n_bytes
     for i in random.Random(0).choices(range(31), k=100):
         with pool.pin(home.request(i, use=Use.WRITE)):
             part = slice(i * NUMEL, (i + 1) * NUMEL)
             assert np.array_equal(home.array[part], wanted[part])
             home.array[part] += 1
             wanted[part] += 1
-        assert pool.used <= pool.n_bytes
+        assert pool.pages.used <= pool.n_bytes
     moved = pool.nvme.take_counts()
 
     assert moved[Lane.READ] > 20 * 4 * NUMEL and moved[Lane.WRITE] > 30 * 4 * NUMEL
-    assert pool.peak == pool.n_bytes // (4 * NUMEL) * 4 * NUMEL
+    assert pool.pages.peak == pool.n_bytes // (4 * NUMEL) * 4 * NUMEL
     pool.close()
 
 
@@ -283,7 +278,7 @@ def test_the_last_extent_is_whole_where_the_home_ends(disk: Path, late: Late) ->
     }
     assert Request([Span(home, 0, 0)]).needs == {}
     with pool.pin(Request([])):
-        assert pool.used == 0
+        assert pool.pages.used == 0
 
 
 def test_two_uses_of_one_extent_in_a_request_read_it_and_write_it(disk: Path, late: Late) -> None:
@@ -336,7 +331,7 @@ def test_a_discarded_home_is_zero_and_costs_nothing(disk: Path, late: Late) -> N
 
     pool.discard(home.extents)
 
-    assert pool.used <= NUMEL
+    assert pool.pages.used <= NUMEL
     assert seen(pool, home) == [0, 0, 0, 0]
     assert pool.nvme.take_counts()[Lane.READ] == 0 and moved <= 4 * NUMEL
     assert seen(pool, other) == [5]
@@ -402,7 +397,7 @@ def test_evicted_extents_give_their_memory_back_to_the_system(
                 if use is not Use.READ:
                     home.array[start : start + extent_bytes] = 1 + use
             most = max(most, resident_bytes() - before)
-        assert pool.used <= pool.n_bytes
+        assert pool.pages.used <= pool.n_bytes
     pool.discard(home.extents)
 
     assert 4 * mib < most <= 8 * mib + 4 * mib
@@ -474,7 +469,7 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_bytes(disk: Path, la
 
     assert failure.value.tier == "HOST" and failure.value.needed_bytes == 4 * NUMEL
     assert "raise host= by 4 KiB" in failure.value.advice
-    assert pool.used == 0 and not any(extent.pins for extent in home.extents.all)
+    assert pool.pages.used == 0 and not any(extent.pins for extent in home.extents.all)
 
 
 def test_who_holds_too_much_to_get_more_is_told_at_once(disk: Path, watchdog: None) -> None:
@@ -520,7 +515,7 @@ def test_a_thread_that_waits_for_room_goes_on_when_another_lets_go(
             time.sleep(0.05)
             assert not two.done()
         two.result()
-    assert pool.used <= pool.n_bytes
+    assert pool.pages.used <= pool.n_bytes
     pool.close()
 
 
@@ -665,21 +660,6 @@ def test_what_nobody_comes_for_does_not_hold_up_reading_ahead_for_ever(
     assert all(found[-20:])
 
 
-def test_forgetting_what_was_announced_frees_its_memory(disk: Path, late: Late) -> None:
-    pool = make_pool(disk, 6, executor=late)
-    home = make_home(pool, 9)
-    fill(pool, home)
-    flushed(pool, home)
-    pool.ahead([home.request(i) for i in range(5)])
-    late.finish()
-    assert resident(pool, home) == [0, 1]
-
-    pool.forget_ahead()
-    touch(pool, home, 3, 4, 5, 6, 7, 8)
-
-    assert resident(pool, home) == [3, 4, 5, 6, 7, 8]
-
-
 def test_what_is_for_later_is_read_when_nothing_is_left_to_read_ahead(
     disk: Path, late: Late
 ) -> None:
@@ -790,7 +770,7 @@ def test_a_scan_finds_its_extents_in_memory(disk: Path, late: Late) -> None:
 
 def check_nothing_is_held(pool: Pool, home: Home) -> None:
     assert not any(extent.pins for extent in home.extents.all)
-    assert pool.used <= pool.n_bytes
+    assert pool.pages.used <= pool.n_bytes
 
 
 def test_a_read_that_fails_is_told_and_the_next_who_asks_tries_again(
@@ -1298,7 +1278,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         self.announced.clear()
-        self.pool.forget_ahead()
+        self.pool.drain()
 
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:
@@ -1350,9 +1330,9 @@ class PoolMachine(RuleBasedStateMachine):
         for home in self.homes:
             for extent in home.extents.all:
                 sizes[state(pool, extent)] += extent.n_bytes
-        assert sizes == Counter({s: n for s, n in pool._bytes.items() if n})
-        assert pool.used == sum(sizes.values()) - sizes[ABSENT]
-        assert pool.used <= pool.peak <= pool.n_bytes
+        assert sizes == Counter({s: n for s, n in pool.pages.bytes.items() if n})
+        assert pool.pages.used == sum(sizes.values()) - sizes[ABSENT]
+        assert pool.pages.used <= pool.pages.peak <= pool.n_bytes
 
     @invariant()
     def pins_and_states_agree(self) -> None:
@@ -1364,13 +1344,13 @@ class PoolMachine(RuleBasedStateMachine):
             for extent in home.extents.all:
                 found = state(pool, extent)
                 assert extent.pins == pinned[extent] >= 0
-                assert (extent in pool._resident) == (found is not ABSENT)
+                assert (extent in pool.pages.resident) == (found is not ABSENT)
                 assert not extent.pins or found in (CLEAN, DIRTY, FLUSHING)
-                assert extent not in pool._window or found is not ABSENT
+                assert extent not in pool.pages.window or found is not ABSENT
                 moving += found in (FILLING, FLUSHING)
         assert moving == pool._in_flight == len(self.late.todo)
-        kept = sum(extent.n_bytes for extent in pool._window._kept)
-        assert kept == pool._window.kept_bytes
+        kept = sum(extent.n_bytes for extent in pool.pages.window._kept)
+        assert kept == pool.pages.window.kept_bytes
         assert pool._n_waiting == 0 and sum(pool._holders.values()) == len(self.held)
 
     @invariant()
@@ -1480,7 +1460,7 @@ class Stress:
 
     def turn(self, request: Request, which: list[int], use: Use) -> None:
         with self.pool.pin(request):
-            assert self.pool.used <= self.pool.n_bytes
+            assert self.pool.pages.used <= self.pool.n_bytes
             for home, i in itertools.product(self.homes, which):
                 part = home.array[i * NUMEL : (i + 1) * NUMEL]
                 if use is not Use.FRESH:
@@ -1506,7 +1486,7 @@ class Stress:
         for home in self.homes:
             assert seen(self.pool, home) == list(self.counts)
         assert not any(e.pins for home in (*self.homes, self.shared) for e in home.extents.all)
-        assert self.pool.peak <= self.pool.n_bytes
+        assert self.pool.pages.peak <= self.pool.n_bytes
         self.pool.drain()
         assert not self.pool._in_flight and not self.pool._holders
         self.pool.close()
@@ -1618,7 +1598,6 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on(disk: Path, watchdog: 
         with pytest.raises(ForkedProcessError):
             pool.discard(home.extents)
         pool.ready(home.request(0))
-        pool.forget_ahead()
         held.__exit__(None, None, None)
         pool.drain()
         pool.close()
@@ -1674,7 +1653,8 @@ from hetero.events import EventLog
 from hetero.io import Folder
 from hetero.memory.ledger import Ledger
 from hetero.memory.nvme import Nvme
-from hetero.memory.pool import Pool, Request, Span, Use
+from hetero.memory.extent import Request, Span, Use
+from hetero.memory.pool import Pool
 from hetero.types import Kind
 
 class Home:
@@ -1687,7 +1667,7 @@ SIZE, N = 65536, 64
 nvme = Nvme([Folder.open({str(disk)!r})], SIZE * N, ledger=Ledger({{}}), log=EventLog())
 pool = Pool(nvme, 12 * SIZE, extent_numel=SIZE)
 home = Home(pool, SIZE * N)
-requests = [Request([Span(home, i * SIZE, (i + 1) * SIZE, Use.WRITE)]) for i in range(N)]
+requests = [Request([Span(home.extents, i * SIZE, (i + 1) * SIZE, Use.WRITE)]) for i in range(N)]
 for i, request in enumerate(requests):
     with pool.pin(request):
         home.array[i * SIZE : (i + 1) * SIZE] = i

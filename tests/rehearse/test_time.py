@@ -286,7 +286,7 @@ def test_transfers_of_a_lane_follow_each_other_and_slow_the_other_lane_down() ->
     clock, done = device(), []
     drive = disk(clock)
     for lane, name in ((Lane.READ, "a"), (Lane.READ, "b"), (Lane.WRITE, "c")):
-        drive.begin(lane, 1, partial(done.append, (name, lane)), lambda: False)
+        drive.submit(lane, 1, partial(done.append, (name, lane)), lambda: False)
 
     while drive.wait():
         pass
@@ -298,9 +298,9 @@ def test_transfers_of_a_lane_follow_each_other_and_slow_the_other_lane_down() ->
 def test_what_is_urgent_is_read_first() -> None:
     clock, done = device(), []
     drive = disk(clock)
-    drive.begin(Lane.READ, 1, partial(done.append, "running"), lambda: False)
-    drive.begin(Lane.READ, 1, partial(done.append, "ahead"), lambda: False)
-    drive.begin(Lane.READ, 1, partial(done.append, "urgent"), lambda: True)
+    drive.submit(Lane.READ, 1, partial(done.append, "running"), lambda: False)
+    drive.submit(Lane.READ, 1, partial(done.append, "ahead"), lambda: False)
+    drive.submit(Lane.READ, 1, partial(done.append, "urgent"), lambda: True)
 
     while drive.wait():
         pass
@@ -312,7 +312,7 @@ def test_what_is_urgent_is_read_first() -> None:
 def test_who_takes_the_lock_finds_done_what_is_done_by_then() -> None:
     clock, done = device(), []
     drive = disk(clock)
-    drive.begin(Lane.READ, 1, partial(done.append, "a"), lambda: False)
+    drive.submit(Lane.READ, 1, partial(done.append, "a"), lambda: False)
     clock.compute(0.5)
     with drive:
         assert not done
@@ -327,7 +327,7 @@ def test_a_job_that_waits_for_a_drive_takes_longer_and_the_device_goes_on() -> N
     worker = DryWorker(clock, lambda numel: float(numel), drive)
 
     def work() -> None:
-        drive.begin(Lane.READ, 7, partial(done.append, "read"), lambda: True)
+        drive.submit(Lane.READ, 7, partial(done.append, "read"), lambda: True)
         drive.wait()
 
     job = worker.submit(worker.job([work], 2))

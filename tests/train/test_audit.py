@@ -93,14 +93,14 @@ def test_frames_and_activations_stay_under_the_budget_at_every_operation(name: s
     engine = engine_of(model)
     highest = 0
     for number in range(5):
-        arena = engine.residence.manager._arena.block
+        arena = engine.residence.manager.arena.slab.block
         with Auditor([*device.slabs, arena]) as auditor:
             device.auditor = auditor
             data = case.data(torch.Generator().manual_seed(number))
             case.step(Loop(model, optimizer, data, number, True))
         optimizer.step()
         optimizer.zero_grad()
-        frames = engine.residence.manager.frames.limit * engine.setup.blueprint.granule_bytes
+        frames = engine.residence.manager.arena.frames.limit * engine.setup.blueprint.granule_bytes
         buffers = sum(b.nbytes for b in model.buffers())
         if number >= 1:  # the first step measures with the fewest frames
             assert auditor.peak + frames + buffers <= hbm, (number, auditor.peak, frames, hbm)
@@ -142,7 +142,7 @@ def test_views_of_all_weights_take_the_room_of_activations_and_give_it_back() ->
         assert sum(view.nbytes for view in held) < device.mapped_bytes <= hbm
         assert device.mapped_bytes > arena + 30_000
         del held
-        with Auditor([*device.slabs, engine.residence.manager._arena.block]) as auditor:
+        with Auditor([*device.slabs, engine.residence.manager.arena.slab.block]) as auditor:
             device.auditor = auditor
             loss = loss_of_many(model, number)
             assert device.mapped_bytes == arena
@@ -161,7 +161,7 @@ def test_the_arena_is_a_mapping_of_exactly_the_budget() -> None:
     config = Config.load(device="cpu:sim", hbm=100_000, chunk_bytes=256)
     model, _ = prepare_tuned(model, adamw(model), config, None)
     engine = engine_of(model)
-    arena = engine.residence.manager._arena
+    arena = engine.residence.manager.arena.slab
     assert 100_000 - engine.setup.blueprint.granule_bytes < arena.n_bytes <= 100_000
     assert arena.mapping is not None and len(arena.mapping) == arena.n_bytes
     start = arena.block.data_ptr()

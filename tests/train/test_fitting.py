@@ -89,7 +89,7 @@ def trains_alike(model: Any, optimizer: Any, plain: nn.Module, rows: list[int]) 
     for number, n in enumerate(rows):
         theirs = step(plain, reference, number, n)
         assert torch.equal(step(model, optimizer, number, n), theirs)
-        frames.append(engine_of(model).residence.manager.limit)
+        frames.append(engine_of(model).residence.manager.arena.limit)
     same(values(plain), values(model), "weights")
     return frames
 
@@ -101,7 +101,7 @@ def test_what_operations_allocate_stays_within_the_budget_beside_the_frames() ->
     model, optimizer = prepared(copy.deepcopy(plain), hbm=hbm)
     trains_alike(model, optimizer, plain, [64] * 3)
     engine = engine_of(model)
-    frames = engine.residence.manager.limit * engine.setup.blueprint.granule_bytes
+    frames = engine.residence.manager.arena.limit * engine.setup.blueprint.granule_bytes
     x = torch.randn(64, D)
 
     peak = peak_of(lambda: model(x).square().mean().backward(), held(plain))
@@ -162,7 +162,7 @@ def test_sequences_of_many_lengths_fill_frames_anew_a_few_times_and_then_no_more
             of_tokens(side, tokens, its) for side, its in ((plain, reference), (model, optimizer))
         )
         assert torch.equal(ours, theirs)
-        frames.append(engine_of(model).residence.manager.limit)
+        frames.append(engine_of(model).residence.manager.arena.limit)
 
     assert engine_of(model).residence.name == "paged" and 0 < len(times) <= 8
     changes = [at for at, (a, b) in enumerate(pairwise(frames)) if a != b]
@@ -303,7 +303,7 @@ def test_gradients_on_their_way_down_give_way_before_an_error_and_come_back() ->
     fitting, ring = engine.residence.fitting, engine.residence.trained.grads.ring
     room = (
         engine.setup.budget.most_bytes
-        - engine.residence.manager.limit * engine.setup.blueprint.granule_bytes
+        - engine.residence.manager.arena.limit * engine.setup.blueprint.granule_bytes
     )
     wide = ring.limit_bytes
     assert wide == ring.useful_bytes > 0
@@ -312,13 +312,13 @@ def test_gradients_on_their_way_down_give_way_before_an_error_and_come_back() ->
     assert ring.limit_bytes == wide
     assert fitting.fits(room - 100)
     assert ring.limit_bytes == 100
-    frames = engine.residence.manager.limit
+    frames = engine.residence.manager.arena.limit
     assert fitting.fits(room + 1)
-    assert ring.limit_bytes == 0 and engine.residence.manager.limit == frames - 1
+    assert ring.limit_bytes == 0 and engine.residence.manager.arena.limit == frames - 1
 
     step(model, optimizer, 3, 32)
     assert ring.limit_bytes == wide
-    assert engine.residence.manager.limit == frames - 1  # to have one more is worth no plan
+    assert engine.residence.manager.arena.limit == frames - 1  # to have one more is worth no plan
 
 
 def test_the_first_step_waits_for_every_gradient() -> None:

@@ -183,7 +183,7 @@ class SavedViews:
         if tensor.is_conj() or tensor.is_neg():
             return None  # the bits would be lost: its storage is a lease
         binding = self._pages.binding
-        replica = self._pages.manager.by_storage.get(cdata)
+        replica = self._pages.manager.arena.by_storage.get(cdata)
         if replica is None:
             index = binding.by_placeholder.get(cdata)
             if index is None:

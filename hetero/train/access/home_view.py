@@ -53,18 +53,18 @@ class StateDictView:
         home = manager.home(bucket)
         if not home.shows:
             return self._lazily(param, bucket, segment)
-        manager.settle(bucket)
+        manager.flush_and_wait(bucket)
         self._before_write()  # what is shown can be written unseen
-        manager.show_home(bucket)
-        return home.segments[segment.position].detach()
+        manager.copies[bucket].expose()
+        return home.view(segment).detach()
 
     def _copied(self, param: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
         bucket, segment = self._pages.home(param)
-        self._pages.manager.settle(bucket)
+        self._pages.manager.flush_and_wait(bucket)
         self._before_write()
         self._pages.masters.assign(segment, value)
         torch.autograd.graph.increment_version(param)
-        self._pages.manager.renew(bucket)
+        self._pages.manager.refresh(bucket)
         return param
 
     def _lazily(self, param: nn.Parameter, bucket: int, segment: Segment) -> torch.Tensor:
@@ -72,17 +72,17 @@ class StateDictView:
         manager = self._pages.manager
 
         def read() -> torch.Tensor:
-            manager.settle(bucket)
-            return manager.read_home(bucket, segment)
+            manager.flush_and_wait(bucket)
+            return manager.home(bucket).read(segment)
 
         def keep() -> torch.Tensor:
             self._before_write()  # what is shown can be written unseen
-            manager.follow_homes(held=False)
-            manager.settle(bucket)
-            return manager.alias_home(bucket, segment)
+            manager.adopt_home_writes(held=False)
+            manager.flush_and_wait(bucket)
+            return manager.home(bucket).alias(segment)
 
         def write(value: torch.Tensor) -> None:
             self._copied(param, value)
 
-        view = manager.home(bucket).segments[segment.position]
+        view = manager.home(bucket).view(segment)
         return shown(HomeSlot(view, read=read, keep=keep, write=write), segment)

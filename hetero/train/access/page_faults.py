@@ -94,7 +94,7 @@ class PageFaults:
 
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         """Return ``param.data`` of a bound parameter; writes through it leave no trace."""
-        self._pages.manager.replicas[self._pages.home(param)[0]].shown = True
+        self._pages.manager.replicas[self._pages.home(param)[0]].exposed = True
         return faults.read_data(param)
 
     def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ class PageFaults:
                     manager.write(bucket, segment.offset, segment.end)
         if changed and not write:
             for bucket in {bucket for bucket, _ in changed}:
-                manager.give_up(bucket)
+                manager.discard_writes(bucket)
             for _, segment in changed:
                 self._pages.masters.not_written(segment)
             names = ", ".join(repr(segment.spec.name) for _, segment in changed)
@@ -164,4 +164,4 @@ class PageFaults:
                 advice="use hetero.gathered(..., write=True)",
             )
         for bucket in buckets:
-            manager.settle(bucket)
+            manager.flush_and_wait(bucket)

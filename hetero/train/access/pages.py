@@ -93,8 +93,8 @@ class Pages:
             if replica.pins:
                 for position in self.binding.written(bucket):
                     self.note_write(self.layout.buckets[bucket].segments[position])
-            self.manager.settle(bucket)
-        self.manager.follow_homes()
+            self.manager.flush_and_wait(bucket)
+        self.manager.adopt_home_writes()
 
     def assigned(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Note that ``value`` was assigned to ``param.data``: torch would alias the two."""

@@ -53,9 +53,8 @@ class BackwardUpdates:
             early = stepper.open_early(bucket, groups, states, before)
             if early is None:
                 return
-            self._manager.hand_over_early(bucket.id, early.job)
-            if setup.store.pool is not None:
-                setup.store.pool.ahead(early.update.requests)
+            self._manager.hand_over(bucket.id, early.job, early=True)
+            setup.store.pool.ahead(early.update.requests)
             setup.worker.submit(early.job)
 
 

@@ -19,8 +19,8 @@ from hetero.device import ALONE
 from hetero.errors import ConfigError, StateError
 from hetero.internals import is_traceable_wrapper_subclass, storage_uses, tree_iter
 from hetero.memory.codec import is_finite
+from hetero.memory.home import refusal
 from hetero.memory.layout import Layout
-from hetero.memory.slab import refusal
 from hetero.train.model.empty import promised
 from hetero.train.model.units import PART, has_params
 from hetero.train.update.optimizer import Optimizer

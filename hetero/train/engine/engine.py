@@ -223,8 +223,8 @@ class Engine:
                 "the model is released (a second call gives back what there is)"
             )
         self.void_early()
-        setup, pool = self.setup, self.setup.store.pool
-        failed = pool is not None and pool.told
+        setup = self.setup
+        failed = setup.store.pool.told
         try:
             setup.saver.finish()
             self.steps.come_home()

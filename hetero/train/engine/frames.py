@@ -21,15 +21,15 @@ class ArenaFrames:
     @property
     def limit(self) -> int:
         """How many there are."""
-        return self._manager.limit
+        return self._manager.arena.limit
 
     def shed(self) -> None:
         """Give back frames apart from the others that are not held."""
-        self._manager.shed()
+        self._manager.evict_all(lambda replica: replica.is_apart)
 
     def resize(self, limit: int) -> bool:
         """Have so many frames; False while one is held."""
-        if limit == self._manager.limit:
+        if limit == self._manager.arena.limit:
             return True
         if not self._manager.resize(limit):
             return False
@@ -38,16 +38,17 @@ class ArenaFrames:
 
     def vacate(self) -> int:
         """Give up all frames that are not held for now; returns the bytes of the others."""
-        return self._manager.vacate()
+        return self._manager.evict_all()
 
     def lower(self, limit: int) -> bool:
         """Give up frames; False while one of them is held."""
         if self._gives_back:
             return self.resize(limit)
-        if not self._manager.lower(limit):
+        if not self._manager.shrink(limit):
             return False
         self._fetches.replan()
         schedule = self._fetches.active.schedule
         if schedule is not None:  # what stays would be in the way where the plan has others
-            self._manager.clear_the_way({op.bucket: op.start for op in schedule.at(-1)})
+            places = {op.bucket: op.start for op in schedule.at(-1)}
+            self._manager.evict_all(lambda r: places.get(r.bucket.id, r.start) != r.start)
         return True

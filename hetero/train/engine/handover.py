@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hetero.device import trim_heap
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Layout
 from hetero.memory.manager import PARAM
-from hetero.memory.slab import HomeStore
 from hetero.train.engine.check import tables
 from hetero.train.engine.source import Promises, Source
 from hetero.train.gradients.slot import LazyGrad
@@ -59,7 +59,7 @@ class Handover:
         freed = 0
         for bucket in self._layout.buckets:
             home = store.get(Kind.PARAM, PARAM, bucket)
-            for segment, view in zip(bucket.segments, home.segments, strict=True):
+            for segment in bucket.segments:
                 param = self.params[segment.index]
                 grad, param.grad = param.grad, None
                 freed += param.nbytes
@@ -67,7 +67,7 @@ class Handover:
                     source.into(masters, segment)
                 else:
                     masters.assign(segment, param.detach())
-                binding.point(param, view)
+                binding.point(param, home.view(segment))
                 self._moved.add(segment.index)
                 if grad is not None:
                     self._grads[segment.index] = grad.to(place)
@@ -93,10 +93,10 @@ class Handover:
             if home is None or index not in self._moved:
                 continue
             if bucket.has_master:
-                if home.extents is not None or masters.low(bucket).extents is not None:
+                if not (home.stays and masters.low(bucket).stays):
                     self._fetched[index] = masters.value(segment)
-            elif home.extents is not None:
-                self._fetched[index] = store.read(home, segment)
+            elif not home.stays:
+                self._fetched[index] = home.read(segment)
 
     def give_up(self) -> None:
         """Make every parameter plain again, with NaN for a value that is not to be had."""

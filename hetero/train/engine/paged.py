@@ -19,11 +19,11 @@ from hetero.errors import too_early
 from hetero.events import What
 from hetero.jobs import Job
 from hetero.memory.codec import Workspace
+from hetero.memory.extent import Request
 from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Bucket, Layout
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
-from hetero.memory.pool import Request
 from hetero.plan.hardware import find
 from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
@@ -38,6 +38,7 @@ from hetero.train.engine.backward_updates import BackwardUpdates
 from hetero.train.engine.broken import Broken
 from hetero.train.engine.evaluation import Evaluation
 from hetero.train.engine.fitting import CopySeconds, Division, Fitting
+from hetero.train.engine.followers import Followers
 from hetero.train.engine.frames import ArenaFrames
 from hetero.train.engine.resident import Mastered, Resident, make_activations
 from hetero.train.engine.setup import Setup, StepStats
@@ -104,7 +105,7 @@ class Paged:
             runtime.saved.footprint,
             gradient_bytes=ring.most_bytes if trains else 0,
             traced=not is_compiled(setup.model) and not (trains and setup.device.same_ram),
-            others=lambda: manager.arena_bytes + budget.buffer_bytes,
+            others=lambda: manager.arena.slab.n_bytes + budget.buffer_bytes,
             passing=ring.sources,
             ours=lambda: runtime.is_running,
             keeper=lambda: self._keeper,
@@ -206,13 +207,10 @@ class Paged:
 
     def announce(self, begun: Sequence[Update], updates: Sequence[Update]) -> None:
         """Tell the pool what updates need from disk; those ``begun`` have told it."""
-        pool = self.setup.store.pool
-        if pool is None:
-            return
         early, requests = (
             [request for update in some for request in update.requests] for some in (begun, updates)
         )
-        pool.ahead(requests)
+        self.setup.store.pool.ahead(requests)
         self._again = [request.again() for request in (*early, *requests)]
 
     def hand_over(self, bucket: Bucket, job: Job) -> None:
@@ -257,10 +255,10 @@ class Paged:
     def _read_ahead(self) -> None:
         """Have states read for the next step's first updates, where backward leaves the drive."""
         again, self._again = self._again, []
-        spill, pool = self.setup.budget.spill, self.setup.store.pool
+        spill = self.setup.budget.spill
         rests = spill is not None and not any(kind in PASSING for kind, _ in spill.on_disk)
-        if again and rests and pool is not None:
-            pool.later(again)
+        if again and rests:
+            self.setup.store.pool.later(again)
 
     def _forward_ended(self) -> None:
         """A forward of a model without an optimizer is a step."""
@@ -276,16 +274,15 @@ class Paged:
 
         Returns whether everything fits instead: then the caller goes on with `stay`.
         """
-        setup, pool = self.setup, self.setup.store.pool
+        setup = self.setup
         setup.hooks.mend()
         self._take_stats()
         self.frames.shed()
-        if pool is not None:
-            pool.told = False
+        setup.store.pool.told = False
         if not self.activations.offloads:
             setup.offload.trim()
         fits = self._fits_whole(division)
-        if fits and not self.manager.held:  # else the next border tries again
+        if fits and not self.manager.arena.held:  # else the next border tries again
             return True
         if not fits:
             self._apply(division)
@@ -316,7 +313,7 @@ class Paged:
         self.detach()
         for index, (bucket, segment) in enumerate(setup.blueprint.layout.home):
             home = setup.store.homes[PARAM, bucket]
-            plain(setup.params[index], home.segments[segment.position])
+            plain(setup.params[index], home.view(segment))
         self.fitting.charge(division.activation_bytes, division.ring_bytes)
         setup.log.now(What.DECISION, tier=Tier.HBM, why="everything fits: the model stays")
         if setup.has_masters:
@@ -334,7 +331,7 @@ class Paged:
     def _charge(self, activation_bytes: int, ring_bytes: int) -> None:
         """Set aside what activations take; frames grow into it by `Fitting.spare` alone."""
         self.fitting.charge(activation_bytes, ring_bytes)
-        self.manager.ceiling = self.manager.frames.limit
+        self.manager.arena.ceiling = self.manager.arena.frames.limit
 
     @property
     def _may_stay(self) -> bool:
@@ -346,12 +343,11 @@ class Paged:
 
     def _take_stats(self) -> None:
         """Note what the step moved that is over."""
-        counts, n_bytes, pool = self.manager.counts, self.link.n_bytes, self.setup.store.pool
+        counts, n_bytes = self.manager.counts, self.link.n_bytes
         self.setup.stats = stats = StepStats(Counter(n_bytes), Counter(counts))
         counts.clear()
         n_bytes.clear()
-        if pool is not None:
-            stats.n_bytes.update(pool.nvme.take_counts())
+        stats.n_bytes.update(self.setup.store.pool.take_counts())
 
     # -- what is where ---------------------------------------------------------------------------
 
@@ -361,11 +357,11 @@ class Paged:
 
     def settle(self, bucket_id: int) -> None:
         """Bring a home up to date."""
-        self.manager.settle(bucket_id)
+        self.manager.flush_and_wait(bucket_id)
 
     def update_of(self, bucket_id: int) -> Job | None:
         """Return the update of a bucket that is under way, where there is one."""
-        work: Job | None = self.manager.update_of(bucket_id)
+        work: Job | None = self.manager.copies[bucket_id].update
         return work
 
     def here(self) -> set[int]:
@@ -380,12 +376,12 @@ class Paged:
     def loaded(self) -> None:
         """Homes were written: show the new values."""
         for bucket in self.setup.buckets:
-            self.manager.renew(bucket.id)
+            self.manager.refresh(bucket.id)
         self.runtime.pages.stepped(bucket.id for bucket in self.setup.buckets)
 
     def restate(self) -> None:
         """Log what is in frames, for a log that begins here."""
-        self.manager.restate()
+        self.manager.arena.restate()
 
     def abandon(self) -> None:
         """Give up what is under way, after an update has failed."""
@@ -399,23 +395,19 @@ def make_manager(
     plan, device = setup.blueprint, setup.device
     least, room = plan.granules(plan.widest), setup.budget.room
     decoding = plan.decoding(is_cuda=device.is_cuda)
-    manager = ChunkManager(
+    return ChunkManager(
         plan.layout,
         device=device,
         ledger=setup.ledger,
         link=link,
         store=setup.store,
+        events=Followers(setup.saver, setup.masters, trained.grads),
         limit=least,
         # A CUDA arena cannot grow in place: it leaves room for activations not yet measured.
         ceiling=min(room, 2 * least) if device.is_cuda else room,
         next_use=setup.tuning.victim or next_use,
         workspace=None if decoding is None else Workspace.on(device, *decoding),
     )
-    manager.overwriting = setup.masters.overwriting
-    manager.writing = setup.saver.wait_for
-    manager.home_written = setup.masters.reset
-    manager.claimed = trained.grads.let_go
-    return manager
 
 
 def make_runtime(
@@ -451,7 +443,7 @@ def plan_for(
     trace: Trace, *, layout: Layout, manager: ChunkManager, tuning: Tuning, training: bool
 ) -> Schedule:
     """Plan a step, or a forward, like one that was traced, for the frames that there are."""
-    limit = manager.frames.limit
+    limit = manager.arena.frames.limit
     shapes = {b.id: Shape(b.granules, training and b.trainable) for b in layout.buckets}
     if tuning.schedule is not None:
         return tuning.schedule(trace, shapes, limit)

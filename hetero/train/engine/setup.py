@@ -15,11 +15,12 @@ from hetero.errors import ConfigError
 from hetero.events import EventLog
 from hetero.io import Folder, spill_folder
 from hetero.jobs import Worker, thread_budget
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.parcel import ParcelStore
-from hetero.memory.slab import HomeStore
+from hetero.memory.pool import Pool
 from hetero.train.access.hooks import Hooks
 from hetero.train.activations.offload import MIN_BYTES, Offload
 from hetero.train.engine.blueprint import Blueprint
@@ -197,7 +198,7 @@ def make_offload(
         Link(device, log),  # counted by itself: `StepStats` is of parameters
         ledger,
         chunk_bytes=chunk_bytes,
-        pool=store.pool,
+        pool=store.pool if isinstance(store.pool, Pool) else None,
         reserved=unclaimed(budget, ledger, store.tier),
         counts_on=required,
     )

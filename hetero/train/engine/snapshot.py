@@ -19,9 +19,9 @@ import torch
 
 from hetero.errors import StorageError
 from hetero.jobs import Job
+from hetero.memory.home import Home
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Segment, contiguous_stride
-from hetero.memory.pool import Use
-from hetero.memory.slab import Home, HomeStore
 
 PIECE_BYTES = 8 * 2**20  # a multiple of every block of a checkpoint, and of every element
 
@@ -52,24 +52,20 @@ class Part:
     """Takes all bytes from ``read(first byte, into)``."""
 
 
-def of_home(name: Name, store: HomeStore, home: Home, segment: Segment, bucket: int) -> Part:
+def of_home(name: Name, home: Home, segment: Segment, bucket: int) -> Part:
     """Return a segment of a home as a part: bytes go in and out of where they live.
 
     One that is coded is saved in code: what comes back stands for the same bits.
     """
-    spec, dtype = segment.spec, home.flat.dtype
+    spec, dtype = segment.spec, home.item_dtype
+    items = home.items(segment.offset, segment.end)
+    save, load = partial(_save_run, home, items), partial(_load_run, home, items)
     if not home.codec.exact:
-        items = home.items(segment.offset, segment.end)
         name = name._replace(key=home.codec.name)
-        save, load = partial(_save_run, store, home, items), partial(_load_run, store, home, items)
         return Part(name, dtype, (items.stop - items.start,), bucket, save, load)
-    if spec.stride == contiguous_stride(spec.shape) and home.flat.device.type == "cpu":
-        items = home.items(segment.offset, segment.end)
-        save = partial(_save_run, store, home, items)
-        load = partial(_load_run, store, home, items)
-    else:
-        save = partial(_save_whole, lambda: store.read(home, segment))
-        load = partial(_load_whole, spec.shape, dtype, partial(store.write, home, segment))
+    if spec.stride != contiguous_stride(spec.shape) or home.device.type != "cpu":
+        save = partial(_save_whole, partial(home.read, segment))
+        load = partial(_load_whole, spec.shape, dtype, partial(home.write, segment))
     return Part(name, dtype, spec.shape, bucket, save, load)
 
 
@@ -96,31 +92,23 @@ def _pieces(n_bytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + PIECE_BYTES, n_bytes)
 
 
-def _save_run(store: HomeStore, home: Home, items: slice, write: Write) -> None:
+def _save_run(home: Home, items: slice, write: Write) -> None:
     for start, piece in _flat_pieces(home, items):
-        if home.extents is None:
-            write(start, _bytes(home.flat[piece]))
-            continue
-        stage = torch.empty_like(home.flat[piece])  # no more is pinned than the pool has room for
-        for run in store.runs(piece.start, piece.stop, (home, Use.READ)):
-            stage[run.start - piece.start : run.stop - piece.start].copy_(home.flat[run])
-        write(start, _bytes(stage))
+        write(start, _bytes(home.load(piece)))
 
 
-def _load_run(store: HomeStore, home: Home, items: slice, read: Read) -> None:
+def _load_run(home: Home, items: slice, read: Read) -> None:
     for start, piece in _flat_pieces(home, items):
-        if home.extents is None:
-            read(start, _bytes(home.flat[piece]))
-            continue
-        stage = torch.empty_like(home.flat[piece])
-        read(start, _bytes(stage))
-        for run in store.runs(piece.start, piece.stop, (home, Use.FRESH)):
-            home.flat[run].copy_(stage[run.start - piece.start : run.stop - piece.start])
+        home.store(piece, partial(_read_into, read, start))
+
+
+def _read_into(read: Read, start: int, items: torch.Tensor) -> None:
+    read(start, _bytes(items))
 
 
 def _flat_pieces(home: Home, items: slice) -> Iterator[tuple[int, slice]]:
     """Yield (byte from the first of the items, some of the items) piece by piece."""
-    size = home.flat.element_size()
+    size = home.item_dtype.itemsize
     for start, end in _pieces((items.stop - items.start) * size):
         yield start, slice(items.start + start // size, items.start + end // size)
 
@@ -242,7 +230,7 @@ class Saver:
             self.finish()
             return
         for (_, bucket_id), home in list(store.homes.items()):
-            if home.extents is None and (home.held or home.objects_held):
+            if home.stays and (home.held or home.objects_held):
                 saving.wait_for(bucket_id)
 
     def finish(self) -> None:

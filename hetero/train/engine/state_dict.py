@@ -55,18 +55,18 @@ def _of_parameter(engine: Engine, bucket: Bucket, segment: Segment) -> Iterator[
     homes = store.homes
     if engine.residence.trained is not None:
         home = homes[PARAM, bucket.id]
-        yield of_home(Name("param", name), store, home, segment, bucket.id)
+        yield of_home(Name("param", name), home, segment, bucket.id)
     else:
         yield of_tensor(Name("param", name), param, bucket.id)
     if bucket.has_master:
         low = engine.setup.masters.low(bucket)
-        yield of_home(Name("master", name), store, low, segment, bucket.id)
+        yield of_home(Name("master", name), low, segment, bucket.id)
     for key, value in known_state(engine, param).items():
         if not is_tensor(key, value, segment):
             continue
         here = homes.get((key, bucket.id)) if engine.steps.stepper is not None else None
         if here is not None and is_elementwise(key, value, segment.spec.shape):
-            yield of_home(Name("state", name, key), store, here, segment, bucket.id)
+            yield of_home(Name("state", name, key), here, segment, bucket.id)
         else:
             current = partial(_current, engine, param, key)
             yield of_tensor(Name("state", name, key), value, bucket.id, current=current)
@@ -313,5 +313,5 @@ def loaded(engine: Engine) -> None:
         torch.autograd.graph.increment_version(param)
     engine.setup.masters.forget()
     for home in engine.setup.store.homes.values():
-        engine.setup.store.refresh(home)
+        home.refresh()
     engine.residence.loaded()

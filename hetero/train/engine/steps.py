@@ -55,7 +55,7 @@ class NoSteps:
     def finish(self) -> None:
         """Wait until every update is done; raises what one of them raised."""
         self.setup.saver.finish()
-        if self.setup.store.pool is not None:  # else states are shown as they are
+        if self.setup.store.pool.spills:  # else states are shown as they are
             self.setup.store.take_all(held=False)
 
     def come_home(self) -> None:
@@ -161,7 +161,7 @@ class HomeSteps(NoSteps):
         if update.fresh or seen:
             job.wait()
             for _, home in store.of_bucket(bucket.id):
-                store.refresh(home)
+                home.refresh()
         self.residence.updated(bucket)
 
     def _seen(self, optimizer: Optimizer) -> set[int]:

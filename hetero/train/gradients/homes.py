@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from hetero.device import Device
+from hetero.memory.home import Home
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment
-from hetero.memory.slab import Home, HomeStore
 from hetero.types import Kind
 
 GRAD, WIDE = Kind.GRAD.value, "grad32"
@@ -58,20 +59,17 @@ class GradHomes:
 
     def read(self, home: Home, segment: Segment) -> torch.Tensor:
         """Return a gradient at home: the home's own tensor on HOST, a copy from disk."""
-        if home.extents is None:
-            return home.segments[segment.position]
-        return self.store.read(home, segment)
+        return home.value(segment)
 
     def write(self, home: Home, segment: Segment, grad: torch.Tensor) -> None:
         """Write a gradient home, where it is not the home's own tensor."""
-        if grad is not home.segments[segment.position]:
-            self.store.write(home, segment, grad)
+        home.write(segment, grad)
 
     def drop(self, bucket: Bucket) -> None:
         """Give the memory of a bucket's gradients back where that is cheap."""
         for name in (GRAD, WIDE):
             home = self.store.homes.get((name, bucket.id))
-            if home is not None and (self._may_drop or home.extents is not None):
+            if home is not None and (self._may_drop or not home.stays):
                 self.store.drop(name, bucket.id)
 
 

@@ -14,8 +14,8 @@ import torch
 from hetero.errors import StateError
 from hetero.internals import DISPATCHERS, ENGINE_CODE, in_backward
 from hetero.jobs import Job
+from hetero.memory.home import Home
 from hetero.memory.layout import Segment, row
-from hetero.memory.slab import Home
 from hetero.memory.transfers import Landing
 from hetero.train.gradients.early_reads import EarlyReads
 from hetero.train.gradients.homes import GradHomes

@@ -25,8 +25,8 @@ from torch import nn
 from hetero.device import ALONE, Device, use_count
 from hetero.errors import ConfigError, StateError
 from hetero.jobs import Job, Worker
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment, row
-from hetero.memory.slab import HomeStore
 from hetero.train.gradients.early_reads import EarlyReads
 from hetero.train.gradients.homes import GRAD, GradHomes, shaped
 from hetero.train.gradients.references import References, storage_of
@@ -211,15 +211,15 @@ class GradStore:
         if self.norm_ord is not None:
             norm = whole_norm(grad, self.norm_ord, in_fp32=bucket.has_master)
             slot.norm = Norm(self.norm_ord, norm)
-        converts = home.flat.dtype is not grad.dtype
-        if converts or home.extents is not None:  # what lies on disk is written by jobs
+        converts = home.item_dtype is not grad.dtype
+        if converts or not home.stays:  # what lies on disk is written by jobs
             unscale = slot.factors.unscale if converts else 1.0
             if converts:
                 slot.unscale_stored()
             self._sums.add(slot, grad, first=True, unscale=unscale, norm_ord=None)
         else:
             raw = row(grad).view(torch.uint8)
-            target = row(home.segments[segment.position]).view(torch.uint8)
+            target = row(home.view(segment)).view(torch.uint8)
             slot.landing = self.ring.copy(target, raw, bucket=bucket_id)
         return slot
 
@@ -234,9 +234,7 @@ class GradStore:
             if held.home is not narrow:
                 continue
             if held.state is not GradState.TAKEN:
-                exact = wide.segments[held.segment.position]
-                if wide.extents is not None:
-                    exact = torch.empty_strided(exact.shape, exact.stride(), dtype=exact.dtype)
+                exact = wide.blank(held.segment)
                 Factors(held.factors.unscale).apply(exact.copy_(held.stored()))
                 self.homes.write(wide, held.segment, exact)
                 held.unscale_stored()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from hetero.jobs import Job, Worker
+from hetero.memory.extent import Use
 from hetero.memory.layout import row
-from hetero.memory.pool import Use
 from hetero.train.gradients.homes import GradHomes
 from hetero.train.gradients.ring import GradRing
 from hetero.train.gradients.slot import GradSlot, GradState, Norm, whole_norm
@@ -39,8 +39,8 @@ class Addition:
         exact = piece if self.unscale == 1.0 else piece.float() * self.unscale
         first, end = segment.offset + self.start, segment.offset + self.start + piece.numel()
         use = Use.FRESH if self.first else Use.WRITE
-        for run in self.homes.store.runs(first + self.done, end, (home, use)):
-            part, addend = home.flat[run], exact[run.start - first : run.stop - first]
+        for run in home.runs(first + self.done, end, use):
+            part, addend = home.part(run), exact[run.start - first : run.stop - first]
             part.copy_(addend) if self.first else part.add_(addend)
             self.done = run.stop - first
         if end == segment.end and not self.first and self.norm_ord is not None:

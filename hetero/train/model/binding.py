@@ -15,7 +15,7 @@ from torch import nn
 from hetero.errors import StateError
 from hetero.internals import version_of, without_torch_function
 from hetero.memory.layout import Layout
-from hetero.memory.manager import Replica
+from hetero.memory.replica import Replica
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # typed as what it gives
 without_faults = without_torch_function

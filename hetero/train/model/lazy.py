@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import torch
 
 from hetero.internals import make_wrapper, tree_map
+from hetero.memory.home import Home
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Segment
-from hetero.memory.slab import Home, HomeStore
 
 _aten = torch.ops.aten
 
@@ -139,7 +140,7 @@ class HomeSlot:
     """A tensor that is at home on disk, or in code: read, and written back, as a whole.
 
     ``keep`` gives an alias of the copy that stands for it (see [Note: copies that are shown] in
-    slab.py).
+    home.py).
     """
 
     def __init__(
@@ -166,21 +167,21 @@ class ShownTensor(Lazy):
 def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
     """Return a home's part for a state dict: its own tensor where it shows the value, else one that
     reads itself."""
-    view = home.segments[segment.position]
+    view = home.view(segment)
     if home.shows:
         return view
 
     def read() -> torch.Tensor:
         store.before_use()
-        return store.read(home, segment)
+        return home.read(segment)
 
     def keep() -> torch.Tensor:
         store.before_use()
-        return store.alias(home, segment)
+        return home.alias(segment)
 
     def write(value: torch.Tensor) -> None:
         store.before_use()
-        store.write(home, segment, value)
+        home.write(segment, value)
 
     return shown(HomeSlot(view, read=read, keep=keep, write=write), segment)
 
@@ -193,5 +194,5 @@ def shown(slot: HomeSlot, segment: Segment) -> Lazy:
 
 def is_handle(value: torch.Tensor, home: Home, segment: Segment) -> bool:
     """Whether a tensor is what `handle` returns of a home's part, and not a copy of it."""
-    view = home.segments[segment.position]
+    view = home.view(segment)
     return value is view or (isinstance(value, ShownTensor) and value.slot.view is view)

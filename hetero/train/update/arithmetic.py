@@ -18,9 +18,10 @@ import torch
 
 from hetero.cores import Cores
 from hetero.jobs import Slice
+from hetero.memory.extent import Request, Span, Use
+from hetero.memory.home import Home
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket
-from hetero.memory.pool import Request, Span, Use
-from hetero.memory.slab import Home, HomeStore
 from hetero.train.gradients.homes import GradHomes
 from hetero.train.update import kernel
 from hetero.train.update.formulas import Coefficients, Formula
@@ -88,7 +89,7 @@ class Bench:
     @property
     def in_place(self) -> bool:
         """Whether factors are applied to gradients at home; on disk they pend."""
-        return self.store.pool is None or self.may_write
+        return not self.store.pool.spills or self.may_write
 
     def param(self, bucket: Bucket) -> Home:
         """Return the home of a bucket's parameters."""
@@ -110,20 +111,20 @@ class Bench:
         size = None
         if numel is not None:
             size = bucket.chunk_numel * max(1, self.at_once(bucket, numel) // bucket.chunk_numel)
-            size = size if pool is None else pool.extent_numel
+            size = pool.extent_numel if pool.spills else size
         for run in piece.slices(size):
-            request = None if pool is None else self._request(bucket, piece, states, run)
-            if request is not None:
+            request = self._request(bucket, piece, states, run)
+            if request.needs:
                 update.requests.append(request)
             update.slices.append(partial(self._hold, request, work, run))
 
     def at_once(self, bucket: Bucket, numel: int) -> int:
         """Return how many elements a call takes: without bytes only the calls cost time."""
-        return sys.maxsize if self.param(bucket).flat.is_meta else numel
+        return sys.maxsize if self.param(bucket).device.type == "meta" else numel
 
     def _request(
         self, bucket: Bucket, piece: Piece, states: Mapping[str, Home], run: slice
-    ) -> Request | None:
+    ) -> Request:
         """Return what a slice needs from disk: weights, gradients, masters and states."""
         uses = [(self.param(bucket), Use.WRITE)]
         uses.append((self.grads.of(bucket), Use.WRITE if self.may_write else Use.READ))
@@ -131,9 +132,9 @@ class Bench:
             uses.append((self.masters.low(bucket), Use.WRITE))
         missing = piece.missing or ()
         uses += [(home, Use.FRESH if key in missing else Use.WRITE) for key, home in states.items()]
-        return self.store.request(*(Span(home, run.start, run.stop, use) for home, use in uses))
+        return Request([Span(home, run.start, run.stop, use) for home, use in uses])
 
-    def _hold(self, request: Request | None, work: Callable[[slice], None], run: slice) -> None:
+    def _hold(self, request: Request, work: Callable[[slice], None], run: slice) -> None:
         """Do a slice's work with all that it needs in memory: it fails before it begins."""
         with self.store.held(request):
             work(run)
@@ -217,10 +218,10 @@ class FormulaPass:
         here = bench.native is not None and bench.stream_to is None
         with nullcontext() if here else bench.turn():
             for key, value in self.fresh.items():
-                self.homes[key].flat[run].fill_(value)
-            states = [home.flat[run] for home in self.homes.values()]
-            param, low = bench.param(bucket).flat[run], bench.masters.low(bucket).flat[run]
-            grad = bench.grads.of(bucket).flat[run]
+                self.homes[key].part(run).fill_(value)
+            states = [home.part(run) for home in self.homes.values()]
+            param, low = bench.param(bucket).part(run), bench.masters.low(bucket).part(run)
+            grad = bench.grads.of(bucket).part(run)
             with bench.streamed([param, low, *states], grad) as ((p, l, *s), g):
                 kernel.update(
                     self.formula,
@@ -267,10 +268,10 @@ class FlatRun:
 
     def _step(self, run: slice) -> None:
         bench, state = self.bench, self.first.state
-        flat = bench.param(self.bucket).flat[run]
-        grad = bench.multiplied(bench.grads.of(self.bucket).flat[run], self.first.factors)
+        flat = bench.param(self.bucket).part(run)
+        grad = bench.multiplied(bench.grads.of(self.bucket).part(run), self.first.factors)
         there = [key for key in self.homes if key in state]
-        here = [flat, *(self.homes[key].flat[run] for key in there)]
+        here = [flat, *(self.homes[key].part(run) for key in there)]
         with bench.turn(), bench.streamed(here, grad) as ((param, *moved), param_grad):
             param.grad = param_grad
             before = {k: copied(v) for k, v in state.items() if k not in there}
@@ -283,7 +284,7 @@ class FlatRun:
             self.after[key] = Elementwise()
             if value is not before.get(key):
                 home = self.homes.get(key) or bench.states.home(key, self.bucket, value.dtype)
-                home.flat[run].copy_(value)
+                home.part(run).copy_(value)
 
 
 # -- torch's rule, on whole tensors --------------------------------------------------------------
@@ -295,7 +296,7 @@ def draft_whole(bench: Bench, update: Update, group: Group, rows: Sequence[Ready
     if not has_master:
         written = (row for row in rows if bench.may_write or (row.factors and bench.in_place))
         update.scaled.extend(row.segment.index for row in written)
-    alone = has_master or bench.store.pool is not None  # no more in memory than has to be
+    alone = has_master or bench.store.pool.spills  # no more in memory than has to be
     for some in [(row,) for row in rows] if alone else [tuple(rows)]:
         work = WholeTensors(bench, group, update.bucket, some)
         bench.add(update, Piece(some), bench.states.needed(group, some[0]), work, None)
@@ -324,13 +325,13 @@ class WholeTensors:
 
     def _param(self, row: Ready) -> torch.Tensor:
         """Return a parameter, or its master, with its gradient."""
-        bench, position = self.bench, row.segment.position
-        grad = bench.grads.of(self.bucket).segments[position]
+        bench = self.bench
+        grad = bench.grads.of(self.bucket).view(row.segment)
         if self.bucket.has_master:
             param = bench.masters.value(row.segment)
             param.grad = _scaled(torch.empty_like(param).copy_(grad), row.factors)
         else:
-            param = bench.param(self.bucket).segments[position]
+            param = bench.param(self.bucket).view(row.segment)
             param.grad = bench.multiplied(grad, row.factors)
         return param
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from hetero.cores import Cores
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout
-from hetero.memory.slab import HomeStore
 from hetero.train.gradients.slot import GradSlot
 from hetero.train.gradients.store import GradStore
 from hetero.train.update import kernel

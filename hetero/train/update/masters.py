@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError, StateError
+from hetero.memory.extent import Use
+from hetero.memory.home import Home
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment, row
-from hetero.memory.pool import Use
-from hetero.memory.slab import Home, HomeStore
 from hetero.train.model.host_work import host_work
 from hetero.train.model.lazy import handle
 from hetero.train.update.kernel import join, split_
@@ -102,15 +103,15 @@ class Masters:
         bucket = self._bucket(segment)
         home = self._home(bucket)
         if not self._is_working(bucket):
-            self._store.write(home, segment, value)
+            home.write(segment, value)
             return
         if value.dtype is self._working:
             if self._same(home, segment, value):
                 return  # the same weights: their masters stay
-            self._store.write(home, segment, value)
+            home.write(segment, value)
             self._reset_unless_loaded(segment)
             return
-        exact = self._empty(segment).copy_(value.detach())
+        exact = home.empty(segment, torch.float32).copy_(value.detach())
         self._split(segment, segment.offset, row(exact))
 
     def room(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor | None:
@@ -119,14 +120,9 @@ class Masters:
         None where it would have to be converted, or to be brought somewhere else.
         """
         bucket = self._bucket(segment)
-        home = self._home(bucket)
-        if bucket.dtype is not dtype or bucket.dtype is self._working or not bucket.codec.exact:
+        if bucket.dtype is not dtype or bucket.dtype is self._working:
             return None
-        if home.extents is not None:
-            return None
-        size = dtype.itemsize
-        room = home.bytes[segment.offset * size : segment.end * size]
-        return room if room.device.type == "cpu" else None
+        return self._home(bucket).memory(segment)
 
     def assign_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
         """As `assign`, for elements from ``start`` on of a parameter that has no master yet.
@@ -137,7 +133,7 @@ class Masters:
         if self._is_working(bucket):
             self._split(segment, segment.offset + start, values.float())
         else:
-            self._store.write_run(self._home(bucket), segment, start, values)
+            self._home(bucket).write_run(segment, start, values)
 
     def _split(self, segment: Segment, first: int, exact: torch.Tensor) -> None:
         """Write fp32 numbers as working weights and what these leave of them."""
@@ -147,9 +143,9 @@ class Masters:
         if bucket.has_master:
             uses.append((self.low(bucket), Use.FRESH))
         for run in self._store.runs(first, first + exact.numel(), *uses):
-            working = home.flat[run]
+            working = home.part(run)
             if bucket.has_master:
-                low = self.low(bucket).flat[run]
+                low = self.low(bucket).part(run)
             else:  # a frozen weight: rounded the same way, and nothing is kept of it
                 low = torch.empty_like(working, dtype=self._dtype)
             split_(exact[run.start - first : run.stop - first], working, low)
@@ -157,34 +153,26 @@ class Masters:
     def value(self, segment: Segment) -> torch.Tensor:
         """Return a parameter's master, or without one its weight, as an fp32 tensor of its own."""
         bucket = self._bucket(segment)
-        home, exact = self._home(bucket), self._empty(segment)
+        home = self._home(bucket)
+        exact = home.empty(segment, torch.float32)
         uses = [(home, Use.READ)]
         if bucket.has_master:
             uses.append((self.low(bucket), Use.READ))
         for run in self._store.runs(segment.offset, segment.end, *uses):
-            part = home.flat[run]
+            part = home.part(run)
             if bucket.has_master:
-                part = join(part, self.low(bucket).flat[run])
+                part = join(part, self.low(bucket).part(run))
             row(exact)[segment.inside(run)].copy_(part)
         return exact
-
-    def _empty(self, segment: Segment) -> torch.Tensor:
-        """Return memory for a parameter's master, in the parameter's own strides."""
-        view = self._home(self._bucket(segment)).segments[segment.position]
-        return torch.empty_strided(
-            view.shape, view.stride(), dtype=torch.float32, device=view.device
-        )
 
     def _home(self, bucket: Bucket) -> Home:
         return self._store.homes[Kind.PARAM.value, bucket.id]
 
     def _same(self, home: Home, segment: Segment, value: torch.Tensor) -> bool:
         """Whether a value has the bits that are at home."""
-        there = home.segments[segment.position]
-        if there.is_meta:
+        if home.device.type == "meta":
             return False
-        if home.extents is not None:
-            there = self._store.read(home, segment)
+        there = home.value(segment)
         return torch.equal(there.view(torch.int16), value.to(there.device).view(torch.int16))
 
     def _reset_unless_loaded(self, segment: Segment) -> None:
@@ -202,7 +190,7 @@ class Masters:
             uses = (home, Use.READ), (low, Use.FRESH)
             with host_work():
                 for run in self._store.runs(segment.offset, segment.end, *uses):
-                    self._reset(home.flat[run], low.flat[run], None)
+                    self._reset(home.part(run), low.part(run), None)
 
     def written(self, segment: Segment) -> None:
         """A working weight was written as a whole, as far as one can tell; it comes home next."""
@@ -218,7 +206,7 @@ class Masters:
         if not bucket.has_master:
             return lambda: None
         with host_work():
-            before = self._home(bucket).flat[start:end].clone()
+            before = self._home(bucket).part(slice(start, end)).clone()
 
         def landed() -> None:
             with host_work():
@@ -233,13 +221,13 @@ class Masters:
 
     def reset_changed(self, bucket: Bucket, start: int, before: torch.Tensor) -> None:
         """Make the weights from element ``start`` that differ from ``before`` their own masters."""
-        home, end = self._home(bucket).flat, start + before.numel()
-        changed = home[start:end].view(torch.int16) != before.view(torch.int16)
+        home, end = self._home(bucket), start + before.numel()
+        changed = home.part(slice(start, end)).view(torch.int16) != before.view(torch.int16)
         if not changed.is_meta and bool(changed.any()):  # without bytes, nothing is written
             low = self.low(bucket)
-            for run in self._store.runs(start, end, (low, Use.WRITE)):
+            for run in low.runs(start, end, Use.WRITE):
                 where = changed[run.start - start : run.stop - start]
-                self._reset(home[run], low.flat[run], where)
+                self._reset(home.part(run), low.part(run), where)
 
     def _reset(self, home: torch.Tensor, low: torch.Tensor, where: torch.Tensor | None) -> None:
         fresh = home.float() if low.dtype is torch.float32 else torch.zeros_like(low)
@@ -260,7 +248,7 @@ class Masters:
                 advice="resume at the precision of the checkpoint, or load the weights of"
                 " hetero.release, which are fp32, and start the optimizer afresh",
             )
-        self._store.write(self.low(bucket), segment, low)
+        self.low(bucket).write(segment, low)
         self._loaded.add(segment.index)
 
     def settle(self) -> None:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hetero.errors import StateError
+from hetero.memory.home import Home
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment
-from hetero.memory.slab import Home, HomeStore
 from hetero.train.gradients.slot import NONE, Factors, GradSlot
 from hetero.train.model.lazy import ShownTensor, handle, is_handle
 from hetero.train.update.rules import EXACT, Group, Rule, State, is_elementwise
@@ -128,7 +129,7 @@ class StateHomes:
         Homes on disk have to be there before the step, so that nothing fails in its middle.
         """
         bucket, keys = self.bucket(row.segment), row.paged()
-        if self._store.pool is not None:
+        if self._store.pool.spills:
             dtype, shape = self._dtype(row.segment), row.segment.spec.shape
             found = self._rule.states_of(group, dtype, shape)
             for key, state_dtype in found.items():
@@ -138,8 +139,8 @@ class StateHomes:
 
     def views(self, row: Ready) -> State:
         """Return a parameter's state for a rule: its homes' own tensors, which are pinned."""
-        bucket, position = self.bucket(row.segment).id, row.segment.position
-        homes = {k: self._store.homes[k, bucket].segments[position] for k in row.paged()}
+        bucket = self.bucket(row.segment).id
+        homes = {k: self._store.homes[k, bucket].view(row.segment) for k in row.paged()}
         return {**row.state, **homes}
 
     def keep(self, row: Ready, state: State) -> None:
@@ -151,8 +152,8 @@ class StateHomes:
                 continue
             known = (key, bucket.id) in self._store.homes
             home = self.home(key, bucket, value.dtype)
-            view = home.segments[row.segment.position]
-            if home.extents is not None and not known:
+            view = home.view(row.segment)
+            if not (home.stays or known):
                 raise StateError(f"state {key!r} of {row.segment.spec.name!r} was not foreseen")
             if value is not view:
                 view.copy_(value)
@@ -177,7 +178,7 @@ class StateHomes:
         bucket = self.bucket(segment)
         for key, value in state.items():
             known = self._store.homes.get((key, bucket.id))
-            if not own and known is not None and value is known.segments[segment.position]:
+            if not own and known is not None and value is known.view(segment):
                 continue  # as the last step left it
             if own and isinstance(value, torch.Tensor) and key not in EXACT:
                 value = cast(value, self._dtype(segment))
@@ -186,7 +187,7 @@ class StateHomes:
                 continue
             home = self.home(key, bucket, value.dtype)
             if not is_handle(value, home, segment):
-                self._store.write(home, segment, value)
+                home.write(segment, value)
                 state[key] = handle(self._store, home, segment)
         return state
 

@@ -1,0 +1,278 @@
+"""The arena of HBM: its frames, and the replicas that stand in them (floor 1, mechanism).
+
+[Note: replicas apart]  While nothing computes, many views at once (``parameters_to_vector``) may
+take more frames than the arena has: activations' room is idle. What the arena has no place for then
+gets memory of its own, counted in ``limit`` like frames of the arena, and given back before
+something computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from hetero.device import Device, Slab, Ticket
+from hetero.errors import OutOfMemory
+from hetero.events import EventLog, What
+from hetero.memory.chunk import CopyTable
+from hetero.memory.frame import FrameMap, Place
+from hetero.memory.layout import Bucket, Layout
+from hetero.memory.ledger import Ledger
+from hetero.memory.replica import APART, Replica
+from hetero.types import Kind, Tier, format_bytes
+
+FEW = 32  # replicas among which the one that is to leave is looked for
+SHELLS = 4  # a bucket, on average, whose views are kept while nothing is in them
+
+
+class Arena:
+    """Frames, charged as they are taken, and who stands where; ``frames`` has their addresses."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        device: Device,
+        ledger: Ledger,
+        log: EventLog,
+        table: CopyTable,
+        limit: int,
+        ceiling: int,
+        next_use: Callable[[int], float],
+    ) -> None:
+        self.replicas: dict[int, Replica] = {}  # those last that were used last
+        self.by_storage: dict[int, Replica] = {}
+        self.frames = FrameMap(limit)
+        self.ceiling = ceiling  # frames there are; `frames.limit` of them are in use
+        self.slab: Slab = device.arena(ceiling * layout.chunk_numel)
+        self._layout = layout
+        self._device = device
+        self._ledger = ledger
+        self._log = log
+        self._table = table
+        self._next_use = next_use
+        self._shells: dict[tuple[int, int], Replica] = {}
+        self._vacated: list[tuple[int, int, Ticket]] = []  # freed frames that may still be read
+        self._clock = 0
+
+    @property
+    def limit(self) -> int:
+        """How many frames there are, those of replicas apart among them."""
+        return self.frames.limit + self.n_apart
+
+    @property
+    def n_apart(self) -> int:
+        """How many frames replicas apart stand for."""
+        return sum(r.bucket.granules for r in self.replicas.values() if r.is_apart)
+
+    @property
+    def held(self) -> bool:
+        """Whether any replica is pinned or leased."""
+        return not all(replica.may_leave for replica in self.replicas.values())
+
+    # -- places ----------------------------------------------------------------------------------
+
+    def place(self, bucket: Bucket, spare: Callable[[], int]) -> Place:
+        """Return where a bucket can stand, apart where there are ``spare`` frames for it.
+
+        Raises OutOfMemory.
+        """
+        place = self.frames.place(bucket.granules, self._leaving())
+        if place is None:
+            n_spare = spare()
+            if n_spare < bucket.granules:
+                raise self._no_room(bucket, n_spare)
+            place = Place(APART, ())
+        return place
+
+    def owners(self, bucket: Bucket, start: int) -> tuple[int, ...] | None:
+        """Return who has to leave for a bucket to stand at ``start``; None where it cannot."""
+        if start + bucket.granules > self.frames.limit:
+            return None
+        runs = self.frames.overlapping(start, bucket.granules)
+        if not all(self.replicas[run.owner].may_leave for run in runs):
+            return None
+        free = self._ledger.free(Tier.HBM)
+        leaving = sum(run.length for run in runs) * self._layout.chunk_numel
+        if free is not None and free + leaving < bucket.n_bytes:
+            return None
+        return tuple(run.owner for run in runs)
+
+    def touch(self, replicas: Iterable[Replica]) -> None:
+        """Note that replicas are used now."""
+        self._clock += 1
+        for replica in replicas:
+            replica.stamp = self._clock
+            self.replicas[replica.bucket.id] = self.replicas.pop(replica.bucket.id)
+
+    def _leaving(self) -> Iterator[tuple[object, int]]:
+        """Yield who may leave, of a few those first whose next use is furthest away.
+
+        The few are who was used longest ago, and first of all who was used last as well, whom a
+        loop over all weights needs last: to ask all of them would make a miss dearer the more there
+        are.
+        """
+        last = list(itertools.islice(reversed(self.replicas), FEW // 2))
+        older = itertools.filterfalse(frozenset(last).__contains__, self.replicas)
+        few = [*last, *itertools.islice(older, FEW // 2)]
+        while few:
+            yield from self._furthest(few)
+            few = list(itertools.islice(older, FEW))
+
+    def _furthest(self, few: Sequence[int]) -> Iterator[tuple[object, int]]:
+        """Yield those of a few that may leave, by next use; of equals the one used longest ago."""
+        found = [
+            ((self._next_use(bucket_id), -replica.stamp), bucket_id)
+            for bucket_id in few
+            if not ((replica := self.replicas[bucket_id]).pins or replica.is_apart)
+        ]
+        for worth, bucket_id in sorted(found, reverse=True):
+            if self.replicas[bucket_id].may_leave:
+                yield worth, bucket_id
+
+    # -- taking and giving back ------------------------------------------------------------------
+
+    def take(self, bucket: Bucket, start: int, why: str) -> tuple[Replica, list[Ticket]]:
+        """Charge the frames at ``start`` (memory apart for APART), and return the replica that
+        stands there now, and the last readers of what stood there."""
+        self._ledger.charge(Tier.HBM, Kind.PARAM, bucket.n_bytes, f"bucket {bucket.id}")
+        if start != APART:
+            self.frames.take(bucket.id, start, bucket.granules)
+        self._note(What.ALLOC, bucket, why)
+        replica = self.replicas[bucket.id] = self._shell(bucket, start)
+        return replica, self._readers(start, start + bucket.granules)
+
+    def give_back(self, replica: Replica, why: str) -> None:
+        """Take a replica off the books."""
+        bucket = replica.bucket
+        self._note(What.FREE, bucket, why)
+        replica.exposed = False
+        del self.replicas[bucket.id]
+        if replica.is_apart:
+            del self.by_storage[replica.cdata]
+        else:
+            self.frames.drop(bucket.id)
+        self._ledger.credit(Tier.HBM, Kind.PARAM, bucket.n_bytes)
+
+    def vacate(self, replica: Replica, *, poison: bool) -> None:
+        """Note who may still read the frames of a replica that is off the books."""
+        if poison:
+            self._device.poison(replica.bytes)
+            replica.idle = self._device.mark()
+        if replica.idle is not None and not replica.is_apart:
+            end = replica.start + replica.bucket.granules
+            self._vacated.append((replica.start, end, replica.idle))
+        replica.idle = None
+
+    def _readers(self, start: int, end: int) -> list[Ticket]:
+        """Return the tickets of the last readers of frames [start, end) that are still at it.
+
+        [Note: idle before write]  A frame is rewritten only after its `idle` ticket: the compute
+        stream may still read what the host has long let go.
+        """
+        self._vacated = [row for row in self._vacated if not self._device.query(row[2])]
+        return [ticket for s, e, ticket in self._vacated if s < end and start < e]
+
+    def _shell(self, bucket: Bucket, start: int) -> Replica:
+        """Return the replica of a bucket at an address, with its views built once; one that is
+        apart is built each time."""
+        key = bucket.id, start
+        shell = self._shells.pop(key, None)
+        if shell is None:
+            n_bytes = bucket.n_bytes
+            with torch.inference_mode(False), torch.no_grad():  # views outlive the user's mode
+                if start == APART:
+                    piece = self._device.arena(n_bytes).carve(0, n_bytes)
+                else:
+                    piece = self.slab.carve(start * self._layout.chunk_numel, n_bytes)
+                shell = Replica(bucket, start, piece, self._table)
+            self.by_storage[shell.cdata] = shell
+        if start != APART:
+            self._shells[key] = shell
+            self._forget_shells()
+        shell.pins = 0
+        return shell
+
+    def _forget_shells(self) -> None:
+        """Let go of the views that were used longest ago: there are as many as buckets times
+        places."""
+        most = SHELLS * len(self._layout.buckets)
+        while len(self._shells) > most:
+            key = next(iter(self._shells))
+            shell = self._shells.pop(key)
+            if self.replicas.get(shell.bucket.id) is shell:
+                self._shells[key] = shell  # it is resident: it comes to the end, as if used now
+            else:
+                del self.by_storage[shell.cdata]
+
+    # -- size ------------------------------------------------------------------------------------
+
+    def grow(self, granules: int) -> None:
+        """Use as many more frames at the end as the ceiling allows."""
+        most = self.ceiling - self.n_apart
+        self.frames.limit = max(self.frames.limit, min(most, self.frames.end + granules))
+
+    def resize(self, limit: int) -> None:
+        """Have so many frames, in which nothing stands."""
+        n_bytes = limit * self._layout.chunk_numel
+        if n_bytes != self.slab.n_bytes:  # what frames give up is activations' from here on
+            self._shells.clear()
+            self.by_storage.clear()
+            self.slab = self._device.arena(0)  # let the old one go before the new one is made
+            self.slab = self._device.arena(n_bytes)
+        self.frames = FrameMap(limit)
+        self.ceiling = limit
+
+    def beyond(self, limit: int) -> list[Replica]:
+        """Return the replicas that stand, in part, at or after a frame."""
+        return [
+            replica
+            for replica in self.replicas.values()
+            if not replica.is_apart and replica.start + replica.bucket.granules > limit
+        ]
+
+    def shrink(self, limit: int) -> None:
+        """Give up frames from the end, where nothing stands; where HBM is RAM, their pages go back
+        to the system."""
+        self.frames.limit = self.ceiling = limit
+        if self._device.same_ram:  # every copy is done: nothing reads there any more
+            self.slab.give_back(limit * self._layout.chunk_numel)
+
+    # -- what is said of it ----------------------------------------------------------------------
+
+    def restate(self) -> None:
+        """Log what is resident, for a log that begins here."""
+        for replica in self.replicas.values():
+            self._note(What.ALLOC, replica.bucket, "before")
+
+    def _note(self, what: What, bucket: Bucket, why: str) -> None:
+        self._log.now(
+            what,
+            tier=Tier.HBM,
+            bucket=bucket.id,
+            n_bytes=bucket.n_bytes,
+            category=Kind.PARAM,
+            why=why,
+        )
+
+    def _no_room(self, bucket: Bucket, n_spare: int) -> OutOfMemory:
+        name = self._layout.unit_names[bucket.unit]
+        replicas = self.replicas.values()
+        pinned = sum(r.bucket.n_bytes for r in replicas if r.pins)
+        leased = sum(r.bucket.n_bytes for r in replicas if not r.pins and r.leased)
+        need, have = bucket.n_bytes, (self.limit + n_spare) * self._layout.chunk_numel
+        more = max(need + pinned + leased - have, need)
+        advice = f"raise hbm= by at least {format_bytes(more)}"
+        if leased:
+            advice += "; or drop the views of parameters that are kept outside (p.detach(), p.data)"
+        return OutOfMemory(
+            f"unit {name!r} needs {format_bytes(need)} of frames; of {format_bytes(have)},"
+            f" {format_bytes(pinned)} are pinned and {format_bytes(leased)} are held as leases by"
+            " views of parameters that are still alive",
+            advice=advice,
+            moves=self._table.moves(),
+            tier="HBM",
+            needed_bytes=(self._ledger.budgets.get(Tier.HBM) or have) + more,
+        )

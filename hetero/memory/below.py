@@ -1,0 +1,196 @@
+"""The way between replicas and what lies under HBM: their homes (floor 1, mechanism).
+
+[Note: written codes]  A home that is coded (codec.py) rounds what is written to it. A replica that
+was written, or exposed, is coded when it goes home and when it is pinned next, and refreshed then,
+so eviction never changes a computed value.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hetero.device import Device, Ticket
+from hetero.errors import StateError
+from hetero.memory.codec import ENCODED_AT_ONCE, Workspace, is_finite
+from hetero.memory.extent import Use
+from hetero.memory.homecopy import HomeCopy, HomeEvents
+from hetero.memory.layout import Segment
+from hetero.memory.link import Link
+from hetero.memory.replica import Replica
+from hetero.types import CopyState, Kind, Lane
+
+ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
+UNDO = "undo"  # why a replica is fetched over what was written to it
+
+
+class Below:
+    """Fetches replicas from their homes and flushes them there.
+
+    ``counts`` of the manager it works for; ``workspace`` is where codes are decoded.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        link: Link,
+        *,
+        events: HomeEvents,
+        workspace: Workspace | None,
+        counts: Counter[str],
+    ) -> None:
+        self._device = device
+        self._link = link
+        self._events = events
+        self._workspace = workspace
+        self._counts = counts
+
+    def fetch(self, replica: Replica, copy: HomeCopy, after: Iterable[Ticket], why: str) -> None:
+        """Queue the way up of all that is at home; `wait_fetch` comes before the first read."""
+        bucket, home, was = replica.bucket, copy.home, replica.state
+        copy.check_digest()
+        replica.move(FILLING, UNDO if why == UNDO else "fetch")
+        copy.fetched()
+        after, size = tuple(after), home.item_dtype.itemsize
+        items = home.items(0, bucket.segments[-1].end)
+        try:
+            for run in home.runs(items.start, items.stop, Use.READ):
+                place = replica.incoming[run.start * size : run.stop * size]
+                part = home.part(run).view(torch.uint8)
+                replica.ready = self._move(Lane.H2D, place, part, replica, after, why)
+                if not home.stays:  # its memory is not page-locked, and is given back
+                    self._sync(replica.ready, replica)
+        except BaseException:
+            replica.ready = None
+            replica.move(ABSENT if was is ABSENT else CLEAN, "fail")  # what it was, for who is next
+            raise
+        if replica.ready is None:
+            replica.move(CLEAN, "ready")
+
+    def refetch(self, replica: Replica, copy: HomeCopy, why: str = "refresh") -> None:
+        """Let a replica show what is at home now, also to those who look at it already."""
+        self.fetch(replica, copy, (self._device.mark(),), why)
+        self.wait_fetch(replica)
+
+    def wait_fetch(self, replica: Replica) -> None:
+        """Make compute wait for the fetch that is under way; from here on the copy may be read."""
+        if replica.ready is None:
+            return
+        self._link.wait(replica.ready, kind=Kind.PARAM, bucket=replica.bucket.id)
+        replica.ready = None
+        bucket, codec = replica.bucket, replica.bucket.codec
+        if not codec.exact:  # see [Note: decoded in place]
+            end = bucket.segments[-1].end
+            arrived = replica.incoming[: codec.n_bytes(end, bucket.dtype)]
+            codec.decode(arrived, replica.flat, self._workspace)
+            self._device.touched(codec.touched_bytes(end, bucket.dtype))
+            replica.idle = self._device.mark()
+        replica.move(CLEAN, "ready")
+
+    def flush(self, replica: Replica, copy: HomeCopy) -> None:
+        """Bring the dirty chunks home, of an exposed replica all, and wait until they are there.
+
+        Where that fails the replica stays dirty: the next flush begins again.
+        """
+        bucket = replica.bucket
+        if replica.exposed:
+            replica.write(0, bucket.segments[-1].end)
+        if not replica.dirty:
+            return
+        self._events.writing(bucket.id)
+        if bucket.codec.exact:
+            with self._flushing(replica, copy):
+                for dirty in replica.dirty_runs():
+                    self._bring_home(replica, copy, dirty)
+        else:
+            self._recode(replica, copy)
+        self._counts["flush"] += 1
+
+    def merge_writes(self, replica: Replica, copy: HomeCopy) -> None:
+        """Both copies were written: bring home the segments that were not written there."""
+        bucket = replica.bucket
+        self._events.writing(bucket.id)
+        self.wait_fetch(replica)
+        theirs: set[Segment] = set(copy.changed())
+        replica.write(0, bucket.segments[-1].end)
+        with self._flushing(replica, copy):
+            for segment in bucket.segments:
+                if segment not in theirs:
+                    self._bring_home(replica, copy, slice(segment.offset, segment.end))
+        replica.exposed = False
+
+    @contextmanager
+    def _flushing(self, replica: Replica, copy: HomeCopy) -> Iterator[None]:
+        replica.move(FLUSHING, "flush")
+        copy.move(FILLING, "fetch")
+        try:
+            yield
+        except BaseException:
+            copy.move(CLEAN, "fail")
+            replica.move(DIRTY, "fail")
+            raise
+        copy.move(CLEAN, "ready")
+        replica.move(CLEAN, "ready")
+        copy.note_digest()
+        copy.home.refresh()
+
+    def _bring_home(self, replica: Replica, copy: HomeCopy, elements: slice) -> None:
+        """Overwrite elements at home; masters are told before and after."""
+        size = replica.bucket.dtype.itemsize
+        for run in copy.home.runs(elements.start, elements.stop, Use.WRITE):
+            landed = self._events.overwriting(replica.bucket, run.start, run.stop)
+            source = replica.bytes[run.start * size : run.stop * size]
+            after = (self._device.mark(),)
+            target = copy.home.part(run).view(torch.uint8)
+            ticket = self._move(Lane.D2H, target, source, replica, after, "flush")
+            self._sync(ticket, replica)
+            landed()
+
+    def _recode(self, replica: Replica, copy: HomeCopy) -> None:
+        """Code what was written, and show what the codes stand for; see [Note: written codes]."""
+        bucket, home = replica.bucket, copy.home
+        wrong = next((s for s in bucket.segments if not is_finite(replica.views[s.position])), None)
+        if wrong is not None:
+            self.refetch(replica, copy, UNDO)
+            raise StateError(
+                f"what was written to the weights of unit {copy.unit!r} is undone: parameter"
+                f" {wrong.spec.name!r} has NaN or infinity, which frozen={bucket.codec.name!r}"
+                " cannot hold",
+                advice="write finite numbers, or name its module in keep_exact=",
+            )
+        align, end = bucket.codec.block, bucket.segments[-1].end
+        whole = -(-end // align) * align
+        for start in range(0, whole, ENCODED_AT_ONCE):
+            home.recode(start, self._values(replica, start, min(start + ENCODED_AT_ONCE, whole)))
+        copy.note_digest()
+        home.refresh()
+        replica.move(CLEAN, "recode")
+        self.refetch(replica, copy)
+
+    def _values(self, replica: Replica, start: int, end: int) -> torch.Tensor:
+        """Return elements of a replica as values on HOST."""
+        part = replica.flat[start:end]
+        values = torch.empty(part.shape, dtype=part.dtype)
+        target, source = values.view(torch.uint8), part.view(torch.uint8)
+        after = (self._device.mark(),)
+        self._sync(self._move(Lane.D2H, target, source, replica, after, "flush"), replica)
+        return values
+
+    def _move(
+        self,
+        lane: Lane,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        replica: Replica,
+        after: tuple[Ticket, ...],
+        why: str,
+    ) -> Ticket:
+        return self._link.move(
+            lane, target, source, kind=Kind.PARAM, after=after, bucket=replica.bucket.id, why=why
+        )
+
+    def _sync(self, ticket: Ticket, replica: Replica) -> None:
+        self._link.sync(ticket, kind=Kind.PARAM, bucket=replica.bucket.id)

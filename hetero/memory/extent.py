@@ -1,0 +1,106 @@
+"""Extents: the runs in which homes on disk come and go (floor 1, mechanism).
+
+An *extent* is a fixed number of elements of a bucket's index space, for every kind the same, so
+that an update pins the same run of all of them.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from hetero.memory.nvme import Slot
+
+
+class Use(IntEnum):
+    """What a pinned span is for."""
+
+    READ = 0
+    WRITE = 1
+    FRESH = 2
+    """Every element is going to be written: what was there is not read."""
+
+
+class Extent:
+    """One run of a home: its memory, its slot, who uses it."""
+
+    __slots__ = (
+        *("blank", "error", "id", "mapping", "n_bytes", "page", "pins", "slot", "stored"),
+        *("used_at", "view"),
+    )
+
+    def __init__(
+        self, id: int, mapping: mmap.mmap | None, page: int, n_bytes: int, slot: Slot
+    ) -> None:
+        self.id = id
+        self.mapping = mapping
+        self.page = page  # first byte in its mapping
+        self.n_bytes = n_bytes
+        self.view = memoryview(b"" if mapping is None else mapping)[page : page + n_bytes]
+        self.slot = slot
+        self.stored = False  # whether the slot has what an ABSENT extent reads; zeros otherwise
+        self.blank = False  # whether what it is to hold is still being written by who pinned it
+        self.pins = 0
+        self.used_at = 0
+        self.error: BaseException | None = None
+
+
+class Extents:
+    """The extents of one home, in order."""
+
+    __slots__ = ("_numel", "_size", "all")
+
+    def __init__(self, extents: list[Extent], size: int, numel: int) -> None:
+        self.all = extents
+        self._size = size
+        self._numel = numel
+
+    def needs(self, start: int, end: int, use: Use) -> Iterator[tuple[Extent, Use]]:
+        """Yield the extents that elements [start, end) touch, and what each is needed for."""
+        if end <= start:
+            return
+        for at in range(start // self._size, (end - 1) // self._size + 1):
+            first, last = at * self._size, min((at + 1) * self._size, self._numel)
+            part = use is Use.FRESH and not (start <= first and last <= end)
+            yield self.all[at], Use.WRITE if part else use
+
+
+class Paged(Protocol):
+    """Elements of which some may lie in extents."""
+
+    def needs(self, start: int, end: int, use: Use) -> Iterable[tuple[Extent, Use]]:
+        """Return the extents that elements [start, end) touch, and what each is needed for."""
+
+
+class Span(NamedTuple):
+    """Elements [start, end) of a home."""
+
+    home: Paged
+    start: int
+    end: int
+    use: Use = Use.READ
+
+
+class Request:
+    """Spans that are pinned together, and may be announced before."""
+
+    __slots__ = ("asked_at", "n_bytes", "needs")
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self.needs: dict[Extent, Use] = {}
+        self.asked_at = 0
+        for span in spans:
+            for extent, use in span.home.needs(span.start, span.end, span.use):
+                self.needs[extent] = use if self.needs.get(extent, use) is use else Use.WRITE
+        self.n_bytes = sum(extent.n_bytes for extent in self.needs)
+
+    def again(self) -> Request:
+        """Return what the same work needs the next time, without what it only reads: that is new
+        then."""
+        request = Request(())
+        changed = (extent for extent, use in self.needs.items() if use is not Use.READ)
+        request.needs = dict.fromkeys(changed, Use.WRITE)
+        request.n_bytes = sum(extent.n_bytes for extent in request.needs)
+        return request

@@ -1,0 +1,378 @@
+"""Homes: where every parameter's authoritative bytes live (floor 1, mechanism).
+
+On HOST a home is one slab per kind and bucket, exactly sized and page-locked on CUDA. Every segment
+of a slab is its own storage, so that saving a state dict writes a tensor's bytes and not its
+neighbours'. A home on disk has the same views, which mean something while they are pinned (see
+[Note: addresses stay] in pages.py); for one on HOST, `HomeStore.held` and `runs` cost nothing. A
+home of parameters that are coded (codec.py) counts in items of the codec, and has no views of
+values.
+
+[Note: copies that are shown]  A home on disk, or in code, cannot be aliased. A view of one of its
+segments is a view of a private copy, which stands for the segment while a view is alive: what was
+written to it goes home before anything reads or writes the home, and what the home is given the
+copy is given too. Bits are compared, by their digest: numpy and ``.data`` move no version.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
+
+import torch
+
+from hetero.crc import crc32
+from hetero.device import ALONE, Slab, release_slab, use_count
+from hetero.errors import ConfigError
+from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite, is_finite
+from hetero.memory.extent import Extent, Extents, Request, Span, Use
+from hetero.memory.layout import Bucket, Segment, row
+from hetero.memory.pool import NoPool, Pool
+
+Fill = Callable[[torch.Tensor], None]
+
+
+class Copy:
+    """What stands for a segment of a home that cannot be aliased; dense, on HOST."""
+
+    __slots__ = ("_digest", "value")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+        self._digest = self._now()
+
+    @property
+    def held(self) -> bool:
+        """Whether an alias of it is alive."""
+        return use_count(self.value) > ALONE
+
+    @property
+    def written(self) -> bool:
+        """Whether it is not what was shown last."""
+        return self._now() != self._digest
+
+    def show(self, value: torch.Tensor) -> None:
+        """Become another value."""
+        self.value.copy_(value)
+        self._digest = self._now()
+
+    def _now(self) -> bytes:
+        flat = row(self.value).view(torch.uint8)
+        return blake2b(memoryview(flat.numpy()), digest_size=16).digest()
+
+
+class Home:
+    """One kind of one bucket; where it lies is its class.
+
+    `part` and `view` are its own memory, which means something while the elements are
+    pinned; `read` and `write` pin by themselves. Where ``codec`` is not exact, parts are of its
+    items, and views are of the right shape and dtype but one NaN.
+    """
+
+    __slots__ = ("_baseline", "_flat", "_segments", "_slab", "codec", "copies", "dtype")
+    stays = True
+    """Whether all of it is in memory all the time, page-locked where a device copies from it."""
+    extent_numel = sys.maxsize
+    """Items that are in memory, or not, together."""
+
+    def __init__(self, slab: Slab, bucket: Bucket, dtype: torch.dtype, codec: Codec) -> None:
+        self._slab = slab
+        self.codec = codec
+        self.dtype = dtype
+        self.copies: dict[Segment, Copy] = {}  # see [Note: copies that are shown]
+        self._flat = slab.carve(0, codec.n_bytes(bucket.numel, dtype)).view(codec.dtype(dtype))
+        self._segments = [
+            shaped(
+                slab, s.offset * dtype.itemsize, s.spec.shape, s.spec.stride, s.spec.numel, dtype
+            )
+            if codec.exact
+            else self._flat.new_full((), float("nan"), dtype=dtype).expand(s.spec.shape)
+            for s in bucket.segments
+        ]
+        self._baseline = sum(use_count(segment) for segment in self._segments)
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @property
+    def item_dtype(self) -> torch.dtype:
+        """What parts are of."""
+        return self._flat.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._flat.device
+
+    @property
+    def shows(self) -> bool:
+        """Whether views always show the values: they are in memory, and as they are."""
+        return self.stays and self.codec.exact
+
+    @property
+    def held(self) -> bool:
+        """Whether the user's code refers to a segment."""
+        return sum(use_count(segment) for segment in self._segments) > self._baseline
+
+    @property
+    def objects_held(self) -> bool:
+        """Whether a segment's very object is referred to by more than one dict of ours."""
+        return any(sys.getrefcount(segment) > _OURS for segment in self._segments)
+
+    def versions(self) -> tuple[int, ...]:
+        """Return how often torch has seen each segment written."""
+        return tuple(segment._version for segment in self._segments)
+
+    def items(self, start: int, end: int) -> slice:
+        """Return elements [start, end) of the bucket, where ``start`` begins a block, in items."""
+        return slice(self.codec.items(start), self.codec.items(end))
+
+    # -- its memory ------------------------------------------------------------------------------
+
+    def part(self, run: slice) -> torch.Tensor:
+        """Return some of its items, as one dimension."""
+        return self._flat[run]
+
+    def view(self, segment: Segment) -> torch.Tensor:
+        """Return a segment's own tensor, the same object each time."""
+        return self._segments[segment.position]
+
+    def memory(self, segment: Segment) -> torch.Tensor | None:
+        """Return the bytes that a segment's value may be read into at any time; None where it
+        lies elsewhere, or in code."""
+        if not self.shows or self.device.type != "cpu":
+            return None
+        return self._flat[segment.offset : segment.end].view(torch.uint8)
+
+    def empty(self, segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return memory of its own for a segment's value, in the segment's strides."""
+        spec = segment.spec
+        return torch.empty_strided(
+            spec.shape, spec.stride, dtype=dtype or self.dtype, device=self.device
+        )
+
+    def needs(self, start: int, end: int, use: Use) -> Iterable[tuple[Extent, Use]]:
+        """Return the extents that items [start, end) touch, and what each is needed for."""
+        return ()
+
+    def runs(self, start: int, end: int, use: Use) -> Iterator[slice]:
+        """Yield items [start, end) in runs that are pinned until the next is asked for."""
+        yield slice(start, end)
+
+    def crc(self) -> int | None:
+        """Return a digest of all of it; None where that is seen to elsewhere."""
+        return crc32(memoryview(self._flat.view(torch.uint8).numpy()))
+
+    def discard(self) -> None:
+        """Let the content go; its memory goes when its last tensor does."""
+        release_slab(self._slab)
+
+    def close(self) -> None:
+        release_slab(self._slab)
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def load(self, items: slice) -> torch.Tensor:
+        """Return items: themselves where they stay in memory, else a copy."""
+        return self._flat[items]
+
+    def store(self, items: slice, fill: Fill) -> None:
+        """Let ``fill`` write items, as many as it likes to have in memory at once."""
+        fill(self._flat[items])
+
+    def read(self, segment: Segment) -> torch.Tensor:
+        """Return a tensor of its own with a segment's value, in the home's dtype and strides."""
+        value = self.empty(segment)
+        self.codec.decode(self.load(self.items(segment.offset, segment.end)), row(value))
+        return value
+
+    def value(self, segment: Segment) -> torch.Tensor:
+        """Return a segment's value: its own tensor where that shows it, else a copy."""
+        return self.view(segment) if self.shows else self.read(segment)
+
+    def blank(self, segment: Segment) -> torch.Tensor:
+        """Return a tensor to make a segment's value in, which is then written."""
+        return self.view(segment) if self.shows else self.empty(segment)
+
+    def write(self, segment: Segment, value: torch.Tensor) -> None:
+        """Copy ``value`` (the segment's shape; any dtype and strides) into a segment."""
+        if self.shows:
+            self.view(segment).copy_(value)
+            return
+        if value.stride() != segment.spec.stride:
+            same = torch.empty_strided(segment.spec.shape, segment.spec.stride, dtype=value.dtype)
+            value = same.copy_(value)
+        self.write_run(segment, 0, row(value))
+
+    def write_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
+        """Write 1-D ``values`` (any dtype) to elements of a segment, from ``start`` on.
+
+        ``start`` begins a block. Raises ConfigError, naming the parameter, for values that a codec
+        cannot hold; what came before them is written then.
+        """
+        at = segment.offset + start
+        for piece in values.detach().split(ENCODED_AT_ONCE):
+            try:
+                items = self.codec.encode(piece, self.dtype)
+            except NotFinite:
+                raise refusal(segment, self.codec) from None
+            self._put(self.codec.items(at), items)
+            at += piece.numel()
+        if segment in self.copies:
+            self.copies[segment].show(self.read(segment))
+
+    def _put(self, start: int, items: torch.Tensor) -> None:
+        for run in self.runs(start, start + items.numel(), Use.FRESH):
+            self._flat[run].copy_(items[run.start - start : run.stop - start])
+
+    def recode(self, start: int, values: torch.Tensor) -> None:
+        """Take ``values``, 1-D and in the home's dtype, for whole blocks of a coded home.
+
+        A block that stands for these very bits stays as it is: what was only looked at has the
+        codes that it had. Raises NotFinite, and nothing has changed then.
+        """
+        where = self.items(start, start + values.numel())
+        known, before = self.load(where), torch.empty_like(values)
+        self.codec.decode(known, before)
+        width = self.codec.block * values.element_size()
+        bits, those = (v.view(torch.uint8).view(-1, width) for v in (values, before))
+        same = (bits == those).all(1)
+        items = self.codec.encode(values, self.dtype).view(len(same), -1)
+        items[same] = known.view(len(same), -1)[same]
+        self._put(where.start, items.view(-1))
+
+    # -- copies that are shown -------------------------------------------------------------------
+
+    def alias(self, segment: Segment) -> torch.Tensor:
+        """Return an alias of a segment's copy, made where there is none yet."""
+        if segment not in self.copies:
+            with torch.inference_mode(False):  # it outlives the user's mode
+                self.copies[segment] = Copy(self.read(segment))
+        return self.copies[segment].value.detach()
+
+    def written(self, *, held: bool = True) -> list[Segment]:
+        """Return the segments whose copies were written; other copies that are not held go.
+
+        Without ``held`` the copies that are held are not looked at.
+        """
+        for segment, copy in list(self.copies.items()):
+            if not (copy.held or copy.written):
+                del self.copies[segment]
+        return [s for s, copy in self.copies.items() if (held or not copy.held) and copy.written]
+
+    def take(self, segment: Segment) -> None:
+        """Write home what was written to a segment's copy, which then shows what became of it.
+
+        Raises ConfigError, with the write undone, for values that a codec cannot hold.
+        """
+        value = self.copies[segment].value
+        if self.codec.exact:
+            self.write(segment, value)
+            return
+        finite = is_finite(value)
+        if finite:
+            block = self.codec.block
+            whole = torch.zeros(-(-value.numel() // block) * block, dtype=value.dtype)
+            whole[: value.numel()] = row(value)
+            self.recode(segment.offset, whole)
+        self.copies[segment].show(self.read(segment))
+        if not finite:
+            raise refusal(segment, self.codec)
+
+    def refresh(self) -> None:
+        """Its bytes are others: let copies show them, except those that were written too."""
+        for segment, copy in self.copies.items():
+            if not copy.written:
+                copy.show(self.read(segment))
+
+
+class HostHome(Home):
+    """A home in memory: on HOST, or on the device of a model that stays there."""
+
+    __slots__ = ()
+
+
+class DiskHome(Home):
+    """A home on disk, of which memory holds the extents that are pinned, or were."""
+
+    __slots__ = ("_extents", "_pool", "extent_numel")
+    stays = False
+
+    def __init__(
+        self,
+        pool: Pool | NoPool,
+        extents: Extents,
+        slab: Slab,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        codec: Codec,
+    ) -> None:
+        super().__init__(slab, bucket, dtype, codec)
+        self._pool = pool
+        self._extents = extents
+        self.extent_numel = pool.extent_numel
+
+    def needs(self, start: int, end: int, use: Use) -> Iterable[tuple[Extent, Use]]:
+        return self._extents.needs(start, end, use)
+
+    def runs(self, start: int, end: int, use: Use) -> Iterator[slice]:
+        for run in cut(start, end, self.extent_numel):
+            with self._pool.pin(Request([Span(self, run.start, run.stop, use)])):
+                yield run
+
+    def crc(self) -> int | None:
+        return None  # its slots have digests
+
+    def discard(self) -> None:
+        self._pool.discard(self._extents)
+
+    def load(self, items: slice) -> torch.Tensor:
+        copy = torch.empty(items.stop - items.start, dtype=self.item_dtype)
+        for run in self.runs(items.start, items.stop, Use.READ):
+            copy[run.start - items.start : run.stop - items.start].copy_(self._flat[run])
+        return copy
+
+    def store(self, items: slice, fill: Fill) -> None:
+        stage = torch.empty(items.stop - items.start, dtype=self.item_dtype)
+        fill(stage)
+        self._put(items.start, stage)
+
+
+def cut(start: int, end: int, size: int) -> Iterator[slice]:
+    """Cut [start, end) at multiples of ``size``."""
+    while start < end:
+        stop = min(end, (start // size + 1) * size)
+        yield slice(start, stop)
+        start = stop
+
+
+def _references() -> int:
+    """Return the references to a segment that a state dict has and nothing else (it differs
+    between releases of Python)."""
+    segments = [object()]
+    state = {"key": segments[0]}
+    counts = [sys.getrefcount(segment) for segment in segments]
+    return counts[0] if state else 0
+
+
+_OURS = _references()
+
+
+def shaped(
+    slab: Slab,
+    offset_bytes: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return part of a slab as a tensor of the given geometry, with a storage of its own."""
+    piece = slab.carve(offset_bytes, numel * dtype.itemsize).view(dtype)
+    return torch.as_strided(piece, tuple(shape), tuple(stride))
+
+
+def refusal(segment: Segment, codec: Codec) -> ConfigError:
+    """Return the error for a parameter that a codec cannot hold."""
+    return ConfigError(
+        f"parameter {segment.spec.name!r} has weights that are NaN or infinite, which"
+        f" frozen={codec.name!r} cannot hold",
+        advice="repair the weights, or name its module in keep_exact=",
+    )

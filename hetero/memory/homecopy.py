@@ -1,0 +1,182 @@
+"""What the manager knows of a bucket's parameters at home (floor 1, mechanism).
+
+[Note: update tickets]  An optimizer's step hands homes over to work that goes on while the model
+computes. Whatever needs the bytes of such a home, a fetch or a state dict, finishes its update
+first: it waits for that work alone, and raises what the work raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hetero.errors import TransferError, too_early
+from hetero.events import EventLog, What
+from hetero.memory.chunk import CopyTable
+from hetero.memory.extent import Request, Span
+from hetero.memory.home import Home, cut
+from hetero.memory.layout import Bucket, Segment
+from hetero.memory.pool import NoPool, Pool
+from hetero.types import CopyState, Tier
+
+Done = Callable[[], None]
+
+
+class Work(Protocol):
+    """Something that rewrites a home (see [Note: update tickets])."""
+
+    @property
+    def done(self) -> bool:
+        """Whether waiting would return, or raise, at once."""
+
+    def wait(self) -> None:
+        """Return when it is done; raises what it raised."""
+
+
+class HomeEvents(Protocol):
+    """What has to follow what happens to the homes of parameters."""
+
+    def writing(self, bucket_id: int) -> None:
+        """What a user wrote is about to come home; returns when it may."""
+
+    def overwriting(self, bucket: Bucket, start: int, end: int) -> Done:
+        """Elements [start, end) at home are about to be overwritten; the result is called then."""
+
+    def written(self, segment: Segment) -> None:
+        """A parameter was written at home, through a state dict."""
+
+    def updated(self, bucket: Bucket) -> None:
+        """An update of a bucket is done, and was waited for."""
+
+
+class HomeCopy:
+    """One home: the update under way, the versions that a state dict shows, what is read ahead."""
+
+    __slots__ = (
+        *("_announced", "_checked", "_digest", "_exposed", "_pool", "_table"),
+        *("bucket", "home", "is_early", "unit", "update"),
+    )
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        home: Home,
+        *,
+        unit: str,
+        table: CopyTable,
+        pool: Pool | NoPool,
+        checked: bool,
+    ) -> None:
+        self.bucket = bucket
+        self.home = home
+        self.unit = unit
+        self.update: Any = None
+        """The work that rewrites it now."""
+        self.is_early = False  # whether that belongs to a step that is not made yet
+        self._table = table
+        self._pool = pool
+        self._checked = checked
+        self._announced: list[Request] | None = None  # what is read ahead for the next fetch
+        self._digest: int | None = None
+        self._exposed: tuple[int, ...] | None = None  # its versions, as they were seen last
+
+    def move(self, state: CopyState, why: str) -> None:
+        """Change its state, or raise StateError."""
+        self._table.transition(self.bucket.id, Tier.HOST, state, why)
+
+    # -- updates ---------------------------------------------------------------------------------
+
+    def begin_update(self, work: Work) -> None:
+        """Leave it to ``work``, which rewrites it."""
+        self.move(CopyState.FILLING, "update")
+        self.update = work
+
+    def finish_update(self, log: EventLog) -> None:
+        """Wait for its update, or raise StateError while that belongs to a step not made yet."""
+        if self.is_early:
+            raise too_early(f"the weights of unit {self.unit!r} are needed")
+        if self.update.done:
+            self.update.wait()  # raises what it raised
+        else:
+            with log.during(What.WAIT, bucket=self.bucket.id, why="update"):
+                self.update.wait()
+        self.end_update("ready")
+
+    def end_update(self, why: str) -> None:
+        """Take it back as the update left it."""
+        self.update = None
+        self.move(CopyState.CLEAN, why)
+        self.note_digest()
+
+    # -- reading ahead ---------------------------------------------------------------------------
+
+    def is_busy(self, *, resident: bool) -> bool:
+        """Whether a fetch would have to wait, for an update or for the disk, which is asked."""
+        if self.update is not None and (self.is_early or not self.update.done):
+            return True
+        if resident:
+            return False
+        if self._announced is None:
+            items = self.home.items(0, self.bucket.segments[-1].end)
+            runs = cut(items.start, items.stop, self.home.extent_numel)
+            self._announced = [Request([Span(self.home, r.start, r.stop)]) for r in runs]
+            self._pool.ahead(self._announced)
+        return not all(map(self._pool.ready, self._announced))
+
+    def fetched(self) -> None:
+        """It is fetched now: the next one is announced anew."""
+        self._announced = None
+
+    # -- what a state dict shows -----------------------------------------------------------------
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether a state dict shows its very tensors."""
+        return self._exposed is not None
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether a state dict shows its tensors, or copies of them."""
+        return self.is_exposed or bool(self.home.copies)
+
+    def expose(self) -> None:
+        """Its tensors are handed out: from now on their versions are followed."""
+        self._exposed = self.home.versions()
+
+    def hide(self) -> None:
+        """Follow it no longer where no state dict refers to it any more."""
+        if not self.home.held:
+            self._exposed = None
+
+    def changed(self) -> list[Segment]:
+        """Return the segments that were written since they were seen last."""
+        if self._exposed is None:
+            return []
+        now = zip(self.bucket.segments, self._exposed, self.home.versions(), strict=True)
+        return [segment for segment, then, later in now if then != later]
+
+    def rewritten(self) -> None:
+        """Its bytes are others: whoever looks at them sees these from now on."""
+        self.note_digest()
+        self.home.refresh()
+        self.hide()
+        if self.is_exposed:
+            self.expose()
+
+    # -- digests ---------------------------------------------------------------------------------
+
+    def note_digest(self) -> None:
+        """Remember its bytes, where they are checked."""
+        if self._checked:
+            self._digest = self.home.crc()
+
+    def check_digest(self) -> None:
+        """Compare its bytes with those it had; a home that is exposed may change unseen."""
+        if self._digest is None or self.is_exposed:
+            return
+        if self.home.crc() != self._digest:
+            raise TransferError(
+                f"the HOST home of bucket {self.bucket.id} changed while nobody wrote to it",
+                advice="look for code that writes to memory it does not own",
+                moves=self._table.moves(),
+            )

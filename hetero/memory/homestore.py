@@ -1,0 +1,140 @@
+"""The store of homes: which there are, under their tiers' budgets (floor 1, mechanism)."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from hetero.device import Device
+from hetero.io import align_up
+from hetero.memory.codec import EXACT, Codec
+from hetero.memory.extent import Request, Span, Use
+from hetero.memory.home import DiskHome, Home, HostHome, cut
+from hetero.memory.layout import Bucket
+from hetero.memory.ledger import Ledger
+from hetero.memory.pool import NoPool, Pool
+from hetero.types import Kind, Tier
+
+
+class HomeStore:
+    """Makes homes under their tier's budget and keeps them: ``homes[kind name, bucket id]``.
+
+    With ``resident`` the homes are on the device, otherwise on HOST, or on disk where ``on_disk``
+    says so of a kind and a bucket.
+    """
+
+    __slots__ = (
+        *("_charged", "_device", "_ledger", "_names", "_on_disk", "_parked", "_resident"),
+        *("before_use", "homes", "pool"),
+    )
+
+    def __init__(
+        self,
+        device: Device,
+        ledger: Ledger,
+        *,
+        resident: bool = False,
+        pool: Pool | None = None,
+        on_disk: Callable[[Kind, int], bool] = lambda kind, bucket: False,
+    ) -> None:
+        self._device = device
+        self._ledger = ledger
+        self._resident = resident
+        self._on_disk = on_disk
+        self._charged: dict[tuple[str, int], tuple[Kind, int]] = {}
+        self._parked: dict[tuple[str, int], Home] = {}  # homes on disk without content
+        self._names: list[str] = []  # ascending
+        self.pool: Pool | NoPool = pool or NoPool()
+        self.homes: dict[tuple[str, int], Home] = {}
+        self.before_use: Callable[[], None] = _nothing  # the user's code reads or writes a state
+
+    @property
+    def tier(self) -> Tier:
+        """Where the homes are that are not on disk."""
+        return Tier.HBM if self._resident else Tier.HOST
+
+    def get(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype | None = None) -> Home:
+        """Return the home of ``name`` (a parameter kind or a state's key), made when missing."""
+        key = name, bucket.id
+        if key not in self.homes:
+            dtype = dtype or bucket.dtype
+            codec = bucket.codec if kind is Kind.PARAM else EXACT
+            parked = self._parked.pop(key, None)
+            make = self._on_nvme if self._on_disk(kind, bucket.id) else self._in_memory
+            self.homes[key] = parked or make(kind, name, bucket, dtype, codec)
+            if name not in self._names:
+                insort(self._names, name)
+        return self.homes[key]
+
+    def _in_memory(
+        self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype, codec: Codec
+    ) -> Home:
+        n_bytes = codec.n_bytes(bucket.numel, dtype)
+        self._ledger.charge(self.tier, kind, n_bytes, f"{name} of bucket {bucket.id}")
+        self._charged[name, bucket.id] = (kind, n_bytes)
+        make = self._device.arena if self._resident else self._device.slab
+        return HostHome(make(n_bytes), bucket, dtype, codec)
+
+    def _on_nvme(
+        self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype, codec: Codec
+    ) -> Home:
+        n_bytes = codec.n_bytes(bucket.numel, dtype)
+        slab = self._device.paged_slab(align_up(n_bytes))
+        what = f"{name} of bucket {bucket.id}"
+        extents = self.pool.adopt(kind, slab, n_bytes, codec.dtype(dtype).itemsize, what)
+        return DiskHome(self.pool, extents, slab, bucket, dtype, codec)
+
+    def of_bucket(self, bucket_id: int) -> Iterator[tuple[str, Home]]:
+        """Yield the homes of one bucket with their names."""
+        for name in self._names:
+            home = self.homes.get((name, bucket_id))
+            if home is not None:
+                yield name, home
+
+    def held(self, request: Request) -> AbstractContextManager[None]:
+        """Hold what a request names in memory for the length of a block (see `Pool.pin`)."""
+        return self.pool.pin(request) if request.needs else _NOTHING
+
+    def runs(self, start: int, end: int, *uses: tuple[Home, Use]) -> Iterator[slice]:
+        """Yield [start, end), in items of the homes, in runs that are pinned in all of them until
+        the next is asked for."""
+        for run in cut(start, end, min(home.extent_numel for home, _ in uses)):
+            with self.held(Request(Span(home, run.start, run.stop, use) for home, use in uses)):
+                yield run
+
+    def take_all(self, *, held: bool = True) -> None:
+        """Write home what was written to copies of anything but parameters (see `written`)."""
+        for (name, _), home in self.homes.items():
+            if home.copies and name != Kind.PARAM.value:
+                for segment in home.written(held=held):
+                    home.take(segment)
+
+    def drop(self, name: str, bucket_id: int) -> None:
+        """Let one home go. One on disk keeps its addresses, and is there again when it is asked
+        for."""
+        home = self.homes.pop((name, bucket_id), None)
+        if home is None:
+            return
+        home.discard()
+        charged = self._charged.pop((name, bucket_id), None)
+        if charged is None:
+            self._parked[name, bucket_id] = home
+        else:
+            self._ledger.credit(self.tier, *charged)
+
+    def close(self) -> None:
+        """Let all homes go."""
+        for home in self.homes.values():
+            home.close()
+        self.homes.clear()
+        self._parked.clear()
+        self.pool.close()
+
+
+def _nothing() -> None: ...
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()

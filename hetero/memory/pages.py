@@ -1,0 +1,204 @@
+"""Memory that extents share: who is in it, in which state, and who leaves (floor 1, mechanism).
+
+[Note: addresses stay]  A home on disk has its whole range of addresses for life, and memory only
+where an extent is resident: an extent is read into its place, and its pages are given back when it
+is evicted. Views of such a home are therefore always there, and mean something only while they are
+pinned. (The technique is vmcache's: Leis et al., SIGMOD 2023.)
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import OrderedDict, deque
+from collections.abc import Container, Iterator
+
+from hetero.device import POISON
+from hetero.io import align_up
+from hetero.memory.chunk import CopyTable
+from hetero.memory.extent import Extent, Request, Use
+from hetero.types import CopyState, Tier
+
+AHEAD_SHARE = 3  # this part of the pool is kept for what is read ahead
+ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
+
+
+class Window:
+    """What was announced, and the extents that are kept in memory for the first of it."""
+
+    __slots__ = ("_kept", "kept_bytes", "n_bytes", "requests")
+
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        self.requests: deque[Request] = deque()
+        self.kept_bytes = 0
+        self._kept: OrderedDict[Extent, int] = OrderedDict()  # since when
+
+    def __contains__(self, extent: object) -> bool:
+        return extent in self._kept
+
+    def keep(self, extent: Extent, now: int) -> None:
+        """Keep an extent that is in memory, or will be, until it is used."""
+        if extent not in self._kept:
+            self._kept[extent] = now
+            self.kept_bytes += extent.n_bytes
+
+    def let_go(self, extent: Extent) -> None:
+        """Keep an extent no longer, where it was kept."""
+        if self._kept.pop(extent, None) is not None:
+            self.kept_bytes -= extent.n_bytes
+
+    def let_go_before(self, then: int) -> None:
+        """Give up what has been kept for too long: nobody came for it."""
+        while self._kept:
+            extent, since = next(iter(self._kept.items()))
+            if since >= then:
+                return
+            self.let_go(extent)
+
+    def let_go_last(self) -> bool:
+        """Give up what would be used last; False where nothing is kept."""
+        if not self._kept:
+            return False
+        self.let_go(next(reversed(self._kept)))
+        return True
+
+
+class Pages:
+    """Memory of ``n_bytes``; ``checked`` poisons what leaves it."""
+
+    def __init__(self, n_bytes: int, *, checked: bool) -> None:
+        self.n_bytes = n_bytes
+        self.checked = checked
+        self.table = CopyTable(0, home=Tier.NVME, what="extent")
+        self.peak = 0
+        self.bytes = dict.fromkeys(CopyState, 0)  # of the extents in each state
+        self.resident: OrderedDict[Extent, None] = OrderedDict()  # least recently used first
+        self.clock = 0  # moves with every pin, and with every byte that is brought in
+        self.window = Window(n_bytes // AHEAD_SHARE)
+        self.later = Window(n_bytes // AHEAD_SHARE)
+
+    def add(self, n_bytes: int) -> int:
+        """Count an extent that is only on disk; returns its number."""
+        self.bytes[ABSENT] += n_bytes
+        return self.table.extend(1)
+
+    @property
+    def used(self) -> int:
+        """Bytes of the extents that have memory now."""
+        return sum(self.bytes.values()) - self.bytes[ABSENT]
+
+    def state(self, extent: Extent) -> CopyState:
+        """Return the state of an extent's memory."""
+        return self.table.state(extent.id, Tier.HOST)
+
+    def is_unread(self, extent: Extent) -> bool:
+        """Whether the disk has what memory has not."""
+        return extent.stored and self.state(extent) is ABSENT
+
+    def move(self, extent: Extent, state: CopyState, why: str) -> None:
+        """Change an extent's state, or raise StateError."""
+        old = self.state(extent)
+        self.table.transition(extent.id, Tier.HOST, state, why)
+        self.bytes[old] -= extent.n_bytes
+        self.bytes[state] += extent.n_bytes
+
+    def enter(self, extent: Extent, use: Use) -> bool:
+        """Give an extent memory; whether its content has to be read then."""
+        self.move(extent, FILLING, "fetch")
+        self.resident[extent] = None
+        self.peak = max(self.peak, self.used)
+        self.clock += extent.n_bytes
+        extent.error = None
+        extent.blank = use is Use.FRESH
+        if extent.stored and not extent.blank:
+            return True
+        if self.checked and not extent.blank:
+            extent.view[:] = bytes(extent.n_bytes)
+        self.move(extent, CLEAN, "ready")
+        return False
+
+    def leave(self, extent: Extent, why: str) -> None:
+        """Take an extent's memory back."""
+        self.move(extent, ABSENT, why)
+        del self.resident[extent]
+        self.let_go(extent)
+        extent.blank = False
+        if self.checked:  # who reads it without a pin reads NaN
+            extent.view[:] = bytes([POISON]) * extent.n_bytes
+        elif extent.mapping is not None:
+            extent.mapping.madvise(mmap.MADV_DONTNEED, extent.page, extent.n_bytes)
+
+    # -- room ------------------------------------------------------------------------------------
+
+    def missing(self, request: Request) -> int:
+        """Return the bytes of a request that have no memory."""
+        return sum(e.n_bytes for e in request.needs if self.state(e) is ABSENT)
+
+    def short(self, n_bytes: int) -> int:
+        """Return what is missing of so much room, when everything is written that is begun."""
+        return n_bytes - (self.n_bytes - self.used) - self.bytes[FLUSHING]
+
+    def loose(self, state: CopyState, keep: Container[Extent], n_bytes: int) -> list[Extent]:
+        """Return the first extents in a state that have ``n_bytes`` together, or all.
+
+        None of them is held, waited for, kept, or in ``keep``; least recently used first.
+        """
+        found = []
+        for extent in self._unheld(state, keep) if n_bytes > 0 else ():
+            found.append(extent)
+            n_bytes -= extent.n_bytes
+            if n_bytes <= 0:
+                break
+        return found
+
+    def _unheld(self, state: CopyState, keep: Container[Extent]) -> Iterator[Extent]:
+        for extent in self.resident:
+            held = extent.pins or extent in keep or self.is_kept(extent)
+            if self.state(extent) is state and not held:
+                yield extent
+
+    def evict(self, n_bytes: int, keep: Container[Extent]) -> bool:
+        """Let clean extents leave until ``n_bytes`` are free; none where that is not enough."""
+        short = n_bytes - (self.n_bytes - self.used)
+        leaving = self.loose(CLEAN, keep, short)
+        if sum(extent.n_bytes for extent in leaving) < short:
+            return False
+        for extent in leaving:
+            self.leave(extent, "evict")
+        return True
+
+    # -- what is kept for those who announced it -------------------------------------------------
+
+    def let_go(self, extent: Extent) -> None:
+        """Keep an extent no longer: it is used, or gone."""
+        self.window.let_go(extent)
+        self.later.let_go(extent)
+
+    def is_kept(self, extent: Extent) -> bool:
+        """Whether an extent is in memory for what was announced."""
+        return extent in self.window or extent in self.later
+
+    def due(self, request: Request) -> list[Extent]:
+        """Return what is to be in memory for a request, where nothing sees to that yet."""
+        return [e for e, use in request.needs.items() if self._is_due(e, use, request)]
+
+    def _is_due(self, extent: Extent, use: Use, request: Request) -> bool:
+        if use is Use.FRESH or self.is_kept(extent) or extent.used_at > request.asked_at:
+            return False  # pinned since it was announced: that may have been this very use
+        return extent.stored or self.state(extent) is not ABSENT
+
+
+def ask_for_pages(mapping: mmap.mmap, first: int, n_bytes: int, huge_bytes: int) -> None:
+    """Ask for huge pages at the beginning of a home, and for small ones after them.
+
+    A huge page that is a part of one extent only makes transfers of few long runs (measured: twice
+    as fast) and is cheap to give back; one of two extents would stay when one of them goes.
+    """
+    try:
+        if huge_bytes:
+            mapping.madvise(mmap.MADV_HUGEPAGE, first, huge_bytes)
+        if huge_bytes < n_bytes:
+            rest = align_up(n_bytes) - huge_bytes
+            mapping.madvise(mmap.MADV_NOHUGEPAGE, first + huge_bytes, rest)
+    except (OSError, AttributeError):  # a kernel built without them
+        pass

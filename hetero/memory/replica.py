@@ -1,0 +1,107 @@
+"""Replicas: the copies of parameters that compute (floor 1, mechanism).
+
+[Note: leases]  A view of a weight can outlive its pin (``p.detach()`` kept by a logger, a unit that
+returns ``latents.expand(...)``). Every replica has a storage of its own; its frames are reused only
+when the storage's use count is back at its baseline. Until then they stay charged.
+
+[Note: exposed bytes]  Writes through an alias that autograd does not count (``p.data.clamp_()``)
+leave no trace. If a view of a replica outlives its access, the replica is *exposed*: it is always
+flushed, before it is evicted and before its home is read.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hetero.device import Ticket, use_count
+from hetero.internals import storage_uses
+from hetero.memory.chunk import CopyTable
+from hetero.memory.layout import Bucket
+from hetero.types import CopyState, Tier
+
+APART = -1  # where a replica starts that has memory of its own
+
+
+class Replica:
+    """The contiguous HBM run of one bucket's PARAM chunks, with a prebuilt view per parameter.
+
+    ``incoming`` are the bytes that fetches fill (see [Note: decoded in place] in codec.py).
+    """
+
+    __slots__ = (
+        *("bucket", "start", "bytes", "incoming", "flat", "views", "cdata", "baseline"),
+        *("pins", "stamp", "ready", "idle", "exposed", "dirty", "_table"),
+    )
+
+    def __init__(self, bucket: Bucket, start: int, piece: torch.Tensor, table: CopyTable) -> None:
+        self.bucket = bucket
+        self.start = start
+        self.bytes = piece
+        self.incoming = piece[piece.numel() - bucket.home_bytes :]
+        self.flat = piece.view(bucket.dtype)
+        self.views = [
+            torch.as_strided(self.flat, s.spec.shape, s.spec.stride, s.offset)
+            for s in bucket.segments
+        ]
+        self.cdata = piece.untyped_storage()._cdata
+        self.pins = 0
+        self.stamp = 0
+        self.ready: Ticket | None = None
+        self.idle: Ticket | None = None
+        self.exposed = False
+        self.dirty: set[int] = set()  # chunks that were written here
+        self._table = table
+        self.baseline = use_count(piece)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it has memory of its own, and no frames of the arena."""
+        return self.start == APART
+
+    @property
+    def leased(self) -> bool:
+        """Whether the user's code still holds a view; only meaningful while unbound."""
+        # A fetch under way holds the frames too, and its bytes were not seen yet.
+        return self.ready is None and storage_uses(self.cdata) > self.baseline
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether it is neither pinned nor leased."""
+        return not (self.pins or self.leased)
+
+    @property
+    def is_news(self) -> bool:
+        """Whether it may hold what its home does not."""
+        return self.exposed or bool(self.dirty)
+
+    @property
+    def state(self) -> CopyState:
+        return self._table.state(self.bucket.id, Tier.HBM)
+
+    def aliases(self, n_bound: int) -> bool:
+        """Whether the user's code holds a view while ``n_bound`` parameters are bound here."""
+        return storage_uses(self.cdata) > self.baseline + n_bound
+
+    def move(self, state: CopyState, why: str) -> None:
+        """Change its state, or raise StateError; only a DIRTY one has dirty chunks."""
+        self._table.transition(self.bucket.id, Tier.HBM, state, why)
+        if state in (CopyState.ABSENT, CopyState.FILLING, CopyState.CLEAN):
+            self.dirty.clear()
+
+    def write(self, start: int, end: int) -> None:
+        """Note that elements [start, end) were written here."""
+        chunks = self.bucket.chunks_of(start, end)
+        if chunks:
+            self.move(CopyState.DIRTY, "write")
+            self.dirty.update(chunks)
+
+    def dirty_runs(self) -> list[slice]:
+        """Return the dirty chunks as runs of elements, so that neighbours move in one copy."""
+        runs: list[slice] = []
+        size = self.bucket.chunk_numel
+        for chunk in sorted(self.dirty):
+            start = (chunk - self.bucket.first_chunk) * size
+            if runs and runs[-1].stop == start:
+                start = runs.pop().start
+            runs.append(slice(start, (chunk - self.bucket.first_chunk + 1) * size))
+        return runs
