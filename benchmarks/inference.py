@@ -130,9 +130,7 @@ def loaded(folder: Path) -> Loaded:
     prepare(model, device="cpu", hbm="1GiB", weights=str(folder))
     seconds = time.perf_counter() - began
     peak = memory_of_this_process("VmHWM") - before
-    homes = sum(
-        home.part(slice(None)).nbytes for home in engine_of(model).setup.store.homes.values()
-    )
+    homes = engine_of(model).setup.store.homes.values()
     n_bytes = sum(home.part(slice(None)).nbytes for home in homes)
     forget(model)
     return Loaded(seconds, peak, n_bytes)

@@ -304,6 +304,10 @@ class ChunkManager:
 
     # -- homes that are written by others --------------------------------------------------------
 
+    def is_busy(self, bucket_id: int) -> bool:
+        """Whether a fetch would have to wait, for an update or for the disk, which is asked."""
+        return self.copies[bucket_id].is_busy(resident=bucket_id in self.replicas)
+
     def home(self, bucket_id: int) -> Home:
         """Return a bucket's PARAM home, once its update is done; `flush_and_wait` comes before
         reading it."""

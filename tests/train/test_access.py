@@ -27,7 +27,7 @@ class Frames:
         self.replicas: dict[int, Any] = {}
         self.moves: list[tuple[str, int]] = []
 
-    def busy(self, bucket: int) -> bool:
+    def is_busy(self, bucket: int) -> bool:
         return bucket not in self.ready
 
     def prefetch(self, bucket: int, start: int, evict: Any) -> None:

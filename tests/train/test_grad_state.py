@@ -12,10 +12,10 @@ from hetero.device import SimDevice
 from hetero.errors import StateError
 from hetero.events import EventLog
 from hetero.jobs import Job, Worker
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import ParamSpec, build_layout
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.memory.slab import HomeStore
 from hetero.train.gradients.ring import GradRing
 from hetero.train.gradients.slot import LEGAL, GradSlot, GradState, LazyGrad
 from hetero.train.gradients.store import GradStore

@@ -101,10 +101,6 @@ class Fetches:
         self.train.replan()
         self.evaluate.replan()
 
-    def _is_busy(self, bucket: int) -> bool:
-        manager = self._manager
-        return manager.copies[bucket].is_busy(resident=bucket in manager.replicas)
-
     def _issue(self, ops: Sequence[Op]) -> None:
         """Carry out planned ops; one that does not fit any more is skipped (it is advice).
 
@@ -115,7 +111,7 @@ class Fetches:
         for op in ops:
             if not op.demand:
                 late.add(op)
-        while late.ops and not self._is_busy(late.ops[0].bucket):
+        while late.ops and not manager.is_busy(late.ops[0].bucket):
             op = late.pop()
             with host_work():  # who leaves may be coded, on HOST
                 manager.prefetch(op.bucket, op.start, op.evict)

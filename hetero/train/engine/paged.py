@@ -421,7 +421,7 @@ def make_runtime(
     plan = setup.blueprint
     planned = partial(plan_for, layout=plan.layout, manager=manager, tuning=setup.tuning)
     trains = setup.inner is not None
-    runtime = Runtime(
+    return Runtime(
         setup.params,
         plan.layout,
         plan.needs,
@@ -436,7 +436,6 @@ def make_runtime(
         early=early,
         scaling=trained.scaling,
     )
-    return runtime
 
 
 def plan_for(
