@@ -106,7 +106,7 @@ def test_an_addition_comes_after_the_update_that_reads_the_gradient() -> None:
     slot, numbers = world.arrive()
     slot.land()
     seen: list[torch.Tensor] = []
-    update = Job([lambda: seen.append(slot.home.segments[0].clone())])
+    update = Job([lambda: seen.append(slot.home.view(slot.segment).clone())])
     world.grads.lend(world.bucket, update, ())
     assert slot.state is LENT
 
