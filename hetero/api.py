@@ -16,6 +16,7 @@ from hetero.errors import StateError
 from hetero.interrupts import theirs
 from hetero.train.engine.assemble import assemble
 from hetero.train.engine.blueprint import draw
+from hetero.train.engine.budget import Budget
 from hetero.train.engine.check import check_codes, check_model, check_pair
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.tuning import Tuning
@@ -193,6 +194,11 @@ class Status:
     chunk_bytes: int
     steps: int
     activation_bytes: int
+    division: dict[str, int]
+    """Of HBM since the last border, in bytes: ``buffers``, ``activations``, ``ring`` (gradients on
+    their way down) and ``frames``. Empty until it was measured, and where parameters stay."""
+    policies: dict[str, str]
+    """Per unit, what becomes of its activations: "keep", "recompute", "offload" or both."""
     tiers: dict[str, dict[str, int | None]]
     """Per tier: ``budget``, ``used``, ``peak`` and one entry per kind."""
     units: dict[str, str]
@@ -240,6 +246,8 @@ def status(model: nn.Module) -> Status:
         chunk_bytes=4 * plan.layout.chunk_numel,
         steps=setup.steps,
         activation_bytes=setup.budget.activation_bytes,
+        division=division_of(setup.budget),
+        policies={names[u]: str(p) for u, p in residence.activations.policies.items()},
         tiers=tiers,
         units={
             names[i]: "resident" if all(b in here for b in needs) else "home"
@@ -256,6 +264,19 @@ def status(model: nn.Module) -> Status:
         evictions=stats.counts["evict"],
         schedule=schedule.show(names) if schedule else "",
     )
+
+
+def division_of(budget: Budget) -> dict[str, int]:
+    """Return how HBM is divided, by what it is used for."""
+    division = budget.division
+    if division is None:
+        return {}
+    return {
+        "buffers": division.buffer_bytes,
+        "activations": division.activation_bytes,
+        "ring": division.ring_bytes,
+        "frames": division.frames * budget.divisible.granule_bytes,
+    }
 
 
 def release(model: nn.Module, optimizer: Optimizer | None = None) -> Any:

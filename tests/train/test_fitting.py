@@ -302,7 +302,7 @@ def test_gradients_on_their_way_down_give_way_before_an_error_and_come_back() ->
     (model, optimizer), engine = settled(hbm=700 * 1024, activations="keep")
     fitting, ring = engine.residence.fitting, engine.residence.trained.grads.ring
     room = (
-        engine.setup.budget.most_bytes
+        engine.setup.budget.divisible.most_bytes
         - engine.residence.manager.arena.limit * engine.setup.blueprint.granule_bytes
     )
     wide = ring.limit_bytes

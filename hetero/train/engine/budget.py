@@ -6,9 +6,8 @@ Activations are not known before the first step, which therefore runs with the f
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,16 +15,15 @@ from torch import nn
 from hetero.config import Config, HostLimit, describe_limit
 from hetero.device import Device
 from hetero.errors import BudgetError, ConfigError, OutOfMemory
+from hetero.plan.division import Division, Hbm
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.check import pages, tables
 from hetero.train.engine.spill import Spill, draw_spill, draw_way, passing_bytes
-from hetero.train.model.host_work import host_work
 from hetero.types import format_bytes
 
 CUDA_SHARE = 0.95  # of free HBM, when no budget is given
 CPU_FRAMES = 4  # this part of RAM is for frames, when no budget is given for them
 CUDA_RESIDENT = 1.5  # a model is kept on the device when its states fit this many times
-WORTH = 8  # frames get no less than this part of HBM more at once: they are filled and planned anew
 
 
 @dataclass(slots=True)
@@ -39,31 +37,21 @@ class Budget:
     """What goes to disk, and the way there."""
     host_bytes: int = 0
     """Of RAM, for homes and what passes through to them."""
-    activation_bytes: int = 0
-    measured: bool = False
     stays: bool = False
     """Whether parameters stay where they compute, from the beginning."""
+    division: Division | None = None
+    """How HBM is divided since the last border; None before activations were measured."""
+    divisible: Hbm = field(init=False)
+    """HBM, as far as it is divided."""
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.divisible = Hbm(self.hbm or 0, self.buffer_bytes, plan.least_bytes, plan.granule_bytes)
 
     @property
-    def room(self) -> int:
-        """Frames (granules) that fit beside the buffers, activations not counted."""
-        return max(0, (self.hbm or 0) - self.buffer_bytes) // self.plan.granule_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        """HBM beside buffers."""
-        return (self.hbm or 0) - self.buffer_bytes
-
-    @property
-    def room_bytes(self) -> int:
-        """HBM beside buffers and the fewest frames."""
-        return self.most_bytes - self.plan.least_bytes
-
-    def frames_beside(self, activation_bytes: int) -> int:
-        """Return the frames that fit beside activations, or raise naming what would be enough."""
-        if activation_bytes > self.room_bytes:
-            raise self.refusal(activation_bytes)
-        return (self.most_bytes - activation_bytes) // self.plan.granule_bytes
+    def activation_bytes(self) -> int:
+        """Of HBM, for activations and gradients on their way down; 0 before they were measured."""
+        return 0 if self.division is None else self.division.moving_bytes
 
     def refusal(
         self,
@@ -110,112 +98,6 @@ class Budget:
         """Whether parameters, gradients and states fit on the device beside the activations."""
         whole = self.plan.home_bytes + activation_bytes + self.buffer_bytes
         return whole <= (self.hbm or 0)
-
-
-class Frames(Protocol):
-    """The frames that parameters lie in."""
-
-    @property
-    def limit(self) -> int:
-        """How many there are, apart from the others or not."""
-
-    def resize(self, limit: int) -> bool:
-        """Have so many; False, and nothing changed, while a replica is held."""
-
-    def lower(self, limit: int) -> bool:
-        """Give up those from ``limit`` on; False where something that is held lies there."""
-
-    def vacate(self) -> int:
-        """Give up all that is not held, for now; returns the bytes of the others."""
-
-    def shed(self) -> None:
-        """Give up those apart from the others that are not held."""
-
-
-class Excess(NamedTuple):
-    """What passed the budget goes on, where HBM is simulated, for as long as it is measured."""
-
-    where: str = ""
-    held_bytes: int = 0
-    """Of frames, when it did."""
-    most_bytes: int = 0
-    """That RAM holds meanwhile."""
-
-
-class Beside:
-    """What HBM has beside buffers and frames; frames give way to what is alive there.
-
-    Args:
-        ram: returns the bytes of RAM that may still be taken.
-    """
-
-    def __init__(self, budget: Budget, frames: Frames, ram: Callable[[], int]) -> None:
-        self.excess: Excess | None = None
-        self._budget = budget
-        self._frames = frames
-        self._ram = ram
-        self._due: int | None = None  # frames there are to be, as soon as nothing above is held
-
-    @property
-    def n_bytes(self) -> int:
-        """Beside the frames that there are now."""
-        return self._budget.most_bytes - self._frames.limit * self._budget.plan.granule_bytes
-
-    @property
-    def fewest(self) -> int:
-        """Frames that there have to be."""
-        return self._budget.plan.least_bytes // self._budget.plan.granule_bytes
-
-    def is_worth(self, n_bytes: int) -> bool:
-        """Whether frames can have a good deal more than they have, beside ``n_bytes``."""
-        least = max(self._budget.most_bytes // WORTH, self._budget.plan.least_bytes)
-        return self.n_bytes - n_bytes > least
-
-    def fits(self, n_bytes: int) -> bool:
-        """Whether there may be ``n_bytes``; frames are given up for them."""
-        if self.excess is not None:
-            return n_bytes <= self.excess.most_bytes
-        if n_bytes <= self.n_bytes:
-            return True
-        most, granule = self._budget.most_bytes, self._budget.plan.granule_bytes
-        limit = max(self.fewest, (most - n_bytes) // granule)
-        with host_work():  # who leaves may be coded, on HOST
-            if self.lower(limit) and n_bytes <= self.n_bytes:
-                return True
-            # the unit that computes stands above: it keeps its frames until it is done
-            if n_bytes > most - self._held_bytes():
-                return False
-        self._due = limit
-        return True
-
-    def go_on(self, n_bytes: int, where: str = "") -> bool:
-        """Measure what does not fit to its end: what would be enough is known only there.
-
-        Returns False where RAM does not hold more.
-        """
-        if self.excess is not None:
-            return False
-        with host_work():
-            self.excess = Excess(where, self._held_bytes(), n_bytes + self._ram() // 2)
-        return True
-
-    def forget(self) -> None:
-        """What passed, and what should have given way to it, is over: HBM is divided anew."""
-        self.excess = self._due = None
-
-    def settle(self) -> None:
-        """A unit begins: give up the frames that were in use when they should have been."""
-        if self._due is not None and self.lower(self._due):
-            self._due = None
-
-    def lower(self, limit: int) -> bool:
-        """Have no more than ``limit`` frames; False where one above is held."""
-        return limit >= self._frames.limit or self._frames.lower(limit)
-
-    def _held_bytes(self) -> int:
-        """Give up the frames that are not held; returns the bytes of the others, the fewest at
-        least."""
-        return max(self._frames.vacate(), self._budget.plan.least_bytes)
 
 
 class Memory(NamedTuple):

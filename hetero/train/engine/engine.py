@@ -13,9 +13,9 @@ from torch import nn
 from hetero import interrupts
 from hetero.errors import BudgetError, StateError, StorageError
 from hetero.events import What
+from hetero.plan.division import Division
 from hetero.train.engine.admission import Admission
 from hetero.train.engine.broken import Broken
-from hetero.train.engine.fitting import Division
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.resident import Mastered, Resident
 from hetero.train.engine.setup import Setup

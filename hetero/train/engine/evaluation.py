@@ -11,14 +11,15 @@ frames there can be, as the very first does: what it takes is not known yet.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hetero.errors import OutOfMemory
 from hetero.events import EventLog, What
+from hetero.plan.division import WORTH, Division, divide
 from hetero.train.activations.forecast import tensors_of
 from hetero.train.activations.meter import Meter
-from hetero.train.engine.budget import WORTH, Beside, Budget, Excess, Frames
+from hetero.train.engine.room import Excess, Room
 from hetero.types import Kind, Tier, format_bytes
 
 WINDOW = 16  # forwards whose largest peak is what the next one is expected to need
@@ -33,28 +34,17 @@ class Seen(NamedTuple):
 
 
 class Evaluation:
-    """Follows forwards, and makes room before the budget is passed.
-
-    Args:
-        charge: charges so many bytes of activations, in place of what was charged before.
-        ram: returns the bytes of RAM that may still be taken.
-    """
+    """Follows forwards, and makes room before the budget is passed."""
 
     def __init__(
         self,
-        budget: Budget,
+        room: Room,
         *,
         meter: Meter,
-        frames: Frames,
-        charge: Callable[[int], None],
-        ram: Callable[[], int],
         log: EventLog,
     ) -> None:
-        self.budget = budget
+        self.room = room
         self.meter = meter
-        self._frames = frames
-        self._beside = Beside(budget, frames, ram)
-        self._charge = charge
         self._log = log
         self._inputs = 0  # of the forward that runs, in bytes
         self._seen: deque[Seen] = deque(maxlen=WINDOW)
@@ -63,7 +53,7 @@ class Evaluation:
         """A forward of the whole model begins: see [Note: larger inputs]."""
         self._inputs = sum(tensor.nbytes for tensor in tensors_of((args, kwargs)))
         if self._seen and self._inputs > max(seen.input_bytes for seen in self._seen):
-            self._beside.lower(self._beside.fewest)
+            self.room.lower(self.room.hbm.fewest_frames)
 
     def end(self) -> None:
         """It ended: note what it took, and divide anew where that is due."""
@@ -76,58 +66,54 @@ class Evaluation:
         growth = max(0, now.peak_bytes - last.peak_bytes) if alike and last is not None else 0
         need = max(seen.peak_bytes for seen in self._seen)
         # what fitted is no error, though a margin is counted with what was measured
-        room = self.budget.room_bytes
-        wanted = min(need + min(AHEAD * growth, self.budget.most_bytes // WORTH), room)
-        if (
-            need + growth > self._beside.n_bytes
-            or not self.budget.measured
-            or self._beside.is_worth(wanted)
-        ):
-            self._divide(wanted)
+        room = self.room.hbm.room_bytes
+        wanted = min(need + min(AHEAD * growth, self.room.hbm.most_bytes // WORTH), room)
+        frames, hbm = self.room.frames.limit, self.room.hbm
+        is_measured = self.room.budget.division is not None
+        if need + growth > self.room.n_bytes or not is_measured or hbm.is_worth(wanted, frames):
+            self._apply(divide(hbm, wanted))
 
     def fits(self, live_bytes: int) -> bool:
         """Make room for what is alive beside frames; whether there is."""
-        return self._beside.fits(live_bytes)
+        return self.room.fits(live_bytes)
 
     def passed(self, live_bytes: int) -> None:
         """There is no room: the forward is measured to its end, and refused there.
 
         Raises OutOfMemory where RAM does not hold it that long.
         """
-        if not self._beside.go_on(live_bytes):
+        if not self.room.go_on(live_bytes):
             raise self._refusal(live_bytes)
 
     def forward_done(self) -> None:
         """Raise OutOfMemory where the forward that ends passed the budget."""
-        if self._beside.excess is not None:
+        if self.room.excess is not None:
             raise self._refusal(self.meter.seen_bytes())
 
     def settle(self) -> None:
         """A unit begins."""
-        self._beside.settle()
+        self.room.settle()
 
-    def _divide(self, wanted: int) -> None:
-        """Leave so much to activations, and the rest to frames."""
-        limit = self.budget.frames_beside(wanted)
-        before = self._frames.limit
-        if limit < before:
-            done = self._beside.lower(
-                limit
-            )  # a view may still be held: the next forward tries again
+    def _apply(self, division: Division) -> None:
+        """Leave so much to activations, and the rest to frames; what stays keeps its place."""
+        room, before = self.room, self.room.frames.limit
+        if division.frames < before:
+            done = room.lower(division.frames)  # a view may be held: the next forward tries again
             if done:
-                self._charge(wanted)
+                room.charge(division)
         else:
-            self._charge(wanted)
-            done = self._frames.resize(limit)
-        if done and limit != before:
-            why = f"{limit} frames, not {before}: forwards hold {wanted} bytes"
+            room.charge(division)
+            done = room.frames.resize(division.frames)
+        if done and division.frames != before:
+            held = division.activation_bytes
+            why = f"{division.frames} frames, not {before}: forwards hold {held} bytes"
             self._log.now(What.DECISION, tier=Tier.HBM, category=Kind.ACTIVATION, why=why)
 
     def _refusal(self, live_bytes: int) -> OutOfMemory:
-        budget, excess = self.budget, self._beside.excess or Excess()
+        budget, excess = self.room.budget, self.room.excess or Excess()
         needed = live_bytes + budget.buffer_bytes + excess.held_bytes
-        self._beside.excess = None
-        room = max(0, budget.room_bytes)
+        self.room.excess = None
+        room = max(0, self.room.hbm.room_bytes)
         return OutOfMemory(
             f"a forward holds {live_bytes} bytes of inputs, cache and results;"
             f" hbm={format_bytes(budget.hbm or 0)} has {room} for them beside buffers and frames"

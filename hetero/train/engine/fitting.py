@@ -17,14 +17,14 @@ from typing import Any, NamedTuple, Protocol
 
 from hetero.errors import OutOfMemory
 from hetero.events import EventLog, What
-from hetero.memory.ledger import Ledger
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Policy, Use, choose, peak_bytes
+from hetero.plan.division import Division, divide
 from hetero.train.activations.forecast import Forecast, tensors_of
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.activations.meter import Meter
-from hetero.train.engine.budget import Beside, Budget, Excess, Frames
+from hetero.train.engine.room import Excess, Room
 from hetero.train.model.host_work import host_work
-from hetero.types import Kind, Lane, Tier, format_bytes
+from hetero.types import Kind, Lane, Tier
 
 WINDOW = 16  # steps whose largest peak is what the next one is expected to need
 MARGIN = 1 / 16  # head room for a choice of policies that has not been measured yet
@@ -39,24 +39,6 @@ def shown(policies: Mapping[int, Policy]) -> str:
     """Return how many units have which policy: ``"3 keep, 2 recompute"``."""
     counts = Counter(str(policy) for policy in policies.values())
     return ", ".join(f"{n} {policy}" for policy, n in sorted(counts.items()))
-
-
-class Ring(Protocol):
-    """Gradients on their way down, which the device holds until they have landed."""
-
-    limit_bytes: int
-    """Of those that it may hold."""
-
-    @property
-    def useful_bytes(self) -> int:
-        """The limit that lets copies overlap with compute."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Of those that are held now."""
-
-    def poll(self) -> None:
-        """Wait until no more are held than may be."""
 
 
 class Choice(Protocol):
@@ -89,14 +71,6 @@ class Choice(Protocol):
         """Return what held for a unit's last forward."""
 
 
-class Division(NamedTuple):
-    """How HBM is divided until the next border."""
-
-    activation_bytes: int
-    ring_bytes: int
-    frames: int
-
-
 class Seen(NamedTuple):
     """A step that was measured."""
 
@@ -118,35 +92,26 @@ class Fitting:
         forecast: of what units leave.
         may_stay: whether a model that fits the device stays there.
         copy_seconds: (lane, bytes) -> how long a copy takes.
-        ram: returns the bytes of RAM that may still be taken.
     """
 
     def __init__(
         self,
-        budget: Budget,
-        ledger: Ledger,
+        room: Room,
         *,
         meter: Meter,
         forecast: Forecast,
         footprint: GraphFootprint,
-        ring: Ring,
-        frames: Frames,
         choice: Choice,
-        ram: Callable[[], int],
         may_stay: bool,
         copy_seconds: CopySeconds,
         log: EventLog,
     ) -> None:
-        self.budget = budget
+        self.room = room
         self._copy_seconds = copy_seconds
         self._log = log
         self.meter = meter
         self.forecast = forecast
-        self._ledger = ledger
         self._footprint = footprint
-        self._ring = ring
-        self._frames = frames
-        self._beside = Beside(budget, frames, ram)
         self._choice = choice
         self._may_stay = may_stay
         self._spoiled = False  # an error ended a forward or a backward
@@ -159,7 +124,6 @@ class Fitting:
         self._in_vain = 0  # steps in a row in which proofs were to be made
         self._tried = False  # whether units are computed again in this step, for a proof
         self._has_room = False  # whether policies were found that fit
-        self._whole: int | None = None  # frames there were when activations' room was lent
 
     # -- a forward -------------------------------------------------------------------------------
 
@@ -182,7 +146,7 @@ class Fitting:
         if self.forecast.open is not None:  # inside another one
             yield
             return
-        self._beside.settle()
+        self.room.settle()
         inputs = tensors_of((args, kwargs))
         if unit not in self.forecast.rows:
             self._first_sight(unit)
@@ -212,21 +176,20 @@ class Fitting:
 
     def _make_room(self, unit: int) -> None:
         """Before a unit that leaves more than it did: let others give way, and frames."""
-        plan, held, ring = self.budget.plan, self._footprint.live_bytes, self._ring
+        room, held, ring = self.room, self._footprint.live_bytes, self.room.ring
         need = self._need(unit)
-        if need + ring.limit_bytes <= self._beside.n_bytes:
+        if need + ring.limit_bytes <= room.n_bytes:
             return
-        least = plan.least_bytes // plan.granule_bytes
-        if need > self.budget.room_bytes and self._choice.may_change:
-            fits = self._choose(self.forecast.ahead(unit), self.budget.room_bytes - held)
+        if need > room.hbm.room_bytes and self._choice.may_change:
+            fits = self._choose(self.forecast.ahead(unit), room.hbm.room_bytes - held)
             self._choice.overlaps = self._choice.overlaps and fits
             need = self._need(unit)
-        limit = (self.budget.most_bytes - need - ring.limit_bytes) // plan.granule_bytes
-        before = self._frames.limit
-        self._beside.lower(max(least, limit))
-        if self._frames.limit != before:
-            self._note(f"{self._frames.limit} frames, not {before}: units leave {need} bytes")
-        ring.limit_bytes = max(0, min(ring.limit_bytes, self._beside.n_bytes - need))
+        limit = room.hbm.frames(need + ring.limit_bytes)
+        before = room.frames.limit
+        room.lower(max(room.hbm.fewest_frames, limit))
+        if room.frames.limit != before:
+            self._note(f"{room.frames.limit} frames, not {before}: units leave {need} bytes")
+        ring.limit_bytes = max(0, min(ring.limit_bytes, room.n_bytes - need))
 
     def _need(self, unit: int) -> int:
         """Return what this forward is expected to hold at its peak, by what it holds and the last.
@@ -307,20 +270,20 @@ class Fitting:
         """
         needed = self.needed_bytes()
         is_known = not (self._is_guess or self._tried)
-        passed = self._beside.excess is not None and is_known
-        if passed or needed > self.budget.room_bytes:
+        passed = self.room.excess is not None and is_known
+        if passed or needed > self.room.hbm.room_bytes:
             self._inputs.pop()
             self._peaks.pop()
             raise self._refusal(self.meter.seen_bytes(), is_whole=True)
-        self._beside.forget()
-        ring = self.ring_bytes(needed)
-        return Division(needed, ring, self._frames_beside(needed + ring))
-
-    def _frames_beside(self, n_bytes: int) -> int:
-        """Return the frames that there are to be: fewer at once, more where many more fit."""
-        fitting, now = self.budget.frames_beside(n_bytes), self._frames.limit
-        stays = self.budget.measured and fitting > now and not self._beside.is_worth(n_bytes)
-        return now if stays else fitting
+        self.room.forget()
+        return divide(
+            self.room.hbm,
+            needed,
+            ring_bytes=self.room.ring.useful_bytes,
+            frames=self.room.frames.limit,
+            keeps=self.room.budget.division is not None,
+            policies=self._choice.policies,
+        )
 
     def needed_bytes(self) -> int:
         """Return what activations are expected to take from here on, by what was measured.
@@ -354,7 +317,7 @@ class Fitting:
         self._try(units)
         # 3. what fitted is no error, though margins are counted with what was measured
         seen = 0 if self._tried else self.meter.seen_bytes()
-        return min(max(self._peaks), max(self.budget.room_bytes, seen))
+        return min(max(self._peaks), max(self.room.hbm.room_bytes, seen))
 
     def _try(self, units: Sequence[int]) -> None:
         """Have proofs made in the next step, where they are missing: a later one may need them."""
@@ -369,7 +332,7 @@ class Fitting:
     def _is_due(self) -> bool:
         """Whether policies were chosen for other inputs or other proofs, or do not fit."""
         top = max(self._inputs)
-        fits = max(self._peaks) <= self.budget.room_bytes
+        fits = max(self._peaks) <= self.room.hbm.room_bytes
         if fits:
             self._tight.clear()
         near = SHRUNK * self._chosen_for <= top <= self._chosen_for
@@ -381,19 +344,19 @@ class Fitting:
         Best is that the whole model stays on the device, then that a second unit's frames fit, then
         that the gradient ring does.
         """
-        plan = self.budget.plan
-        most, ring = self.budget.most_bytes, self._ring.useful_bytes
+        plan = self.room.budget.plan
+        most, ring = self.room.hbm.most_bytes, self.room.ring.useful_bytes
         rooms = [most - 2 * plan.least_bytes - ring, most - plan.least_bytes - ring]
-        rooms.append(self.budget.room_bytes)
+        rooms.append(self.room.hbm.room_bytes)
         if self._may_stay:
             rooms.insert(0, most - plan.home_bytes - ring)
         before, had_room = dict(self._choice.policies), self._has_room
-        if max(self._peaks) > self.budget.room_bytes:
+        if max(self._peaks) > self.room.hbm.room_bytes:
             self._tight = [tight for tight in self._tight if tight.policies != before]
             self._tight.append(Tight(before, max(self._peaks)))
         self._has_room = any(self._choose(units, room) for room in rooms)
         if not self._has_room:
-            self._choose(units, self.budget.room_bytes)
+            self._choose(units, self.room.hbm.room_bytes)
         if self._has_room != had_room:  # it overlaps where it did not
             self._largest = Seen()
         if self._choice.policies == before:
@@ -402,76 +365,22 @@ class Fitting:
         largest = max((self.forecast.use(unit).saved_bytes for unit in units), default=0)
         expected = self.forecast.peak_bytes(units, self._choice.policies)
         self._peaks.clear()
-        self._peaks.append(min(expected + largest, self.budget.room_bytes))
+        self._peaks.append(min(expected + largest, self.room.hbm.room_bytes))
         self._is_guess = True
-
-    def ring_bytes(self, activation_bytes: int) -> int:
-        """Return what the gradient ring can have beside activations and the fewest frames."""
-        return max(0, min(self._ring.useful_bytes, self.budget.room_bytes - activation_bytes))
-
-    def charge(self, activation_bytes: int, ring_bytes: int) -> None:
-        """Charge activations and the gradient ring, in place of what was charged before."""
-        budget = self.budget
-        if self._whole is None:
-            self._ledger.credit(Tier.HBM, Kind.ACTIVATION, budget.activation_bytes)
-        self._whole = None
-        budget.activation_bytes = 0
-        self._ledger.charge(Tier.HBM, Kind.ACTIVATION, activation_bytes + ring_bytes, "activations")
-        budget.activation_bytes, budget.measured = activation_bytes + ring_bytes, True
-        self._ring.limit_bytes = ring_bytes
-
-    def spare(self) -> int:
-        """Return how many more frames there may be while nothing computes; from here on the room of
-        activations is not charged, until `resume`."""
-        taken = self.meter.live_bytes() + self._ring.held_bytes
-        most = (self.budget.most_bytes - taken) // self.budget.plan.granule_bytes
-        spare = most - self._frames.limit
-        if spare > 0 and self._whole is None:
-            self._whole = self._frames.limit
-            self._ledger.credit(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes)
-        return max(0, spare)
-
-    def resume(self) -> None:
-        """Something computes from here on: frames have no more than they had before `spare`.
-
-        Raises OutOfMemory where views of parameters hold too many.
-        """
-        if self._whole is None:
-            return
-        with host_work():  # who leaves may be coded, on HOST
-            self._frames.shed()
-            if self._frames.limit > self._whole and not self._frames.lower(self._whole):
-                raise self._held_back(self._whole)
-        self._whole = None
-        self._ledger.charge(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes, "activations")
-
-    def _held_back(self, limit: int) -> OutOfMemory:
-        """Return the error of views that hold what activations are about to need."""
-        plan, hbm = self.budget.plan, self.budget.hbm or 0
-        held = self._frames.vacate()
-        more = held + plan.least_bytes - limit * plan.granule_bytes
-        return OutOfMemory(
-            f"views of parameters that are still alive hold {format_bytes(held)} of"
-            f" hbm={format_bytes(hbm)} as leases; beside activations there are"
-            f" {format_bytes(limit * plan.granule_bytes)} of frames",
-            advice=f"drop the views before the model computes, or raise hbm= to {hbm + more} bytes",
-            tier="HBM",
-            needed_bytes=hbm + more,
-        )
 
     def fits(self, live_bytes: int) -> bool:
         """Make room for what is alive on the device, where that is simulated; whether there is.
 
         Gradients on their way down are waited for, then frames are given up.
         """
-        ring, left = self._ring, self._beside.n_bytes - live_bytes
+        ring, left = self.room.ring, self.room.n_bytes - live_bytes
         if ring.limit_bytes > left:
             ring.limit_bytes = max(0, left)
             with host_work():  # where they are added, it is on HOST
                 ring.poll()
         if self._choice.is_trying:  # with the room there is: nothing gives way for a proof
-            return live_bytes <= self._beside.n_bytes
-        return self._beside.fits(live_bytes)
+            return live_bytes <= self.room.n_bytes
+        return self.room.fits(live_bytes)
 
     def passed(self, live_bytes: int) -> None:
         """There is no room: the step is measured to its end, and refused there.
@@ -480,7 +389,7 @@ class Fitting:
         """
         if self._choice.is_trying:
             raise OutOfMemory("a trial found no room", tier="HBM")
-        if not self._beside.go_on(live_bytes, self.forecast.where()):
+        if not self.room.go_on(live_bytes, self.forecast.where()):
             raise self._refusal(live_bytes, is_whole=False)
 
     def forward_done(self) -> None:
@@ -488,8 +397,8 @@ class Fitting:
 
     def _refusal(self, activation_bytes: int, *, is_whole: bool) -> OutOfMemory:
         """Return the error of what was measured, which is forgotten: what comes is judged anew."""
-        excess = self._beside.excess or Excess()
-        error = self.budget.refusal(
+        excess = self.room.excess or Excess()
+        error = self.room.budget.refusal(
             activation_bytes,
             where=excess.where,
             known=self.forecast.largest(),
@@ -505,5 +414,5 @@ class Fitting:
         self._forget()
 
     def _forget(self) -> None:
-        self._beside.forget()
+        self.room.forget()
         self.meter.restart()

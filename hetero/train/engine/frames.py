@@ -36,6 +36,10 @@ class ArenaFrames:
         self._fetches.replan()
         return True
 
+    def fix(self) -> None:
+        """From here on there are no more than there are now, unless they are asked for."""
+        self._manager.arena.ceiling = self._manager.arena.frames.limit
+
     def vacate(self) -> int:
         """Give up all frames that are not held for now; returns the bytes of the others."""
         return self._manager.evict_all()

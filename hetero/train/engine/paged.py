@@ -24,6 +24,7 @@ from hetero.memory.frame import FrameMap
 from hetero.memory.layout import Bucket, Layout
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
+from hetero.plan.division import Division
 from hetero.plan.hardware import find
 from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
@@ -37,10 +38,11 @@ from hetero.train.activations.meter import Keeper, Meter, make_meter
 from hetero.train.engine.backward_updates import BackwardUpdates
 from hetero.train.engine.broken import Broken
 from hetero.train.engine.evaluation import Evaluation
-from hetero.train.engine.fitting import CopySeconds, Division, Fitting
+from hetero.train.engine.fitting import CopySeconds, Fitting
 from hetero.train.engine.followers import Followers
 from hetero.train.engine.frames import ArenaFrames
 from hetero.train.engine.resident import Mastered, Resident, make_activations
+from hetero.train.engine.room import Room
 from hetero.train.engine.setup import Setup, StepStats
 from hetero.train.engine.trained import Trained
 from hetero.train.engine.tuning import Tuning
@@ -79,7 +81,16 @@ class Paged:
         self.runtime = runtime = make_runtime(setup, self.trained, manager, self._events(), early)
         self.frames = ArenaFrames(self.manager, runtime.fetches, gives_back=setup.device.is_cuda)
         self.activations = make_activations(setup, runtime.saved, runtime.enter, runtime.leave)
-        self.fitting = self._make_fitting(self._make_meter())
+        meter = self._make_meter()
+        self.room = Room(
+            setup.budget,
+            setup.ledger,
+            frames=self.frames,
+            ring=self.trained.grads.ring,
+            ram=setup.ram,
+            live_bytes=meter.live_bytes,
+        )
+        self.fitting = self._make_fitting(meter)
         self.evaluation = None if trains else self._make_evaluation()
         self._again: list[Request] = []  # what the next step's updates will need from disk
         self.trained.grads.ring.limit_bytes = 0  # until it is known what is left
@@ -118,13 +129,12 @@ class Paged:
 
     def _make_fitting(self, meter: Meter) -> Fitting:
         """Return what divides HBM between frames and activations."""
-        setup, plan, ring = self.setup, self.setup.blueprint, self.trained.grads.ring
+        setup, plan = self.setup, self.setup.blueprint
         layout, footprint = plan.layout, self.runtime.saved.footprint
         weights = [sum(layout.buckets[b].n_bytes for b in needs) for needs in plan.needs]
         modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
         fitting = Fitting(
-            setup.budget,
-            setup.ledger,
+            self.room,
             meter=meter,
             forecast=Forecast(
                 setup.device,
@@ -134,10 +144,7 @@ class Paged:
                 may_recompute=self.activations.may_recompute,
             ),
             footprint=footprint,
-            ring=ring,
-            frames=self.frames,
             choice=self.activations,
-            ram=setup.ram,
             may_stay=self._may_stay,
             copy_seconds=copy_seconds(setup),
             log=setup.log,
@@ -148,11 +155,8 @@ class Paged:
     def _make_evaluation(self) -> Evaluation:
         """Let every forward be a step of its own: there are no others."""
         evaluation = Evaluation(
-            self.setup.budget,
+            self.room,
             meter=self.fitting.meter,
-            frames=self.frames,
-            charge=lambda n_bytes: self._charge(n_bytes, 0),
-            ram=self.setup.ram,
             log=self.setup.log,
         )
         self.activations.may_change = False  # no step comes that would end the measuring
@@ -232,10 +236,10 @@ class Paged:
 
     def _spare(self) -> int:
         # CUDA's allocator would count them in a step's peak
-        return 0 if self.setup.device.is_cuda else self.fitting.spare()
+        return 0 if self.setup.device.is_cuda else self.room.spare()
 
     def _resume(self) -> None:
-        self.fitting.resume()
+        self.room.resume()
 
     def _before_use(self) -> None:
         """The model is called: Ctrl-C waits again where the user has changed that."""
@@ -249,7 +253,7 @@ class Paged:
         stepper = self.trained.stepper
         if stepper is not None:
             stepper.backward_begins()
-        self.fitting.resume()
+        self.room.resume()
         self._read_ahead()
 
     def _read_ahead(self) -> None:
@@ -290,13 +294,11 @@ class Paged:
         return False
 
     def _fits_whole(self, division: Division) -> bool:
-        n_bytes = division.activation_bytes + division.ring_bytes
-        return self._may_stay and self.setup.budget.holds_everything(n_bytes)
+        return self._may_stay and self.setup.budget.holds_everything(division.moving_bytes)
 
     def _apply(self, division: Division) -> None:
         """Give frames what activations leave; where a view is held, the next border tries again."""
-        if self.frames.resize(division.frames):
-            self._charge(division.activation_bytes, division.ring_bytes)
+        self.room.apply(division)
 
     def _begin(self) -> None:
         """A step begins."""
@@ -314,7 +316,7 @@ class Paged:
         for index, (bucket, segment) in enumerate(setup.blueprint.layout.home):
             home = setup.store.homes[PARAM, bucket]
             plain(setup.params[index], home.view(segment))
-        self.fitting.charge(division.activation_bytes, division.ring_bytes)
+        self.room.charge(division)
         setup.log.now(What.DECISION, tier=Tier.HBM, why="everything fits: the model stays")
         if setup.has_masters:
             return Mastered(setup, self)
@@ -327,11 +329,6 @@ class Paged:
         """Return the bytes besides frames and buffers that this step held at its peak, and those
         that its gradients may take on their way down."""
         return self.fitting.meter.peak_bytes() + self.trained.grads.ring.useful_bytes
-
-    def _charge(self, activation_bytes: int, ring_bytes: int) -> None:
-        """Set aside what activations take; frames grow into it by `Fitting.spare` alone."""
-        self.fitting.charge(activation_bytes, ring_bytes)
-        self.manager.arena.ceiling = self.manager.arena.frames.limit
 
     @property
     def _may_stay(self) -> bool:
@@ -393,7 +390,8 @@ def make_manager(
 ) -> ChunkManager:
     """Return the residency of parameters; it leads to no module."""
     plan, device = setup.blueprint, setup.device
-    least, room = plan.granules(plan.widest), setup.budget.room
+    hbm = setup.budget.divisible
+    room = hbm.frames(0)
     decoding = plan.decoding(is_cuda=device.is_cuda)
     return ChunkManager(
         plan.layout,
@@ -402,9 +400,9 @@ def make_manager(
         link=link,
         store=setup.store,
         events=Followers(setup.saver, setup.masters, trained.grads),
-        limit=least,
+        limit=hbm.fewest_frames,
         # A CUDA arena cannot grow in place: it leaves room for activations not yet measured.
-        ceiling=min(room, 2 * least) if device.is_cuda else room,
+        ceiling=min(room, 2 * hbm.fewest_frames) if device.is_cuda else room,
         next_use=setup.tuning.victim or next_use,
         workspace=None if decoding is None else Workspace.on(device, *decoding),
     )

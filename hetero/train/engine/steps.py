@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from hetero.errors import StorageError, too_early
+from hetero.plan.division import Division
 from hetero.train.engine.backward_updates import is_seen
-from hetero.train.engine.fitting import Division
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.resident import Mastered, Resident
 from hetero.train.engine.setup import Setup

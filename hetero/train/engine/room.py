@@ -1,0 +1,218 @@
+"""The room that activations have on HBM, and frames that give way to it (floor 2).
+
+One place changes the number of frames and charges activations: `apply` at a border, `fits` and
+`lower` before a peak, `spare` and `resume` while nothing computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from hetero.errors import OutOfMemory
+from hetero.memory.ledger import Ledger
+from hetero.plan.division import Division, Hbm
+from hetero.train.engine.budget import Budget
+from hetero.train.model.host_work import host_work
+from hetero.types import Kind, Tier, format_bytes
+
+
+class Frames(Protocol):
+    """The frames that parameters lie in."""
+
+    @property
+    def limit(self) -> int:
+        """How many there are, apart from the others or not."""
+
+    def resize(self, limit: int) -> bool:
+        """Have so many; False, and nothing changed, while a replica is held."""
+
+    def lower(self, limit: int) -> bool:
+        """Give up those from ``limit`` on; False where something that is held lies there."""
+
+    def vacate(self) -> int:
+        """Give up all that is not held, for now; returns the bytes of the others."""
+
+    def shed(self) -> None:
+        """Give up those apart from the others that are not held."""
+
+    def fix(self) -> None:
+        """From here on there are no more than there are now, unless they are asked for."""
+
+
+class GradientRing(Protocol):
+    """Gradients on their way down, which the device holds until they have landed."""
+
+    limit_bytes: int
+    """Of those that it may hold."""
+
+    @property
+    def useful_bytes(self) -> int:
+        """The limit that lets copies overlap with compute."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Of those that are held now."""
+
+    def poll(self) -> None:
+        """Wait until no more are held than may be."""
+
+
+class Excess(NamedTuple):
+    """What passed the budget goes on, where HBM is simulated, for as long as it is measured."""
+
+    where: str = ""
+    held_bytes: int = 0
+    """Of frames, when it did."""
+    most_bytes: int = 0
+    """That RAM holds meanwhile."""
+
+
+class Room:
+    """What HBM has for activations and the ring; frames give way to what is alive there.
+
+    Args:
+        ram: returns the bytes of RAM that may still be taken.
+        live_bytes: returns those of activations that are alive.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        ledger: Ledger,
+        *,
+        frames: Frames,
+        ring: GradientRing,
+        ram: Callable[[], int],
+        live_bytes: Callable[[], int],
+    ) -> None:
+        self.budget = budget
+        self.frames = frames
+        self.ring = ring
+        self.excess: Excess | None = None
+        self._ledger = ledger
+        self._ram = ram
+        self._live_bytes = live_bytes
+        self._due: int | None = None  # frames there are to be, as soon as nothing above is held
+        self._lent: int | None = None  # frames there were when activations' room was lent
+
+    @property
+    def hbm(self) -> Hbm:
+        """What is divided."""
+        return self.budget.divisible
+
+    @property
+    def n_bytes(self) -> int:
+        """What the frames that there are leave."""
+        return self.hbm.left_bytes(self.frames.limit)
+
+    # -- at a border -----------------------------------------------------------------------------
+
+    def apply(self, division: Division) -> bool:
+        """Have the frames of a division, and charge the rest; False, and nothing changed, while a
+        replica is held."""
+        if not self.frames.resize(division.frames):
+            return False
+        self.charge(division)
+        return True
+
+    def charge(self, division: Division) -> None:
+        """Charge activations and the ring, in place of what was charged before.
+
+        From the first time on, frames grow into their room by `spare` alone.
+        """
+        if self._lent is None:
+            self._ledger.credit(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes)
+        self._lent = None
+        self.budget.division = None
+        self._ledger.charge(Tier.HBM, Kind.ACTIVATION, division.moving_bytes, "activations")
+        self.budget.division = division
+        self.ring.limit_bytes = division.ring_bytes
+        self.frames.fix()
+
+    # -- before a peak ---------------------------------------------------------------------------
+
+    def fits(self, n_bytes: int) -> bool:
+        """Whether there may be ``n_bytes``; frames are given up for them."""
+        if self.excess is not None:
+            return n_bytes <= self.excess.most_bytes
+        if n_bytes <= self.n_bytes:
+            return True
+        limit = max(self.hbm.fewest_frames, self.hbm.frames(n_bytes))
+        with host_work():  # who leaves may be coded, on HOST
+            if self.lower(limit) and n_bytes <= self.n_bytes:
+                return True
+            # the unit that computes stands above: it keeps its frames until it is done
+            if n_bytes > self.hbm.most_bytes - self._held_bytes():
+                return False
+        self._due = limit
+        return True
+
+    def go_on(self, n_bytes: int, where: str = "") -> bool:
+        """Measure what does not fit to its end: what would be enough is known only there.
+
+        Returns False where RAM does not hold more.
+        """
+        if self.excess is not None:
+            return False
+        with host_work():
+            self.excess = Excess(where, self._held_bytes(), n_bytes + self._ram() // 2)
+        return True
+
+    def forget(self) -> None:
+        """What passed, and what should have given way to it, is over: HBM is divided anew."""
+        self.excess = self._due = None
+
+    def settle(self) -> None:
+        """A unit begins: give up the frames that were in use when they should have been."""
+        if self._due is not None and self.lower(self._due):
+            self._due = None
+
+    def lower(self, limit: int) -> bool:
+        """Have no more than ``limit`` frames; False where one above is held."""
+        return limit >= self.frames.limit or self.frames.lower(limit)
+
+    def _held_bytes(self) -> int:
+        """Give up the frames that are not held; returns the bytes of the others, the fewest at
+        least."""
+        return max(self.frames.vacate(), self.hbm.least_bytes)
+
+    # -- while nothing computes ------------------------------------------------------------------
+
+    def spare(self) -> int:
+        """Return how many more frames there may be while nothing computes; from here on the room of
+        activations is not charged, until `resume`."""
+        taken = self._live_bytes() + self.ring.held_bytes
+        spare = self.hbm.frames(taken) - self.frames.limit
+        if spare > 0 and self._lent is None:
+            self._lent = self.frames.limit
+            self._ledger.credit(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes)
+        return max(0, spare)
+
+    def resume(self) -> None:
+        """Something computes from here on: frames have no more than they had before `spare`.
+
+        Raises OutOfMemory where views of parameters hold too many.
+        """
+        if self._lent is None:
+            return
+        with host_work():  # who leaves may be coded, on HOST
+            self.frames.shed()
+            if self.frames.limit > self._lent and not self.frames.lower(self._lent):
+                raise self._held_back(self._lent)
+        self._lent = None
+        self._ledger.charge(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes, "activations")
+
+    def _held_back(self, limit: int) -> OutOfMemory:
+        """Return the error of views that hold what activations are about to need."""
+        hbm = self.hbm
+        held, there = self.frames.vacate(), limit * hbm.granule_bytes
+        total = hbm.total_bytes + held + hbm.least_bytes - there
+        return OutOfMemory(
+            f"views of parameters that are still alive hold {format_bytes(held)} of"
+            f" hbm={format_bytes(hbm.total_bytes)} as leases; beside activations there are"
+            f" {format_bytes(there)} of frames",
+            advice=f"drop the views before the model computes, or raise hbm= to {total} bytes",
+            tier="HBM",
+            needed_bytes=total,
+        )

@@ -1,0 +1,95 @@
+"""The division of HBM: every byte once, activations first, frames in what is left."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero.plan.activations import KEEP, OFFLOAD
+from hetero.plan.division import WORTH, Hbm, divide
+
+
+@st.composite
+def hbms(draw: st.DrawFn) -> Hbm:
+    granule = draw(st.sampled_from([1, 64, 4096, 2**21]))
+    least = draw(st.integers(1, 64)) * granule
+    buffers, more = draw(st.integers(0, 2**24)), draw(st.integers(0, 2**34))
+    return Hbm(buffers + least + more, buffers, least, granule)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Hbm, int, int, int]:
+    """An HBM, what activations need of it, the useful ring, and the frames that there are."""
+    hbm = draw(hbms())
+    need = draw(st.integers(0, hbm.room_bytes))
+    ring = draw(st.integers(0, 2**30))
+    return hbm, need, ring, draw(st.integers(hbm.fewest_frames, hbm.frames(0)))
+
+
+@given(cases(), st.booleans())
+def test_nothing_is_given_twice_and_everyone_has_what_it_must_have(
+    case: tuple[Hbm, int, int, int], keeps: bool
+) -> None:
+    hbm, need, ring, frames = case
+    found = divide(hbm, need, ring_bytes=ring, frames=frames, keeps=keeps)
+    taken = found.buffer_bytes + found.moving_bytes + found.frames * hbm.granule_bytes
+    assert taken <= hbm.total_bytes
+    assert found.activation_bytes == need
+    assert 0 <= found.ring_bytes <= ring
+    assert found.frames >= hbm.fewest_frames
+
+
+@given(cases())
+def test_less_than_a_frame_is_left_over_where_frames_may_be_planned_anew(
+    case: tuple[Hbm, int, int, int],
+) -> None:
+    hbm, need, ring, frames = case
+    found = divide(hbm, need, ring_bytes=ring, frames=frames)
+    taken = found.buffer_bytes + found.moving_bytes + found.frames * hbm.granule_bytes
+    assert hbm.total_bytes - taken < hbm.granule_bytes
+
+
+@given(cases())
+def test_frames_that_are_kept_are_those_there_were_and_give_way_all_the_same(
+    case: tuple[Hbm, int, int, int],
+) -> None:
+    hbm, need, ring, frames = case
+    anew = divide(hbm, need, ring_bytes=ring, frames=frames)
+    kept = divide(hbm, need, ring_bytes=ring, frames=frames, keeps=True)
+    if anew.frames <= frames:
+        assert kept == anew
+    else:
+        assert kept.frames in (frames, anew.frames)
+        won = (anew.frames - frames) * hbm.granule_bytes
+        if won > max(hbm.most_bytes // WORTH, hbm.least_bytes):
+            assert kept == anew
+
+
+@given(cases(), st.integers(0, 2**30))
+def test_who_needs_more_leaves_no_more_to_the_others(
+    case: tuple[Hbm, int, int, int], more: int
+) -> None:
+    hbm, need, ring, _ = case
+    larger = min(need + more, hbm.room_bytes)
+    before, after = (divide(hbm, n, ring_bytes=ring) for n in (need, larger))
+    assert after.ring_bytes <= before.ring_bytes
+    assert after.frames <= before.frames
+
+
+@given(hbms())
+def test_what_does_not_fit_with_the_fewest_frames_is_no_division(hbm: Hbm) -> None:
+    assert divide(hbm, hbm.room_bytes).frames == hbm.fewest_frames
+    with pytest.raises(ValueError, match="activations"):
+        divide(hbm, hbm.room_bytes + 1)
+
+
+def test_a_division_does_not_change_with_the_policies_that_it_was_made_for() -> None:
+    policies = {0: KEEP}
+    found = divide(Hbm(100, 10, 20, 10), 30, policies=policies)
+    policies[0] = OFFLOAD
+    assert found.policies == {0: KEEP}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.frames = 1  # type: ignore[misc]
