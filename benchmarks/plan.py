@@ -29,8 +29,9 @@ from hetero.device import open_device
 from hetero.errors import BudgetError, ConfigError
 from hetero.io import Folder
 from hetero.memory.extent import Use
-from hetero.plan.hardware import Figure as Measured
-from hetero.plan.hardware import Profile, dump, find
+from hetero.plan.hardware import dump, find
+from hetero.plan.machine import Figure as Measured
+from hetero.plan.machine import Profile
 from hetero.recipes.calibrate import Run, look, profile_of, take_readings
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.recipes.probes import (

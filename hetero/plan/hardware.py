@@ -25,62 +25,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hetero.errors import ConfigError
 from hetero.parse import Unparsable, read_text, toml_of
 from hetero.plan.lint import broken, doubtful
-from hetero.plan.machine import (
-    DTYPES,
-    Direction,
-    Dtype,
-    Duplex,
-    Figure,
-    Form,
-    Gpu,
-    Host,
-    Io,
-    Link,
-    Matmul,
-    Net,
-    Nvme,
-    Overlap,
-    Peaks,
-    Profile,
-    Quality,
-    Source,
-    Table,
-    Threads,
-)
+from hetero.plan.machine import Figure, Form, Io, Profile, Source, Table, form_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-__all__ = [
-    "DTYPES",
-    "Direction",
-    "Dtype",
-    "Duplex",
-    "Figure",
-    "Gpu",
-    "Host",
-    "Io",
-    "Link",
-    "Matmul",
-    "Net",
-    "Nvme",
-    "Overlap",
-    "Peaks",
-    "Profile",
-    "Quality",
-    "SCHEMA",
-    "Source",
-    "Table",
-    "Threads",
-    "dump",
-    "find",
-    "lint",
-    "lint_file",
-    "load",
-    "names",
-    "parse",
-    "sha256",
-]
 
 SCHEMA = 1
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -275,12 +223,6 @@ def is_row(given: Any, width: int) -> bool:
 
 def is_needed(f: dataclasses.Field[Any]) -> bool:
     return f.default is MISSING and f.default_factory is MISSING
-
-
-def form_of(f: dataclasses.Field[Any]) -> Form:
-    """Return how a file writes a field; most are written as they are called."""
-    form: Form = f.metadata.get("form", Form(f.name, (0,), False))
-    return form
 
 
 def without_none(hint: Any) -> Any:

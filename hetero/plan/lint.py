@@ -11,7 +11,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from hetero.plan.machine import (
     Matmul,
     Profile,
     Table,
+    form_of,
 )
 from hetero.plan.rates import Rows, axes
 
@@ -40,37 +40,28 @@ SHARES = ("_eff", "_factor")
 Rule = Callable[[Profile], Iterator[str]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class Card(NamedTuple):
     """What the datasheet of a card says: dense, accumulated in fp32; 10**12 and 10**9 a second."""
 
     pattern: str
     gib: tuple[int, ...]
     hbm: float
-    bf16: float | None = None
     fp16: float
-    fp8: float | None = None
     fp32: float
+    bf16: float | None = None
+    fp8: float | None = None
 
 
 CARDS = (
-    Card(pattern=r"V100-SXM2", gib=(16, 32), hbm=900, fp16=125, fp32=15.7),
-    Card(pattern=r"RTX 3090$", gib=(24,), hbm=936, bf16=71, fp16=71, fp32=35.6),
-    Card(pattern=r"RTX 4090$", gib=(24,), hbm=1008, bf16=165.2, fp16=165.2, fp8=330.3, fp32=82.6),
-    Card(pattern=r"RTX 5090$", gib=(32,), hbm=1792, bf16=209.5, fp16=209.5, fp8=419, fp32=104.8),
-    Card(pattern=r"\bA100\b", gib=(40, 80), hbm=2039, bf16=312, fp16=312, fp32=19.5),
-    Card(
-        pattern=r"\bH100(?! NVL)\b",
-        gib=(64, 80, 96),
-        hbm=3350,
-        bf16=989,
-        fp16=989,
-        fp8=1979,
-        fp32=67,
-    ),
-    Card(pattern=r"\bH200\b", gib=(141,), hbm=4800, bf16=989, fp16=989, fp8=1979, fp32=67),
-    Card(pattern=r"\bGH200\b", gib=(96, 144), hbm=4900, bf16=989, fp16=989, fp8=1979, fp32=67),
-    Card(pattern=r"\bB200\b", gib=(180, 192), hbm=8000, bf16=2250, fp16=2250, fp8=4500, fp32=80),
+    Card(r"V100-SXM2", (16, 32), 900, fp16=125, fp32=15.7),
+    Card(r"RTX 3090$", (24,), 936, bf16=71, fp16=71, fp32=35.6),
+    Card(r"RTX 4090$", (24,), 1008, bf16=165.2, fp16=165.2, fp8=330.3, fp32=82.6),
+    Card(r"RTX 5090$", (32,), 1792, bf16=209.5, fp16=209.5, fp8=419, fp32=104.8),
+    Card(r"\bA100\b", (40, 80), 2039, bf16=312, fp16=312, fp32=19.5),
+    Card(r"\bH100(?! NVL)\b", (64, 80, 96), 3350, bf16=989, fp16=989, fp8=1979, fp32=67),
+    Card(r"\bH200\b", (141,), 4800, bf16=989, fp16=989, fp8=1979, fp32=67),
+    Card(r"\bGH200\b", (96, 144), 4900, bf16=989, fp16=989, fp8=1979, fp32=67),
+    Card(r"\bB200\b", (180, 192), 8000, bf16=2250, fp16=2250, fp8=4500, fp32=80),
 )
 
 
@@ -79,7 +70,7 @@ def card_of(name: str) -> Card | None:
     return next((card for card in CARDS if re.search(card.pattern, name)), None)
 
 
-class Entry(NamedTuple):
+class ProfileEntry(NamedTuple):
     """A figure or a table of a profile, and its key in the file."""
 
     key: str
@@ -87,13 +78,12 @@ class Entry(NamedTuple):
     form: Form
 
 
-def entries(section: Any, where: str = "") -> Iterator[Entry]:
+def entries(section: Any, where: str = "") -> Iterator[ProfileEntry]:
     """Yield every figure and table of a section and of those in it."""
     for f in dataclasses.fields(section):
-        value = getattr(section, f.name)
-        form: Form = f.metadata.get("form", Form(f.name, (0,), False))
+        value, form = getattr(section, f.name), form_of(f)
         if isinstance(value, (Figure, Table)):
-            yield Entry(f"{where}{form.key}", value, form)
+            yield ProfileEntry(f"{where}{form.key}", value, form)
         elif dataclasses.is_dataclass(value):
             yield from entries(value, f"{where}{form.key}.")
 
@@ -266,39 +256,33 @@ def tflops_are_dense(profile: Profile) -> Iterator[str]:
             )
 
 
-def bytes_are_not_bits(profile: Profile) -> Iterator[str]:
-    for key, way, kind in directions(profile):
-        most = physical_gbps(kind)
-        if most is None:
+def links_are_known(profile: Profile) -> Iterator[str]:
+    for key, _, kind in directions(profile):
+        if physical_gbps(kind) is None:
             yield f"{key}.type: {kind!r} is no type of link; as pcie4x16, c2c, ram, unknown"
-            continue
-        for name, rate in (
-            ("GBps", way.bytes_per_second),
-            ("peak_GBps", way.peak_bytes_per_second),
-        ):
-            if rate is not None and rate.value > most * 1e9:
-                yield (
-                    f"{key}.{name}: {shown(rate, 9)} is above the {most:g} GB/s that {kind} can"
-                    " move: gigabits?"
-                )
-    yield from too_fast(profile)
 
 
-def too_fast(profile: Profile) -> Iterator[str]:
-    """Yield rates of memory, drives and nets above what their kind can have."""
-    bounds: list[tuple[str, Figure | None, float]] = []
-    card = card_of(profile.gpu.name) if profile.gpu is not None else None
-    if profile.gpu is not None and card is not None:
-        bounds.append(("gpu.hbm_GBps", profile.gpu.hbm_bytes_per_second, SLACK * card.hbm))
-    if profile.nvme is not None and profile.kind == "reference":
-        most = DRIVE_GBPS * profile.nvme.devices
-        bounds.append(("nvme.read_GBps", profile.nvme.read_bytes_per_second, most))
-        bounds.append(("nvme.write_GBps", profile.nvme.write_bytes_per_second, most))
-    if profile.net is not None:
-        bounds.append(("net.GBps", profile.net.bytes_per_second, NVLINK_GBPS))
-    for key, rate, most in bounds:
+def bytes_are_not_bits(profile: Profile) -> Iterator[str]:
+    for key, rate, most, whose in physical(profile):
         if rate is not None and rate.value > most * 1e9:
-            yield f"{key}: {shown(rate, 9)} is above the {most:g} GB/s of its kind: gigabits?"
+            yield f"{key}: {shown(rate, 9)} is above the {most:g} GB/s {whose}: gigabits?"
+
+
+def physical(profile: Profile) -> Iterator[tuple[str, Figure | None, float, str]]:
+    """Yield rates of links, memory, drives and nets with what their kind can have."""
+    gpu, nvme, net = profile.gpu, profile.nvme, profile.net
+    for key, way, kind in directions(profile):
+        most, whose = physical_gbps(kind) or math.inf, f"that {kind} can move"
+        yield f"{key}.GBps", way.bytes_per_second, most, whose
+        yield f"{key}.peak_GBps", way.peak_bytes_per_second, most, whose
+    if gpu is not None and (card := card_of(gpu.name)) is not None:
+        yield "gpu.hbm_GBps", gpu.hbm_bytes_per_second, SLACK * card.hbm, "of its kind"
+    if nvme is not None and profile.kind == "reference":
+        most = DRIVE_GBPS * nvme.devices
+        yield "nvme.read_GBps", nvme.read_bytes_per_second, most, "of its kind"
+        yield "nvme.write_GBps", nvme.write_bytes_per_second, most, "of its kind"
+    if net is not None:
+        yield "net.GBps", net.bytes_per_second, NVLINK_GBPS, "of its kind"
 
 
 def gib_are_not_gb(profile: Profile) -> Iterator[str]:
@@ -340,6 +324,7 @@ DOUBTFUL: tuple[Rule, ...] = (
     rates_keep_below_peaks,
     grids_keep_below_peaks,
     tflops_are_dense,
+    links_are_known,
     bytes_are_not_bits,
     gib_are_not_gb,
 )

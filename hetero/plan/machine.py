@@ -9,8 +9,8 @@ Counts (cores, drives) are facts and carry no source.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import Field, dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from hetero.errors import ConfigError
 from hetero.plan.rates import (
@@ -62,6 +62,17 @@ def form(key: str, *exponents: int, zero: bool = False) -> dict[str, Form]:
     return {"form": Form(key, exponents or (0,), zero)}
 
 
+def optional(key: str, *exponents: int, zero: bool = False) -> Any:
+    """Return a field that a file may leave out."""
+    return field(default=None, metadata=form(key, *exponents, zero=zero))
+
+
+def form_of(f: Field[Any]) -> Form:
+    """Return how a file writes a field; most are written as they are called."""
+    found: Form = f.metadata.get("form", Form(f.name, (0,), False))
+    return found
+
+
 # -- sections ------------------------------------------------------------------------------------
 
 
@@ -69,10 +80,10 @@ def form(key: str, *exponents: int, zero: bool = False) -> dict[str, Form]:
 class Peaks:
     """``[gpu.tflops]``: dense operations per second, accumulated in fp32."""
 
-    bf16: Figure | None = field(default=None, metadata=form("bf16", TERA))
-    fp16: Figure | None = field(default=None, metadata=form("fp16", TERA))
-    fp8: Figure | None = field(default=None, metadata=form("fp8", TERA))
-    fp32: Figure | None = field(default=None, metadata=form("fp32", TERA))
+    bf16: Figure | None = optional("bf16", TERA)
+    fp16: Figure | None = optional("fp16", TERA)
+    fp8: Figure | None = optional("fp8", TERA)
+    fp32: Figure | None = optional("fp32", TERA)
 
     def of(self, dtype: Dtype) -> Figure | None:
         """Return the peak of a dtype."""
@@ -86,18 +97,18 @@ class Matmul:
 
     launch_seconds: Figure = field(metadata=form("launch_us", MICRO, zero=True))
     """What one operation costs the host before anything is computed."""
-    bf16_efficiency: Figure | None = field(default=None, metadata=form("bf16_eff"))
-    fp16_efficiency: Figure | None = field(default=None, metadata=form("fp16_eff"))
-    fp8_efficiency: Figure | None = field(default=None, metadata=form("fp8_eff"))
-    fp32_efficiency: Figure | None = field(default=None, metadata=form("fp32_eff"))
-    bf16_grid: Table | None = field(default=None, metadata=form("bf16_grid", 0, 0, 0, TERA))
+    bf16_efficiency: Figure | None = optional("bf16_eff")
+    fp16_efficiency: Figure | None = optional("fp16_eff")
+    fp8_efficiency: Figure | None = optional("fp8_eff")
+    fp32_efficiency: Figure | None = optional("fp32_eff")
+    bf16_grid: Table | None = optional("bf16_grid", 0, 0, 0, TERA)
     """Rows (m, n, k, operations per second), every combination of the axes' values."""
-    fp16_grid: Table | None = field(default=None, metadata=form("fp16_grid", 0, 0, 0, TERA))
-    fp8_grid: Table | None = field(default=None, metadata=form("fp8_grid", 0, 0, 0, TERA))
-    fp32_grid: Table | None = field(default=None, metadata=form("fp32_grid", 0, 0, 0, TERA))
-    attention: Figure | None = field(default=None, metadata=form("attention_eff"))
+    fp16_grid: Table | None = optional("fp16_grid", 0, 0, 0, TERA)
+    fp8_grid: Table | None = optional("fp8_grid", 0, 0, 0, TERA)
+    fp32_grid: Table | None = optional("fp32_grid", 0, 0, 0, TERA)
+    attention: Figure | None = optional("attention_eff")
     """Share that fused attention's forward reaches of a square matmul of as many operations."""
-    attention_backward: Figure | None = field(default=None, metadata=form("attention_backward_eff"))
+    attention_backward: Figure | None = optional("attention_backward_eff")
 
     def efficiency(self, dtype: Dtype) -> Figure | None:
         """Return the share of the peak that matmuls of a dtype reach."""
@@ -123,11 +134,9 @@ class Gpu:
     hbm_bytes_per_second: Figure = field(metadata=form("hbm_GBps", GIGA))
     hbm_efficiency: Figure = field(metadata=form("hbm_eff"))
     """Share of it that element-wise work reaches."""
-    context_bytes: Figure | None = field(default=None, metadata=form("context_bytes", zero=True))
+    context_bytes: Figure | None = optional("context_bytes", zero=True)
     """HBM that the driver's context and the kernels take."""
-    nccl_bytes_per_communicator: Figure | None = field(
-        default=None, metadata=form("nccl_bytes_per_comm", zero=True)
-    )
+    nccl_bytes_per_communicator: Figure | None = optional("nccl_bytes_per_comm", zero=True)
     tflops: Peaks
     matmul: Matmul
 
@@ -160,12 +169,12 @@ class Direction:
 
     type: str = ""
     """"pcie4x16" and the like, "c2c", "ram" where HBM is RAM, or "unknown"; of d2h "" is as h2d."""
-    peak_bytes_per_second: Figure | None = field(default=None, metadata=form("peak_GBps", GIGA))
+    peak_bytes_per_second: Figure | None = optional("peak_GBps", GIGA)
     bytes_per_second: Figure = field(metadata=form("GBps", GIGA))
     """Of large copies from page-locked memory, with nothing else on the link."""
     latency_seconds: Figure = field(metadata=form("alpha_us", MICRO, zero=True))
-    pageable_factor: Figure | None = field(default=None, metadata=form("pageable_factor"))
-    size_curve: Table | None = field(default=None, metadata=form("size_curve", 0, 0))
+    pageable_factor: Figure | None = optional("pageable_factor")
+    size_curve: Table | None = optional("size_curve", 0, 0)
     """Rows (bytes, share of ``bytes_per_second`` that a copy of so many reaches)."""
 
 
@@ -181,7 +190,7 @@ class Duplex:
 class Link:
     """``[link]``: what joins HOST and HBM."""
 
-    contention: Table | None = field(default=None, metadata=form("contention", 0, GIGA))
+    contention: Table | None = optional("contention", 0, GIGA)
     """Rows (devices that copy at once, bytes per second of each)."""
     h2d: Direction
     d2h: Direction
@@ -192,8 +201,8 @@ class Link:
 class Threads:
     """``[host.threads]``: rows (threads, rate), where they were measured."""
 
-    dram: Table | None = field(default=None, metadata=form("dram_GBps", 0, GIGA))
-    update: Table | None = field(default=None, metadata=form("adam_Gparam_s", 0, GIGA))
+    dram: Table | None = optional("dram_GBps", 0, GIGA)
+    update: Table | None = optional("adam_Gparam_s", 0, GIGA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,39 +213,27 @@ class Host:
     numa_nodes: int = 1
     isa: tuple[str, ...] = ()
     ram_bytes: Figure = field(metadata=form("ram_bytes"))
-    limit_bytes: Figure | None = field(default=None, metadata=form("limit_bytes"))
+    limit_bytes: Figure | None = optional("limit_bytes")
     """What a process could take of it when it was measured; None: all of it."""
-    memlock_bytes: Figure | None = field(default=None, metadata=form("memlock_bytes", zero=True))
+    memlock_bytes: Figure | None = optional("memlock_bytes", zero=True)
     """What a process may lock; None: no limit."""
-    dram_peak_bytes_per_second: Figure | None = field(
-        default=None, metadata=form("dram_peak_GBps", GIGA)
-    )
+    dram_peak_bytes_per_second: Figure | None = optional("dram_peak_GBps", GIGA)
     dram_bytes_per_second: Figure = field(metadata=form("dram_GBps", GIGA))
     """Read and written together by all threads; what is read only to be overwritten not counted."""
     update_per_second: Figure = field(metadata=form("adam_Gparam_s", GIGA))
     """Parameters that the update kernel brings up to date."""
-    fp32_peak_per_second: Figure | None = field(
-        default=None, metadata=form("fp32_peak_GFLOPS", GIGA)
-    )
-    gemm_fp32_per_second: Figure | None = field(
-        default=None, metadata=form("gemm_fp32_GFLOPS", GIGA)
-    )
-    gemm_bf16_per_second: Figure | None = field(
-        default=None, metadata=form("gemm_bf16_GFLOPS", GIGA)
-    )
-    gemm_fp16_per_second: Figure | None = field(
-        default=None, metadata=form("gemm_fp16_GFLOPS", GIGA)
-    )
-    access: Figure | None = field(default=None, metadata=form("access_us", MICRO, zero=True))
+    fp32_peak_per_second: Figure | None = optional("fp32_peak_GFLOPS", GIGA)
+    gemm_fp32_per_second: Figure | None = optional("gemm_fp32_GFLOPS", GIGA)
+    gemm_bf16_per_second: Figure | None = optional("gemm_bf16_GFLOPS", GIGA)
+    gemm_fp16_per_second: Figure | None = optional("gemm_fp16_GFLOPS", GIGA)
+    access: Figure | None = optional("access_us", MICRO, zero=True)
     """Seconds of hetero's own work at a unit's access, where the same processor computes."""
-    counted: Figure | None = field(default=None, metadata=form("counted_us", MICRO, zero=True))
+    counted: Figure | None = optional("counted_us", MICRO, zero=True)
     """Seconds of looking at an operation or a view, where no allocator counts: "cpu:sim"."""
-    elementwise: Table | None = field(default=None, metadata=form("elementwise_GBps", 0, GIGA))
+    elementwise: Table | None = optional("elementwise_GBps", 0, GIGA)
     """Rows (bytes that are read and written, rate) of an operation that makes its output: fresh
     memory is slower than what ``dram_GBps`` says of memory that is there."""
-    functions_per_second: Figure | None = field(
-        default=None, metadata=form("functions_Gelem_s", GIGA)
-    )
+    functions_per_second: Figure | None = optional("functions_Gelem_s", GIGA)
     """Elements for which an activation function, or its derivative, is computed."""
     threads: Threads = field(default_factory=Threads)
     matmul: Matmul | None = None
@@ -301,22 +298,16 @@ class Nvme:
     read_bytes_per_second: Figure = field(metadata=form("read_GBps", GIGA))
     write_bytes_per_second: Figure = field(metadata=form("write_GBps", GIGA))
     """Into the drive's fast cache (pSLC), while it lasts."""
-    write_sustained_bytes_per_second: Figure | None = field(
-        default=None, metadata=form("write_sustained_GBps", GIGA)
-    )
+    write_sustained_bytes_per_second: Figure | None = optional("write_sustained_GBps", GIGA)
     """Past that cache."""
-    slc_bytes: Figure | None = field(default=None, metadata=form("slc_bytes"))
+    slc_bytes: Figure | None = optional("slc_bytes")
     """What the cache takes; None: nobody has found its end."""
-    mixed_factor: Figure | None = field(default=None, metadata=form("mixed_factor"))
+    mixed_factor: Figure | None = optional("mixed_factor")
     """Share of its rate that each direction keeps while the other one is busy too."""
-    read_latency_seconds: Figure | None = field(
-        default=None, metadata=form("read_alpha_us", MICRO, zero=True)
-    )
+    read_latency_seconds: Figure | None = optional("read_alpha_us", MICRO, zero=True)
     """Of a transfer, beside its bytes, with as many under way as ``io`` says."""
-    write_latency_seconds: Figure | None = field(
-        default=None, metadata=form("write_alpha_us", MICRO, zero=True)
-    )
-    tbw_bytes: Figure | None = field(default=None, metadata=form("tbw_bytes"))
+    write_latency_seconds: Figure | None = optional("write_alpha_us", MICRO, zero=True)
+    tbw_bytes: Figure | None = optional("tbw_bytes")
     """What may be written in the drive's life."""
     io: Io = field(default_factory=Io)
 
@@ -326,12 +317,10 @@ class Net:
     """``[net]``: what joins devices of one machine."""
 
     intra: str = "none"
-    bytes_per_second: Figure | None = field(default=None, metadata=form("GBps", GIGA))
+    bytes_per_second: Figure | None = optional("GBps", GIGA)
     """One way, of one device."""
-    latency_seconds: Figure | None = field(
-        default=None, metadata=form("alpha_us", MICRO, zero=True)
-    )
-    busbw: Table | None = field(default=None, metadata=form("busbw", 0, GIGA))
+    latency_seconds: Figure | None = optional("alpha_us", MICRO, zero=True)
+    busbw: Table | None = optional("busbw", 0, GIGA)
     """Rows (bytes, bus bandwidth of collectives)."""
 
 
@@ -339,12 +328,12 @@ class Net:
 class Overlap:
     """``[overlap]``: how much longer the first takes while the second runs, 1 or more (T7)."""
 
-    gemm_under_h2d: Figure | None = field(default=None, metadata=form("gemm_under_h2d"))
-    gemm_under_d2h: Figure | None = field(default=None, metadata=form("gemm_under_d2h"))
-    gemm_under_collective: Figure | None = field(default=None, metadata=form("gemm_under_coll"))
-    gemm_under_update: Figure | None = field(default=None, metadata=form("gemm_under_update"))
+    gemm_under_h2d: Figure | None = optional("gemm_under_h2d")
+    gemm_under_d2h: Figure | None = optional("gemm_under_d2h")
+    gemm_under_collective: Figure | None = optional("gemm_under_coll")
+    gemm_under_update: Figure | None = optional("gemm_under_update")
     """On processors that compute and update at once."""
-    update_under_dma: Figure | None = field(default=None, metadata=form("adam_under_dma"))
+    update_under_dma: Figure | None = optional("adam_under_dma")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,9 @@ from hetero.device import Accelerator, Device, open_device
 from hetero.errors import ConfigError, StorageError
 from hetero.io import Folder, mount_of
 from hetero.memory.pool import N_THREADS
-from hetero.plan.hardware import (
+from hetero.plan.hardware import dump, lint, load
+from hetero.plan.lint import card_of, entries, physical_gbps
+from hetero.plan.machine import (
     DTYPES,
     Direction,
     Duplex,
@@ -44,11 +46,7 @@ from hetero.plan.hardware import (
     Source,
     Table,
     Threads,
-    dump,
-    lint,
-    load,
 )
-from hetero.plan.lint import card_of, entries, physical_gbps
 from hetero.plan.rates import axes, grid_rate, side_of
 from hetero.recipes.doctor import ask_driver
 from hetero.recipes.probes import (

@@ -28,7 +28,7 @@ from hetero.io import File, Folder
 from hetero.jobs import Worker
 from hetero.memory.extent import Use
 from hetero.memory.pool import N_THREADS
-from hetero.plan.hardware import Dtype
+from hetero.plan.machine import Dtype
 from hetero.plan.rates import attention_flops
 from hetero.recipes.doctor import usable_cores
 from hetero.recipes.work import SIZE, Split, raw

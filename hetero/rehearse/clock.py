@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hetero.dry import META
 from hetero.internals import TorchDispatchMode
-from hetero.plan.hardware import Dtype, Profile
+from hetero.plan.machine import Dtype, Profile
 from hetero.plan.rates import attention_flops, side_of
 from hetero.rehearse.kernels import as_on_cpu
 from hetero.train.activations.meter import tensors_in

@@ -15,7 +15,8 @@ from torch import nn
 from hetero.config import Config, Settings, parse_bytes
 from hetero.errors import BudgetError, ConfigError
 from hetero.internals import tree_iter
-from hetero.plan.hardware import Dtype, Profile, find
+from hetero.plan.hardware import find
+from hetero.plan.machine import Dtype, Profile
 from hetero.rehearse.models import Described, describe
 from hetero.rehearse.rehearsal import (
     PlainStep,

@@ -23,7 +23,8 @@ from hetero.errors import BudgetError, ConfigError
 from hetero.events import What
 from hetero.internals import run_backward
 from hetero.plan.activations import Use
-from hetero.plan.hardware import Profile, sha256
+from hetero.plan.hardware import sha256
+from hetero.plan.machine import Profile
 from hetero.plan.rates import interpolated
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool

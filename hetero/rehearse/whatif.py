@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hetero.plan.activations import RECOMPUTE, Policy, Use, choose, cost_seconds, peak_bytes
-from hetero.plan.hardware import Profile
+from hetero.plan.machine import Profile
 from hetero.rehearse.rehearsal import PlainStep
 from hetero.report.views import WhatIf
 from hetero.types import Lane, format_bytes

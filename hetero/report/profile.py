@@ -18,8 +18,8 @@ from hetero.api import update_place
 from hetero.config import Config
 from hetero.errors import ConfigError, StateError
 from hetero.events import EventLog
-from hetero.plan.hardware import Profile as Hardware
 from hetero.plan.hardware import find, sha256
+from hetero.plan.machine import Profile as Hardware
 from hetero.report.plain import watch
 from hetero.report.run import BucketMeta, Meta, Recorder, Run
 from hetero.train.engine.engine import Engine

@@ -23,8 +23,9 @@ from hetero.cli import main
 from hetero.device import Accelerator, CpuDevice, open_device
 from hetero.errors import ConfigError, DiskFull
 from hetero.io import Mount
-from hetero.plan.hardware import Profile, find, lint, load, parse
+from hetero.plan.hardware import find, lint, load, parse
 from hetero.plan.lint import curve_problems
+from hetero.plan.machine import Profile
 from hetero.recipes import calibrate, probes, show
 from hetero.recipes.calibrate import (
     CalibrateOptions,

@@ -15,7 +15,8 @@ from hetero.device import SimDevice, Ticket
 from hetero.dry import DryDevice
 from hetero.internals import run_backward
 from hetero.jobs import Worker
-from hetero.plan.hardware import Profile, find
+from hetero.plan.hardware import find
+from hetero.plan.machine import Profile
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.kernels import AsOn
