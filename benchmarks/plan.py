@@ -31,8 +31,9 @@ from hetero.io import Folder
 from hetero.memory.extent import Use
 from hetero.plan.hardware import dump, find
 from hetero.plan.machine import Figure as Measured
-from hetero.plan.machine import Profile
-from hetero.recipes.calibrate import Run, look, profile_of, take_readings
+from hetero.plan.machine import MachineProfile
+from hetero.recipes.calibrate import CalibrationRun, profile_of
+from hetero.recipes.facts import look
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.recipes.probes import (
     MIB,
@@ -51,8 +52,9 @@ from hetero.recipes.probes import (
     shapes,
     updates,
 )
+from hetero.recipes.readings import take_readings
 from hetero.rehearse.plan import Plan, plan
-from hetero.rehearse.rehearsal import Scene, Step, rehearse
+from hetero.rehearse.rehearsal import RehearsedStep, Scene, rehearse
 from hetero.rehearse.twin import batch_twin, twin_of
 from hetero.report.profile import profile as recorded
 from hetero.types import Tier
@@ -201,7 +203,7 @@ def quantile(ascending: list[float], share: float) -> float:
     return ascending[min(len(ascending) - 1, int(share * len(ascending)))]
 
 
-def against(play: Play, machine: Profile) -> dict[str, Any]:
+def against(play: Play, machine: MachineProfile) -> dict[str, Any]:
     """Return what a plan says of a run, and what the run took."""
     with machine_file(machine) as name, tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         settings = settings_of(play, name, folder)
@@ -230,7 +232,7 @@ def settings_of(play: Play, profile: str, folder: str) -> dict[str, Any]:
 
 
 @contextmanager
-def machine_file(machine: Profile) -> Iterator[str]:
+def machine_file(machine: MachineProfile) -> Iterator[str]:
     """Write a profile where `hetero.plan` reads it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "machine.toml"
@@ -336,7 +338,7 @@ def computing() -> Iterator[None]:
         thread.join()
 
 
-def calibrated() -> Profile:
+def calibrated() -> MachineProfile:
     """Return a profile of this machine as "cpu:sim" uses it, made with shapes of its own."""
     groups: dict[str, Group] = {
         "RAM": host_memory,
@@ -354,14 +356,14 @@ def calibrated() -> Profile:
         rig = Rig(device, PACE, Path.cwd())
         readings = take_readings(rig, groups, lambda *_: None)
         facts = look(rig, 0)
-    run = Run(pace=PACE, seconds=time.perf_counter() - began)
+    run = CalibrationRun(pace=PACE, seconds=time.perf_counter() - began)
     return with_own_work(as_in_steps(profile_of(facts, readings, run)))
 
 
 STAYING = (gpt(288, 4, 128, 2.5), gpt(416, 2, 160, 2.5))  # models that stay: no work of hetero's
 
 
-def as_in_steps(machine: Profile) -> Profile:
+def as_in_steps(machine: MachineProfile) -> MachineProfile:
     """Return a profile whose processor is as fast as in whole steps.
 
     Caches, allocations and heat make operations slower one behind the other than each by itself.
@@ -375,7 +377,7 @@ def as_in_steps(machine: Profile) -> Profile:
     return slower(machine, statistics.median(ratios))
 
 
-def slower(machine: Profile, times: float) -> Profile:
+def slower(machine: MachineProfile, times: float) -> MachineProfile:
     """Return a profile whose operations take so many times as long."""
     host = machine.host
     matmul, table, functions = host.matmul, host.elementwise, host.functions_per_second
@@ -402,7 +404,7 @@ SMALL = (  # their steps are hetero's own work for the most part, in different s
 )
 
 
-def with_own_work(machine: Profile) -> Profile:
+def with_own_work(machine: MachineProfile) -> MachineProfile:
     """Return a profile with what hetero's own work costs: the rest of steps that hardly compute.
 
     Least squares over what operations and accesses there were, relative to each step.
@@ -421,7 +423,7 @@ def with_own_work(machine: Profile) -> Profile:
     return replace(machine, host=host)
 
 
-def accesses_of(step: Step) -> int:
+def accesses_of(step: RehearsedStep) -> int:
     counts = dict(step.counts)
     return counts.get("hit", 0) + counts.get("miss", 0)
 
@@ -588,7 +590,7 @@ def auto(device: str | None = None) -> Figures:
 def step_seconds(
     model: nn.Module,
     tokens: torch.Tensor,
-    machine: Profile,
+    machine: MachineProfile,
     hbm: int,
     activations: str,
     depth: int | None,

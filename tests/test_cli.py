@@ -20,7 +20,7 @@ from hetero.cli import main
 from hetero.config import HostLimit
 from hetero.device import CpuDevice, Slab
 from hetero.recipes import doctor
-from hetero.recipes.doctor import Check, Level, Report
+from hetero.recipes.doctor import Check, Examination, Level
 from hetero.recipes.options import DEMO_MINUTES, TrainOptions, command_options
 from hetero.recipes.record import MOST_STEPS
 
@@ -259,7 +259,7 @@ def test_doctor_shows_every_check_and_a_block_to_paste() -> None:
 
 
 def test_a_red_check_ends_the_doctor_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    sick = Report((Check("torch", Level.RED, "1.0 [old]", "update"),))
+    sick = Examination((Check("torch", Level.RED, "1.0 [old]", "update"),))
     monkeypatch.setattr(doctor, "examine", lambda: sick)
 
     result = call("doctor")
@@ -279,7 +279,7 @@ class FakeCuda(CpuDevice):
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = doctor.Gpu("Fake 1", 80 * doctor.GIB, 70 * doctor.GIB, "PCIe 5 x16")
+    gpu = doctor.DriverGpu("Fake 1", 80 * doctor.GIB, 70 * doctor.GIB, "PCIe 5 x16")
     monkeypatch.setattr(doctor, "PROBE_BYTES", 4096)
     monkeypatch.setattr(doctor, "open_cuda", FakeCuda)
     monkeypatch.setattr(doctor, "ask_driver", lambda: ("1.2", [gpu], ""))
@@ -300,7 +300,7 @@ def test_doctor_measures_links_and_page_locking_where_there_is_cuda() -> None:
 
 
 def test_a_gpu_that_torch_does_not_see_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = doctor.Gpu("Fake 1", 1, 1, "PCIe unknown")
+    gpu = doctor.DriverGpu("Fake 1", 1, 1, "PCIe unknown")
     monkeypatch.setattr(doctor, "open_cuda", lambda: None)
     monkeypatch.setattr(doctor, "ask_driver", lambda: ("1.2", [gpu], ""))
 

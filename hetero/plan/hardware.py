@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hetero.errors import ConfigError
 from hetero.parse import Unparsable, read_text, toml_of
 from hetero.plan.lint import broken, doubtful
-from hetero.plan.machine import Figure, Form, Io, Profile, Source, Table, form_of
+from hetero.plan.machine import Citation, Figure, Form, Io, MachineProfile, Table, form_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -42,7 +42,7 @@ T = TypeVar("T", bound="DataclassInstance")
 # -- reading -------------------------------------------------------------------------------------
 
 
-def load(path: str | Path) -> Profile:
+def load(path: str | Path) -> MachineProfile:
     """Return the profile in a file; ConfigError names the file, the key and what is wrong."""
     try:
         return parse(text_in(path))
@@ -59,7 +59,7 @@ def text_in(path: str | Path) -> str:
         raise ConfigError(str(error), advice="check the path") from error
 
 
-def parse(text: str) -> Profile:
+def parse(text: str) -> MachineProfile:
     """Return the profile in a TOML text; ConfigError says of each wrong key what is wrong."""
     profile, problems = read(text)
     if profile is not None and not problems:
@@ -86,7 +86,7 @@ def lint_file(path: str | Path) -> list[str]:
         return [error.args[0]]
 
 
-def read(text: str) -> tuple[Profile | None, list[str]]:
+def read(text: str) -> tuple[MachineProfile | None, list[str]]:
     """Return what a text says, as far as it can be understood, and what is wrong with its form."""
     try:
         given = toml_of(text, parse_float=Decimal)
@@ -96,21 +96,21 @@ def read(text: str) -> tuple[Profile | None, list[str]]:
     schema = given.pop("schema", None)
     if schema != SCHEMA or isinstance(schema, bool):
         problems.append(f"schema: {schema!r} is not {SCHEMA}, which this version reads")
-    reader = Reader(given.pop("src", {}))
-    profile = reader.section(Profile, {**given, "sources": reader.sources}, "")
+    reader = ProfileReader(given.pop("src", {}))
+    profile = reader.section(MachineProfile, {**given, "sources": reader.sources}, "")
     return profile, problems + reader.problems
 
 
-class Reader:
+class ProfileReader:
     """Turns parsed TOML into sections, and collects what is wrong on the way."""
 
     def __init__(self, sources: Any) -> None:
         self.problems: list[str] = []
-        self.sources: tuple[Source, ...] = ()
+        self.sources: tuple[Citation, ...] = ()
         if not isinstance(sources, dict) or not all(isinstance(t, str) for t in sources.values()):
             self.problems.append('src: takes lines of key = "where numbers come from"')
         else:
-            self.sources = tuple(Source(key, text) for key, text in sources.items())
+            self.sources = tuple(Citation(key, text) for key, text in sources.items())
         self._known = {source.key for source in self.sources}
 
     def section(self, kind: type[T], given: Any, where: str) -> T | None:
@@ -157,7 +157,7 @@ class Reader:
         return float(given) if kind is float else given
 
     def _list(self, given: Any, where: str) -> tuple[Any, ...] | None:
-        if isinstance(given, (list, tuple)) and all(isinstance(x, (str, Source)) for x in given):
+        if isinstance(given, (list, tuple)) and all(isinstance(x, (str, Citation)) for x in given):
             return tuple(given)
         self.problems.append(f"{where}: takes a list of strings")
         return None
@@ -239,7 +239,7 @@ def shown(given: Any) -> str:
 # -- writing -------------------------------------------------------------------------------------
 
 
-def dump(profile: Profile) -> str:
+def dump(profile: MachineProfile) -> str:
     """Return a profile as TOML: `parse` gives the same profile back, number for number."""
     lines = [f"schema = {SCHEMA}"]
     lines += [f"{key} = {quoted(value)}" for key, value in named(profile)]
@@ -250,12 +250,12 @@ def dump(profile: Profile) -> str:
     return "\n".join(lines) + "\n"
 
 
-def sha256(profile: Profile) -> str:
+def sha256(profile: MachineProfile) -> str:
     """Return the digest of a profile's canonical text, in hexadecimal digits."""
     return hashlib.sha256(dump(profile).encode()).hexdigest()
 
 
-def named(profile: Profile) -> Iterator[tuple[str, str]]:
+def named(profile: MachineProfile) -> Iterator[tuple[str, str]]:
     yield "name", profile.name
     yield "kind", profile.kind
 
@@ -337,7 +337,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder().glob("*.toml")))
 
 
-def find(name_or_path: str | Path) -> Profile:
+def find(name_or_path: str | Path) -> MachineProfile:
     """Return the profile in a file, or the one of that name that comes with hetero."""
     path = Path(name_or_path)
     if path.is_file():

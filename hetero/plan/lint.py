@@ -21,8 +21,8 @@ from hetero.plan.machine import (
     Figure,
     Form,
     Host,
+    MachineProfile,
     Matmul,
-    Profile,
     Table,
     form_of,
 )
@@ -37,7 +37,7 @@ C2C_GBPS = 450.0  # NVLink-C2C, one way
 DRIVE_GBPS = 16.0  # PCIe 5.0 x4
 NVLINK_GBPS = 900.0  # the fifth generation, one way
 SHARES = ("_eff", "_factor")
-Rule = Callable[[Profile], Iterator[str]]
+Rule = Callable[[MachineProfile], Iterator[str]]
 
 
 class Card(NamedTuple):
@@ -97,17 +97,17 @@ def shown(entry: Figure | float, exponent: int) -> str:
 # -- what the formulas cannot work with ----------------------------------------------------------
 
 
-def broken(profile: Profile) -> list[str]:
+def broken(profile: MachineProfile) -> list[str]:
     """Return what keeps a profile from being used."""
     return [problem for rule in BROKEN for problem in rule(profile)]
 
 
-def kind_is_known(profile: Profile) -> Iterator[str]:
+def kind_is_known(profile: MachineProfile) -> Iterator[str]:
     if profile.kind not in ("reference", "measured"):
         yield f"kind: {profile.kind!r} is not 'reference' or 'measured'"
 
 
-def numbers_are_positive(profile: Profile) -> Iterator[str]:
+def numbers_are_positive(profile: MachineProfile) -> Iterator[str]:
     for key, item, form in entries(profile):
         values = [item.value] if isinstance(item, Figure) else [x for row in item.rows for x in row]
         for value in values:
@@ -117,7 +117,7 @@ def numbers_are_positive(profile: Profile) -> Iterator[str]:
             yield f"{key}: a spread of {item.spread:g} is negative"
 
 
-def tables_ascend(profile: Profile) -> Iterator[str]:
+def tables_ascend(profile: MachineProfile) -> Iterator[str]:
     for key, item, form in entries(profile):
         if isinstance(item, Table) and len(form.exponents) == 2:
             xs = [row[0] for row in item.rows]
@@ -125,7 +125,7 @@ def tables_ascend(profile: Profile) -> Iterator[str]:
                 yield f"{key}: rows are not in ascending order"
 
 
-def grids_are_full(profile: Profile) -> Iterator[str]:
+def grids_are_full(profile: MachineProfile) -> Iterator[str]:
     for key, item, form in entries(profile):
         if isinstance(item, Table) and len(form.exponents) == 4:
             wanted = math.prod(len(axis) for axis in axes(item.rows))
@@ -134,7 +134,7 @@ def grids_are_full(profile: Profile) -> Iterator[str]:
                 yield f"{key}: {len(item.rows)} rows, and {wanted} different (m, n, k) make a grid"
 
 
-def something_computes(profile: Profile) -> Iterator[str]:
+def something_computes(profile: MachineProfile) -> Iterator[str]:
     if profile.gpu is None:
         if not any(host_rated(profile.host, dtype) for dtype in DTYPES):
             yield "host.gemm_fp32_GFLOPS: without [gpu] the host computes, and has no matmul rate"
@@ -163,24 +163,24 @@ BROKEN: tuple[Rule, ...] = (
 # -- what no machine has -------------------------------------------------------------------------
 
 
-def doubtful(profile: Profile) -> list[str]:
+def doubtful(profile: MachineProfile) -> list[str]:
     """Return the numbers of a profile that cannot be right."""
     return [problem for rule in DOUBTFUL for problem in rule(profile)]
 
 
-def shares_are_shares(profile: Profile) -> Iterator[str]:
+def shares_are_shares(profile: MachineProfile) -> Iterator[str]:
     for key, item, _ in entries(profile):
         if isinstance(item, Figure) and key.endswith(SHARES) and item.value > 1:
             yield f"{key}: {item.value:g} is above 1, and it is a share"
 
 
-def slowdowns_slow_down(profile: Profile) -> Iterator[str]:
+def slowdowns_slow_down(profile: MachineProfile) -> Iterator[str]:
     for key, item, _ in entries(profile.overlap, "overlap."):
         if isinstance(item, Figure) and item.value < 1:
             yield f"{key}: {item.value:g} is below 1: nothing gets faster by what runs beside it"
 
 
-def curves_are_shares(profile: Profile) -> Iterator[str]:
+def curves_are_shares(profile: MachineProfile) -> Iterator[str]:
     for key, way, _ in directions(profile):
         if way.size_curve is not None:
             yield from (f"{key}.size_curve: {why}" for why in curve_problems(way.size_curve.rows))
@@ -196,13 +196,13 @@ def curve_problems(rows: Rows) -> Iterator[str]:
             yield f"a copy of {larger:g} bytes would be faster than one of {size:g}"
 
 
-def rates_keep_below_peaks(profile: Profile) -> Iterator[str]:
+def rates_keep_below_peaks(profile: MachineProfile) -> Iterator[str]:
     for key, rate, peak in rates_and_peaks(profile):
         if rate is not None and peak is not None and rate.value > peak.value:
             yield f"{key}: {shown(rate, 9)} is above its peak, {shown(peak, 9)}"
 
 
-def rates_and_peaks(profile: Profile) -> Iterator[tuple[str, Figure | None, Figure | None]]:
+def rates_and_peaks(profile: MachineProfile) -> Iterator[tuple[str, Figure | None, Figure | None]]:
     """Yield rates, and what bounds each: a peak, the lane alone, the drive's first rate."""
     host, link, nvme = profile.host, profile.link, profile.nvme
     yield "host.dram_GBps", host.dram_bytes_per_second, host.dram_peak_bytes_per_second
@@ -218,7 +218,7 @@ def rates_and_peaks(profile: Profile) -> Iterator[tuple[str, Figure | None, Figu
         yield "nvme.write_sustained_GBps", slow, fast
 
 
-def grids_keep_below_peaks(profile: Profile) -> Iterator[str]:
+def grids_keep_below_peaks(profile: MachineProfile) -> Iterator[str]:
     for place, matmul, dtype, peak in peaks(profile):
         grid = matmul.grid(dtype)
         for *shape, rate in grid.rows if grid is not None else ():
@@ -230,7 +230,7 @@ def grids_keep_below_peaks(profile: Profile) -> Iterator[str]:
                 )
 
 
-def peaks(profile: Profile) -> Iterator[tuple[str, Matmul, Dtype, Figure]]:
+def peaks(profile: MachineProfile) -> Iterator[tuple[str, Matmul, Dtype, Figure]]:
     """Yield every peak of a dtype, and the matmuls that have to keep below it."""
     host, gpu = profile.host, profile.gpu
     if host.matmul is not None and host.fp32_peak_per_second is not None:
@@ -241,7 +241,7 @@ def peaks(profile: Profile) -> Iterator[tuple[str, Matmul, Dtype, Figure]]:
             yield "gpu", gpu.matmul, dtype, peak
 
 
-def tflops_are_dense(profile: Profile) -> Iterator[str]:
+def tflops_are_dense(profile: MachineProfile) -> Iterator[str]:
     card = card_of(profile.gpu.name) if profile.gpu is not None else None
     if profile.gpu is None or card is None:
         return
@@ -256,19 +256,19 @@ def tflops_are_dense(profile: Profile) -> Iterator[str]:
             )
 
 
-def links_are_known(profile: Profile) -> Iterator[str]:
+def links_are_known(profile: MachineProfile) -> Iterator[str]:
     for key, _, kind in directions(profile):
         if physical_gbps(kind) is None:
             yield f"{key}.type: {kind!r} is no type of link; as pcie4x16, c2c, ram, unknown"
 
 
-def bytes_are_not_bits(profile: Profile) -> Iterator[str]:
+def bytes_are_not_bits(profile: MachineProfile) -> Iterator[str]:
     for key, rate, most, whose in physical(profile):
         if rate is not None and rate.value > most * 1e9:
             yield f"{key}: {shown(rate, 9)} is above the {most:g} GB/s {whose}: gigabits?"
 
 
-def physical(profile: Profile) -> Iterator[tuple[str, Figure | None, float, str]]:
+def physical(profile: MachineProfile) -> Iterator[tuple[str, Figure | None, float, str]]:
     """Yield rates of links, memory, drives and nets with what their kind can have."""
     gpu, nvme, net = profile.gpu, profile.nvme, profile.net
     for key, way, kind in directions(profile):
@@ -285,7 +285,7 @@ def physical(profile: Profile) -> Iterator[tuple[str, Figure | None, float, str]
         yield "net.GBps", net.bytes_per_second, NVLINK_GBPS, "of its kind"
 
 
-def gib_are_not_gb(profile: Profile) -> Iterator[str]:
+def gib_are_not_gb(profile: MachineProfile) -> Iterator[str]:
     if profile.gpu is None:
         return
     name, n_bytes = profile.gpu.name, profile.gpu.hbm_bytes.value
@@ -301,7 +301,7 @@ def gib_are_not_gb(profile: Profile) -> Iterator[str]:
         )
 
 
-def directions(profile: Profile) -> Iterator[tuple[str, Direction, str]]:
+def directions(profile: MachineProfile) -> Iterator[tuple[str, Direction, str]]:
     """Yield the key, the section and the type of each direction of the link."""
     if profile.link is not None:
         kind = profile.link.h2d.type

@@ -187,7 +187,7 @@ class Duplex:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class LinkRates:
     """``[link]``: what joins HOST and HBM."""
 
     contention: Table | None = optional("contention", 0, GIGA)
@@ -198,7 +198,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Threads:
+class ThreadRates:
     """``[host.threads]``: rows (threads, rate), where they were measured."""
 
     dram: Table | None = optional("dram_GBps", 0, GIGA)
@@ -235,7 +235,7 @@ class Host:
     memory is slower than what ``dram_GBps`` says of memory that is there."""
     functions_per_second: Figure | None = optional("functions_Gelem_s", GIGA)
     """Elements for which an activation function, or its derivative, is computed."""
-    threads: Threads = field(default_factory=Threads)
+    threads: ThreadRates = field(default_factory=ThreadRates)
     matmul: Matmul | None = None
 
     @property
@@ -290,7 +290,7 @@ class Io:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nvme:
+class DriveRates:
     """``[nvme]``: ``devices`` equal drives, striped; rates are of all together."""
 
     devices: int = 1
@@ -357,7 +357,7 @@ class Quality:
     driver: str = ""
 
 
-class Source(NamedTuple):
+class Citation(NamedTuple):
     """Where numbers come from: ``key = "text"`` under ``[src]``."""
 
     key: str
@@ -365,17 +365,17 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class MachineProfile:
     """A machine, and the times of work on it. Seconds, bytes; formulas T2 to T7 of the planner."""
 
     name: str
     kind: str
     """"reference" (collected) or "measured" (on that machine)."""
-    sources: tuple[Source, ...]
+    sources: tuple[Citation, ...]
     gpu: Gpu | None = None
-    link: Link | None = None
+    link: LinkRates | None = None
     host: Host
-    nvme: Nvme | None = None
+    nvme: DriveRates | None = None
     net: Net | None = None
     overlap: Overlap = field(default_factory=Overlap)
     quality: Quality = field(default_factory=Quality)
@@ -475,7 +475,7 @@ class Profile:
             return None
         return endurance.value / bytes_per_step if bytes_per_step else math.inf
 
-    def drive(self) -> Nvme:
+    def drive(self) -> DriveRates:
         """Return the disk section, ConfigError where there is none."""
         if self.nvme is None:
             raise ConfigError(
@@ -491,7 +491,7 @@ def unsupported(dtype: str, what: str) -> ConfigError:
     )
 
 
-def mixed(nvme: Nvme, both_ways: bool) -> float:
+def mixed(nvme: DriveRates, both_ways: bool) -> float:
     """Return the share of its rate that a direction keeps; half where it was not measured."""
     if not both_ways:
         return 1.0

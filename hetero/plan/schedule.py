@@ -85,7 +85,7 @@ class Schedule(NamedTuple):
         return cls(Trace(tuple(accesses)), tuple(ops), limit)
 
 
-class Verdict(NamedTuple):
+class ScheduleVerdict(NamedTuple):
     """What symbolic execution of a schedule found, in its second (steady) step."""
 
     demand_misses: int
@@ -93,14 +93,14 @@ class Verdict(NamedTuple):
     peak_granules: int
 
 
-def verify(schedule: Schedule, shapes: Mapping[int, Shape]) -> Verdict:
+def verify(schedule: Schedule, shapes: Mapping[int, Shape]) -> ScheduleVerdict:
     """Execute a schedule symbolically against its limit; the second step is the one judged.
 
     Raises StateError, with the printed line, when an op overlaps what it does not evict, touches
     what the access under way needs, or passes the limit.
     """
     frames = _Frames(shapes, schedule.limit)
-    verdict = Verdict(0, 0, 0)
+    verdict = ScheduleVerdict(0, 0, 0)
     for steady in (False, True):
         frames.update()
         misses = fetches = peak = 0
@@ -112,7 +112,7 @@ def verify(schedule: Schedule, shapes: Mapping[int, Shape]) -> Verdict:
             planned = [op for op in schedule.at(point) if not op.demand]
             fetches += sum(frames.apply(op, needed, f"{point}: {op}", steady) for op in planned)
             peak = max(peak, sum(shapes[b].granules for b in frames.resident))
-        verdict = Verdict(misses, fetches, peak)
+        verdict = ScheduleVerdict(misses, fetches, peak)
     return verdict
 
 

@@ -7,259 +7,71 @@ and figures become the profile of this machine, which passes the linter.
 from __future__ import annotations
 
 import math
-import platform
-import re
-import resource
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 
-from hetero.device import Accelerator, Device, open_device
+from hetero.device import open_device
 from hetero.errors import ConfigError, StorageError
-from hetero.io import Folder, mount_of
-from hetero.memory.pool import N_THREADS
+from hetero.io import mount_of
 from hetero.plan.hardware import dump, lint, load
-from hetero.plan.lint import card_of, entries, physical_gbps
+from hetero.plan.lint import card_of, entries
 from hetero.plan.machine import (
     DTYPES,
+    Citation,
     Direction,
     Duplex,
     Figure,
     Gpu,
     Host,
-    Io,
-    Link,
+    LinkRates,
+    MachineProfile,
     Matmul,
-    Nvme,
     Overlap,
     Peaks,
-    Profile,
     Quality,
-    Source,
     Table,
-    Threads,
+    ThreadRates,
 )
 from hetero.plan.rates import axes, grid_rate, side_of
-from hetero.recipes.doctor import ask_driver
+from hetero.recipes.drive import Cliff, burn_in, drive, nvme_of
+from hetero.recipes.facts import MachineFacts, host_name, look, used_bytes
 from hetero.recipes.probes import (
-    GROUPS,
     LATENCY_BYTES,
     QUICK,
-    Cliff,
     Group,
     Pace,
-    Probe,
     Rig,
     attention_work,
-    burn_in,
+    attentions,
+    device_memory,
+    elementwise,
+    host_memory,
+    launches,
+    link,
+    matmuls,
+    overlaps,
+    updates,
 )
-from hetero.recipes.work import SIZE
+from hetero.recipes.readings import RUN, Readings, Samples, Watch, label, rounded, take_readings
 from hetero.types import Lane, format_bytes
 
 FOLDER = "profiles"  # in the working directory
 NOISY = 0.05  # a spread above it is told
-DIGITS = 4  # of a measured number: more would be noise
-RUN, SYSTEM, SPEC = "run", "sys", "spec"  # keys of sources
-ISA = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "sve2")
-COHERENT = ("GH200", "GB200", "GB300")  # joined to their host by C2C, not by PCIe
-Watch = Callable[[str, str, int, int], None]
-"""Told of each probe: its group, its key, how many groups are done, and how many there are."""
-
-
-# -- samples -------------------------------------------------------------------------------------
-
-
-class Measured(NamedTuple):
-    """The samples of one probe."""
-
-    key: str
-    at: tuple[int, ...]
-    samples: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """Return the median, to `DIGITS` digits."""
-        return rounded(statistics.median(self.samples))
-
-    @property
-    def spread(self) -> float:
-        """Return the interquartile range over the median."""
-        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
-        middle = statistics.median(self.samples)
-        return rounded((high - low) / middle, 2) if middle else 0.0
-
-
-def rounded(value: float, digits: int = DIGITS) -> float:
-    return float(f"{value:.{digits}g}")
-
-
-def measure(probe: Probe, pace: Pace) -> Measured:
-    """Take samples of a probe: those that warm up are thrown away."""
-    for _ in range(pace.warm_ups):
-        probe.sample()
-    return Measured(probe.key, probe.at, tuple(probe.sample() for _ in range(pace.rounds)))
-
-
-@dataclass(frozen=True, slots=True)
-class Readings:
-    """Everything measured, and what could not be."""
-
-    found: tuple[Measured, ...]
-    notes: tuple[str, ...] = ()
-
-    def figure(self, key: str) -> Figure | None:
-        """Return what a probe without axes found."""
-        found = self.of(key)
-        return Figure(found[0].median, RUN, found[0].spread) if found else None
-
-    def table(self, key: str) -> Table | None:
-        """Return what a probe found along its axes."""
-        found = self.of(key)
-        rows = tuple((*map(float, each.at), each.median) for each in found)
-        return Table(rows, RUN, max(each.spread for each in found)) if found else None
-
-    def best(self, key: str) -> Figure | None:
-        """Return the largest of what a probe found along its axes."""
-        found = max(self.of(key), key=lambda each: each.median, default=None)
-        return Figure(found.median, RUN, found.spread) if found else None
-
-    def last(self, key: str) -> Figure | None:
-        """Return what a probe found where its axes are largest."""
-        found = self.of(key)
-        return Figure(found[-1].median, RUN, found[-1].spread) if found else None
-
-    def of(self, key: str) -> list[Measured]:
-        """Return what was measured under a key, in ascending order of its axes."""
-        return sorted((each for each in self.found if each.key == key), key=lambda each: each.at)
-
-
-def take_readings(rig: Rig, groups: Mapping[str, Group], watch: Watch) -> Readings:
-    """Measure group by group; one that fails is noted, and the others go on."""
-    found: list[Measured] = []
-    notes: list[str] = []
-    for done, (name, group) in enumerate(groups.items()):
-        watch(name, "", done, len(groups))
-        try:
-            for probe in group(rig):
-                watch(name, label(probe.key, probe.at), done, len(groups))
-                found.append(measure(probe, rig.pace))
-        except (RuntimeError, MemoryError, StorageError) as error:
-            notes.append(f"{name}: {str(error).splitlines()[0] or type(error).__name__}")
-    watch("", "", len(groups), len(groups))
-    return Readings(tuple(found), tuple(notes))
-
-
-def label(key: str, at: Sequence[int]) -> str:
-    return f"{key} {' x '.join(map(str, at))}".rstrip()
-
-
-# -- what the system says ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What needs no measuring."""
-
-    name: str
-    cores: int
-    numa_nodes: int
-    isa: tuple[str, ...]
-    ram_bytes: int
-    limit_bytes: int
-    memlock_bytes: int | None
-    """None: no limit."""
-    device: str
-    link_type: str
-    accelerator: Accelerator | None = None
-    accelerators: int = 0
-    context_bytes: int | None = None
-    driver: str = ""
-    odirect: bool = False
-
-
-def look(rig: Rig, used_before_bytes: int) -> Facts:
-    """Return the facts of this machine; ``used_before_bytes`` of HBM were before this process."""
-    driver, gpus, _ = ask_driver()
-    accelerator = rig.device.facts()
-    pcie = gpus[0].pcie.lower().replace(" ", "") if gpus else ""
-    return Facts(
-        name=host_name(),
-        cores=rig.cores,
-        numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
-        isa=instruction_sets(),
-        ram_bytes=psutil.virtual_memory().total,
-        limit_bytes=rig.limit_bytes,
-        memlock_bytes=memlock_bytes(),
-        device=rig.device.name,
-        link_type="ram" if accelerator is None else link_type(accelerator.name, pcie),
-        accelerator=accelerator,
-        accelerators=len(gpus) if accelerator is not None else 0,
-        context_bytes=context_bytes(rig.device, used_before_bytes),
-        driver=driver,
-        odirect=rig.folder is not None and is_direct(rig.folder),
-    )
-
-
-def host_name() -> str:
-    """Return this machine's name as one that a file can have."""
-    return re.sub(r"[^a-z0-9-]+", "-", platform.node().lower()).strip("-") or "machine"
-
-
-def instruction_sets(path: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """Return the vector extensions that matter to matmuls; none where that is unknown."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ()
-    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    has = set(line[1].split()) if line else set()
-    return tuple(name for name in ISA if name in has)
-
-
-def memlock_bytes() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def link_type(gpu: str, pcie: str) -> str:
-    """Return the type of a link as profiles name it; a virtual device may not say."""
-    if any(name in gpu for name in COHERENT):
-        return "c2c"
-    return pcie if physical_gbps(pcie) is not None else "unknown"
-
-
-def used_bytes() -> int:
-    """Return what is used of the first device's HBM, as its driver counts; 0 without a driver."""
-    _, gpus, _ = ask_driver()
-    return gpus[0].total_bytes - gpus[0].free_bytes if gpus else 0
-
-
-def context_bytes(device: Device, used_before_bytes: int) -> int | None:
-    """Return what the driver took of HBM for this process's context and kernels."""
-    total, free = device.total_bytes(), device.free_bytes()
-    if total is None or free is None:
-        return None
-    return max(0, total - free - device.reserved_bytes() - used_before_bytes)
-
-
-def is_direct(path: Path) -> bool:
-    with Folder.open(path) as folder, folder.private() as file:
-        return file.direct
+SYSTEM, SPEC = "sys", "spec"  # keys of sources
 
 
 # -- the profile ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class CalibrationRun:
     """How a calibration went."""
 
     pace: Pace
@@ -267,33 +79,33 @@ class Run:
     cliff: Cliff | None = None
 
 
-def profile_of(facts: Facts, readings: Readings, run: Run) -> Profile:
+def profile_of(facts: MachineFacts, readings: Readings, run: CalibrationRun) -> MachineProfile:
     """Return the profile that readings make."""
-    profile = Profile(
+    profile = MachineProfile(
         name=facts.name,
         kind="measured",
         sources=sources(run.pace, facts),
         gpu=gpu_of(facts, readings),
         link=link_of(facts, readings),
         host=host_of(facts, readings),
-        nvme=nvme_of(facts, readings, run.cliff),
+        nvme=nvme_of(readings, run.cliff, odirect=facts.odirect),
         overlap=overlap_of(readings),
         quality=quality_of(facts, readings, run),
     )
     return with_spreads(profile)
 
 
-def sources(pace: Pace, facts: Facts) -> tuple[Source, ...]:
+def sources(pace: Pace, facts: MachineFacts) -> tuple[Citation, ...]:
     said = (
         f"hetero calibrate --{pace.name}, median of {pace.rounds} after {pace.warm_ups} to warm up"
     )
-    found = [Source(RUN, said), Source(SYSTEM, "what the operating system and the driver say")]
+    found = [Citation(RUN, said), Citation(SYSTEM, "what the operating system and the driver say")]
     if facts.accelerator is not None and card_of(facts.accelerator.name) is not None:
-        found.append(Source(SPEC, "vendor datasheet: dense, fp32 accumulate"))
+        found.append(Citation(SPEC, "vendor datasheet: dense, fp32 accumulate"))
     return tuple(found)
 
 
-def gpu_of(facts: Facts, readings: Readings) -> Gpu | None:
+def gpu_of(facts: MachineFacts, readings: Readings) -> Gpu | None:
     """Return the device's section; its rate is the better of copy and triad."""
     triad, copy = readings.figure("gpu.triad"), readings.figure("gpu.copy")
     matmul = matmul_of(readings, on_cpu=False)
@@ -361,7 +173,7 @@ def full(grid: Table | None) -> Table | None:
     return grid
 
 
-def link_of(facts: Facts, readings: Readings) -> Link | None:
+def link_of(facts: MachineFacts, readings: Readings) -> LinkRates | None:
     """Return the link's section; what one direction does beside the other is never more."""
     h2d, d2h = (direction_of(facts, readings, lane) for lane in (Lane.H2D, Lane.D2H))
     duplex = [readings.figure(f"link.duplex.{lane.value}") for lane in (Lane.H2D, Lane.D2H)]
@@ -371,13 +183,13 @@ def link_of(facts: Facts, readings: Readings) -> Link | None:
         h2d_bytes_per_second=at_most(duplex[0], h2d.bytes_per_second.value),
         d2h_bytes_per_second=at_most(duplex[1], d2h.bytes_per_second.value),
     )
-    return Link(h2d=h2d, d2h=d2h, duplex=both)
+    return LinkRates(h2d=h2d, d2h=d2h, duplex=both)
 
 
-def direction_of(facts: Facts, readings: Readings, lane: Lane) -> Direction | None:
+def direction_of(facts: MachineFacts, readings: Readings, lane: Lane) -> Direction | None:
     """Return one direction: its rate is that of the largest copies."""
     key = f"link.{lane.value}"
-    small, *sized = readings.of(key) or [Measured(key, (), (0.0,))]
+    small, *sized = readings.of(key) or [Samples(key, (), (0.0,))]
     if not sized:
         return None
     top, pageable = sized[-1], readings.figure(f"{key}.pageable")
@@ -393,7 +205,7 @@ def direction_of(facts: Facts, readings: Readings, lane: Lane) -> Direction | No
     )
 
 
-def size_curve(sized: Sequence[Measured]) -> Table:
+def size_curve(sized: Sequence[Samples]) -> Table:
     """Return the share of the largest copies' rate by size: ascending, at most 1.
 
     Small copies within a processor's caches may be faster than large ones; they get no more than
@@ -411,7 +223,7 @@ def size_curve(sized: Sequence[Measured]) -> Table:
     return Table(rows, RUN, max(each.spread for each in sized))
 
 
-def host_of(facts: Facts, readings: Readings) -> Host:
+def host_of(facts: MachineFacts, readings: Readings) -> Host:
     """Return the host's section; ConfigError where what it needs could not be measured."""
     dram, update = readings.best("host.dram"), readings.best("host.update")
     if dram is None or update is None:
@@ -432,46 +244,12 @@ def host_of(facts: Facts, readings: Readings) -> Host:
         memlock_bytes=None if memlock is None else Figure(memlock, SYSTEM),
         dram_bytes_per_second=dram,
         update_per_second=update,
-        threads=Threads(dram=readings.table("host.dram"), update=readings.table("host.update")),
+        threads=ThreadRates(dram=readings.table("host.dram"), update=readings.table("host.update")),
         elementwise=readings.table("host.elementwise"),
         functions_per_second=readings.figure("host.functions"),
         matmul=matmul_of(readings, on_cpu=True) if computes else None,
         **gemm,
     )
-
-
-def nvme_of(facts: Facts, readings: Readings, cliff: Cliff | None) -> Nvme | None:
-    """Return the drive's section.
-
-    ``mixed_factor`` is what full-duplex transfers would take, over what reading and writing equally
-    much at once took: 1 where they do not disturb each other, half where they take turns.
-    """
-    read, write, both = (readings.last(f"nvme.{name}") for name in ("read", "write", "mixed"))
-    if read is None or write is None or both is None:
-        return None
-    factor = min(1.0, both.value / 2 / min(read.value, write.value))
-    return Nvme(
-        odirect=facts.odirect,
-        read_bytes_per_second=read,
-        write_bytes_per_second=write,
-        write_sustained_bytes_per_second=None
-        if cliff is None
-        else Figure(min(write.value, rounded(cliff.sustained_bytes_per_second)), RUN),
-        slc_bytes=None if cliff is None else Figure(cliff.slc_bytes, RUN),
-        mixed_factor=Figure(rounded(factor), RUN, both.spread),
-        read_latency_seconds=latency_of(readings.of("nvme.read")),
-        write_latency_seconds=latency_of(readings.of("nvme.write")),
-        io=Io(engine="threads", queue_depth=N_THREADS, block_bytes=SIZE, threads=N_THREADS),
-    )
-
-
-def latency_of(sized: Sequence[Measured]) -> Figure | None:
-    """Return what a transfer takes beside its bytes: what small ones take beyond their share."""
-    if len(sized) < 2:
-        return None
-    small, large = sized[0], sized[-1]
-    seconds = small.at[0] / small.median - small.at[0] / large.median
-    return Figure(rounded(max(0.0, seconds)), RUN, small.spread)
 
 
 def overlap_of(readings: Readings) -> Overlap:
@@ -488,7 +266,7 @@ def at_least(figure: Figure, least: float) -> Figure:
     return Figure(max(figure.value, least), figure.source, figure.spread)
 
 
-def quality_of(facts: Facts, readings: Readings, run: Run) -> Quality:
+def quality_of(facts: MachineFacts, readings: Readings, run: CalibrationRun) -> Quality:
     return Quality(
         measured_on=datetime.now(timezone.utc).date().isoformat(),
         device=facts.device,
@@ -500,12 +278,26 @@ def quality_of(facts: Facts, readings: Readings, run: Run) -> Quality:
     )
 
 
-def with_spreads(profile: Profile) -> Profile:
+def with_spreads(profile: MachineProfile) -> MachineProfile:
     """Return a profile whose quality section names the keys that varied too much."""
     spreads = {key: item.spread for key, item, _ in entries(profile)}
     noisy = tuple(key for key, spread in spreads.items() if spread > NOISY)
     worst = rounded(100 * max(spreads.values(), default=0.0), 3)
     return replace(profile, quality=replace(profile.quality, noisy=noisy, spread_percent=worst))
+
+
+GROUPS: dict[str, Group] = {
+    "device memory": device_memory,
+    "RAM": host_memory,
+    "matmuls": matmuls,
+    "launches": launches,
+    "attention": attentions,
+    "element-wise work": elementwise,
+    "link": link,
+    "updates": updates,
+    "overlap": overlaps,
+    "drive": drive,
+}
 
 
 # -- the run -------------------------------------------------------------------------------------
@@ -525,7 +317,7 @@ class CalibrateOptions:
     """Write so much to find where the drive slows down; None: do not wear it."""
 
 
-class Row(NamedTuple):
+class FigureRow(NamedTuple):
     """One line of what was measured."""
 
     key: str
@@ -539,22 +331,22 @@ class Calibration:
     """What came of it."""
 
     path: str
-    profile: Profile
+    profile: MachineProfile
     problems: tuple[str, ...]
     """What the linter finds in it."""
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[FigureRow]:
         """Yield every measured figure, and every row of a table, as people read them."""
         for key, item, form in entries(self.profile):
             unit = form.exponents[-1]
             noisy = item.spread > NOISY
             spread = f"{100 * item.spread:.1f} %" if item.spread else ""
             if isinstance(item, Figure):
-                yield Row(key, f"{item.value / 10**unit:.4g}", spread, noisy)
+                yield FigureRow(key, f"{item.value / 10**unit:.4g}", spread, noisy)
                 continue
             for *where, value in item.rows:
                 name = label(key, [int(x) for x in where])
-                yield Row(name, f"{value / 10**unit:.4g}", spread and f"to {spread}", noisy)
+                yield FigureRow(name, f"{value / 10**unit:.4g}", spread and f"to {spread}", noisy)
 
     def as_json(self) -> dict[str, Any]:
         """Return every figure, by its key and in bytes, seconds and operations per second."""
@@ -593,7 +385,7 @@ def calibrate(options: CalibrateOptions, watch: Watch = silent) -> Calibration:
     cliff, trouble = find_cliff(options, folder, watch)
     # 3. write it down
     readings = Readings(readings.found, (*readings.notes, *note, *trouble))
-    run = Run(pace=options.pace, seconds=time.perf_counter() - began, cliff=cliff)
+    run = CalibrationRun(pace=options.pace, seconds=time.perf_counter() - began, cliff=cliff)
     profile = profile_of(facts, readings, run)
     text = dump(profile)
     path.write_text(text, encoding="utf-8")

@@ -60,7 +60,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Examination:
     """All findings."""
 
     checks: tuple[Check, ...]
@@ -76,7 +76,7 @@ class Report:
         return {"healthy": self.healthy, "checks": rows}
 
 
-def examine() -> Report:
+def examine() -> Examination:
     """Look at this machine; with CUDA this copies and page-locks some memory for a few seconds."""
     limit = host_limit()
     checks = [
@@ -92,7 +92,7 @@ def examine() -> Report:
         check_omp(),
         check_disk(Path.cwd()),
     ]
-    return Report(tuple(checks))
+    return Examination(tuple(checks))
 
 
 def graded(name: str, good: bool, found: str, fix: str, bad: Level = Level.YELLOW) -> Check:
@@ -142,7 +142,7 @@ def build() -> str:
 # -- CUDA ----------------------------------------------------------------------------------------
 
 
-class Gpu(NamedTuple):
+class DriverGpu(NamedTuple):
     """What the driver says of a device."""
 
     name: str
@@ -166,7 +166,7 @@ def check_cuda(limit: HostLimit) -> Iterator[Check]:
     device.close()
 
 
-def ask_driver() -> tuple[str, list[Gpu], str]:
+def ask_driver() -> tuple[str, list[DriverGpu], str]:
     """Return the driver's version, its devices, and why there are none."""
     try:
         import pynvml
@@ -183,14 +183,14 @@ def ask_driver() -> tuple[str, list[Gpu], str]:
         return "", [], str(error) or type(error).__name__
 
 
-def gpu_of(nvml: Any, handle: Any) -> Gpu:
+def gpu_of(nvml: Any, handle: Any) -> DriverGpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         width = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
         pcie = f"PCIe {nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)} x{width}"
     except nvml.NVMLError:
         pcie = "PCIe unknown"  # a virtual device does not say
-    return Gpu(str(nvml.nvmlDeviceGetName(handle)), memory.total, memory.free, pcie)
+    return DriverGpu(str(nvml.nvmlDeviceGetName(handle)), memory.total, memory.free, pcie)
 
 
 def open_cuda() -> CudaDevice | None:
@@ -201,7 +201,7 @@ def open_cuda() -> CudaDevice | None:
         return None
 
 
-def check_no_cuda(gpus: list[Gpu], problem: str) -> Check:
+def check_no_cuda(gpus: list[DriverGpu], problem: str) -> Check:
     if not gpus:
         found = f"none ({problem or 'no device'}); hetero runs on the CPU and on cpu:sim"
         return Check("cuda", Level.YELLOW, found, "nothing, unless this machine has an NVIDIA GPU")
@@ -209,7 +209,7 @@ def check_no_cuda(gpus: list[Gpu], problem: str) -> Check:
     return Check("cuda", Level.RED, found, "install a CUDA build of torch that fits the driver")
 
 
-def check_gpu(index: int, gpu: Gpu) -> Check:
+def check_gpu(index: int, gpu: DriverGpu) -> Check:
     free, total = format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes)
     found = f"{gpu.name}, {gpu.pcie}, HBM {free} free of {total}"
     mostly_free = gpu.free_bytes > gpu.total_bytes / 2

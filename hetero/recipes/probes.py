@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
@@ -24,14 +24,11 @@ import torch.nn.functional as F
 
 from hetero.config import host_limit
 from hetero.device import COPY_LANES, OPPOSITE, Device, Move, release_slab
-from hetero.io import File, Folder
 from hetero.jobs import Worker
-from hetero.memory.extent import Use
-from hetero.memory.pool import N_THREADS
 from hetero.plan.machine import Dtype
 from hetero.plan.rates import attention_flops
 from hetero.recipes.doctor import usable_cores
-from hetero.recipes.work import SIZE, Split, raw
+from hetero.recipes.work import Split
 from hetero.train.update import kernel
 from hetero.types import Lane
 
@@ -51,9 +48,6 @@ MOST_REPEATS = 100_000
 TRIALS = 3  # calls, of which the fastest tells how often to repeat
 OVERLAP_BYTES = 16 * MIB  # of each copy that runs beside something
 OVERLAP_OUTLASTS = 3  # times the work that is timed beside it
-FALLEN = 0.7  # of what a drive writes first: its fast cache is full
-SMALL_BLOCK, SMALL_BLOCKS = 128 * KIB, 1024  # of a drive: where a transfer's latency shows; most
-DISK_SECONDS = 0.5  # what a sample of a drive takes at most
 CPU_ATTENTION, GPU_ATTENTION = (2, 8, 256, 64), (4, 16, 2048, 128)  # batch, heads, tokens, width
 COLD_BYTES, MOST_IN_TURN = 64 * MIB, 64  # of data that no cache holds; parts of it
 ELEMENTWISE_BYTES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)
@@ -492,80 +486,3 @@ def copying(rig: Rig, lanes: Iterable[Lane], seconds: float) -> Iterator[None]:
             device.sync(ticket)
         for slab in slabs:
             release_slab(slab)
-
-
-# -- the drive -----------------------------------------------------------------------------------
-
-
-def drive(rig: Rig) -> Iterator[Probe]:
-    """Bytes per second of direct reads, writes, and both at once (counted together), by block."""
-    if rig.folder is None:
-        return
-    with Folder.open(rig.folder) as folder, folder.private() as file:
-        n_bytes = disk_bytes(rig, folder)
-        file.reserve(n_bytes)
-        rate = raw(file, Use.FRESH, N_THREADS, n_bytes)  # unwritten blocks read as zeros, for free
-        n_bytes = max(SIZE, min(n_bytes, int(rate * DISK_SECONDS)) // SIZE * SIZE)
-        for name, use in (("write", Use.FRESH), ("read", Use.READ), ("mixed", Use.WRITE)):
-            for size in (SMALL_BLOCK, SIZE) if use is not Use.WRITE else (SIZE,):
-                part = min(n_bytes, SMALL_BLOCKS * size)
-                sample = partial(raw, file, use, N_THREADS, part, size)
-                yield Probe(f"nvme.{name}", (size,), sample)
-
-
-def disk_bytes(rig: Rig, folder: Folder) -> int:
-    """Return the size of the file that is read and written, whole blocks of it."""
-    return max(SIZE, min(rig.pace.disk_bytes, folder.space() // 4) // SIZE * SIZE)
-
-
-class Cliff(NamedTuple):
-    """Where a drive's fast cache ends, and what it writes from there on."""
-
-    slc_bytes: float
-    sustained_bytes_per_second: float
-
-
-def burn_in(path: Path, n_bytes: int, window_bytes: int = GIB) -> Cliff | None:
-    """Write ``n_bytes`` in a row and return where the rate fell for good; None: it did not.
-
-    Files lie side by side as far as half of the free room goes, and are then written again.
-    """
-    window_bytes = max(SIZE, min(window_bytes, n_bytes) // SIZE * SIZE)
-    with ExitStack() as stack:
-        folder = stack.enter_context(Folder.open(path))
-        n_files = max(1, min(n_bytes, folder.space() // 2) // window_bytes)
-        files = [stack.enter_context(folder.private()) for _ in range(n_files)]
-        n_windows = max(1, n_bytes // window_bytes)
-        rates = [written(files[i % n_files], window_bytes) for i in range(n_windows)]
-    return cliff(rates, window_bytes)
-
-
-def written(file: File, n_bytes: int) -> float:
-    """Return the rate of writing a file once."""
-    file.reserve(n_bytes)
-    return raw(file, Use.FRESH, N_THREADS, n_bytes)
-
-
-def cliff(rates: Sequence[float], window_bytes: int) -> Cliff | None:
-    """Return where rates fall below `FALLEN` of what they began with, and stay there."""
-    head = sorted(rates[: max(1, len(rates) // 8)])
-    bound = FALLEN * head[len(head) // 2] if head else 0.0
-    last_fast = max((i for i, rate in enumerate(rates) if rate >= bound), default=-1)
-    after = sorted(rates[last_fast + 1 :])
-    if not after:
-        return None
-    return Cliff((last_fast + 1) * window_bytes, after[len(after) // 2])
-
-
-GROUPS: dict[str, Group] = {
-    "device memory": device_memory,
-    "RAM": host_memory,
-    "matmuls": matmuls,
-    "launches": launches,
-    "attention": attentions,
-    "element-wise work": elementwise,
-    "link": link,
-    "updates": updates,
-    "overlap": overlaps,
-    "drive": drive,
-}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # these load torch, and rendering does not need it
     from hetero.api import Status
     from hetero.checkpoint.verify import Report as VerifyReport
     from hetero.recipes.calibrate import Calibration
-    from hetero.recipes.doctor import Check, Report
+    from hetero.recipes.doctor import Check, Examination
     from hetero.recipes.result import EvalLoss, StepReport, TrainResult
     from hetero.rehearse.plan import Plan
 
@@ -201,7 +201,7 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
 # -- the doctor ----------------------------------------------------------------------------------
 
 
-def examination(console: Console, report: Report) -> None:
+def examination(console: Console, report: Examination) -> None:
     """Show every check with its fix, and the block to paste in issues."""
     table = Table(box=None, pad_edge=False)
     for name in ("", "check", "found", "what to do"):
@@ -218,7 +218,7 @@ def mark(check: Check) -> str:
     return f"[{colour}]{check.level.value}[/{colour}]"
 
 
-def paste_block(report: Report) -> str:
+def paste_block(report: Examination) -> str:
     """Return the examination as Markdown."""
     rows = [f"{check.name}: {check.found} [{check.level.value}]" for check in report.checks]
     return "\n".join(["```", *rows, "```"])

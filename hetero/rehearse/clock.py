@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hetero.dry import META
 from hetero.internals import TorchDispatchMode
-from hetero.plan.machine import Dtype, Profile
+from hetero.plan.machine import Dtype, MachineProfile
 from hetero.plan.rates import attention_flops, side_of
 from hetero.rehearse.kernels import as_on_cpu
 from hetero.train.activations.meter import tensors_in
@@ -78,7 +78,7 @@ class OpClock(TorchDispatchMode):
         counted: whether each operation is looked at by who counts its bytes, which takes time.
     """
 
-    def __init__(self, device: Clocked, profile: Profile, *, counted: bool = False) -> None:
+    def __init__(self, device: Clocked, profile: MachineProfile, *, counted: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
         self._is_cuda = device.is_cuda
         self._device = device

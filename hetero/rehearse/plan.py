@@ -16,7 +16,7 @@ from hetero.config import Config, Settings, parse_bytes
 from hetero.errors import BudgetError, ConfigError
 from hetero.internals import tree_iter
 from hetero.plan.hardware import find
-from hetero.plan.machine import Dtype, Profile
+from hetero.plan.machine import Dtype, MachineProfile
 from hetero.rehearse.models import Described, describe
 from hetero.rehearse.rehearsal import (
     PlainStep,
@@ -28,7 +28,7 @@ from hetero.rehearse.rehearsal import (
     update_seconds,
 )
 from hetero.rehearse.twin import batch_twin, twin_of
-from hetero.rehearse.whatif import ENDLESS, Facts, what_if, without_hetero
+from hetero.rehearse.whatif import ENDLESS, Baseline, what_if, without_hetero
 from hetero.report.make import PREDICTED, WHATIF, examine
 from hetero.report.measure import Summary, measure, summarize
 from hetero.report.views import Sidecar, WhatIf
@@ -168,7 +168,7 @@ def plan(
     return drawn(scene, described, until_it_fits(scene), estimates)
 
 
-def machine(config: Config) -> Profile:
+def machine(config: Config) -> MachineProfile:
     """Return the profile that settings name."""
     if config.profile is None:
         raise ConfigError(
@@ -184,7 +184,7 @@ def scene_of(
     optimizer: torch.optim.Optimizer | None,
     loss: Callable[[Any], torch.Tensor] | None,
     config: Config,
-    profile: Profile,
+    profile: MachineProfile,
 ) -> Scene:
     """Return what is rehearsed; raises ConfigError for an optimizer that `prepare` refuses."""
     twin = twin_of(described.model, optimizer)
@@ -215,7 +215,7 @@ def scalar_of(output: Any) -> torch.Tensor:
     return next((t for t in found if t.numel() == 1), None) or found[0].float().sum()
 
 
-class Fitting(NamedTuple):
+class Fitted(NamedTuple):
     """A rehearsal that fits: with what settings, and what of them had to be raised."""
 
     found: Rehearsal
@@ -223,7 +223,7 @@ class Fitting(NamedTuple):
     shortfalls: tuple[Shortfall, ...]
 
 
-def until_it_fits(scene: Scene) -> Fitting:
+def until_it_fits(scene: Scene) -> Fitted:
     """Rehearse with budgets raised until everything fits.
 
     A model that would stay on a CUDA device without room for its activations is paged.
@@ -239,7 +239,7 @@ def until_it_fits(scene: Scene) -> Fitting:
             error = raised
         if error is None and found is not None:
             if not overflows(scene, found):
-                return Fitting(found, scene.config, tuple(short.values()))
+                return Fitted(found, scene.config, tuple(short.values()))
             config = Config.load(scene.config, hbm=paging_bytes(found))
             scene = replace(scene, config=config)
             continue
@@ -294,7 +294,7 @@ def budget(scene: Scene, field: str) -> int | None:
 def drawn(
     scene: Scene,
     described: Described,
-    fitting: Fitting,
+    fitting: Fitted,
     estimates: bool,
 ) -> Plan:
     """Return the plan of a rehearsal that fits."""
@@ -385,9 +385,9 @@ def estimates_of(
     """Return what else would fit; of a model that stays, as it would be paged."""
     if not paged.uses:
         return ()
-    facts = facts_of(scene, paged, needed)
-    rows = what_if(facts, described.samples, described.positions)
-    return [*([without_hetero(facts.hbm_bytes, plain)] if plain is not None else []), *rows]
+    baseline = baseline_of(scene, paged, needed)
+    rows = what_if(baseline, described.samples, described.positions)
+    return [*([without_hetero(baseline.hbm_bytes, plain)] if plain is not None else []), *rows]
 
 
 def as_rehearsed(found: Rehearsal, shortfalls: Sequence[Shortfall]) -> WhatIf:
@@ -420,14 +420,14 @@ def mfu_of(plain: PlainStep | None, seconds: float, peak_flops: float | None) ->
     return plain.flops / seconds / peak_flops
 
 
-def facts_of(scene: Scene, found: Rehearsal, needed: Mapping[str, int]) -> Facts:
+def baseline_of(scene: Scene, found: Rehearsal, needed: Mapping[str, int]) -> Baseline:
     """Return what estimates need of a rehearsal."""
     blueprint = found.blueprint
     trainable = [b for b in blueprint.layout.buckets if b.trainable]
     states = sum(b.numel * blueprint.costs[b.id].state for b in trainable)
     forward = sum(use.forward_seconds for use in found.uses)
     numel = sum(b.numel for b in blueprint.layout.buckets)
-    return Facts(
+    return Baseline(
         uses=found.uses,
         working_bytes=found.working_bytes,
         end_bytes=found.end_bytes,

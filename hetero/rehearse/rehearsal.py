@@ -24,7 +24,7 @@ from hetero.events import What
 from hetero.internals import run_backward
 from hetero.plan.activations import Use
 from hetero.plan.hardware import sha256
-from hetero.plan.machine import Profile
+from hetero.plan.machine import MachineProfile
 from hetero.plan.rates import interpolated
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
@@ -63,13 +63,13 @@ class Scene:
     kwargs: Mapping[str, Any]
     loss: Loss
     config: Config
-    profile: Profile
+    profile: MachineProfile
     depth: int | None = None
     """Accesses to look ahead; None: as many as frames allow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class RehearsedStep:
     """What one step took; two that are equal are followed by a third."""
 
     seconds: float
@@ -81,7 +81,7 @@ class Step:
     operations: int
     """Of the model, views among them."""
 
-    def is_like(self, other: Step) -> bool:
+    def is_like(self, other: RehearsedStep) -> bool:
         """Whether they differ by rounding at most."""
         near = abs(self.seconds - other.seconds) <= 1e-9 + 1e-6 * self.seconds
         return near and replace(self, seconds=0.0) == replace(other, seconds=0.0)
@@ -91,7 +91,7 @@ class Step:
 class Rehearsal:
     """How it went."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[RehearsedStep, ...]
     peaks: dict[Tier, int]
     """The most bytes that were ever charged to a tier."""
     kinds: dict[tuple[Tier, Kind], int]
@@ -134,7 +134,7 @@ def rehearse(scene: Scene) -> Rehearsal:
     engine = assemble(scene.model, scene.optimizer, config, device, blueprint, tuning)
     # what stays on a device has nobody who counts beside it
     beside = None if paged_of(engine) is not None else LiveBytes()
-    steps: list[Step] = []
+    steps: list[RehearsedStep] = []
     error = None
     with AsOn(is_cuda=device.is_cuda):
         try:
@@ -192,7 +192,7 @@ def plain_step(scene: Scene, blueprint: Blueprint) -> PlainStep:
     )
 
 
-def device_for(config: Config, profile: Profile) -> DryDevice:
+def device_for(config: Config, profile: MachineProfile) -> DryDevice:
     """Return a device as the settings name it: CUDA where the profile has a GPU and none is named.
 
     Its memory is the profile's, or what budgets say where that is more: what a machine would do
@@ -223,7 +223,7 @@ def device_for(config: Config, profile: Profile) -> DryDevice:
     )
 
 
-def update_seconds(profile: Profile, blueprint: Blueprint, numel: int) -> float:
+def update_seconds(profile: MachineProfile, blueprint: Blueprint, numel: int) -> float:
     """Return the time of a step over ``numel`` parameters on HOST (T4).
 
     Where processors compute, too, one of them launches while the others update.
@@ -251,7 +251,7 @@ def touched_by_update(blueprint: Blueprint) -> float:
     return n_bytes / numel if numel else 0.0
 
 
-def disk_seconds(profile: Profile, lane: Lane, n_bytes: int, both_ways: bool) -> float:
+def disk_seconds(profile: MachineProfile, lane: Lane, n_bytes: int, both_ways: bool) -> float:
     """Return the time of a transfer; the drive's cache is taken to be full (T5)."""
     if lane is Lane.READ:
         return profile.read_seconds(n_bytes, both_ways=both_ways)
@@ -260,7 +260,7 @@ def disk_seconds(profile: Profile, lane: Lane, n_bytes: int, both_ways: bool) ->
     return profile.write_seconds(n_bytes, before, both_ways=both_ways)
 
 
-def one_step(scene: Scene, engine: Engine, device: DryDevice) -> Step:
+def one_step(scene: Scene, engine: Engine, device: DryDevice) -> RehearsedStep:
     """Train one step and return what it took."""
     began = device.clock()
     paged = isinstance(engine.residence, Paged)
@@ -279,7 +279,7 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> Step:
     if isinstance(residence, Paged) and not device.is_cuda:
         accesses = stats.counts["hit"] + stats.counts["miss"]
         device.compute(accesses * scene.profile.host.access_seconds)
-    return Step(
+    return RehearsedStep(
         seconds=device.clock() - began,
         mode=residence.name,
         frames=residence.frames.limit if isinstance(residence, Paged) else 0,
@@ -299,7 +299,7 @@ def phase(engine: Engine, name: str) -> Iterator[None]:
     engine.setup.log.phase = "between"
 
 
-def is_settled(steps: Sequence[Step]) -> bool:
+def is_settled(steps: Sequence[RehearsedStep]) -> bool:
     """Whether the next step will be as the last one."""
     return len(steps) >= LEAST_STEPS and steps[-1].is_like(steps[-2])
 
@@ -322,8 +322,8 @@ def paged_of(engine: Engine) -> Paged | None:
 
 def outcome(
     engine: Engine,
-    profile: Profile,
-    steps: Sequence[Step],
+    profile: MachineProfile,
+    steps: Sequence[RehearsedStep],
     error: BudgetError | None,
     beside_bytes: int,
 ) -> Rehearsal:
@@ -364,7 +364,7 @@ def outcome(
     )
 
 
-def meta_as_predicted(engine: Engine, profile: Profile) -> Meta:
+def meta_as_predicted(engine: Engine, profile: MachineProfile) -> Meta:
     """Return what is said of a run beside its events."""
     return replace(
         meta_of(engine),

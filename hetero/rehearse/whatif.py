@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hetero.plan.activations import RECOMPUTE, Policy, Use, choose, cost_seconds, peak_bytes
-from hetero.plan.machine import Profile
+from hetero.plan.machine import MachineProfile
 from hetero.rehearse.rehearsal import PlainStep
 from hetero.report.views import WhatIf
 from hetero.types import Lane, format_bytes
@@ -26,7 +26,7 @@ EIGHT_BIT_STATE_BYTES = 2.0  # of two moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class Baseline:
     """What a rehearsal found, as far as estimates need it; bytes and seconds."""
 
     uses: tuple[Use, ...]
@@ -48,13 +48,13 @@ class Facts:
     compute_seconds: float
     """Of a step in which nothing is computed again."""
     update_seconds: float
-    profile: Profile
+    profile: MachineProfile
     needed: dict[str, int]
     """Bytes of the tiers that are too small, with which the plan is one that fits."""
 
     @property
-    def enough(self) -> Facts:
-        """The facts of a machine that has what is needed."""
+    def enough(self) -> Baseline:
+        """The baseline of a machine that has what is needed."""
         return replace(
             self,
             hbm_bytes=self.needed.get("HBM", self.hbm_bytes),
@@ -71,24 +71,26 @@ class Facts:
         return partial(self.profile.copy_seconds, Lane.H2D)
 
 
-def what_if(facts: Facts, micro_batch: int, sequence: int) -> Iterator[WhatIf]:
+def what_if(baseline: Baseline, micro_batch: int, sequence: int) -> Iterator[WhatIf]:
     """Yield the settings that people ask about."""
-    lacks = " with what is missing" if facts.needed else ""
-    yield largest("micro-batch", facts.enough, micro_batch, lacks)
-    yield largest("sequence", facts.enough, sequence, lacks)
-    yield deepest(facts)
-    yield estimate("recompute every unit", facts, [RECOMPUTE] * len(facts.uses))
-    yield estimate("offload every unit", facts, [Policy(False, True)] * len(facts.uses))
+    lacks = " with what is missing" if baseline.needed else ""
+    yield largest("micro-batch", baseline.enough, micro_batch, lacks)
+    yield largest("sequence", baseline.enough, sequence, lacks)
+    yield deepest(baseline)
+    yield estimate("recompute every unit", baseline, [RECOMPUTE] * len(baseline.uses))
+    yield estimate("offload every unit", baseline, [Policy(False, True)] * len(baseline.uses))
     if micro_batch > 1:
-        yield estimate("micro_batch=1", sliced(facts, micro_batch), [RECOMPUTE] * len(facts.uses))
-    yield estimate("8-bit states", eight_bit(facts))
-    if facts.disk_bytes:
-        yield estimate("without a disk", replace(facts, disk_bytes=0))
-    elif facts.profile.nvme is not None:
-        yield estimate("with the drive, as nvme=", replace(facts, disk_bytes=ENDLESS))
+        yield estimate(
+            "micro_batch=1", sliced(baseline, micro_batch), [RECOMPUTE] * len(baseline.uses)
+        )
+    yield estimate("8-bit states", eight_bit(baseline))
+    if baseline.disk_bytes:
+        yield estimate("without a disk", replace(baseline, disk_bytes=0))
+    elif baseline.profile.nvme is not None:
+        yield estimate("with the drive, as nvme=", replace(baseline, disk_bytes=ENDLESS))
     for ranks in RANKS:
         # the homes are shared, and each GPU has a link and a batch of its own
-        one = estimate(f"{ranks} GPUs in this machine", facts)
+        one = estimate(f"{ranks} GPUs in this machine", baseline)
         said = f"{ranks} times the tokens a step, with several ranks (not in this version)"
         yield replace(one, change=said if one.fits else one.change)
 
@@ -101,58 +103,58 @@ def without_hetero(hbm_bytes: int, plain: PlainStep) -> WhatIf:
     return WhatIf("without hetero", short <= 0, plain.peak_bytes, plain.seconds, said)
 
 
-def estimate(label: str, facts: Facts, policies: Sequence[Policy] | None = None) -> WhatIf:
+def estimate(label: str, baseline: Baseline, policies: Sequence[Policy] | None = None) -> WhatIf:
     """Return what comes of a setting, with the cheapest policies that fit where none are given."""
-    room = facts.hbm_bytes - facts.fixed_hbm_bytes
-    chosen = policies or choice(facts, room)
-    live = peak_bytes(facts.uses, chosen, facts.working_bytes, end_bytes=facts.end_bytes)
-    peak = live + facts.fixed_hbm_bytes
-    short = facts.home_bytes - facts.host_bytes - facts.disk_bytes
+    room = baseline.hbm_bytes - baseline.fixed_hbm_bytes
+    chosen = policies or choice(baseline, room)
+    live = peak_bytes(baseline.uses, chosen, baseline.working_bytes, end_bytes=baseline.end_bytes)
+    peak = live + baseline.fixed_hbm_bytes
+    short = baseline.home_bytes - baseline.host_bytes - baseline.disk_bytes
     problems = []
-    if peak > facts.hbm_bytes:
-        problems.append(f"HBM is {format_bytes(peak - facts.hbm_bytes)} short")
+    if peak > baseline.hbm_bytes:
+        problems.append(f"HBM is {format_bytes(peak - baseline.hbm_bytes)} short")
     if short > 0:
         problems.append(f"RAM and disk are {format_bytes(short)} short")
-    spilled = max(0, facts.home_bytes - facts.host_bytes)
+    spilled = max(0, baseline.home_bytes - baseline.host_bytes)
     said = "; ".join(problems) or (f"{format_bytes(spilled)} on disk" if spilled else "")
-    return WhatIf(label, not problems, peak, step_seconds(facts, chosen), said)
+    return WhatIf(label, not problems, peak, step_seconds(baseline, chosen), said)
 
 
-def choice(facts: Facts, room_bytes: int) -> list[Policy]:
+def choice(baseline: Baseline, room_bytes: int) -> list[Policy]:
     """Return the policies that the runtime would choose; the smallest where none fit."""
     found = choose(
-        facts.uses,
+        baseline.uses,
         max(0, room_bytes),
-        down=facts.down,
-        up=facts.up,
-        working_bytes=facts.working_bytes,
-        end_bytes=facts.end_bytes,
+        down=baseline.down,
+        up=baseline.up,
+        working_bytes=baseline.working_bytes,
+        end_bytes=baseline.end_bytes,
     )
-    return found or [use.may(RECOMPUTE) for use in facts.uses]
+    return found or [use.may(RECOMPUTE) for use in baseline.uses]
 
 
-def step_seconds(facts: Facts, policies: Sequence[Policy]) -> float:
+def step_seconds(baseline: Baseline, policies: Sequence[Policy]) -> float:
     """Return the time of a step: its busiest lane, and what policies cost beside."""
     beside = sum(
-        cost_seconds(use, policy, facts.down, facts.up)
-        for use, policy in zip(facts.uses, policies, strict=True)
+        cost_seconds(use, policy, baseline.down, baseline.up)
+        for use, policy in zip(baseline.uses, policies, strict=True)
     )
-    spilled = max(0, facts.home_bytes - facts.host_bytes)
-    up = facts.up(2 * facts.param_bytes)  # in forward and in backward
-    lanes = [facts.compute_seconds + beside, up, facts.down(facts.param_bytes)]
-    lanes.append(facts.update_seconds)
+    spilled = max(0, baseline.home_bytes - baseline.host_bytes)
+    up = baseline.up(2 * baseline.param_bytes)  # in forward and in backward
+    lanes = [baseline.compute_seconds + beside, up, baseline.down(baseline.param_bytes)]
+    lanes.append(baseline.update_seconds)
     if (
-        spilled and facts.disk_bytes and facts.profile.nvme is not None
+        spilled and baseline.disk_bytes and baseline.profile.nvme is not None
     ):  # what is there comes up and goes down once
-        lanes.append(facts.profile.read_seconds(spilled, both_ways=True))
-        cache = facts.profile.nvme.slc_bytes
+        lanes.append(baseline.profile.read_seconds(spilled, both_ways=True))
+        cache = baseline.profile.nvme.slc_bytes
         before = 0.0 if cache is None else cache.value
-        lanes.append(facts.profile.write_seconds(spilled, before, both_ways=True))
+        lanes.append(baseline.profile.write_seconds(spilled, before, both_ways=True))
     return max(lanes)
 
 
-def scaled(facts: Facts, times: float) -> Facts:
-    """Return the facts of a step with so many times the tokens."""
+def scaled(baseline: Baseline, times: float) -> Baseline:
+    """Return the baseline of a step with so many times the tokens."""
     uses = tuple(
         replace(
             use,
@@ -160,31 +162,31 @@ def scaled(facts: Facts, times: float) -> Facts:
             input_bytes=int(use.input_bytes * times),
             forward_seconds=use.forward_seconds * times,
         )
-        for use in facts.uses
+        for use in baseline.uses
     )
     return replace(
-        facts,
+        baseline,
         uses=uses,
-        working_bytes=int(facts.working_bytes * times),
-        end_bytes=int(facts.end_bytes * times),
-        compute_seconds=facts.compute_seconds * times,
+        working_bytes=int(baseline.working_bytes * times),
+        end_bytes=int(baseline.end_bytes * times),
+        compute_seconds=baseline.compute_seconds * times,
     )
 
 
-def sliced(facts: Facts, n: int) -> Facts:
-    """Return the facts of units that take a batch in ``n`` slices: only inputs are there whole."""
+def sliced(baseline: Baseline, n: int) -> Baseline:
+    """Return the baseline of a batch in ``n`` slices, of which only inputs are there whole."""
     uses = tuple(
         replace(use, saved_bytes=use.input_bytes + max(0, use.saved_bytes - use.input_bytes) // n)
-        for use in facts.uses
+        for use in baseline.uses
     )
-    return replace(facts, uses=uses, working_bytes=facts.working_bytes // n)
+    return replace(baseline, uses=uses, working_bytes=baseline.working_bytes // n)
 
 
-def largest(what: str, facts: Facts, now: int, lacks: str) -> WhatIf:
+def largest(what: str, baseline: Baseline, now: int, lacks: str) -> WhatIf:
     """Return the most samples, or positions, that fit."""
 
     def fits(number: int) -> bool:
-        return estimate("", scaled(facts, number / now)).fits
+        return estimate("", scaled(baseline, number / now)).fits
 
     low, high = 0, now
     while high <= LARGEST * now and fits(high):
@@ -192,48 +194,50 @@ def largest(what: str, facts: Facts, now: int, lacks: str) -> WhatIf:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    found = estimate(f"largest {what}{lacks}: {low}", scaled(facts, max(low, 1) / now))
+    found = estimate(f"largest {what}{lacks}: {low}", scaled(baseline, max(low, 1) / now))
     return replace(found, fits=low > 0, change=f"{low / now:.3g} times as planned")
 
 
-def deepest(facts: Facts) -> WhatIf:
+def deepest(baseline: Baseline) -> WhatIf:
     """Return the deepest model of the same layers that fits: as many as homes have room for."""
 
     def fits(times: float) -> bool:
-        return estimate("", deeper(facts, times)).fits
+        return estimate("", deeper(baseline, times)).fits
 
-    room = facts.host_bytes + facts.disk_bytes
-    low, high = 0.0, min(DEEPEST, room / facts.home_bytes)
+    room = baseline.host_bytes + baseline.disk_bytes
+    low, high = 0.0, min(DEEPEST, room / baseline.home_bytes)
     if fits(high):
         low = high
     while high > DEPTH_APART and high - low > DEPTH_APART * high:
         middle = (low + high) / 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    found = deeper(facts, max(low, DEPTH_APART))
+    found = deeper(baseline, max(low, DEPTH_APART))
     least = "at least " if low == DEEPEST else ""
     label = f"largest model: {least}{found.numel / 1e9:.3g} B parameters"
     return replace(estimate(label, found), fits=low > 0, change=f"{low:.3g} times as deep")
 
 
-def deeper(facts: Facts, times: float) -> Facts:
-    """Return the facts of a model with so many times the layers."""
-    n = max(1, round(len(facts.uses) * times))
-    uses = tuple(facts.uses[i * len(facts.uses) // n] for i in range(n)) if facts.uses else ()
+def deeper(baseline: Baseline, times: float) -> Baseline:
+    """Return the baseline of a model with so many times the layers."""
+    n = max(1, round(len(baseline.uses) * times))
+    uses = (
+        tuple(baseline.uses[i * len(baseline.uses) // n] for i in range(n)) if baseline.uses else ()
+    )
     return replace(
-        facts,
+        baseline,
         uses=uses,
-        home_bytes=int(facts.home_bytes * times),
-        state_bytes=int(facts.state_bytes * times),
-        param_bytes=int(facts.param_bytes * times),
-        numel=int(facts.numel * times),
-        compute_seconds=facts.compute_seconds * times,
-        update_seconds=facts.update_seconds * times,
+        home_bytes=int(baseline.home_bytes * times),
+        state_bytes=int(baseline.state_bytes * times),
+        param_bytes=int(baseline.param_bytes * times),
+        numel=int(baseline.numel * times),
+        compute_seconds=baseline.compute_seconds * times,
+        update_seconds=baseline.update_seconds * times,
     )
 
 
-def eight_bit(facts: Facts) -> Facts:
-    """Return the facts with moments of one byte each."""
-    states = min(facts.state_bytes, int(EIGHT_BIT_STATE_BYTES * facts.numel))
+def eight_bit(baseline: Baseline) -> Baseline:
+    """Return the baseline with moments of one byte each."""
+    states = min(baseline.state_bytes, int(EIGHT_BIT_STATE_BYTES * baseline.numel))
     return replace(
-        facts, home_bytes=facts.home_bytes - facts.state_bytes + states, state_bytes=states
+        baseline, home_bytes=baseline.home_bytes - baseline.state_bytes + states, state_bytes=states
     )

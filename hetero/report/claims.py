@@ -50,7 +50,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ClaimVerdict:
     """A claim, and whether it holds of a run."""
 
     claim: Claim
@@ -129,10 +129,10 @@ def shown(key: str, value: float) -> str:
     return f"{value:g}" if isinstance(value, int) else three(value)
 
 
-def judge(texts: Sequence[str], figures: Mapping[str, float]) -> list[Verdict]:
+def judge(texts: Sequence[str], figures: Mapping[str, float]) -> list[ClaimVerdict]:
     """Return whether each claim holds; none is judged where one cannot be read."""
     claims = [parse(text, figures) for text in texts]
     return [
-        Verdict(claim, figures[claim.key], COMPARE[claim.op](figures[claim.key], claim.value))
+        ClaimVerdict(claim, figures[claim.key], COMPARE[claim.op](figures[claim.key], claim.value))
         for claim in claims
     ]

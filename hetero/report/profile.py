@@ -19,7 +19,7 @@ from hetero.config import Config
 from hetero.errors import ConfigError, StateError
 from hetero.events import EventLog
 from hetero.plan.hardware import find, sha256
-from hetero.plan.machine import Profile as Hardware
+from hetero.plan.machine import MachineProfile
 from hetero.report.plain import watch
 from hetero.report.run import BucketMeta, Meta, Recorder, Run
 from hetero.train.engine.engine import Engine
@@ -177,7 +177,7 @@ def hardware(name: str | None) -> dict[str, Any]:
     }
 
 
-def ceilings(profile: Hardware) -> dict[str, float]:
+def ceilings(profile: MachineProfile) -> dict[str, float]:
     """Return the rates that lanes can reach, in bytes per second."""
     found: dict[str, float] = {}
     if profile.link is not None:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from hetero.events import Event, What
 from hetero.report.run import Meta
-from hetero.report.spans import Span, Stack, flatten
+from hetero.report.spans import Interval, Stack, flatten
 from hetero.report.timing import span_of
 from hetero.report.words import DEMAND
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class AccessSpan:
     """A unit computed."""
 
     seq: int
@@ -89,7 +89,7 @@ class Residency:
     """Every stay of a run, in order of their begin, and the accesses that used them."""
 
     stays: tuple[Stay, ...]
-    accesses: tuple[Access, ...]
+    accesses: tuple[AccessSpan, ...]
 
     def of_bucket(self, bucket: int) -> list[Stay]:
         return [stay for stay in self.stays if stay.bucket == bucket]
@@ -106,7 +106,7 @@ class Residency:
 def residency_of(events: Sequence[Event], meta: Meta) -> Residency:
     """Return the stays of every bucket."""
     accesses = tuple(
-        Access(e.seq, e.unit, e.phase, e.step, e.t_ns, e.t_ns + e.dur_ns)
+        AccessSpan(e.seq, e.unit, e.phase, e.step, e.t_ns, e.t_ns + e.dur_ns)
         for e in events
         if e.what == What.ACCESS.value
     )
@@ -129,7 +129,7 @@ def waits_of(events: Sequence[Event]) -> dict[int, Stack]:
         for e in events
         if e.what == What.WAIT.value
     )
-    found: dict[int, list[Span]] = defaultdict(list)
+    found: dict[int, list[Interval]] = defaultdict(list)
     for span in spans:
         found[int(span.label)].append(span)
     return defaultdict(lambda: Stack([]), {b: Stack(rows) for b, rows in found.items()})

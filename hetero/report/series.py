@@ -14,7 +14,7 @@ from hetero.events import What
 from hetero.report.levels import Timeline, reduced
 from hetero.report.measure import Measured
 from hetero.report.peaks import unit_name
-from hetero.report.residency import Access, Stay
+from hetero.report.residency import AccessSpan, Stay
 from hetero.report.traffic import LaneChart, lane_charts
 from hetero.report.words import LANE_LABELS, REASONS, tier_label
 
@@ -197,7 +197,7 @@ def merged_stays(measured: Measured) -> list[Stay]:
     return kept
 
 
-def merged_accesses(measured: Measured) -> list[Access]:
+def merged_accesses(measured: Measured) -> list[AccessSpan]:
     """Return accesses, thinned out by the same rule."""
     rows = measured.residency.accesses
     if len(rows) <= STAYS:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """Time from ``begin_ns`` up to, and without, ``end_ns``."""
 
     begin_ns: int
@@ -20,30 +20,30 @@ class Span(NamedTuple):
         return self.end_ns - self.begin_ns
 
 
-def flatten(spans: Iterable[Span]) -> list[Span]:
+def flatten(spans: Iterable[Interval]) -> list[Interval]:
     """Return disjoint spans in order: where several overlap, the one that began first counts.
 
     A span inside another one vanishes; one that outlasts it counts from the other's end. The
     union stays what it was.
     """
-    flat: list[Span] = []
+    flat: list[Interval] = []
     end_ns = 0
     for span in sorted(spans, key=lambda s: (s.begin_ns, -s.end_ns)):
         begin_ns = max(span.begin_ns, end_ns) if flat else span.begin_ns
         if span.end_ns > begin_ns:
-            flat.append(Span(begin_ns, span.end_ns, span.label))
+            flat.append(Interval(begin_ns, span.end_ns, span.label))
             end_ns = span.end_ns
     return flat
 
 
-def total_ns(spans: Iterable[Span]) -> int:
+def total_ns(spans: Iterable[Interval]) -> int:
     """Return the length of spans' union."""
     return sum(span.dur_ns for span in flatten(spans))
 
 
-def uncovered(below: list[Span], above: list[Span]) -> list[Span]:
+def uncovered(below: list[Interval], above: list[Interval]) -> list[Interval]:
     """Return the parts of ``below`` that ``above`` leaves free; both disjoint and in order."""
-    left: list[Span] = []
+    left: list[Interval] = []
     first = 0
     for span in below:
         at_ns = span.begin_ns
@@ -53,21 +53,21 @@ def uncovered(below: list[Span], above: list[Span]) -> list[Span]:
             if cover.begin_ns >= span.end_ns:
                 break
             if cover.begin_ns > at_ns:
-                left.append(Span(at_ns, cover.begin_ns, span.label))
+                left.append(Interval(at_ns, cover.begin_ns, span.label))
             at_ns = max(at_ns, cover.end_ns)
         if at_ns < span.end_ns:
-            left.append(Span(at_ns, span.end_ns, span.label))
+            left.append(Interval(at_ns, span.end_ns, span.label))
     return left
 
 
-def onwards(spans: list[Span], first: int) -> Iterator[Span]:
+def onwards(spans: list[Interval], first: int) -> Iterator[Interval]:
     """Yield spans from a place on, without a copy of the rest."""
     return (spans[i] for i in range(first, len(spans)))
 
 
-def stack(layers: Iterable[Iterable[Span]]) -> list[Span]:
+def stack(layers: Iterable[Iterable[Interval]]) -> list[Interval]:
     """Return disjoint spans, in order, of layers of which the first hides all others."""
-    seen: list[Span] = []
+    seen: list[Interval] = []
     for layer in layers:
         seen = sorted(seen + uncovered(flatten(layer), seen))
     return seen
@@ -76,16 +76,16 @@ def stack(layers: Iterable[Iterable[Span]]) -> list[Span]:
 class Stack:
     """Disjoint spans in order, that are asked for parts of the time."""
 
-    def __init__(self, spans: list[Span]) -> None:
+    def __init__(self, spans: list[Interval]) -> None:
         self._spans = spans
         self._ends = [span.end_ns for span in spans]
 
-    def within(self, begin_ns: int, end_ns: int) -> Iterator[Span]:
+    def within(self, begin_ns: int, end_ns: int) -> Iterator[Interval]:
         """Yield what lies in a part of the time, cut to it."""
         for span in onwards(self._spans, bisect_right(self._ends, begin_ns)):
             if span.begin_ns >= end_ns:
                 return
-            yield Span(max(span.begin_ns, begin_ns), min(span.end_ns, end_ns), span.label)
+            yield Interval(max(span.begin_ns, begin_ns), min(span.end_ns, end_ns), span.label)
 
     def split(self, begin_ns: int, end_ns: int, rest: str) -> dict[str, int]:
         """Return nanoseconds by label, ``rest`` for what no span covers; they add up exactly."""

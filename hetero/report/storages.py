@@ -40,7 +40,7 @@ class Change(NamedTuple):
     n_bytes: int
 
 
-class Row:
+class LiveStorage:
     """A storage that is alive."""
 
     __slots__ = ("category", "counts", "n_bytes", "ref")
@@ -70,7 +70,7 @@ class Storages(TorchDispatchMode):
         self._tier = tier
         self._place = place
         self._making: Category = OTHER
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, LiveStorage] = {}
         self._owned: set[int] = set()
         self._coming: deque[tuple[Change, ...]] = deque()
         self._lock = threading.Lock()
@@ -168,7 +168,7 @@ class Storages(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage, category: Category) -> Change:
         key = storage._cdata
-        row = Row(category, storage.nbytes(), counts=storage.device == self._place)
+        row = LiveStorage(category, storage.nbytes(), counts=storage.device == self._place)
 
         def gone(_: object) -> None:
             del self._rows[key]
@@ -178,11 +178,11 @@ class Storages(TorchDispatchMode):
         self._rows[key] = row
         return Change(category, row.n_bytes)
 
-    def _move(self, row: Row, category: Category) -> tuple[Change, Change]:
+    def _move(self, row: LiveStorage, category: Category) -> tuple[Change, Change]:
         old, row.category = row.category, category
         return Change(old, -row.n_bytes), Change(category, row.n_bytes)
 
-    def _resize(self, row: Row, n_bytes: int) -> None:
+    def _resize(self, row: LiveStorage, n_bytes: int) -> None:
         grown, row.n_bytes = n_bytes - row.n_bytes, n_bytes
         self._post(Change(row.category, grown))
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero.report.advice import Advice, verdict
-from hetero.report.claims import Verdict
+from hetero.report.claims import ClaimVerdict
 from hetero.report.measure import NS, Measured
 from hetero.report.peaks import Peak
 from hetero.report.words import (
@@ -165,7 +165,7 @@ def doubts(measured: Measured) -> Iterator[Text]:
         yield Text(f"{measured.run.dropped} events were lost: figures may be low.", style="yellow")
 
 
-def show_verdicts(console: Console, verdicts: Iterable[Verdict]) -> None:
+def show_verdicts(console: Console, verdicts: Iterable[ClaimVerdict]) -> None:
     """Print each claim with what was measured."""
     for verdict_ in verdicts:
         colour = "green" if verdict_.holds else "red"

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hetero.events import Event, What
-from hetero.report.spans import Span, Stack, stack
+from hetero.report.spans import Interval, Stack, stack
 
 BETWEEN = "between"
 WARMUP = 2  # steps: the first is traced, the second confirms it; the plan works from then on
@@ -70,8 +70,8 @@ class Steps:
         return ordered[len(ordered) // 2] if ordered else None
 
 
-def span_of(event: Event, label: str = "") -> Span:
-    return Span(event.t_ns, event.t_ns + event.dur_ns, label)
+def span_of(event: Event, label: str = "") -> Interval:
+    return Interval(event.t_ns, event.t_ns + event.dur_ns, label)
 
 
 def moments(events: Sequence[Event]) -> Stack:

@@ -10,9 +10,9 @@ from itertools import pairwise
 
 from hetero.events import Event, What
 from hetero.report.levels import Timeline
-from hetero.report.residency import Access, Residency
+from hetero.report.residency import AccessSpan, Residency
 from hetero.report.run import Meta
-from hetero.report.spans import Span, flatten, total_ns
+from hetero.report.spans import Interval, flatten, total_ns
 from hetero.report.timing import Steps
 from hetero.report.words import COPY_LANES, LANES
 
@@ -43,14 +43,14 @@ class LaneUse:
         return self.busy_ns / self.wall_ns if self.wall_ns else 0.0
 
 
-def spans_by_lane(events: Sequence[Event]) -> dict[str, list[tuple[Span, int]]]:
+def spans_by_lane(events: Sequence[Event]) -> dict[str, list[tuple[Interval, int]]]:
     """Return (span, bytes) of what ran on each lane, in order of begin."""
     kinds = (What.MOVE.value, What.UPDATE.value)
-    found: dict[str, list[tuple[Span, int]]] = defaultdict(list)
+    found: dict[str, list[tuple[Interval, int]]] = defaultdict(list)
     for event in events:
         if event.what in kinds and event.lane:
             moved = event.n_bytes if event.what == What.MOVE.value else 0
-            found[event.lane].append((Span(event.t_ns, event.t_ns + event.dur_ns), moved))
+            found[event.lane].append((Interval(event.t_ns, event.t_ns + event.dur_ns), moved))
     known = [lane for lane in LANES if lane in found]
     return {lane: found[lane] for lane in (*known, *sorted(found.keys() - set(known)))}
 
@@ -70,8 +70,8 @@ def lanes_of(events: Sequence[Event], meta: Meta, begin_ns: int, end_ns: int) ->
     ]
 
 
-def clipped(rows: Sequence[tuple[Span, int]], begin_ns: int, end_ns: int) -> list[Span]:
-    cut = (Span(max(s.begin_ns, begin_ns), min(s.end_ns, end_ns)) for s, _ in rows)
+def clipped(rows: Sequence[tuple[Interval, int]], begin_ns: int, end_ns: int) -> list[Interval]:
+    cut = (Interval(max(s.begin_ns, begin_ns), min(s.end_ns, end_ns)) for s, _ in rows)
     return [span for span in cut if span.end_ns > span.begin_ns]
 
 
@@ -96,7 +96,9 @@ def lane_charts(events: Sequence[Event], begin_ns: int, end_ns: int) -> list[Lan
     ]
 
 
-def binned(lane: str, rows: Sequence[tuple[Span, int]], begin_ns: int, bin_ns: int) -> LaneChart:
+def binned(
+    lane: str, rows: Sequence[tuple[Interval, int]], begin_ns: int, bin_ns: int
+) -> LaneChart:
     n_bytes, busy = [0] * BINS, [0] * BINS
     for span, moved in rows:
         for place, share in spread(span, moved, begin_ns, bin_ns):
@@ -107,7 +109,7 @@ def binned(lane: str, rows: Sequence[tuple[Span, int]], begin_ns: int, bin_ns: i
     return LaneChart(lane, begin_ns, bin_ns, tuple(n_bytes), tuple(busy))
 
 
-def spread(span: Span, amount: int, begin_ns: int, bin_ns: int) -> list[tuple[int, int]]:
+def spread(span: Interval, amount: int, begin_ns: int, bin_ns: int) -> list[tuple[int, int]]:
     """Return (bin, part) of an amount that is even over a span; what lies in no bin is left out."""
     first, last = ((t - begin_ns) // bin_ns for t in (span.begin_ns, max(span[0], span.end_ns - 1)))
     if not span.dur_ns:
@@ -198,7 +200,7 @@ def bound_of(meta: Meta, residency: Residency, hbm: Timeline | None, steps: Step
     )
 
 
-def first_of_steps(accesses: Sequence[Access]) -> list[int]:
+def first_of_steps(accesses: Sequence[AccessSpan]) -> list[int]:
     """Return when the first access of each step began."""
     first: dict[int, int] = {}
     for access in accesses:

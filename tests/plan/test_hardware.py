@@ -15,7 +15,7 @@ from hetero.errors import ConfigError
 from hetero.plan import hardware
 from hetero.plan.hardware import dump, find, lint, load, names, parse
 from hetero.plan.lint import BROKEN, DOUBTFUL, card_of, entries
-from hetero.plan.machine import Figure, Profile, Table
+from hetero.plan.machine import Figure, MachineProfile, Table
 from hetero.plan.rates import curve_seconds, grid_rate, interpolated
 from hetero.types import Lane
 
@@ -44,7 +44,7 @@ def planted(name: str, old: str, new: str) -> str:
     return text.replace(old, new, 1)
 
 
-def with_grid(rows: str = GRID) -> Profile:
+def with_grid(rows: str = GRID) -> MachineProfile:
     return parse(
         planted(
             "rtx4090", "bf16_eff = ", f'bf16_grid = {{ rows = {rows}, src = "est" }}\nbf16_eff = '

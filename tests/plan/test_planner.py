@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hetero.memory.frame import FrameMap
 from hetero.plan.planner import Planner, next_use
-from hetero.plan.schedule import Schedule, Shape, Verdict, verify
+from hetero.plan.schedule import Schedule, ScheduleVerdict, Shape, verify
 from hetero.plan.standing import Stream, standing, window
 from hetero.plan.trace import Access, Trace
 from hetero.types import Phase
@@ -29,7 +29,7 @@ def chain(*needs: tuple[int, ...]) -> Trace:
 
 def build(
     trace: Trace, shapes: dict[int, Shape], limit: int, depth: int | None = None
-) -> tuple[Schedule, Verdict]:
+) -> tuple[Schedule, ScheduleVerdict]:
     schedule = Planner(trace, shapes, FrameMap(limit), limit, depth).build()
     return schedule, verify(schedule, shapes)
 
@@ -264,7 +264,7 @@ def test_the_buckets_of_one_access_are_laid_out_together_when_nothing_else_fits(
 def test_a_palindrome_with_three_frames_keeps_what_the_turn_needs() -> None:
     _, verdict = build(palindrome(6), equal(6), 3 * 4)
 
-    assert verdict == Verdict(demand_misses=0, fetches=6 + 3, peak_granules=12)
+    assert verdict == ScheduleVerdict(demand_misses=0, fetches=6 + 3, peak_granules=12)
 
 
 def test_the_border_prefetches_for_the_first_accesses() -> None:
@@ -318,7 +318,7 @@ def test_the_depth_bounds_how_far_ahead_a_fetch_is(depth: int) -> None:
 def test_an_access_of_several_buckets_has_them_all_at_once() -> None:
     schedule, verdict = build(chain((0, 1), (2,), (0, 1)), equal(3), 3 * 4)
 
-    assert verdict == Verdict(demand_misses=0, fetches=3, peak_granules=12)
+    assert verdict == ScheduleVerdict(demand_misses=0, fetches=3, peak_granules=12)
     assert {op.bucket for op in schedule.at(-1)} == {0, 1, 2}
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.errors import StateError
-from hetero.plan.schedule import Op, Schedule, Shape, Verdict, verify
+from hetero.plan.schedule import Op, Schedule, ScheduleVerdict, Shape, verify
 from hetero.plan.trace import Access, Trace
 from hetero.types import Phase
 
@@ -124,25 +124,25 @@ def test_the_key_of_a_trace_depends_on_its_accesses_alone() -> None:
 def test_without_ops_every_access_after_an_update_is_a_demand_miss() -> None:
     schedule = plan(chain((0,), (1,), (0,)), 8)
 
-    assert verify(schedule, shapes(4, 4)) == Verdict(2, 0, 8)
+    assert verify(schedule, shapes(4, 4)) == ScheduleVerdict(2, 0, 8)
 
 
 def test_what_an_update_does_not_rewrite_is_still_there_in_the_second_step() -> None:
     schedule = plan(chain((0,), (1,), (0,)), 8)
 
-    assert verify(schedule, shapes(4, 4, rewritten=False)) == Verdict(0, 0, 8)
+    assert verify(schedule, shapes(4, 4, rewritten=False)) == ScheduleVerdict(0, 0, 8)
 
 
 def test_a_planned_fetch_saves_a_miss() -> None:
     schedule = plan(chain((0,), (1,)), 8, border=Op(0, 0), at0=Op(1, 4))
 
-    assert verify(schedule, shapes(4, 4)) == Verdict(0, 2, 8)
+    assert verify(schedule, shapes(4, 4)) == ScheduleVerdict(0, 2, 8)
 
 
 def test_a_fetch_of_what_is_there_already_counts_for_nothing() -> None:
     schedule = plan(chain((0,), (1,)), 8, border=Op(0, 0), at0=Op(0, 4))
 
-    assert verify(schedule, shapes(4, 4)) == Verdict(1, 1, 8)
+    assert verify(schedule, shapes(4, 4)) == ScheduleVerdict(1, 1, 8)
 
 
 def test_the_peak_is_what_lies_in_frames_at_once() -> None:
@@ -170,7 +170,7 @@ def test_a_fetch_over_what_it_does_not_evict_is_caught() -> None:
     silent = plan(trace, 8, border=Op(0, 0), at0=Op(1, 4), at1=Op(2, 2))
     honest = plan(trace, 8, border=Op(0, 0), at0=Op(1, 4), at1=Op(2, 2, (0,)))
 
-    assert verify(honest, sizes) == Verdict(0, 3, 8)
+    assert verify(honest, sizes) == ScheduleVerdict(0, 3, 8)
     with pytest.raises(StateError, match=r"1: FETCH b2@2 .*b0"):
         verify(silent, sizes)
 

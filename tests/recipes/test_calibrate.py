@@ -25,20 +25,13 @@ from hetero.errors import ConfigError, DiskFull
 from hetero.io import Mount
 from hetero.plan.hardware import find, lint, load, parse
 from hetero.plan.lint import curve_problems
-from hetero.plan.machine import Profile
-from hetero.recipes import calibrate, probes, show
-from hetero.recipes.calibrate import (
-    CalibrateOptions,
-    Facts,
-    Measured,
-    Readings,
-    Run,
-    measure,
-    profile_of,
-    size_curve,
-    take_readings,
-)
-from hetero.recipes.probes import LATENCY_BYTES, QUICK, Cliff, Pace, Probe, Rig, cliff
+from hetero.plan.machine import MachineProfile
+from hetero.recipes import calibrate, drive, facts, probes, show
+from hetero.recipes.calibrate import CalibrateOptions, CalibrationRun, profile_of, size_curve
+from hetero.recipes.drive import Cliff, cliff
+from hetero.recipes.facts import MachineFacts
+from hetero.recipes.probes import LATENCY_BYTES, QUICK, Pace, Probe, Rig
+from hetero.recipes.readings import Readings, Samples, measure, take_readings
 from hetero.types import Lane
 
 KIB, MIB = 2**10, 2**20
@@ -54,7 +47,7 @@ TINY = Pace(
     update_numel=MIB,
     disk_bytes=8 * MIB,
 )
-FACTS = Facts(
+FACTS = MachineFacts(
     name="box",
     cores=2,
     numa_nodes=1,
@@ -112,15 +105,15 @@ def readings(values: dict[tuple[str, tuple[int, ...]], float], spread: float = 0
     """Return three samples around each value."""
     around = (1 - 2 * spread, 1, 1 + 2 * spread)
     found = [
-        Measured(key, at, tuple(value * x for x in around)) for (key, at), value in values.items()
+        Samples(key, at, tuple(value * x for x in around)) for (key, at), value in values.items()
     ]
     return Readings(tuple(found))
 
 
 def made(
-    facts: Facts, values: dict[tuple[str, tuple[int, ...]], float], spread: float = 0.01
-) -> Profile:
-    profile = profile_of(facts, readings(values, spread), Run(pace=QUICK, seconds=12.34))
+    facts: MachineFacts, values: dict[tuple[str, tuple[int, ...]], float], spread: float = 0.01
+) -> MachineProfile:
+    profile = profile_of(facts, readings(values, spread), CalibrationRun(pace=QUICK, seconds=12.34))
     assert lint(calibrate.dump(profile)) == []
     assert parse(calibrate.dump(profile)) == profile
     return profile
@@ -130,15 +123,15 @@ def made(
 
 
 def test_a_figure_is_the_median_and_its_spread_the_middle_half_over_it() -> None:
-    measured = Measured("x", (), (10.0, 12.0, 11.0, 100.0, 9.0))
+    measured = Samples("x", (), (10.0, 12.0, 11.0, 100.0, 9.0))
 
     assert measured.median == 11
     assert measured.spread == pytest.approx(2 / 11, abs=0.01)  # from 10 to 12
-    assert Measured("x", (), (5.0, 5.0, 5.0)).spread == 0
+    assert Samples("x", (), (5.0, 5.0, 5.0)).spread == 0
 
 
 def test_a_median_has_four_digits() -> None:
-    assert Measured("x", (), (123456.0,) * 3).median == 123500
+    assert Samples("x", (), (123456.0,) * 3).median == 123500
 
 
 def test_samples_that_warm_up_are_thrown_away() -> None:
@@ -287,7 +280,7 @@ def test_attention_is_a_share_of_a_matmul_and_never_more() -> None:
 
 
 def test_a_cliff_is_the_drives_bucket() -> None:
-    run = Run(pace=QUICK, seconds=1.0, cliff=Cliff(4e11, 0.7e9))
+    run = CalibrationRun(pace=QUICK, seconds=1.0, cliff=Cliff(4e11, 0.7e9))
     profile = profile_of(FACTS, readings(HOST), run)
 
     assert lint(calibrate.dump(profile)) == []
@@ -296,13 +289,13 @@ def test_a_cliff_is_the_drives_bucket() -> None:
 
 def test_a_machine_whose_ram_could_not_be_measured_is_an_error_that_says_why() -> None:
     with pytest.raises(ConfigError, match="no room"):
-        profile_of(FACTS, Readings((), ("RAM: no room",)), Run(pace=QUICK, seconds=1.0))
+        profile_of(FACTS, Readings((), ("RAM: no room",)), CalibrationRun(pace=QUICK, seconds=1.0))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(1e6, 1e12), min_size=1, max_size=8))
 def test_any_rates_make_a_curve_that_the_linter_takes(rates: list[float]) -> None:
-    sized = [Measured("link.h2d", (4**i * KIB,), (rate,) * 3) for i, rate in enumerate(rates)]
+    sized = [Samples("link.h2d", (4**i * KIB,), (rate,) * 3) for i, rate in enumerate(rates)]
 
     rows = size_curve(sized).rows
 
@@ -311,18 +304,18 @@ def test_any_rates_make_a_curve_that_the_linter_takes(rates: list[float]) -> Non
 
 
 def test_a_card_joined_by_c2c_has_no_pcie_link_and_a_virtual_one_does_not_say() -> None:
-    assert calibrate.link_type("NVIDIA GH200 480GB", "pcie5x16") == "c2c"
-    assert calibrate.link_type("NVIDIA H200", "pcie5x16") == "pcie5x16"
-    assert calibrate.link_type("GRID A100", "pcieunknown") == "unknown"
-    assert calibrate.link_type("NVIDIA H200", "") == "unknown"
+    assert facts.link_type("NVIDIA GH200 480GB", "pcie5x16") == "c2c"
+    assert facts.link_type("NVIDIA H200", "pcie5x16") == "pcie5x16"
+    assert facts.link_type("GRID A100", "pcieunknown") == "unknown"
+    assert facts.link_type("NVIDIA H200", "") == "unknown"
 
 
 def test_instruction_sets_are_those_that_the_processor_lists(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text("processor\t: 0\nflags\t\t: fpu sse2 avx2 amx_tile\n\nflags : avx512f\n")
 
-    assert calibrate.instruction_sets(path) == ("avx2", "amx_tile")
-    assert calibrate.instruction_sets(tmp_path / "missing") == ()
+    assert facts.instruction_sets(path) == ("avx2", "amx_tile")
+    assert facts.instruction_sets(tmp_path / "missing") == ()
 
 
 def test_a_host_name_becomes_a_file_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,10 +552,10 @@ def test_burning_in_writes_what_was_asked_for_and_leaves_nothing(
         sizes.append(n_bytes)
         return next(rates)
 
-    monkeypatch.setattr(probes, "raw", raw)
+    monkeypatch.setattr(drive, "raw", raw)
 
-    window = probes.SIZE
-    assert probes.burn_in(disk, 12 * window, window_bytes=window) == Cliff(6 * window, 1e9)
+    window = drive.SIZE
+    assert drive.burn_in(disk, 12 * window, window_bytes=window) == Cliff(6 * window, 1e9)
     assert sizes == [window] * 12
     assert list(disk.iterdir()) == []
 
@@ -663,7 +656,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the command measure the RAM and the update alone, in no time."""
     monkeypatch.setattr(probes, "QUICK", TINY)
     kept = ("RAM", "matmuls", "launches", "updates")
-    monkeypatch.setattr(calibrate, "GROUPS", {name: probes.GROUPS[name] for name in kept})
+    monkeypatch.setattr(calibrate, "GROUPS", {name: calibrate.GROUPS[name] for name in kept})
 
 
 def call(*words: str) -> click.testing.Result:

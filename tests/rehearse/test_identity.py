@@ -16,7 +16,7 @@ from hetero.dry import DryDevice
 from hetero.internals import run_backward
 from hetero.jobs import Worker
 from hetero.plan.hardware import find
-from hetero.plan.machine import Profile
+from hetero.plan.machine import MachineProfile
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.kernels import AsOn
@@ -31,7 +31,7 @@ from tests.equivalence.zoo import BY_NAME
 
 RATE = 1e9  # bytes a second of both lanes
 STEPS = 5
-PROFILE: Profile = find("laptop-4c-avx2-ddr4")
+PROFILE: MachineProfile = find("laptop-4c-avx2-ddr4")
 ZOO = (  # that compute without looking at their numbers
     *("tied", "untied", "reused", "functional", "attention", "encoder_decoder", "convolutional"),
     *("dict_out", "dataclass_out", "in_place_views", "escaped_views", "frozen", "tables"),

@@ -7,22 +7,22 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.report.spans import Span, Stack, flatten, stack, total_ns
+from hetero.report.spans import Interval, Stack, flatten, stack, total_ns
 
 SPANS = st.lists(
     st.builds(
-        lambda begin, length, label: Span(begin, begin + length, label),
+        lambda begin, length, label: Interval(begin, begin + length, label),
         *(st.integers(0, 60), st.integers(0, 30), st.sampled_from("abc")),
     ),
     max_size=12,
 )
 
 
-def covered(spans: list[Span]) -> set[int]:
+def covered(spans: list[Interval]) -> set[int]:
     return {t for span in spans for t in range(span.begin_ns, span.end_ns)}
 
 
-def first(spans: list[Span], t_ns: int) -> str | None:
+def first(spans: list[Interval], t_ns: int) -> str | None:
     """Return the label that holds at a time: of the span that began first, then the longer."""
     here = [span for span in spans if span.begin_ns <= t_ns < span.end_ns]
     return min(here, key=lambda s: (s.begin_ns, -s.end_ns)).label if here else None
@@ -30,7 +30,7 @@ def first(spans: list[Span], t_ns: int) -> str | None:
 
 @settings(max_examples=60, deadline=None)
 @given(SPANS)
-def test_flattened_spans_cover_the_same_time_without_overlap(spans: list[Span]) -> None:
+def test_flattened_spans_cover_the_same_time_without_overlap(spans: list[Interval]) -> None:
     flat = flatten(spans)
 
     assert covered(flat) == covered(spans)
@@ -41,7 +41,7 @@ def test_flattened_spans_cover_the_same_time_without_overlap(spans: list[Span]) 
 @settings(max_examples=60, deadline=None)
 @given(SPANS, SPANS, SPANS, st.integers(0, 50), st.integers(1, 60))
 def test_every_moment_belongs_to_the_first_layer_that_covers_it(
-    top: list[Span], middle: list[Span], bottom: list[Span], begin: int, length: int
+    top: list[Interval], middle: list[Interval], bottom: list[Interval], begin: int, length: int
 ) -> None:
     layers = [[span._replace(label=f"{i}{span.label}") for span in layer]
               for i, layer in enumerate((top, middle, bottom))]  # fmt: skip

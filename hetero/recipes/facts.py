@@ -1,0 +1,111 @@
+"""What the system says of a machine, which needs no measuring (floor 4)."""
+
+from __future__ import annotations
+
+import platform
+import re
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from hetero.device import Accelerator, Device
+from hetero.io import Folder
+from hetero.plan.lint import physical_gbps
+from hetero.recipes.doctor import ask_driver
+from hetero.recipes.probes import Rig
+
+ISA = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "sve2")
+COHERENT = ("GH200", "GB200", "GB300")  # joined to their host by C2C, not by PCIe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """What needs no measuring."""
+
+    name: str
+    cores: int
+    numa_nodes: int
+    isa: tuple[str, ...]
+    ram_bytes: int
+    limit_bytes: int
+    memlock_bytes: int | None
+    """None: no limit."""
+    device: str
+    link_type: str
+    accelerator: Accelerator | None = None
+    accelerators: int = 0
+    context_bytes: int | None = None
+    driver: str = ""
+    odirect: bool = False
+
+
+def look(rig: Rig, used_before_bytes: int) -> MachineFacts:
+    """Return the facts of this machine; ``used_before_bytes`` of HBM were before this process."""
+    driver, gpus, _ = ask_driver()
+    accelerator = rig.device.facts()
+    pcie = gpus[0].pcie.lower().replace(" ", "") if gpus else ""
+    return MachineFacts(
+        name=host_name(),
+        cores=rig.cores,
+        numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
+        isa=instruction_sets(),
+        ram_bytes=psutil.virtual_memory().total,
+        limit_bytes=rig.limit_bytes,
+        memlock_bytes=memlock_bytes(),
+        device=rig.device.name,
+        link_type="ram" if accelerator is None else link_type(accelerator.name, pcie),
+        accelerator=accelerator,
+        accelerators=len(gpus) if accelerator is not None else 0,
+        context_bytes=context_bytes(rig.device, used_before_bytes),
+        driver=driver,
+        odirect=rig.folder is not None and is_direct(rig.folder),
+    )
+
+
+def host_name() -> str:
+    """Return this machine's name as one that a file can have."""
+    return re.sub(r"[^a-z0-9-]+", "-", platform.node().lower()).strip("-") or "machine"
+
+
+def instruction_sets(path: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """Return the vector extensions that matter to matmuls; none where that is unknown."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    has = set(line[1].split()) if line else set()
+    return tuple(name for name in ISA if name in has)
+
+
+def memlock_bytes() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def link_type(gpu: str, pcie: str) -> str:
+    """Return the type of a link as profiles name it; a virtual device may not say."""
+    if any(name in gpu for name in COHERENT):
+        return "c2c"
+    return pcie if physical_gbps(pcie) is not None else "unknown"
+
+
+def used_bytes() -> int:
+    """Return what is used of the first device's HBM, as its driver counts; 0 without a driver."""
+    _, gpus, _ = ask_driver()
+    return gpus[0].total_bytes - gpus[0].free_bytes if gpus else 0
+
+
+def context_bytes(device: Device, used_before_bytes: int) -> int | None:
+    """Return what the driver took of HBM for this process's context and kernels."""
+    total, free = device.total_bytes(), device.free_bytes()
+    if total is None or free is None:
+        return None
+    return max(0, total - free - device.reserved_bytes() - used_before_bytes)
+
+
+def is_direct(path: Path) -> bool:
+    with Folder.open(path) as folder, folder.private() as file:
+        return file.direct
