@@ -142,10 +142,8 @@ class ProfileReader:
 
     def _value(self, hint: Any, given: Any, form: Form, where: str) -> Any:
         kind = without_none(hint)
-        if kind is Figure:
-            return self._figure(given, form, where)
-        if kind is Table:
-            return self._table(given, form, where)
+        if kind is Figure or kind is Table:
+            return self._sourced(kind, given, form, where)
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return self.section(kind, given, f"{where}.")
         if typing.get_origin(kind) is tuple:
@@ -162,23 +160,21 @@ class ProfileReader:
         self.problems.append(f"{where}: takes a list of strings")
         return None
 
-    def _figure(self, given: Any, form: Form, where: str) -> Figure | None:
+    def _sourced(
+        self, kind: type[Figure] | type[Table], given: Any, form: Form, where: str
+    ) -> Figure | Table | None:
+        """Return numbers with their source; a figure is read as a table of one number."""
+        key, example = ("v", "...") if kind is Figure else ("rows", "[...]")
         if not isinstance(given, dict):
+            said = f"{shown(given)} has" if kind is Figure else "has"
             self.problems.append(
-                f"{where}: {shown(given)} has no source; write {{ v = ..., src = ... }}"
+                f"{where}: {said} no source; write {{ {key} = {example}, src = ... }}"
             )
             return None
-        self._unknown(given, ["v", "src", "spread"], f"{where}.")
-        value = self._number(given.get("v"), form.exponents[0], where)
-        source, spread = self._source(given, where), self._spread(given, where)
-        return None if value is None else Figure(value, source, spread)
-
-    def _table(self, given: Any, form: Form, where: str) -> Table | None:
-        if not isinstance(given, dict):
-            self.problems.append(f"{where}: has no source; write {{ rows = [...], src = ... }}")
-            return None
-        self._unknown(given, ["rows", "src", "spread"], f"{where}.")
-        rows, width = given.get("rows"), len(form.exponents)
+        self._unknown(given, [key, "src", "spread"], f"{where}.")
+        rows, width = given.get(key), len(form.exponents)
+        if kind is Figure:
+            rows = [[rows]]
         if not isinstance(rows, list) or not rows or any(not is_row(r, width) for r in rows):
             self.problems.append(f"{where}.rows: takes rows of {width} numbers")
             return None
@@ -186,23 +182,17 @@ class ProfileReader:
             [self._number(x, e, where) for x, e in zip(row, form.exponents, strict=True)]
             for row in rows
         ]
-        source, spread = self._source(given, where), self._spread(given, where)
-        if any(x is None for row in scaled for x in row):
-            return None
-        return Table(
-            tuple(tuple(x for x in row if x is not None) for row in scaled), source, spread
-        )
-
-    def _source(self, given: dict[str, Any], where: str) -> str:
         source = given.get("src")
-        if source is None:
-            self.problems.append(f"{where}: has no src")
-        elif source not in self._known:
-            self.problems.append(f"{where}: src {source!r} is not under [src]")
-        return str(source or "")
-
-    def _spread(self, given: dict[str, Any], where: str) -> float:
-        return self._number(given.get("spread", 0), 0, f"{where}.spread") or 0.0
+        if source not in self._known:
+            said = "has no src" if source is None else f"src {source!r} is not under [src]"
+            self.problems.append(f"{where}: {said}")
+        spread = self._number(given.get("spread", 0), 0, f"{where}.spread") or 0.0
+        found = tuple(tuple(x for x in row if x is not None) for row in scaled)
+        if any(len(row) < width for row in found):
+            return None
+        if kind is Figure:
+            return Figure(found[0][0], str(source or ""), spread)
+        return Table(found, str(source or ""), spread)
 
     def _number(self, given: Any, exponent: int, where: str) -> float | None:
         """Return a number times a power of ten, exactly rounded."""
@@ -242,7 +232,7 @@ def shown(given: Any) -> str:
 def dump(profile: MachineProfile) -> str:
     """Return a profile as TOML: `parse` gives the same profile back, number for number."""
     lines = [f"schema = {SCHEMA}"]
-    lines += [f"{key} = {quoted(value)}" for key, value in named(profile)]
+    lines += [f"name = {quoted(profile.name)}", f"kind = {quoted(profile.kind)}"]
     lines += ["", "[src]"]
     lines += [f"{bare(source.key)} = {quoted(source.text)}" for source in profile.sources]
     for section, key in sections(profile):
@@ -253,11 +243,6 @@ def dump(profile: MachineProfile) -> str:
 def sha256(profile: MachineProfile) -> str:
     """Return the digest of a profile's canonical text, in hexadecimal digits."""
     return hashlib.sha256(dump(profile).encode()).hexdigest()
-
-
-def named(profile: MachineProfile) -> Iterator[tuple[str, str]]:
-    yield "name", profile.name
-    yield "kind", profile.kind
 
 
 def sections(of: Any) -> Iterator[tuple[Any, str]]:

@@ -18,7 +18,7 @@ from hetero.types import Kind
 PRIORITY = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.STATE)
 
 
-class Part(NamedTuple):
+class HomePart(NamedTuple):
     """The home of one kind of one bucket."""
 
     kind: Kind
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     n_bytes: int
 
 
-def place(parts: Iterable[Part], host_bytes: int) -> frozenset[tuple[Kind, int]]:
+def place(parts: Iterable[HomePart], host_bytes: int) -> frozenset[tuple[Kind, int]]:
     """Return (kind, bucket) of the homes that do not fit ``host_bytes`` any more.
 
     ``parts`` are in the order in which the model computes.

@@ -23,7 +23,7 @@ NOBODY = -1  # owns frames that are left alone
 FARTHEST = 512  # accesses ahead of which a fetch is worth considering
 
 
-class Place(Protocol):
+class PlannedPlace(Protocol):
     """Where a run goes and who leaves for it."""
 
     @property
@@ -42,7 +42,7 @@ class Space(Protocol):
 
     def place(
         self, length: int, leaving: Iterable[tuple[object, int]], *, high: bool = False
-    ) -> Place | None: ...
+    ) -> PlannedPlace | None: ...
 
 
 def next_use(places: Sequence[int], after: int) -> float:

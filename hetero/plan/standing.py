@@ -46,7 +46,7 @@ def _filled(
 ) -> tuple[int, ...]:
     """Let stand what fits beside what the rest streams through."""
     found: list[int] = []
-    held, stream = 0, Stream(trace, shapes)
+    held, stream = 0, StreamedBuckets(trace, shapes)
     for bucket in order:
         more = held + shapes[bucket].granules
         if more > limit:
@@ -60,7 +60,7 @@ def _filled(
     return tuple(found)
 
 
-class Stream:
+class StreamedBuckets:
     """What streams while buckets are taken out, one by one, to stand: accesses in a ring."""
 
     def __init__(self, trace: Trace, shapes: Mapping[int, Shape]) -> None:

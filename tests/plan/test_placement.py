@@ -5,22 +5,22 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.plan.placement import PRIORITY, Part, place
+from hetero.plan.placement import PRIORITY, HomePart, place
 from hetero.types import Kind
 
 SPILLING = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.STATE)
 parts = st.lists(
-    st.builds(Part, st.sampled_from(SPILLING), st.integers(0, 9), st.integers(0, 50)),
+    st.builds(HomePart, st.sampled_from(SPILLING), st.integers(0, 9), st.integers(0, 50)),
     max_size=30,
     unique_by=lambda part: (part.kind, part.bucket),
 )
 
 
-def model(n_buckets: int, sizes: dict[Kind, int]) -> list[Part]:
-    return [Part(kind, b, n) for b in range(n_buckets) for kind, n in sizes.items()]
+def model(n_buckets: int, sizes: dict[Kind, int]) -> list[HomePart]:
+    return [HomePart(kind, b, n) for b in range(n_buckets) for kind, n in sizes.items()]
 
 
-def on_host(found: frozenset[tuple[Kind, int]], given: list[Part]) -> list[Part]:
+def on_host(found: frozenset[tuple[Kind, int]], given: list[HomePart]) -> list[HomePart]:
     return [part for part in given if (part.kind, part.bucket) not in found]
 
 
@@ -53,7 +53,7 @@ def test_of_one_kind_the_units_that_compute_first_stay() -> None:
 
 
 def test_what_is_too_large_leaves_its_room_to_the_next() -> None:
-    given = [Part(Kind.PARAM, 0, 10), Part(Kind.PARAM, 1, 3), Part(Kind.STATE, 0, 2)]
+    given = [HomePart(Kind.PARAM, 0, 10), HomePart(Kind.PARAM, 1, 3), HomePart(Kind.STATE, 0, 2)]
     assert place(given, 5) == {(Kind.PARAM, 0)}
 
 
@@ -62,7 +62,9 @@ def test_every_kind_that_may_go_to_disk_has_a_priority() -> None:
 
 
 @given(given=parts, host=st.integers(0, 400))
-def test_what_stays_fits_and_nothing_that_fits_beside_it_goes(given: list[Part], host: int) -> None:
+def test_what_stays_fits_and_nothing_that_fits_beside_it_goes(
+    given: list[HomePart], host: int
+) -> None:
     found = place(given, host)
     stays = on_host(found, given)
     room = host - sum(part.n_bytes for part in stays)
@@ -75,7 +77,7 @@ def test_what_stays_fits_and_nothing_that_fits_beside_it_goes(given: list[Part],
 
 @given(given=parts, host=st.integers(0, 400))
 def test_what_goes_would_not_have_fitted_beside_what_is_missed_more(
-    given: list[Part], host: int
+    given: list[HomePart], host: int
 ) -> None:
     stays = on_host(place(given, host), given)
     for at, part in enumerate(given):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hetero.memory.frame import FrameMap
 from hetero.plan.planner import Planner, next_use
 from hetero.plan.schedule import Schedule, ScheduleVerdict, Shape, verify
-from hetero.plan.standing import Stream, standing, window
+from hetero.plan.standing import StreamedBuckets, standing, window
 from hetero.plan.trace import Access, Trace
 from hetero.types import Phase
 from tests.counting import lines_of
@@ -399,7 +399,7 @@ def test_the_window_of_a_stream_is_that_of_all_that_was_not_taken_out(
     model: tuple[Trace, dict[int, Shape]], data: st.DataObject
 ) -> None:
     trace, shapes = model
-    stream, out = Stream(trace, shapes), set()
+    stream, out = StreamedBuckets(trace, shapes), set()
     for bucket in data.draw(st.permutations(sorted(trace.uses()))):
         stream.take_out(bucket)
         assert stream.window == window(trace, shapes, out | {bucket})

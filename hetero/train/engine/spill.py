@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hetero.errors import BudgetError
 from hetero.io import ALIGN
 from hetero.memory.layout import Bucket
-from hetero.plan.placement import Part, place
+from hetero.plan.placement import HomePart, place
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.gradients.ring import ring_bytes
 from hetero.types import Kind, format_bytes
@@ -99,13 +99,13 @@ def passing_bytes(plan: Blueprint) -> int:
     return ring_bytes(plan.grad_sizes) + widening(plan)
 
 
-def parts_of(plan: Blueprint) -> Iterator[Part]:
+def parts_of(plan: Blueprint) -> Iterator[HomePart]:
     """Yield every home there can be, with the most bytes it can take."""
     for bucket in plan.layout.buckets:
-        yield Part(Kind.PARAM, bucket.id, bucket.home_bytes)
+        yield HomePart(Kind.PARAM, bucket.id, bucket.home_bytes)
         if bucket.trainable:
             for kind, size in plan.element_bytes(bucket).items():
-                yield Part(kind, bucket.id, bucket.numel * size)
+                yield HomePart(kind, bucket.id, bucket.numel * size)
 
 
 def widening(plan: Blueprint) -> int:
