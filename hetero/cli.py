@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hetero.recipes.result import StepReport
     from hetero.rehearse.plan import Plan
     from hetero.report.claims import ClaimVerdict
-    from hetero.report.make import Report as MadeReport
+    from hetero.report.make import RunReport
 
 UNUSABLE = 2  # exit status: the request cannot be honoured as given
 DISAPPOINTED = 1  # exit status: a check is red, or a benchmark does not hold
@@ -337,7 +337,7 @@ def write_report(
     return [path for path in (output, png, perfetto) if path]
 
 
-def show_report(made: MadeReport, verdicts: list[ClaimVerdict], written: list[str]) -> None:
+def show_report(made: RunReport, verdicts: list[ClaimVerdict], written: list[str]) -> None:
     from hetero.report import terminal
 
     console = open_console()

@@ -161,7 +161,7 @@ class PlainStep(NamedTuple):
 def plain_step(scene: Scene, blueprint: Blueprint) -> PlainStep:
     """Run the plain model forward and backward; its update is one pass over all that it touches.
 
-    Beside weights of two bytes the optimizer has whole fp32 masters.
+    With weights of two bytes the optimizer has whole fp32 masters too.
     """
     device = device_for(scene.config, scene.profile)
     dtypes = working_dtypes(scene.model, scene.config.precision, scene.config.keep_fp32)

@@ -21,7 +21,7 @@ PAGE = "report.html"
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RunReport:
     """A run, its figures, and what they advise."""
 
     measured: Measured
@@ -61,14 +61,14 @@ def report(run_or_model: Any, path: str | Path) -> Summary:
     return made.summary
 
 
-def examine(run_or_model: Any) -> Report:
+def examine(run_or_model: Any) -> RunReport:
     """Return the figures of a run; see `report`."""
     measured = measure(run_of(run_or_model))
     advice = advise(measured)
     said = (verdict(measured), *(each.text for each in advice))
     folder = folder_of(run_or_model)
     sidecar = Sidecar() if folder is None else sidecar_of(folder)
-    return Report(measured, summarize(measured, said), advice, sidecar)
+    return RunReport(measured, summarize(measured, said), advice, sidecar)
 
 
 def folder_of(run_or_model: Any) -> Path | None:

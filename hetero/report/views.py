@@ -1,4 +1,4 @@
-"""What the report's views show beside the figures themselves, as rows and pieces (floor 4).
+"""Rows and pieces of pictures that the report's views need besides the figures (floor 4).
 
 Their words and their order on the page are those of ``templates/``.
 """

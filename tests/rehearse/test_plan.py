@@ -17,6 +17,7 @@ from hetero.errors import ConfigError, StateError
 from hetero.plan.hardware import find
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.rehearse.plan import Plan, plan, scalar_of
+from hetero.train.activations.meter import LiveBytes
 
 CPU, GPU = "laptop-4c-avx2-ddr4", "rtx4090"
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
@@ -268,6 +269,23 @@ def test_without_hetero_a_step_takes_what_one_on_a_large_device_takes(precision:
     assert more.step_seconds - one.step_seconds == pytest.approx(
         more_stays.step_seconds - stays.step_seconds, rel=0.01
     )
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"), [(gpt, TOKENS), (mlp, torch.zeros(8, 64))], ids=["gpt", "mlp"]
+)
+def test_without_hetero_a_step_holds_what_the_plain_model_is_counted_to_hold(
+    make: Callable[[], nn.Module], batch: torch.Tensor
+) -> None:
+    rows = planned(make(), batch, estimates=True).what_if
+    model, live = make(), LiveBytes()
+    with live:
+        scalar_of(model(batch)).backward()
+    n_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    states = 2 * sum(param.nbytes for param in model.parameters())
+
+    row = next(row for row in rows if row.label == WITHOUT)
+    assert row.peak_bytes == n_bytes + states + live.peak
 
 
 def test_without_hetero_nothing_is_kept_for_frozen_parts() -> None:
