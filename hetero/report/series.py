@@ -6,9 +6,9 @@ written as the difference to the value before; `undelta` is its inverse.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from hetero.events import What
 from hetero.report.levels import Timeline, reduced
@@ -22,6 +22,7 @@ MICRO = 1000
 PIXELS = 4000  # of the whole run: what lies closer together is drawn as one
 STAYS = 12_000  # that are kept one by one
 PHASES = 6_000
+T = TypeVar("T", Stay, AccessSpan)
 
 
 def delta(values: Sequence[int]) -> list[int]:
@@ -133,8 +134,9 @@ def gantt(measured: Measured) -> dict[str, Any]:
     """Return stays by bucket, in the order in which buckets first came up, and accesses."""
     buckets = measured.residency.first_uses()
     units = {measured.meta.buckets[bucket].unit for bucket in buckets}
-    stays = merged_stays(measured)
-    accesses = [a for a in merged_accesses(measured) if a.unit in units]
+    stays = thinned(measured, measured.residency.stays, lambda stay: stay.bucket)
+    accesses = thinned(measured, measured.residency.accesses, lambda access: access.unit)
+    accesses = [access for access in accesses if access.unit in units]
     return {
         "buckets": [bucket_of(measured, bucket) for bucket in buckets],
         "stays": stay_columns(measured, stays, {b: i for i, b in enumerate(buckets)}),
@@ -177,39 +179,22 @@ def stay_columns(
     }
 
 
-def merged_stays(measured: Measured) -> list[Stay]:
-    """Return all stays, or, where there are too many, those that a screen can tell apart.
+def thinned(measured: Measured, rows: Sequence[T], owner: Callable[[T], int]) -> list[T]:
+    """Return all stays or accesses, or, of too many, those that a screen can tell apart.
 
-    Outside the typical step a stay is left out when it begins within a pixel of the last one of
-    its bucket that is shown.
+    Outside the typical step one is left out when it begins within a pixel of the last one of its
+    owner, a bucket or a unit, that is shown.
     """
-    stays = list(measured.residency.stays)
-    if len(stays) <= STAYS:
-        return stays
-    pixel_ns = pixel(measured, len({stay.bucket for stay in stays}))
-    shown_ns: dict[int, int] = {}
-    kept = []
-    for stay in stays:
-        near = stay.begin_ns < shown_ns.get(stay.bucket, stay.begin_ns) + pixel_ns
-        if stay.bucket not in shown_ns or not near or exact(measured, stay.begin_ns):
-            kept.append(stay)
-            shown_ns[stay.bucket] = stay.begin_ns
-    return kept
-
-
-def merged_accesses(measured: Measured) -> list[AccessSpan]:
-    """Return accesses, thinned out by the same rule."""
-    rows = measured.residency.accesses
     if len(rows) <= STAYS:
         return list(rows)
-    pixel_ns = pixel(measured, len({access.unit for access in rows}))
+    pixel_ns = pixel(measured, len(set(map(owner, rows))))
     shown_ns: dict[int, int] = {}
     kept = []
-    for access in rows:
-        last_ns = shown_ns.get(access.unit, access.begin_ns - pixel_ns)
-        if access.begin_ns >= last_ns + pixel_ns or exact(measured, access.begin_ns):
-            kept.append(access)
-            shown_ns[access.unit] = access.begin_ns
+    for row in rows:
+        last_ns = shown_ns.get(owner(row), row.begin_ns - pixel_ns)
+        if row.begin_ns >= last_ns + pixel_ns or exact(measured, row.begin_ns):
+            kept.append(row)
+            shown_ns[owner(row)] = row.begin_ns
     return kept
 
 
