@@ -98,6 +98,8 @@ class Plan:
     what_if: tuple[WhatIf, ...]
     mfu: float | None
     """Part of the peak rate that the plain model's matrix products make; None without a peak."""
+    checks: tuple[()] = ()
+    """None since closed forms went; readers of version 0.1 look for them."""
     rehearsal: Rehearsal
     """Its ``run`` may be given to `hetero.report`."""
 
@@ -125,7 +127,7 @@ class Plan:
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rehearsal"}
         for name in ("shortfalls", "tiers", "what_if"):
             data[name] = [asdict(row) for row in data[name]]
-        return {**data, "checks": [], "paste": self.paste}  # a rehearsal needs no check
+        return {**data, "paste": self.paste}
 
 
 def plan(
