@@ -321,7 +321,7 @@ def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None
 
 
 def write_report(
-    made: MadeReport, output: str | None, png: str | None, perfetto: str | None
+    made: RunReport, output: str | None, png: str | None, perfetto: str | None
 ) -> list[str]:
     """Write the files that were asked for; returns their paths."""
     if output is not None:
