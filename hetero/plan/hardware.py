@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hetero.errors import ConfigError
 from hetero.parse import Unparsable, read_text, toml_of
 from hetero.plan.lint import broken, doubtful
-from hetero.plan.machine import Citation, Figure, Form, Io, MachineProfile, Table, form_of
+from hetero.plan.machine import Citation, Figure, Io, KeyForm, MachineProfile, Table, form_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -140,7 +140,7 @@ class ProfileReader:
                 hint = f", did you mean {near[0]}?" if near else ""
                 self.problems.append(f"{where}{key}: unknown key{hint}")
 
-    def _value(self, hint: Any, given: Any, form: Form, where: str) -> Any:
+    def _value(self, hint: Any, given: Any, form: KeyForm, where: str) -> Any:
         kind = without_none(hint)
         if kind is Figure or kind is Table:
             return self._sourced(kind, given, form, where)
@@ -161,7 +161,7 @@ class ProfileReader:
         return None
 
     def _sourced(
-        self, kind: type[Figure] | type[Table], given: Any, form: Form, where: str
+        self, kind: type[Figure] | type[Table], given: Any, form: KeyForm, where: str
     ) -> Figure | Table | None:
         """Return numbers with their source; a figure is read as a table of one number."""
         key, example = ("v", "...") if kind is Figure else ("rows", "[...]")
@@ -270,7 +270,7 @@ def section_lines(section: Any, where: str) -> Iterator[str]:
         yield from section_lines(part, f"{where}.{key}")
 
 
-def written(value: Any, form: Form) -> str:
+def written(value: Any, form: KeyForm) -> str:
     """Return the value of one key."""
     if isinstance(value, Figure):
         return with_source(f"v = {number(value.value, form.exponents[0])}", value)

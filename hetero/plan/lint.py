@@ -19,8 +19,8 @@ from hetero.plan.machine import (
     Direction,
     Dtype,
     Figure,
-    Form,
     Host,
+    KeyForm,
     MachineProfile,
     Matmul,
     Table,
@@ -75,7 +75,7 @@ class ProfileEntry(NamedTuple):
 
     key: str
     item: Figure | Table
-    form: Form
+    form: KeyForm
 
 
 def entries(section: Any, where: str = "") -> Iterator[ProfileEntry]:

@@ -48,7 +48,7 @@ class Table:
     """The widest spread of a row."""
 
 
-class Form(NamedTuple):
+class KeyForm(NamedTuple):
     """How a file writes a field: its key, and a power of ten for each number of a row."""
 
     key: str
@@ -57,9 +57,9 @@ class Form(NamedTuple):
     """Whether nothing at all is a sensible value, as it is of bytes and never of a rate."""
 
 
-def form(key: str, *exponents: int, zero: bool = False) -> dict[str, Form]:
+def form(key: str, *exponents: int, zero: bool = False) -> dict[str, KeyForm]:
     """Return the metadata of a field."""
-    return {"form": Form(key, exponents or (0,), zero)}
+    return {"form": KeyForm(key, exponents or (0,), zero)}
 
 
 def optional(key: str, *exponents: int, zero: bool = False) -> Any:
@@ -67,9 +67,9 @@ def optional(key: str, *exponents: int, zero: bool = False) -> Any:
     return field(default=None, metadata=form(key, *exponents, zero=zero))
 
 
-def form_of(f: Field[Any]) -> Form:
+def form_of(f: Field[Any]) -> KeyForm:
     """Return how a file writes a field; most are written as they are called."""
-    found: Form = f.metadata.get("form", Form(f.name, (0,), False))
+    found: KeyForm = f.metadata.get("form", KeyForm(f.name, (0,), False))
     return found
 
 
