@@ -28,7 +28,8 @@ from typing import Any
 
 from hetero import interrupts, tensorfile
 from hetero.errors import DiskFull, StorageError
-from hetero.io import IO, MAX_NAME_BYTES, Folder, is_mount_point
+from hetero.io import IO, MAX_NAME_BYTES, Folder
+from hetero.mounts import is_mount_point
 from hetero.tensorfile import INDEX, PART, SINGLE
 from hetero.types import format_bytes
 

@@ -32,8 +32,9 @@ from hetero.errors import (
     DiskReadError,
     StateError,
 )
-from hetero.io import IO, FaultPlan
+from hetero.io import IO
 from hetero.jobs import Worker
+from hetero.testing.faults import FaultPlan
 from hetero.train.engine.tuning import Tuning
 
 WIDTH = 128

@@ -24,8 +24,9 @@ import torch
 
 from hetero.device import Accelerator, Device, open_device
 from hetero.errors import ConfigError, StorageError
-from hetero.io import Folder, mount_of
+from hetero.io import Folder
 from hetero.memory.pool import N_THREADS
+from hetero.mounts import mount_of
 from hetero.plan.hardware import (
     DTYPES,
     Direction,

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from hetero.checkpoint.manifest import Entry
 from hetero.checkpoint.reader import Reader
 from hetero.checkpoint.writer import Writer
-from hetero.io import IO, FaultPlan, Folder
+from hetero.io import IO, Folder
 from hetero.tensorfile import BLOCK
+from hetero.testing.faults import FaultPlan
 
 T = TypeVar("T")
 

@@ -21,7 +21,8 @@ from hetero.checkpoint.reader import State, steps
 from hetero.checkpoint.shard import ShardReader
 from hetero.checkpoint.writer import retain
 from hetero.errors import HeteroError, NoCheckpoint
-from hetero.io import Folder, Op
+from hetero.io import Folder
+from hetero.testing.faults import FileCall
 from tests.faults.crash import Model, Recorder, Tree, as_tree, crash_states, frozen, lay_out
 from tests.faults.saves import Quick, contents, load, save, unfinished
 
@@ -34,7 +35,7 @@ class Story:
     """What was on the drive, what was done, and which saves had returned by when."""
 
     before: Tree
-    log: list[Op]
+    log: list[FileCall]
     returned: list[tuple[int, int]]
     """(operations in the log, step)"""
 
@@ -131,7 +132,7 @@ class Teller:
         if keep_last:
             retain(self.root, keep_last)
 
-    def log(self) -> list[Op]:
+    def log(self) -> list[FileCall]:
         """Return what was done: paths begin in the root, and names are the same again."""
         ids = {name: name for name in ID.findall(" ".join(self.before))}
 

@@ -27,7 +27,8 @@ from hetero.errors import (
     HeteroError,
     StorageError,
 )
-from hetero.io import ALIGN, IO, FaultPlan, Folder, aligned_buffer
+from hetero.io import ALIGN, IO, Folder, aligned_buffer
+from hetero.testing.faults import FaultPlan
 from tests.faults.saves import SMALL, Quick, contents, everything, load, save, unfinished
 
 T = TypeVar("T")

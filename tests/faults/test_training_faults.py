@@ -34,8 +34,9 @@ from hetero.errors import (
     StateError,
     StorageError,
 )
-from hetero.io import ALIGN, IO, FaultPlan
+from hetero.io import ALIGN, IO
 from hetero.jobs import Worker
+from hetero.testing.faults import FaultPlan
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Tier
 from tests.conftest import RUNS

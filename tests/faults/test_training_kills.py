@@ -34,8 +34,9 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.checkpoint.save import save_through
 from hetero.config import Config
 from hetero.errors import NoCheckpoint
-from hetero.io import ALIGN, FaultPlan
+from hetero.io import ALIGN
 from hetero.jobs import Worker
+from hetero.testing.faults import FaultPlan
 from hetero.train.engine.tuning import Tuning
 
 WIDE, N_LAYERS = 128, 3
