@@ -16,8 +16,8 @@ import torch
 from torch.optim import SGD, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from hetero.checkpoint.manifest import MAX_STEP, Entry
-from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.manifest import MAX_STEP, SavedTensor
+from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import HasState, decode_scalars, dtype_named, members_of
 from hetero.checkpoint.values import decode
 from hetero.device import check_accelerator_rng, checked_rng
@@ -56,7 +56,7 @@ class SavedValues:
 DECODED = ("extra", "scheduler", "data", "rng", "groups", "scaler")
 
 
-def understood(engine: Engine, reader: Reader) -> SavedValues:
+def understood(engine: Engine, reader: CheckpointReader) -> SavedValues:
     """Return the values of a checkpoint; CheckpointCorrupt where no save wrote them."""
     meta, take = reader.meta, Values(reader, engine.setup.blueprint.layout.param_bytes).take
     with only_saved(reader):
@@ -81,7 +81,7 @@ def count_of(steps: Any) -> int:
 
 
 @contextmanager
-def only_saved(reader: Reader) -> Iterator[None]:
+def only_saved(reader: CheckpointReader) -> Iterator[None]:
     """Raise CheckpointCorrupt where a block that looks at saved values goes wrong."""
     try:
         yield
@@ -188,12 +188,12 @@ def value_shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-def name_of(entry: Entry) -> Name:
+def name_of(entry: SavedTensor) -> Name:
     """Return what an entry is of."""
     return Name(entry.kind, entry.name, entry.key)
 
 
-def dtype_of(entry: Entry) -> torch.dtype:
+def dtype_of(entry: SavedTensor) -> torch.dtype:
     """Return an entry's dtype."""
     return dtype_named(entry.dtype)
 
@@ -204,7 +204,7 @@ class Values:
     So they take no more memory than the shard has bytes, most of which are no holes.
     """
 
-    def __init__(self, reader: Reader, limit_bytes: int) -> None:
+    def __init__(self, reader: CheckpointReader, limit_bytes: int) -> None:
         self._reader = reader
         self._limit_bytes = max(limit_bytes, MAX_VALUE_BYTES)
         self._taken: set[int] = set()
@@ -228,7 +228,7 @@ class Values:
         return tensor_at(reader, number)
 
 
-def tensor_at(reader: Reader, number: int) -> torch.Tensor:
+def tensor_at(reader: CheckpointReader, number: int) -> torch.Tensor:
     """Return an entry as a tensor of its own."""
     entry = reader.entries[number]
     value = torch.empty(entry.shape, dtype=dtype_of(entry))
@@ -265,7 +265,7 @@ def check_meta(engine: Engine, saved: SavedValues) -> None:
 
 def check_entries(
     engine: Engine,
-    entries: Sequence[Entry],
+    entries: Sequence[SavedTensor],
     kinds: Collection[str],
     adapting: Collection[str] | None = None,
 ) -> None:

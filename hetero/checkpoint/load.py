@@ -31,7 +31,7 @@ from hetero.checkpoint.checks import (
     tensor_at,
     understood,
 )
-from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import KINDS, HasState, check_pair, rng_state
 from hetero.checkpoint.values import decode
 from hetero.checkpoint.verify import read_all
@@ -85,7 +85,7 @@ def load_checkpoint(
     """
     engine = engine_of(model)
     check_pair(engine, optimizer)
-    with Reader.open(directory, step, io) as reader:
+    with CheckpointReader.open(directory, step, io) as reader:
         # 1. everything that can be refused is refused before anything is touched
         saved = understood(engine, reader)
         check_meta(engine, saved)
@@ -148,7 +148,7 @@ def read_weights(directory: str | Path) -> tuple[dict[str, torch.Tensor], Any]:
     They are in RAM as a whole, and are what `model.state_dict` showed when they were saved: working
     weights without what these leave of masters. Raises CheckpointError for weights in code.
     """
-    with Reader.open(directory) as reader:
+    with CheckpointReader.open(directory) as reader:
         weights: dict[str, torch.Tensor] = {}
         for number, entry in enumerate(reader.entries):
             if entry.kind not in ("param", "buffer"):
@@ -164,7 +164,7 @@ def read_weights(directory: str | Path) -> tuple[dict[str, torch.Tensor], Any]:
     return weights, extra
 
 
-def matched(parts: Sequence[Part], reader: Reader) -> Iterator[tuple[Part, int]]:
+def matched(parts: Sequence[Part], reader: CheckpointReader) -> Iterator[tuple[Part, int]]:
     """Yield every part of the model with the number of its entry."""
     for part in parts:
         number = reader.find(*part.name)
@@ -176,7 +176,7 @@ def matched(parts: Sequence[Part], reader: Reader) -> Iterator[tuple[Part, int]]
         yield part, number
 
 
-def adapted(model: nn.Module, reader: Reader) -> set[str] | None:
+def adapted(model: nn.Module, reader: CheckpointReader) -> set[str] | None:
     """Return the buffers whose shapes a model's own methods of loading may change, by name.
 
     None where it has none of its own: its buffers are read where they are. A ``load_state_dict`` of
@@ -198,7 +198,7 @@ def overrides(module: nn.Module, method: str) -> bool:
     return getattr(type(module), method) is not getattr(nn.Module, method)
 
 
-def adapt(engine: Engine, reader: Reader) -> None:
+def adapt(engine: Engine, reader: CheckpointReader) -> None:
     """Let the model's own methods load the buffers; its parameters are loaded, and shown as well.
 
     Raises CheckpointMismatch where they leave a buffer of another shape.

@@ -64,7 +64,7 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SavedTensor:
     """One tensor of a checkpoint, whole: what it is of, and what its bytes are."""
 
     kind: str
@@ -100,7 +100,7 @@ class Manifest:
     """Everything a checkpoint says: entries in shard order, their CRCs, and ``meta``."""
 
     step: int
-    entries: tuple[Entry, ...]
+    entries: tuple[SavedTensor, ...]
     crcs: tuple[str, ...]
     """For each entry eight hexadecimal digits a block."""
     meta: dict[str, Any]
@@ -117,7 +117,7 @@ class Manifest:
         return head(self.entries) if self.version > 1 else b""
 
 
-def head(entries: Iterable[Entry]) -> bytes:
+def head(entries: Iterable[SavedTensor]) -> bytes:
     """Return the header of a shard: entries and padding as tensors of safetensors.
 
     Its bytes are a part of the format: another choice is another version.
@@ -136,7 +136,7 @@ def head(entries: Iterable[Entry]) -> bytes:
     return tensorfile.header(tensors, notes={"format": "pt"}, align=ALIGN)
 
 
-def layout(entries: Iterable[Entry]) -> list[int]:
+def layout(entries: Iterable[SavedTensor]) -> list[int]:
     """Return the byte after the header at which each entry starts, and last where they end."""
     return list(accumulate((align_up(entry.n_bytes) for entry in entries), initial=0))
 
@@ -166,7 +166,7 @@ def encode(manifest: Manifest) -> bytes:
     return raw
 
 
-def entry_record(entry: Entry, offset: int, crcs: str) -> dict[str, Any]:
+def entry_record(entry: SavedTensor, offset: int, crcs: str) -> dict[str, Any]:
     """Return what the index says of an entry; later, ranks add slices of their own."""
     piece = {"shard": 0, "offset": offset, "slice": whole(entry.shape), "crcs": crcs}
     return {
@@ -300,10 +300,10 @@ ENTRY_FIELDS = {"kind": str, "name": str, "key": str, "dtype": str, "shape": lis
 SLICE_FIELDS = {"shard": int, "offset": int, "slice": str, "crcs": str}
 
 
-def index_entry(what: str, record: Any, end: int) -> tuple[Entry, str]:
+def index_entry(what: str, record: Any, end: int) -> tuple[SavedTensor, str]:
     """Return an entry of the index and its CRCs; it has to start at byte ``end`` of the shard."""
     kind, name, key, dtype, shape, slices = fields(what, record, ENTRY_FIELDS)
-    entry = Entry(kind, name, key, dtype, tuple(shape))
+    entry = SavedTensor(kind, name, key, dtype, tuple(shape))
     check_entry(what, entry)
     if len(slices) != 1:
         raise Unfit(f"{what} has {len(slices)} slices, and one holds it all")
@@ -320,7 +320,7 @@ def index_entry(what: str, record: Any, end: int) -> tuple[Entry, str]:
     return entry, crcs
 
 
-def check_entry(what: str, entry: Entry) -> None:
+def check_entry(what: str, entry: SavedTensor) -> None:
     """Raise Unfit unless an entry's words, shape and size are what a checkpoint may have."""
     if not KIND.fullmatch(entry.kind):
         raise Unfit(f"{what}: the kind {entry.kind[:80]!r} is no short lower-case word")
@@ -347,7 +347,7 @@ def check_shards(shards: list[Any], name: str, n_bytes: int) -> None:
         raise Unfit(f"the shard is declared with {clip(size)} bytes, its entries take {n_bytes}")
 
 
-def check_unique(entries: Sequence[Entry]) -> None:
+def check_unique(entries: Sequence[SavedTensor]) -> None:
     """Raise Unfit where two entries have the same kind, name and key."""
     seen: set[tuple[str, str, str]] = set()
     for entry in entries:

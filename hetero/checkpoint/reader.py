@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from hetero.checkpoint.folders import Named, check_safe, final_name, named
+from hetero.checkpoint.folders import CheckpointName, check_safe, final_name, named
 from hetero.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -63,7 +63,7 @@ class Found(NamedTuple):
     problem: str
 
 
-class Reader:
+class CheckpointReader:
     """An open checkpoint: what is in it, and its bytes, verified as they are read."""
 
     def __init__(self, folder: Folder, root: Folder | None = None) -> None:
@@ -79,7 +79,9 @@ class Reader:
         self.n_bytes = self._shard.n_bytes
 
     @classmethod
-    def open(cls, path: str | Path, step: int | None = None, io: IO | None = None) -> Reader:
+    def open(
+        cls, path: str | Path, step: int | None = None, io: IO | None = None
+    ) -> CheckpointReader:
         """Open a checkpoint, or the newest one in a directory of them, or that of ``step``.
 
         Never falls back in silence: where the newest is damaged, the error's advice names the
@@ -99,7 +101,7 @@ class Reader:
             raise type(error)(error.args[0], advice=advice) from None
 
     @classmethod
-    def _open_one(cls, folder: Folder, step: int | None) -> Reader:
+    def _open_one(cls, folder: Folder, step: int | None) -> CheckpointReader:
         if Path(folder.path).resolve().name.endswith(".tmp"):
             raise NoCheckpoint(f"{folder.path} is a save that did not finish", advice=SAVE_AGAIN)
         reader = cls(folder)
@@ -135,17 +137,17 @@ class Reader:
         self._folder.close()
         self._root = None
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def open_in(root: Folder, found: Named) -> Reader:
+def open_in(root: Folder, found: CheckpointName) -> CheckpointReader:
     """Open one of the checkpoints in ``root``; its name has to be that of its step."""
     check_safe(root, found.name, is_folder=True)
-    reader = Reader(root.folder(found.name), root)
+    reader = CheckpointReader(root.folder(found.name), root)
     if reader.step != found.step:
         reader.close()
         raise CheckpointCorrupt(
@@ -165,7 +167,7 @@ def steps(root: Folder | str | Path) -> list[Found]:
     return [found_at(root, each) for each in named(root)]
 
 
-def found_at(root: Folder, found: Named) -> Found:
+def found_at(root: Folder, found: CheckpointName) -> Found:
     if found.unfinished:
         return Found(*found, State.UNFINISHED, SAVE_AGAIN)
     try:

@@ -20,7 +20,7 @@ from torch import nn
 from hetero import interrupts
 from hetero.api import engine_of
 from hetero.checkpoint.folders import STEP
-from hetero.checkpoint.manifest import ITEM_BYTES, Entry
+from hetero.checkpoint.manifest import ITEM_BYTES, SavedTensor
 from hetero.checkpoint.values import decode, encode
 from hetero.checkpoint.writer import Writer, retain
 from hetero.device import accelerator_rng
@@ -257,7 +257,8 @@ class Writing:
         for bucket in buckets:
             self._scalars.update(scalars_of(engine, bucket))
         entries = [
-            Entry(*part.name, str(part.dtype).removeprefix("torch."), part.shape) for part in parts
+            SavedTensor(*part.name, str(part.dtype).removeprefix("torch."), part.shape)
+            for part in parts
         ]
         self._writer = Writer(self._root, step, entries)
         self._saving = Saving(

@@ -20,7 +20,7 @@ from operator import itemgetter
 from typing import Any
 
 from hetero.checkpoint.folders import check_safe
-from hetero.checkpoint.manifest import SHARD, Entry, Manifest, head, layout
+from hetero.checkpoint.manifest import SHARD, Manifest, SavedTensor, head, layout
 from hetero.errors import CheckpointCorrupt, CheckpointError, StorageError, UnsafeCheckpoint, afresh
 from hetero.io import ALIGN, File, Folder, align_up, aligned_buffer
 from hetero.tensorfile import BLOCK, block_crcs
@@ -34,7 +34,7 @@ UNWRITTEN, CLAIMED = -1, -2  # in place of a CRC
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL)  # file systems that allocate as one writes
 
 
-def check_range(entry: Entry, start: int, n_bytes: int) -> None:
+def check_range(entry: SavedTensor, start: int, n_bytes: int) -> None:
     """Raise CheckpointError unless bytes [start, start + n_bytes) are whole blocks of an entry."""
     end = start + n_bytes
     whole = start % BLOCK == 0 and (end % BLOCK == 0 or end == entry.n_bytes)
@@ -84,7 +84,7 @@ class Buffers:
             self.give(buffer)
 
 
-class Stage:
+class GatherBuffer:
     """A buffer that pieces are copied to, to be written together."""
 
     def __init__(self, buffer: memoryview) -> None:
@@ -128,7 +128,7 @@ class ShardWriter:
     A failure of the drive is raised by a later call: by the last one, `finish`, at the latest.
     """
 
-    def __init__(self, folder: Folder, entries: Sequence[Entry]) -> None:
+    def __init__(self, folder: Folder, entries: Sequence[SavedTensor]) -> None:
         self._entries = entries
         first = head(entries)
         self._offsets = [len(first) + at for at in layout(entries)]
@@ -138,7 +138,7 @@ class ShardWriter:
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="hetero-checkpoint")
         self._lock = threading.Lock()  # of counts and claims
         self._placing = threading.Lock()  # who holds it may wait for a buffer
-        self._stage: Stage | None = None
+        self._stage: GatherBuffer | None = None
         self._stopped = False
         self._failure: BaseException | None = None
         self._file = folder.create(SHARD, direct=True)
@@ -237,12 +237,12 @@ class ShardWriter:
                     self._send_stage(stage)
             done += len(room)
 
-    def _place(self, offset: int, n_bytes: int) -> tuple[Stage, memoryview]:
+    def _place(self, offset: int, n_bytes: int) -> tuple[GatherBuffer, memoryview]:
         with self._placing:
             stage = self._stage
             while stage is None or (room := stage.place(offset, n_bytes)) is None:
                 self._close_stage()
-                stage = self._stage = Stage(self._buffers.take())
+                stage = self._stage = GatherBuffer(self._buffers.take())
             with self._lock:
                 stage.copying += 1
             return stage, room
@@ -258,7 +258,7 @@ class ShardWriter:
         if last:
             self._send_stage(stage)
 
-    def _send_stage(self, stage: Stage) -> None:
+    def _send_stage(self, stage: GatherBuffer) -> None:
         try:
             self._submit(self._put_stage, stage)
         except CheckpointError:
@@ -279,7 +279,7 @@ class ShardWriter:
             self._failure = error
             raise
 
-    def _put_stage(self, stage: Stage) -> None:
+    def _put_stage(self, stage: GatherBuffer) -> None:
         try:
             for offset, pieces in stage.runs():
                 self._put(offset, *pieces)

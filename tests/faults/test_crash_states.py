@@ -1,7 +1,7 @@
 """Every state that a crash can leave of a save: the old checkpoint or the new one, whole.
 
 The log of a real save is cut at every place, the model of `crash` says what the drive may hold
-then, and the real Reader looks at it.
+then, and the real CheckpointReader looks at it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Verdict(NamedTuple):
 
 
 class Judge:
-    """Lays trees out in a directory and lets the real Reader look; remembers what it said."""
+    """Lays trees out in a directory and lets the real reader look; remembers what it said."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
