@@ -23,7 +23,7 @@ from hetero.checkpoint.manifest import (
     Manifest,
     decode,
 )
-from hetero.checkpoint.shard import Mismatch, ShardReader, flat
+from hetero.checkpoint.shard import ShardReader, flat
 from hetero.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -124,12 +124,9 @@ class CheckpointReader:
             raise CheckpointError(f"there is no entry {entry} of {len(self.entries)}")
         try:
             self._shard.read(entry, start, flat(into))
-        except Mismatch as wrong:
-            raise CheckpointCorrupt(
-                f"{self._shard.path}: block {wrong.block} of entry {entry}"
-                f" ({self.entries[entry].label!r}) has CRC {wrong.got}, saved was {wrong.expected}",
-                advice=newest_good(self._root, self.step),
-            ) from None
+        except CheckpointCorrupt as error:
+            advice = newest_good(self._root, self.step)
+            raise CheckpointCorrupt(error.args[0], advice=advice) from None
 
     def close(self) -> None:
         """Let the files go; again is no error."""

@@ -89,24 +89,22 @@ class GatherBuffer:
 
     def __init__(self, buffer: memoryview) -> None:
         self.buffer = buffer
-        self.copying = 0
-        """Pieces that have a place and whose bytes are not there yet."""
-        self.closed = False
-        """Whether no more pieces come."""
         self._used = 0
         self._pieces: list[tuple[int, memoryview]] = []
 
-    def place(self, offset: int, n_bytes: int) -> memoryview | None:
-        """Return room for bytes that go to ``offset`` of the file, or for the first of them.
+    def add(self, offset: int, piece: memoryview) -> int:
+        """Copy bytes that go to ``offset`` of the file, or the first of them; returns how many.
 
-        None where there is no room left. ``n_bytes`` is a multiple of `ALIGN`.
+        Zeros pad them to a multiple of `ALIGN`.
         """
-        room = self.buffer[self._used : self._used + n_bytes]
-        if not room:
-            return None
+        room = self.buffer[self._used : self._used + align_up(len(piece))]
+        n_bytes = min(len(room), len(piece))
+        copy(room[:n_bytes], piece[:n_bytes])
+        room[n_bytes:] = bytes(len(room) - n_bytes)
         self._used += len(room)
-        self._pieces.append((offset, room))
-        return room
+        if room:
+            self._pieces.append((offset, room))
+        return n_bytes
 
     def runs(self) -> Iterator[tuple[int, list[memoryview]]]:
         """Yield (offset, pieces that follow each other in the file from there on)."""
@@ -166,7 +164,7 @@ class ShardWriter:
         """Make the shard durable; returns the CRCs of each entry as hexadecimal digits."""
         self.check_complete()
         with self._placing:
-            self._close_stage()
+            self._send_stage()
         self._lane.shutdown()
         self._check_failure()
         self._file.sync()
@@ -224,41 +222,19 @@ class ShardWriter:
 
     def _gather(self, offset: int, piece: memoryview) -> None:
         """Copy a piece to a buffer that is written when it is full, or when all is there."""
-        done, size = 0, align_up(len(piece))
-        while done < size:
-            stage, room = self._place(offset + done, size - done)
-            try:
-                padded_copy(piece[done : done + len(room)], room)
-            finally:
-                with self._lock:
-                    stage.copying -= 1
-                    last = stage.closed and not stage.copying
-                if last:
-                    self._send_stage(stage)
-            done += len(room)
-
-    def _place(self, offset: int, n_bytes: int) -> tuple[GatherBuffer, memoryview]:
+        done = 0
         with self._placing:
-            stage = self._stage
-            while stage is None or (room := stage.place(offset, n_bytes)) is None:
-                self._close_stage()
-                stage = self._stage = GatherBuffer(self._buffers.take())
-            with self._lock:
-                stage.copying += 1
-            return stage, room
+            while done < len(piece):
+                self._stage = self._stage or GatherBuffer(self._buffers.take())
+                added = self._stage.add(offset + done, piece[done:])
+                if not added:
+                    self._send_stage()
+                done += added
 
-    def _close_stage(self) -> None:
-        """Let the stage be written, by whoever copies to it last."""
+    def _send_stage(self) -> None:
         stage, self._stage = self._stage, None
         if stage is None:
             return
-        with self._lock:
-            stage.closed = True
-            last = not stage.copying
-        if last:
-            self._send_stage(stage)
-
-    def _send_stage(self, stage: GatherBuffer) -> None:
         try:
             self._submit(self._put_stage, stage)
         except CheckpointError:
@@ -287,26 +263,12 @@ class ShardWriter:
             self._buffers.give(stage.buffer)
 
 
-def padded_copy(piece: memoryview, room: memoryview) -> None:
-    """Copy ``piece`` to ``room``, with zeros after it."""
-    copy(room[: len(piece)], piece)
-    room[len(piece) :] = bytes(len(room) - len(piece))
-
-
 def copy(to: memoryview, source: memoryview) -> None:
     """Copy bytes while other threads run: a memoryview's own assignment would hold them up."""
     if source.readonly or not len(source):
         to[:] = source
     else:
         ctypes.memmove(address(to), address(source), len(source))
-
-
-class Mismatch(Exception):
-    """A block's bytes do not have the CRC that was saved."""
-
-    def __init__(self, entry: int, block: int, expected: str, got: str) -> None:
-        super().__init__(entry, block, expected, got)
-        self.entry, self.block, self.expected, self.got = entry, block, expected, got
 
 
 def check_size(file: File, declared: int) -> None:
@@ -346,7 +308,7 @@ class ShardReader:
             )
 
     def read(self, entry: int, start: int, into: memoryview) -> None:
-        """Fill ``into`` with whole blocks of an entry; raises Mismatch or StorageError.
+        """Fill ``into`` with whole blocks of an entry; raises CheckpointCorrupt or StorageError.
 
         After an error ``into`` holds nothing of use.
         """
@@ -373,4 +335,8 @@ class ShardReader:
         for block, crc in enumerate(block_crcs(entry, start, data), start // BLOCK):
             expected, got = self._crcs[entry][8 * block : 8 * block + 8], f"{crc:08x}"
             if got != expected:
-                raise Mismatch(entry, block, expected, got)
+                raise CheckpointCorrupt(
+                    f"{self.path}: block {block} of entry {entry}"
+                    f" ({self._entries[entry].label!r}) has CRC {got}, saved was {expected}",
+                    advice="use another checkpoint",
+                )
