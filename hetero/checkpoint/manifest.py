@@ -1,7 +1,7 @@
 """What a checkpoint says about itself: values, their JSON, and every check of it (no I/O).
 
 [Note: format]  A checkpoint is a directory ``step-N`` with `MANIFEST` and one shard, a file of
-safetensors. Its header is a function of the entries (`head`), of a multiple of `ALIGN` bytes, and
+safetensors. Its header is a function of the entries (`header_of`), of a multiple of `ALIGN` bytes, and
 compared as a whole. Entries lie after it in their order, each padded with zeros to a multiple of
 `ALIGN` (the padding is a tensor of the file as well), and tile it. A CRC covers each `BLOCK` of an
 entry's padded bytes, seeded with the numbers of entry and block, so every byte of the shard is
@@ -29,7 +29,7 @@ from hetero.crc import crc32
 from hetero.errors import CheckpointCorrupt, CheckpointTooNew, UnsafeCheckpoint
 from hetero.io import ALIGN, align_up
 from hetero.parse import MAX_DEPTH, Unparsable, json_of
-from hetero.tensorfile import BLOCK
+from hetero.tensorfile import BLOCK, MAX_RANK
 from hetero.types import format_bytes
 
 FORMAT = "hetero checkpoint"
@@ -44,7 +44,6 @@ MAX_ENTRIES = 2**17
 MAX_STEP = 10**18 - 1
 MAX_NAME = 4096  # characters of a parameter's name
 MAX_KEY = 256
-MAX_RANK = 64  # torch's own limit
 MAX_BYTES = 2**50  # of one entry, and of a shard
 
 PAIRS = {"complex32": "float16", "complex128": "float64"}  # which safetensors does not have
@@ -112,12 +111,12 @@ class Manifest:
         return SHARDS[self.version]
 
     @property
-    def head(self) -> bytes:
+    def header(self) -> bytes:
         """What the file begins with."""
-        return head(self.entries) if self.version > 1 else b""
+        return header_of(self.entries) if self.version > 1 else b""
 
 
-def head(entries: Iterable[SavedTensor]) -> bytes:
+def header_of(entries: Iterable[SavedTensor]) -> bytes:
     """Return the header of a shard: entries and padding as tensors of safetensors.
 
     Its bytes are a part of the format: another choice is another version.

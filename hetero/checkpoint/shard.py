@@ -20,7 +20,7 @@ from operator import itemgetter
 from typing import Any
 
 from hetero.checkpoint.folders import check_safe
-from hetero.checkpoint.manifest import SHARD, Manifest, SavedTensor, head, layout
+from hetero.checkpoint.manifest import SHARD, Manifest, SavedTensor, header_of, layout
 from hetero.errors import CheckpointCorrupt, CheckpointError, StorageError, UnsafeCheckpoint, afresh
 from hetero.io import ALIGN, File, Folder, align_up, aligned_buffer
 from hetero.tensorfile import BLOCK, block_crcs
@@ -128,7 +128,7 @@ class ShardWriter:
 
     def __init__(self, folder: Folder, entries: Sequence[SavedTensor]) -> None:
         self._entries = entries
-        first = head(entries)
+        first = header_of(entries)
         self._offsets = [len(first) + at for at in layout(entries)]
         self._blocks = list(accumulate((entry.n_blocks for entry in entries), initial=0))
         self._crcs = array("q", [UNWRITTEN]) * self._blocks[-1]
@@ -290,7 +290,7 @@ class ShardReader:
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         """Open the shard; check that the drive holds as much as is declared, and its header."""
-        first = manifest.head
+        first = manifest.header
         self._entries = manifest.entries
         self._offsets = [len(first) + at for at in layout(manifest.entries)]
         self._crcs = manifest.crcs

@@ -26,7 +26,7 @@ from hetero.checkpoint.manifest import (
     SavedTensor,
     decode,
     encode,
-    head,
+    header_of,
 )
 from hetero.checkpoint.reader import CheckpointReader, State, steps
 from hetero.checkpoint.shard import PIECE
@@ -233,7 +233,7 @@ def test_the_header_of_a_shard_is_these_very_bytes() -> None:
         SavedTensor("state", "ü", "m", "float32", (0,)),
     ]
 
-    assert head(entries) == (4088).to_bytes(8, "little") + text.ljust(4088)
+    assert header_of(entries) == (4088).to_bytes(8, "little") + text.ljust(4088)
 
 
 # -- what is asked of a writer -------------------------------------------------------------------
