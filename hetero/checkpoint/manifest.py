@@ -1,10 +1,10 @@
 """What a checkpoint says about itself: values, their JSON, and every check of it (no I/O).
 
 [Note: format]  A checkpoint is a directory ``step-N`` with `MANIFEST` and one shard, a file of
-safetensors. Its header is a function of the entries (`header_of`), of a multiple of `ALIGN` bytes, and
-compared as a whole. Entries lie after it in their order, each padded with zeros to a multiple of
-`ALIGN` (the padding is a tensor of the file as well), and tile it. A CRC covers each `BLOCK` of an
-entry's padded bytes, seeded with the numbers of entry and block, so every byte of the shard is
+safetensors. Its header is a function of the entries (`header_of`), of a multiple of `ALIGN` bytes,
+and compared as a whole. Entries lie after it in their order, each padded with zeros to a multiple
+of `ALIGN` (the padding is a tensor of the file as well), and tile it. A CRC covers each `BLOCK` of
+an entry's padded bytes, seeded with the numbers of entry and block, so every byte of the shard is
 checked in one way, and valid bytes in the wrong place are refused. In format 1 a shard was these
 tiles alone, under another name.
 
