@@ -39,7 +39,7 @@ NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.
 NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS)
 
 
-class Replacement:
+class StagedFiles:
     """New files for a directory: hidden while they are written, then all there at once.
 
     As a context it takes away, where it is not committed, all that it made.
@@ -93,7 +93,7 @@ class Replacement:
             sweep(self._place, parts)
             self._place.sync()
 
-    def __enter__(self) -> Replacement:
+    def __enter__(self) -> StagedFiles:
         return self
 
     def __exit__(self, *_: object) -> None:

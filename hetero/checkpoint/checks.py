@@ -23,7 +23,7 @@ from hetero.checkpoint.values import decode
 from hetero.device import check_accelerator_rng, checked_rng
 from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from hetero.train.engine.engine import Engine
-from hetero.train.engine.snapshot import PIECE_BYTES, Name
+from hetero.train.engine.snapshot import Name
 from hetero.train.engine.state_dict import Scalars, parts_of
 from hetero.train.update.masters import LossScaler
 
@@ -232,9 +232,7 @@ def tensor_at(reader: CheckpointReader, number: int) -> torch.Tensor:
     """Return an entry as a tensor of its own."""
     entry = reader.entries[number]
     value = torch.empty(entry.shape, dtype=dtype_of(entry))
-    view = memoryview(value.view(-1).view(torch.uint8).numpy())
-    for start in range(0, len(view), PIECE_BYTES):
-        reader.read(number, start, view[start : start + PIECE_BYTES])
+    reader.read(number, 0, memoryview(value.view(-1).view(torch.uint8).numpy()))
     return value
 
 

@@ -2,8 +2,8 @@
 
 [Note: order of belief]  Names and types of files, before anything is opened; size of the manifest,
 before it is read; its CRC, before it is parsed; its version; every declared value, before anything
-is allocated by it; the shard's size; and the CRC of each block before its bytes are given out.
-Unknown files in a checkpoint are never opened.
+is allocated by it; the shard's size; its header; and the CRC of each block before its bytes are
+given out. Unknown files in a checkpoint are never opened.
 """
 
 from __future__ import annotations
