@@ -353,6 +353,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "betas of another length": lambda m: m["groups"][0].update(betas=[0.9]),
     "betas that are strings": lambda m: m["groups"][0].update(betas=["a", "b"]),
     "more groups": lambda m: m["groups"].append(m["groups"][0]),
+    "members that are numbers": lambda m: m.update(members=[3]),
     "groups that are a number": lambda m: m.update(groups=3),
     "no generators": lambda m: m.update(rng=None),
     "a device's generator": lambda m: m["rng"].update(device=[1, 2]),

@@ -67,7 +67,8 @@ def understood(engine: Engine, reader: CheckpointReader) -> SavedValues:
             scalars=decode_scalars(meta["scalars"]),
             steps=count_of(meta["steps"]),
         )
-        if len(found.members) != len(found.groups) or not all(found.groups):
+        members = [len(names) for names in found.members]
+        if len(members) != len(found.groups) or not all(found.groups):
             raise ValueError("as many groups as there are settings of groups")
         check_rng(engine, found.rng)
     return found
