@@ -28,7 +28,8 @@ from typing import Any
 
 from hetero import interrupts, tensorfile
 from hetero.errors import DiskFull, StorageError
-from hetero.io import IO, MAX_NAME_BYTES, Folder, is_mount_point
+from hetero.io import IO, MAX_NAME_BYTES, Folder
+from hetero.mounts import is_mount_point
 from hetero.tensorfile import INDEX, PART, SINGLE
 from hetero.types import format_bytes
 
@@ -38,7 +39,7 @@ NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.
 NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS)
 
 
-class Replacement:
+class StagedFiles:
     """New files for a directory: hidden while they are written, then all there at once.
 
     As a context it takes away, where it is not committed, all that it made.
@@ -92,7 +93,7 @@ class Replacement:
             sweep(self._place, parts)
             self._place.sync()
 
-    def __enter__(self) -> Replacement:
+    def __enter__(self) -> StagedFiles:
         return self
 
     def __exit__(self, *_: object) -> None:

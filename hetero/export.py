@@ -15,7 +15,7 @@ from torch import nn
 
 from hetero.config import parse_bytes
 from hetero.errors import ConfigError
-from hetero.exchange import Replacement
+from hetero.exchange import StagedFiles
 from hetero.io import IO
 from hetero.tensorfile import CODES, INDEX, SINGLE, header
 
@@ -59,7 +59,7 @@ def write(model: nn.Module, directory: Path, limit_bytes: int, io: IO) -> Path:
     parts = cut(items, limit_bytes)
     if SINGLE not in parts:
         notes[INDEX] = index_of(parts, sum(p.numel() for p in model.parameters()))
-    with Replacement(directory, io) as files:
+    with StagedFiles(directory, io) as files:
         # 2. the new files, where nothing loads them
         files.check_room(sum(item.n_bytes for item in items))
         for name, part in parts.items():

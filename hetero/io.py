@@ -1,9 +1,9 @@
-"""The only door to files, and its fake twin (floor 0, no torch).
+"""The only door to files (floor 0, no torch).
 
-Every system call that touches a file goes through `IO.call`, where a `FaultPlan` can count, record,
-fail, shorten, falsify or kill it. Above it, `File` and `Folder` loop until a transfer is complete,
-read every result and turn what fails into typed errors. Folders are descriptors, names are never
-paths, and symbolic links are not followed.
+Every system call that touches a file goes through `IO.call`, where tests count, record, fail,
+shorten, falsify or kill it (`hetero.testing`). Above it, `File` and `Folder` loop until a transfer
+is complete, read every result and turn what fails into typed errors. Folders are descriptors,
+names are never paths, and symbolic links are not followed.
 
 [Note: direct I/O]  With O_DIRECT the buffer's address, the offset and the length are multiples of
 `ALIGN`. Where a file system refuses it, a file is buffered, and what passed is dropped from the
@@ -18,15 +18,10 @@ import errno
 import fcntl
 import mmap
 import os
-import re
-import signal
 import stat
-import threading
-import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from hetero.errors import (
     ConfigError,
@@ -36,9 +31,11 @@ from hetero.errors import (
     StorageError,
     TruncatedChunk,
 )
+from hetero.mounts import check_spill
 from hetero.types import format_bytes
 
 T = TypeVar("T")
+D = TypeVar("D", bound="Descriptor")
 
 ALIGN = 4096  # bytes: serves logical blocks of 512 and of 4096
 MAX_CALL = 2**30  # bytes of one system call; Linux moves at most 2^31 - 4096
@@ -47,6 +44,7 @@ WINDOW = 32 * 2**20  # bytes written through the page cache before they are push
 PATIENCE = 64  # calls in a row without progress
 MAX_NAME_BYTES = 255
 RENAME_EXCHANGE = 2  # of linux/fs.h
+READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 CLOSED = -2  # a descriptor; -1 is the working directory to os.listdir
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -66,8 +64,6 @@ ADVICE = {  # where the drive is not to blame
         "too many files are open: close some, or raise the limit (ulimit -n)",
     ),
 }
-RAM_FILE_SYSTEMS = ("tmpfs", "ramfs")
-FAR_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "overlay", "fuse")
 
 
 def align_up(n_bytes: int) -> int:
@@ -96,120 +92,44 @@ class IO:
         return act(*args)
 
 
-class Op(NamedTuple):
-    """One recorded call. ``data`` is what a write wrote; ``to`` as in `target`."""
+class Descriptor:
+    """An open file or directory; it is closed with this object."""
 
-    op: str
-    where: str
-    offset: int
-    data: bytes
-    to: str
-
-
-class FaultPlan(IO):
-    """An `IO` that goes wrong on purpose, and keeps a log of what it carried out.
-
-    ``k`` counts the calls of one op from 0; op "any" counts all calls but open, list and stat.
-    """
-
-    PASSIVE = ("open", "list", "stat")
-
-    def __init__(self, *, keep_data: bool = False) -> None:
-        self.log: list[Op] = []
-        self.seen: Counter[str] = Counter()
-        self.fired = 0
-        self._keep_data = keep_data
-        self._rules: list[tuple[str, int, int | None, Callable[..., Any]]] = []
-        self._lock = threading.Lock()
-
-    def fail_at(self, op: str, k: int, number: int, times: int | None = 1) -> None:
-        """Let calls from the ``k``-th on fail, ``times`` times or, with None, for ever."""
-
-        def fail(act: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-            raise OSError(number, os.strerror(number))
-
-        self._rules.append((op, k, times, fail))
-
-    def short_at(self, op: str, k: int, got: int, times: int | None = 1) -> None:
-        """Let a read or write move at most ``got`` bytes."""
-
-        def shorten(act: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-            fd, parts, offset = args
-            try:
-                return act(fd, within(parts, 0, got), offset)
-            except OSError:  # a direct file: no less than whole blocks can really be moved
-                return min(act(fd, within(parts, 0, align_up(got)), offset), got)
-
-        self._rules.append((op, k, times, shorten))
-
-    def lie_at(self, k: int, how: Literal["drop", "misdirect", "flip"]) -> None:
-        """Let the ``k``-th write claim success and do something else."""
-
-        def lie(act: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-            fd, parts, offset = args
-            n_bytes = sum(map(len, parts))
-            if how == "misdirect":
-                act(fd, parts, offset + ALIGN)
-            elif how == "flip":
-                wrong = aligned_buffer(n_bytes)[:n_bytes]
-                wrong[:] = b"".join(parts)
-                wrong[n_bytes // 2] ^= 1
-                act(fd, [wrong], offset)
-            return n_bytes
-
-        self._rules.append(("write", k, 1, lie))
-
-    def kill_at(self, k: int) -> None:
-        """Let this process die of SIGKILL in place of the ``k``-th call of any op."""
-
-        def kill(act: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        self._rules.append(("any", k, 1, kill))
-
-    def clear(self) -> None:
-        """Let everything succeed from now on."""
-        self._rules.clear()
-
-    def call(self, op: str, act: Callable[..., T], *args: Any, where: str, offset: int = 0) -> T:
-        with self._lock:
-            wrong = self._wrong(op)
-            self.seen[op] += 1
-            if op not in self.PASSIVE:
-                self.seen["any"] += 1
-        result = act(*args) if wrong is None else wrong(act, args)
-        with self._lock:
-            n_bytes: Any = result if op == "write" and self._keep_data else 0
-            data = b"".join(args[1])[:n_bytes] if n_bytes else b""
-            self.log.append(Op(op, where, offset, data, target(op, args)))
-        return result
-
-    def _wrong(self, op: str) -> Callable[..., Any] | None:
-        for rule, k, times, act in self._rules:
-            active = rule == op or (rule == "any" and op not in self.PASSIVE)
-            n = self.seen[rule]
-            if active and n >= k and (times is None or n < k + times):
-                self.fired += 1
-                return act
-        return None
-
-
-def target(op: str, args: tuple[Any, ...]) -> str:
-    """Return the second name of a call: in its directory, or with the path of another one."""
-    if op in ("rename", "exchange"):
-        return str(args[1])
-    return str(args[2].where(args[0])) if op in ("move", "link") else ""
-
-
-class File:
-    """One open file; transfers are complete, or a typed error."""
-
-    def __init__(self, io: IO, fd: int, path: str, *, direct: bool = False) -> None:
+    def __init__(self, io: IO, fd: int, path: str) -> None:
         self.path = path
-        self.direct = direct
         self._io = io
         self._fd = fd
         self._pid = os.getpid()
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._fd
+
+    def close(self) -> None:
+        """Let the descriptor go; again is no error, and neither is a forked child's."""
+        fd, self._fd = self._fd, CLOSED
+        if fd >= 0 and self._pid == os.getpid():
+            os.close(fd)
+
+    def __enter__(self: D) -> D:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _call(self, op: str, act: Callable[..., T], *args: Any, wanted: int = 0) -> T:
+        return patiently(self._io, op, act, *args, where=self.path, wanted=wanted)
+
+
+class File(Descriptor):
+    """One open file; transfers are complete, or a typed error."""
+
+    def __init__(self, io: IO, fd: int, path: str, *, direct: bool = False) -> None:
+        super().__init__(io, fd, path)
+        self.direct = direct
         self._window = 0
 
     def read(self, offset: int, into: memoryview) -> None:
@@ -252,28 +172,9 @@ class File:
         """Return the length in bytes."""
         return self._call("stat", os.fstat, self._fd).st_size
 
-    def fileno(self) -> int:
-        """Return the descriptor."""
-        return self._fd
-
     def allocated(self) -> int:
         """Return the bytes that the file takes on its disk."""
         return 512 * self._call("stat", os.fstat, self._fd).st_blocks
-
-    def close(self) -> None:
-        """Let the descriptor go; again is no error, and neither is a forked child's."""
-        fd, self._fd = self._fd, CLOSED
-        if fd >= 0 and self._pid == os.getpid():
-            os.close(fd)
-
-    def __enter__(self) -> File:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
     def _transfer(
         self,
@@ -312,9 +213,6 @@ class File:
             done += max(step, 0)
         return wanted
 
-    def _call(self, op: str, act: Callable[..., T], *args: Any, wanted: int = 0) -> T:
-        return patiently(self._io, op, act, *args, where=self.path, wanted=wanted)
-
     def _uncache(self, offset: int, n_bytes: int) -> None:
         with contextlib.suppress(OSError, AttributeError):  # a hint, which some systems lack
             os.posix_fadvise(self._fd, offset, n_bytes, os.POSIX_FADV_DONTNEED)
@@ -328,15 +226,12 @@ def failed(
     reading = ("read", "open", "stat", "list")
     kind = DiskFull if full else DiskReadError if op in reading else DiskWriteError
     amount = f" of {format_bytes(wanted)} at byte {offset}" if wanted else ""
-    advice = "look at the system log: the drive or its file system reports an error"
+    advice = ADVICE.get(
+        error.errno or 0, "look at the system log: the drive or its file system reports an error"
+    )
     if full:
-        advice = (
-            f"free {format_bytes(wanted)} there, or name another directory"
-            if wanted
-            else ("free some space there, or name another directory")
-        )
-    elif error.errno in ADVICE:
-        advice = ADVICE[error.errno]
+        room = format_bytes(wanted) if wanted else "some space"
+        advice = f"free {room} there, or name another directory"
     return kind(
         f"{op}{amount} failed on {path}: {error.strerror or error}",
         advice=advice,
@@ -374,14 +269,8 @@ def within(parts: Sequence[memoryview], start: int, end: int) -> list[memoryview
     return found
 
 
-class Folder:
+class Folder(Descriptor):
     """An open directory. Names in it are single names; links are not followed."""
-
-    def __init__(self, io: IO, fd: int, path: str) -> None:
-        self.path = path
-        self._io = io
-        self._fd = fd
-        self._pid = os.getpid()
 
     @classmethod
     def open(cls, path: str | Path, io: IO | None = None) -> Folder:
@@ -391,17 +280,16 @@ class Folder:
         """
         io = io or IO()
         where = os.fspath(path)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        return cls(io, patiently(io, "open", os.open, where, flags, where=where), where)
+        return cls(io, patiently(io, "open", os.open, where, READ_FOLDER, where=where), where)
 
     def folder(self, name: str) -> Folder:
         """Open a directory in this one."""
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-        return Folder(self._io, self._open("open", name, flags), self.where(name))
+        fd = self._open("open", name, READ_FOLDER | os.O_NOFOLLOW)
+        return Folder(self._io, fd, self.where(name))
 
     def make(self, name: str, mode: int = 0o700) -> Folder:
         """Make a directory and open it; an existing one is a DiskWriteError."""
-        self._call("mkdir", _mkdir, self.checked(name), mode, self._fd, where=self.where(name))
+        self._at("mkdir", lambda n, mode: os.mkdir(n, mode, dir_fd=self._fd), name, mode)
         return self.folder(name)
 
     def file(self, name: str, *, direct: bool = False) -> File:
@@ -432,22 +320,22 @@ class Folder:
 
     def names(self) -> list[str]:
         """Return the names in this directory, sorted."""
-        return sorted(self._call("list", os.listdir, self._fd, where=self.path))
+        return sorted(self._call("list", os.listdir, self._fd))
 
     def stat(self, name: str) -> os.stat_result:
         """Return what the system says of a name; of a link itself, not of where it leads."""
-        return self._call("stat", _lstat, self.checked(name), self._fd, where=self.where(name))
+        return self._at("stat", lambda n: os.stat(n, dir_fd=self._fd, follow_symlinks=False), name)
 
     def permit(self, mode: int) -> None:
         """Let this directory have a mode, whatever the process masks."""
-        self._call("chmod", os.fchmod, self._fd, mode, where=self.path)
+        self._call("chmod", os.fchmod, self._fd, mode)
 
     def lock(self) -> bool:
         """Take this directory for as long as it is open; False where another process has it.
 
         Raises StorageError where the file system has no locks.
         """
-        return self._call("lock", _lock, self._fd, where=self.path)
+        return self._call("lock", _lock, self._fd)
 
     def has(self, name: str) -> bool:
         """Whether there is something of that name, a link that leads nowhere included."""
@@ -461,44 +349,41 @@ class Folder:
 
     def rename(self, name: str, to: str) -> None:
         """Give a file or directory in here another name; what had that name is replaced."""
-        names = self.checked(name), self.checked(to)
-        self._call("rename", _rename, *names, self._fd, where=self.where(name))
+        fds = {"src_dir_fd": self._fd, "dst_dir_fd": self._fd}
+        self._at("rename", lambda n, to: os.replace(n, to, **fds), name, self.checked(to))
 
     def move(self, name: str, to: Folder) -> None:
         """Bring a file or directory, under its name, to another directory of the file system."""
-        self._call("move", _move, self.checked(name), self._fd, to, where=self.where(name))
+        fds = {"src_dir_fd": self._fd, "dst_dir_fd": to.fileno()}
+        self._at("move", lambda n, _: os.rename(n, n, **fds), name, to)
 
     def link(self, name: str, to: Folder) -> None:
         """Give a file in here the same name in another directory of the file system, too."""
-        self._call("link", _link, self.checked(name), self._fd, to, where=self.where(name))
+        fds = {"src_dir_fd": self._fd, "dst_dir_fd": to.fileno()}
+        self._at("link", lambda n, _: os.link(n, n, **fds, follow_symlinks=False), name, to)
 
     def exchange(self, name: str, to: str) -> None:
         """Let two names in here lead to each other's files or directories, both at one moment.
 
         Raises StorageError of ENOSYS or EINVAL where the system has no such call.
         """
-        names = self.checked(name), self.checked(to)
-        self._call("exchange", _exchange, *names, self._fd, where=self.where(name))
+        self._at("exchange", lambda n, to: _exchange(n, to, self._fd), name, self.checked(to))
 
     def unlink(self, name: str) -> None:
         """Remove a file's name."""
-        self._call("unlink", _unlink, self.checked(name), self._fd, where=self.where(name))
+        self._at("unlink", lambda n: os.unlink(n, dir_fd=self._fd), name)
 
     def rmdir(self, name: str) -> None:
         """Remove an empty directory."""
-        self._call("rmdir", _rmdir, self.checked(name), self._fd, where=self.where(name))
+        self._at("rmdir", lambda n: os.rmdir(n, dir_fd=self._fd), name)
 
     def sync(self) -> None:
         """Return when the names in this directory are durable."""
-        self._call("sync_folder", os.fsync, self._fd, where=self.path)
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
-        return self._fd
+        self._call("sync_folder", os.fsync, self._fd)
 
     def space(self) -> int:
         """Return the bytes that this user can still write here."""
-        found = self._call("stat", os.fstatvfs, self._fd, where=self.path)
+        found = self._call("stat", os.fstatvfs, self._fd)
         return found.f_bavail * found.f_frsize
 
     def where(self, name: str) -> str:
@@ -508,42 +393,24 @@ class Folder:
     @staticmethod
     def checked(name: str) -> str:
         """Return a name that stays in its directory, or raise DiskReadError."""
-        bad = name in ("", "..") or "/" in name or "\0" in name
-        bad = bad or len(os.fsencode(name)) > MAX_NAME_BYTES
-        if bad:
+        odd = name in ("", "..") or "/" in name or "\0" in name
+        if odd or len(os.fsencode(name)) > MAX_NAME_BYTES:
             raise DiskReadError(
                 f"{name[:300]!r} is not the name of a file", advice="a single name is needed"
             )
         return name
 
-    def close(self) -> None:
-        """Let the descriptor go; again is no error, and neither is a forked child's."""
-        fd, self._fd = self._fd, CLOSED
-        if fd >= 0 and self._pid == os.getpid():
-            os.close(fd)
-
-    def __enter__(self) -> Folder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
     def _file(self, op: str, name: str, flags: int, *, direct: bool) -> File:
-        if direct and hasattr(os, "O_DIRECT"):
-            try:
-                fd = self._open(op, name, flags | os.O_DIRECT)
-            except StorageError as error:
-                if error.errno not in NO_DIRECT:
-                    raise
-                if op == "create":  # some file systems refuse after they have made it
-                    with contextlib.suppress(StorageError):
-                        self.unlink(name)
-                return self._file(op, name, flags, direct=False)
-        else:
-            direct, fd = False, self._open(op, name, flags)
+        direct = direct and hasattr(os, "O_DIRECT")
+        try:
+            fd = self._open(op, name, flags | (os.O_DIRECT if direct else 0))
+        except StorageError as error:
+            if not direct or error.errno not in NO_DIRECT:
+                raise
+            if op == "create":  # some file systems refuse after they have made it
+                with contextlib.suppress(StorageError):
+                    self.unlink(name)
+            return self._file(op, name, flags, direct=False)
         file = File(self._io, fd, self.where(name), direct=direct)
         if op == "open" and not stat.S_ISREG(os.fstat(fd).st_mode):
             file.close()
@@ -556,23 +423,11 @@ class Folder:
         return file
 
     def _open(self, op: str, name: str, flags: int) -> int:
-        name = self.checked(name)
-        return self._call(op, _open_at, name, flags, self._fd, where=self.where(name))
+        return self._at(op, lambda n, flags: os.open(n, flags, 0o600, dir_fd=self._fd), name, flags)
 
-    def _call(self, op: str, act: Callable[..., T], *args: Any, where: str) -> T:
-        return patiently(self._io, op, act, *args, where=where)
-
-
-def _open_at(name: str, flags: int, folder: int) -> int:
-    return os.open(name, flags, 0o600, dir_fd=folder)
-
-
-def _mkdir(name: str, mode: int, folder: int) -> None:
-    os.mkdir(name, mode, dir_fd=folder)
-
-
-def _lstat(name: str, folder: int) -> os.stat_result:
-    return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    def _at(self, op: str, act: Callable[..., T], name: str, *args: Any) -> T:
+        """Make a call about a name in this directory."""
+        return patiently(self._io, op, act, self.checked(name), *args, where=self.where(name))
 
 
 def _lock(fd: int) -> bool:
@@ -583,63 +438,12 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _rename(name: str, to: str, folder: int) -> None:
-    os.replace(name, to, src_dir_fd=folder, dst_dir_fd=folder)
-
-
-def _move(name: str, folder: int, to: Folder) -> None:
-    os.rename(name, name, src_dir_fd=folder, dst_dir_fd=to.fileno())
-
-
-def _link(name: str, folder: int, to: Folder) -> None:
-    os.link(name, name, src_dir_fd=folder, dst_dir_fd=to.fileno(), follow_symlinks=False)
-
-
 def _exchange(name: str, to: str, folder: int) -> None:
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     if call(folder, os.fsencode(name), folder, os.fsencode(to), RENAME_EXCHANGE):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def _unlink(name: str, folder: int) -> None:
-    os.unlink(name, dir_fd=folder)
-
-
-def _rmdir(name: str, folder: int) -> None:
-    os.rmdir(name, dir_fd=folder)
-
-
-class Mount(NamedTuple):
-    """What a directory lies on."""
-
-    kind: str
-    """Type of the file system, as "ext4"; "" where the system does not say."""
-
-    @property
-    def is_ram(self) -> bool:
-        return self.kind in RAM_FILE_SYSTEMS
-
-    @property
-    def is_far(self) -> bool:
-        """Whether its answers come from a network or from another file system's layer."""
-        return self.kind.split(".")[0] in FAR_FILE_SYSTEMS
-
-
-def mount_of(path: str | Path, root: Path = Path("/")) -> Mount:
-    """Return what a directory lies on, by the device number that the kernel lists for mounts."""
-    try:
-        device = os.stat(path).st_dev
-        rows = (root / "proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return Mount("")
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for row in rows:  # id parent major:minor root mount-point options ... - type source options
-        fields, _, rest = row.partition(" - ")
-        if fields.split()[2:3] == [number]:
-            return Mount(rest.split()[0])
-    return Mount("")
 
 
 def make_folder(path: str | Path, io: IO | None = None, mode: int = 0o700) -> Folder:
@@ -677,20 +481,6 @@ def existing(place: Path, io: IO | None) -> Folder | None:
         raise
 
 
-def is_mount_point(path: str, root: Path = Path("/")) -> bool:
-    """Whether another file system, or another part of one, begins at a directory."""
-    try:
-        rows = (root / "proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        rows = []
-    return os.path.ismount(path) or any(unescaped(row.split()[4]) == path for row in rows)
-
-
-def unescaped(text: str) -> str:
-    """Return a path of the kernel's tables: blanks and the like are octal there."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
-
-
 def spill_folder(path: str | Path, io: IO | None = None) -> Folder:
     """Open a directory that is to hold what HOST cannot; refuse one that cannot be right for it.
 
@@ -705,20 +495,5 @@ def spill_folder(path: str | Path, io: IO | None = None) -> Folder:
             f"nvme={where!r} cannot be opened: {getattr(error, 'args', [error])[0]}",
             advice="nvme= takes existing directories on a local drive",
         ) from error
-    mount, mode = mount_of(where), os.stat(where).st_mode
-    if mount.is_ram:
-        raise ConfigError(
-            f"nvme={where!r} lies on {mount.kind}, which is RAM",
-            advice="name a directory on a drive, or raise host=",
-        )
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise ConfigError(
-            f"nvme={where!r} may be written by everybody (mode {stat.S_IMODE(mode):o})",
-            advice=f"chmod o-w {where}, or name a directory of your own",
-        )
-    if mount.is_far:
-        warnings.warn(
-            f"nvme={where!r} lies on {mount.kind}, which is slow for this and may lose writes",
-            stacklevel=2,
-        )
+    check_spill(where)
     return folder

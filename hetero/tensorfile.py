@@ -25,6 +25,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 MAX_HEADER = 100_000_000  # bytes: what the safetensors library reads
+MAX_RANK = 64  # torch's own limit
 MAX_INT = 2**63  # sizes beyond are no tensor's
 BLOCK = 2**20  # bytes under one CRC
 SEED = struct.Struct("<QQ")  # number of the tensor, number of the block
@@ -230,7 +231,7 @@ def checked(where: str, name: str, raw: Any, start: int) -> StoredTensor:
         )
     first, end = offsets
     dtype = DTYPES[code]
-    if bounded_product(shape) * ITEM_BYTES[dtype] != end - first:
+    if math.prod(shape) * ITEM_BYTES[dtype] != end - first:
         raise unsafe(
             where, f"declares {name[:200]!r} of {end - first} bytes, which its shape is not"
         )
@@ -238,20 +239,9 @@ def checked(where: str, name: str, raw: Any, start: int) -> StoredTensor:
 
 
 def sizes(value: Any) -> bool:
-    """Whether a value is a list of sizes."""
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < MAX_INT for n in value)
-
-
-def bounded_product(shape: Sequence[int]) -> int:
-    """Return the number of elements; a hostile shape's is cut off where it passes 64 bits."""
-    if 0 in shape:
-        return 0
-    numel = 1
-    for n in shape:
-        numel *= n
-        if numel >= MAX_INT:
-            break
-    return numel
+    """Whether a value is a list of sizes, as many as a tensor may have."""
+    fits = isinstance(value, list) and len(value) <= MAX_RANK
+    return fits and all(type(n) is int and 0 <= n < MAX_INT for n in value)
 
 
 def unsafe(where: str, fault: str) -> UnsafeCheckpoint:

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from hetero.checkpoint.manifest import SHARD, Entry
+from hetero.checkpoint.manifest import SHARD, SavedTensor
 from hetero.checkpoint.writer import Writer
 from hetero.cli import main
 from hetero.io import Folder
 
-ENTRIES = (Entry("param", "a [red]", "", "uint8", (5000,)), Entry("state", "a", "m", "int8", (9,)))
+ENTRIES = (
+    SavedTensor("param", "a [red]", "", "uint8", (5000,)),
+    SavedTensor("state", "a", "m", "int8", (9,)),
+)
 
 
 def call(line: Sequence[str]) -> Result:

@@ -18,8 +18,9 @@ from benchmarks.memory import memory_of_this_process, reset_peak
 from hetero.errors import CheckpointError, ConfigError, DiskFull, HeteroError, StorageError
 from hetero.exchange import NEW, OLD
 from hetero.export import PIECE, write
-from hetero.io import IO, FaultPlan
+from hetero.io import IO
 from hetero.tensorfile import DTYPES, INDEX, ITEM_BYTES, SINGLE
+from hetero.testing.faults import FaultPlan
 from hetero.weights import Weights, dtype_named
 from tests.faults.saves import Quick
 

@@ -16,12 +16,13 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hetero"
 FLOORS = {
     **dict.fromkeys(("types", "config", "crc", "errors", "version", "events"), 0),
     **dict.fromkeys(("interrupts", "internals", "optim", "jobs", "cores"), 0),
-    **dict.fromkeys(("device", "dry", "io", "parse", "tensorfile", "weights"), 0),
+    **dict.fromkeys(("device", "dry", "io", "mounts", "parse", "tensorfile", "weights"), 0),
     **dict.fromkeys(("memory", "plan", "functional"), 1),
     "train": 2,
     "parallel": 3,
     **dict.fromkeys(("api", "checkpoint", "exchange", "export", "cli", "__main__"), 4),
     **dict.fromkeys(("report", "rehearse", "integrations", "bench", "recipes"), 4),
+    "testing": 4,
 }
 ROOMS = {  # of train/: a room imports those below it
     "model": 0,
@@ -228,6 +229,10 @@ def names_distributed(trees: Trees) -> list[str]:
     return naming(trees, "torch.distributed", may)
 
 
+def names_testing(trees: Trees) -> list[str]:
+    return naming(trees, "hetero.testing", only_in("testing"))
+
+
 def names_crc(trees: Trees) -> list[str]:
     return [b for n in ("zlib.crc32", "zlib_ng") for b in naming(trees, n, only_in("crc"))]
 
@@ -426,6 +431,7 @@ RULES: dict[str, Rule] = {
     "only replicas, parallel and checkpoint name torch.distributed": names_distributed,
     "only internals.py names what is private to torch": names_private_torch,
     "only crc.py names zlib's CRC-32, or zlib-ng": names_crc,
+    "only tests name what is for tests": names_testing,
     "what is built on torch stays in its rooms": names_ecosystem,
     "only binding.py assigns param.data": assigns_data,
     "only memory changes a pin count": assigns_pins,
@@ -508,6 +514,10 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
     ("only crc.py names zlib's CRC-32, or zlib-ng", {"io": "import zlib\nzlib.crc32(b'')"}),
     ("only crc.py names zlib's CRC-32, or zlib-ng", {"io": "from zlib import crc32"}),
     ("only crc.py names zlib's CRC-32, or zlib-ng", {"io": "from zlib_ng import zlib_ng"}),
+    (
+        "only tests name what is for tests",
+        {"cli": "from hetero.testing.faults import FaultPlan", "testing.faults": ""},
+    ),
     ("what is built on torch stays in its rooms", {"api": "import transformers"}),
     ("what is built on torch stays in its rooms", {"api": "import lightning"}),
     ("only binding.py assigns param.data", {"train.a": "param.data = x"}),

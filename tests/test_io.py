@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import hetero.io as io_module
+from hetero import mounts
 from hetero.errors import (
     ConfigError,
     DiskFull,
@@ -33,15 +34,14 @@ from hetero.io import (
     IO,
     PATIENCE,
     WINDOW,
-    FaultPlan,
     File,
     Folder,
-    Mount,
     align_up,
     aligned_buffer,
-    mount_of,
     spill_folder,
 )
+from hetero.mounts import Mount, mount_of
+from hetero.testing.faults import FaultPlan
 
 SIZE = 5 * ALIGN
 DIRECT = pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
@@ -586,7 +586,7 @@ def test_memory_that_looks_like_a_disk_is_refused() -> None:
 def test_every_kind_of_memory_is_refused(
     disk: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(io_module, "mount_of", lambda path: Mount(kind))
+    monkeypatch.setattr(mounts, "mount_of", lambda path: Mount(kind))
     with pytest.raises(ConfigError, match="RAM"):
         spill_folder(disk)
 
@@ -595,7 +595,7 @@ def test_every_kind_of_memory_is_refused(
 def test_a_directory_far_away_is_taken_with_a_warning(
     disk: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(io_module, "mount_of", lambda path: Mount(kind))
+    monkeypatch.setattr(mounts, "mount_of", lambda path: Mount(kind))
     with pytest.warns(UserWarning, match=kind):
         spill_folder(disk).close()
 
@@ -683,7 +683,8 @@ def test_lies_are_told_as_they_are_planned(
 def test_a_process_dies_at_the_call_that_was_planned(disk: Path) -> None:
     code = (
         "import sys\n"
-        "from hetero.io import FaultPlan, Folder\n"
+        "from hetero.io import Folder\n"
+        "from hetero.testing.faults import FaultPlan\n"
         "plan = FaultPlan()\n"
         "plan.kill_at(3)\n"
         "folder = Folder.open(sys.argv[1], plan)\n"

@@ -21,9 +21,7 @@ from torch import nn
 
 import hetero
 from hetero.api import engine_of, prepare_tuned, status
-from hetero.checkpoint.load import load_through
 from hetero.checkpoint.manifest import MANIFEST, SHARD, decode, encode
-from hetero.checkpoint.save import save_through
 from hetero.config import Config
 from hetero.errors import (
     CheckpointCorrupt,
@@ -32,8 +30,9 @@ from hetero.errors import (
     DiskReadError,
     StateError,
 )
-from hetero.io import IO, FaultPlan
+from hetero.io import IO
 from hetero.jobs import Worker
+from hetero.testing.faults import FaultPlan
 from hetero.train.engine.tuning import Tuning
 
 WIDTH = 128
@@ -186,7 +185,7 @@ def test_training_goes_on_while_a_slow_save_runs_and_the_save_is_of_its_own_step
     optimizer.state  # noqa: B018  # waits for the updates
     then = values(model)
 
-    save = save_through(Slow(), disk / "saved", model, optimizer, asynchronous=True)
+    save = hetero.save_checkpoint(disk / "saved", model, optimizer, asynchronous=True, io=Slow())
     train(model, optimizer, scheduler, 3)
     with hetero.gathered(model.head, write=True), torch.no_grad():
         model.head.weight.zero_()
@@ -223,7 +222,7 @@ def test_what_a_user_writes_behind_a_save_is_not_in_it(
     then = values(model)
     moments = first_moments(model, optimizer)
 
-    save = save_through(Slow(), disk / "saved", model, optimizer, asynchronous=True)
+    save = hetero.save_checkpoint(disk / "saved", model, optimizer, asynchronous=True, io=Slow())
     write(model, optimizer)
     save.wait()
 
@@ -354,6 +353,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "betas of another length": lambda m: m["groups"][0].update(betas=[0.9]),
     "betas that are strings": lambda m: m["groups"][0].update(betas=["a", "b"]),
     "more groups": lambda m: m["groups"].append(m["groups"][0]),
+    "members that are numbers": lambda m: m.update(members=[3]),
     "groups that are a number": lambda m: m.update(groups=3),
     "no generators": lambda m: m.update(rng=None),
     "a device's generator": lambda m: m["rng"].update(device=[1, 2]),
@@ -470,13 +470,13 @@ def test_a_model_that_was_loaded_in_part_gives_nothing_out_until_a_whole_load(
 ) -> None:
     model, optimizer, scheduler = two_saves(disk, where)
     plan = FaultPlan()
-    load_through(plan, disk / "saved", model, optimizer)
+    hetero.load_checkpoint(disk / "saved", model, optimizer, io=plan)
     reads = plan.seen["read"]
     failing = FaultPlan()
     failing.fail_at("read", reads - 3, errno.EIO, None)  # the last of the pass that writes
 
     with pytest.raises(DiskReadError):
-        load_through(failing, disk / "saved", model, optimizer)
+        hetero.load_checkpoint(disk / "saved", model, optimizer, io=failing)
 
     for use in WAYS_OUT.values():
         with pytest.raises(StateError, match="loaded in part"):
@@ -507,11 +507,11 @@ def test_a_save_that_fails_says_so_and_training_and_the_next_save_go_on(
     plan.fail_at(op, 0, number, None)
 
     with pytest.raises(hetero.StorageError):
-        save_through(plan, disk / "saved", model, optimizer, asynchronous=True).wait()
+        hetero.save_checkpoint(disk / "saved", model, optimizer, asynchronous=True, io=plan).wait()
     assert plan.fired
     seen += train(model, optimizer, scheduler, 2)
     plan.clear()
-    save_through(plan, disk / "saved", model, optimizer)
+    hetero.save_checkpoint(disk / "saved", model, optimizer, io=plan)
 
     assert seen == losses
     assert [path.name for path in (disk / "saved").iterdir()] == ["step-4"]

@@ -22,8 +22,8 @@ from hetero.errors import (
     TruncatedChunk,
     UnsafeCheckpoint,
 )
-from hetero.io import FaultPlan
 from hetero.tensorfile import DTYPES, INDEX, SINGLE
+from hetero.testing.faults import FaultPlan
 from hetero.weights import Weights, dtype_named
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -30,7 +30,7 @@ OURS = (MANIFEST_TMP, MANIFEST, *SHARDS.values())
 TRIES = 8  # names for one attempt: each is lost only to a sweep at that very moment
 
 
-class Named(NamedTuple):
+class CheckpointName(NamedTuple):
     """A directory whose name is one of ours."""
 
     step: int
@@ -45,10 +45,10 @@ def final_name(step: int) -> str:
     return f"step-{step}"
 
 
-def named(root: Folder) -> list[Named]:
+def named(root: Folder) -> list[CheckpointName]:
     """Return what has a name of ours in ``root``, by step; looks at nothing else."""
     matches = [(STEP.fullmatch(name) or TMP.fullmatch(name)) for name in root.names()]
-    return sorted(Named(int(match[1]), match[0]) for match in matches if match)
+    return sorted(CheckpointName(int(match[1]), match[0]) for match in matches if match)
 
 
 def leads_to(root: Folder, name: str, folder: Folder) -> bool:

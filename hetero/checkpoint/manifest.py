@@ -1,10 +1,10 @@
 """What a checkpoint says about itself: values, their JSON, and every check of it (no I/O).
 
 [Note: format]  A checkpoint is a directory ``step-N`` with `MANIFEST` and one shard, a file of
-safetensors. Its header is a function of the entries (`head`), of a multiple of `ALIGN` bytes, and
-compared as a whole. Entries lie after it in their order, each padded with zeros to a multiple of
-`ALIGN` (the padding is a tensor of the file as well), and tile it. A CRC covers each `BLOCK` of an
-entry's padded bytes, seeded with the numbers of entry and block, so every byte of the shard is
+safetensors. Its header is a function of the entries (`header_of`), of a multiple of `ALIGN` bytes,
+and compared as a whole. Entries lie after it in their order, each padded with zeros to a multiple
+of `ALIGN` (the padding is a tensor of the file as well), and tile it. A CRC covers each `BLOCK` of
+an entry's padded bytes, seeded with the numbers of entry and block, so every byte of the shard is
 checked in one way, and valid bytes in the wrong place are refused. In format 1 a shard was these
 tiles alone, under another name.
 
@@ -29,7 +29,7 @@ from hetero.crc import crc32
 from hetero.errors import CheckpointCorrupt, CheckpointTooNew, UnsafeCheckpoint
 from hetero.io import ALIGN, align_up
 from hetero.parse import MAX_DEPTH, Unparsable, json_of
-from hetero.tensorfile import BLOCK
+from hetero.tensorfile import BLOCK, MAX_RANK
 from hetero.types import format_bytes
 
 FORMAT = "hetero checkpoint"
@@ -44,7 +44,6 @@ MAX_ENTRIES = 2**17
 MAX_STEP = 10**18 - 1
 MAX_NAME = 4096  # characters of a parameter's name
 MAX_KEY = 256
-MAX_RANK = 64  # torch's own limit
 MAX_BYTES = 2**50  # of one entry, and of a shard
 
 PAIRS = {"complex32": "float16", "complex128": "float64"}  # which safetensors does not have
@@ -64,7 +63,7 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SavedTensor:
     """One tensor of a checkpoint, whole: what it is of, and what its bytes are."""
 
     kind: str
@@ -100,7 +99,7 @@ class Manifest:
     """Everything a checkpoint says: entries in shard order, their CRCs, and ``meta``."""
 
     step: int
-    entries: tuple[Entry, ...]
+    entries: tuple[SavedTensor, ...]
     crcs: tuple[str, ...]
     """For each entry eight hexadecimal digits a block."""
     meta: dict[str, Any]
@@ -112,12 +111,12 @@ class Manifest:
         return SHARDS[self.version]
 
     @property
-    def head(self) -> bytes:
+    def header(self) -> bytes:
         """What the file begins with."""
-        return head(self.entries) if self.version > 1 else b""
+        return header_of(self.entries) if self.version > 1 else b""
 
 
-def head(entries: Iterable[Entry]) -> bytes:
+def header_of(entries: Iterable[SavedTensor]) -> bytes:
     """Return the header of a shard: entries and padding as tensors of safetensors.
 
     Its bytes are a part of the format: another choice is another version.
@@ -136,7 +135,7 @@ def head(entries: Iterable[Entry]) -> bytes:
     return tensorfile.header(tensors, notes={"format": "pt"}, align=ALIGN)
 
 
-def layout(entries: Iterable[Entry]) -> list[int]:
+def layout(entries: Iterable[SavedTensor]) -> list[int]:
     """Return the byte after the header at which each entry starts, and last where they end."""
     return list(accumulate((align_up(entry.n_bytes) for entry in entries), initial=0))
 
@@ -166,7 +165,7 @@ def encode(manifest: Manifest) -> bytes:
     return raw
 
 
-def entry_record(entry: Entry, offset: int, crcs: str) -> dict[str, Any]:
+def entry_record(entry: SavedTensor, offset: int, crcs: str) -> dict[str, Any]:
     """Return what the index says of an entry; later, ranks add slices of their own."""
     piece = {"shard": 0, "offset": offset, "slice": whole(entry.shape), "crcs": crcs}
     return {
@@ -300,10 +299,10 @@ ENTRY_FIELDS = {"kind": str, "name": str, "key": str, "dtype": str, "shape": lis
 SLICE_FIELDS = {"shard": int, "offset": int, "slice": str, "crcs": str}
 
 
-def index_entry(what: str, record: Any, end: int) -> tuple[Entry, str]:
+def index_entry(what: str, record: Any, end: int) -> tuple[SavedTensor, str]:
     """Return an entry of the index and its CRCs; it has to start at byte ``end`` of the shard."""
     kind, name, key, dtype, shape, slices = fields(what, record, ENTRY_FIELDS)
-    entry = Entry(kind, name, key, dtype, tuple(shape))
+    entry = SavedTensor(kind, name, key, dtype, tuple(shape))
     check_entry(what, entry)
     if len(slices) != 1:
         raise Unfit(f"{what} has {len(slices)} slices, and one holds it all")
@@ -320,7 +319,7 @@ def index_entry(what: str, record: Any, end: int) -> tuple[Entry, str]:
     return entry, crcs
 
 
-def check_entry(what: str, entry: Entry) -> None:
+def check_entry(what: str, entry: SavedTensor) -> None:
     """Raise Unfit unless an entry's words, shape and size are what a checkpoint may have."""
     if not KIND.fullmatch(entry.kind):
         raise Unfit(f"{what}: the kind {entry.kind[:80]!r} is no short lower-case word")
@@ -347,7 +346,7 @@ def check_shards(shards: list[Any], name: str, n_bytes: int) -> None:
         raise Unfit(f"the shard is declared with {clip(size)} bytes, its entries take {n_bytes}")
 
 
-def check_unique(entries: Sequence[Entry]) -> None:
+def check_unique(entries: Sequence[SavedTensor]) -> None:
     """Raise Unfit where two entries have the same kind, name and key."""
     seen: set[tuple[str, str, str]] = set()
     for entry in entries:

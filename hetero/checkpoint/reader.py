@@ -2,8 +2,8 @@
 
 [Note: order of belief]  Names and types of files, before anything is opened; size of the manifest,
 before it is read; its CRC, before it is parsed; its version; every declared value, before anything
-is allocated by it; the shard's size; and the CRC of each block before its bytes are given out.
-Unknown files in a checkpoint are never opened.
+is allocated by it; the shard's size; its header; and the CRC of each block before its bytes are
+given out. Unknown files in a checkpoint are never opened.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from hetero.checkpoint.folders import Named, check_safe, final_name, named
+from hetero.checkpoint.folders import CheckpointName, check_safe, final_name, named
 from hetero.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -23,7 +23,7 @@ from hetero.checkpoint.manifest import (
     Manifest,
     decode,
 )
-from hetero.checkpoint.shard import Mismatch, ShardReader, flat
+from hetero.checkpoint.shard import ShardReader, flat
 from hetero.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -63,7 +63,7 @@ class Found(NamedTuple):
     problem: str
 
 
-class Reader:
+class CheckpointReader:
     """An open checkpoint: what is in it, and its bytes, verified as they are read."""
 
     def __init__(self, folder: Folder, root: Folder | None = None) -> None:
@@ -79,7 +79,9 @@ class Reader:
         self.n_bytes = self._shard.n_bytes
 
     @classmethod
-    def open(cls, path: str | Path, step: int | None = None, io: IO | None = None) -> Reader:
+    def open(
+        cls, path: str | Path, step: int | None = None, io: IO | None = None
+    ) -> CheckpointReader:
         """Open a checkpoint, or the newest one in a directory of them, or that of ``step``.
 
         Never falls back in silence: where the newest is damaged, the error's advice names the
@@ -99,7 +101,7 @@ class Reader:
             raise type(error)(error.args[0], advice=advice) from None
 
     @classmethod
-    def _open_one(cls, folder: Folder, step: int | None) -> Reader:
+    def _open_one(cls, folder: Folder, step: int | None) -> CheckpointReader:
         if Path(folder.path).resolve().name.endswith(".tmp"):
             raise NoCheckpoint(f"{folder.path} is a save that did not finish", advice=SAVE_AGAIN)
         reader = cls(folder)
@@ -122,12 +124,9 @@ class Reader:
             raise CheckpointError(f"there is no entry {entry} of {len(self.entries)}")
         try:
             self._shard.read(entry, start, flat(into))
-        except Mismatch as wrong:
-            raise CheckpointCorrupt(
-                f"{self._shard.path}: block {wrong.block} of entry {entry}"
-                f" ({self.entries[entry].label!r}) has CRC {wrong.got}, saved was {wrong.expected}",
-                advice=newest_good(self._root, self.step),
-            ) from None
+        except CheckpointCorrupt as error:
+            advice = newest_good(self._root, self.step)
+            raise CheckpointCorrupt(error.args[0], advice=advice) from None
 
     def close(self) -> None:
         """Let the files go; again is no error."""
@@ -135,17 +134,17 @@ class Reader:
         self._folder.close()
         self._root = None
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def open_in(root: Folder, found: Named) -> Reader:
+def open_in(root: Folder, found: CheckpointName) -> CheckpointReader:
     """Open one of the checkpoints in ``root``; its name has to be that of its step."""
     check_safe(root, found.name, is_folder=True)
-    reader = Reader(root.folder(found.name), root)
+    reader = CheckpointReader(root.folder(found.name), root)
     if reader.step != found.step:
         reader.close()
         raise CheckpointCorrupt(
@@ -165,7 +164,7 @@ def steps(root: Folder | str | Path) -> list[Found]:
     return [found_at(root, each) for each in named(root)]
 
 
-def found_at(root: Folder, found: Named) -> Found:
+def found_at(root: Folder, found: CheckpointName) -> Found:
     if found.unfinished:
         return Found(*found, State.UNFINISHED, SAVE_AGAIN)
     try:

@@ -20,7 +20,7 @@ from torch import nn
 from hetero import interrupts
 from hetero.api import engine_of
 from hetero.checkpoint.folders import STEP
-from hetero.checkpoint.manifest import ITEM_BYTES, Entry
+from hetero.checkpoint.manifest import ITEM_BYTES, SavedTensor
 from hetero.checkpoint.values import decode, encode
 from hetero.checkpoint.writer import Writer, retain
 from hetero.device import accelerator_rng
@@ -90,6 +90,8 @@ def save_checkpoint(
     step: int | None = None,
     keep_last: int | None = None,
     asynchronous: bool = False,
+    kinds: Collection[str] = KINDS,
+    io: IO | None = None,
 ) -> Save:
     """Write ``directory/step-N``: parameters, masters, states, buffers, loss scale, RNG states.
 
@@ -105,39 +107,12 @@ def save_checkpoint(
         keep_last: how many checkpoints stay in ``directory``; None: all of them.
         asynchronous: return at once, and write while training goes on; errors come from `wait`.
             One save is under way at a time: another begins when it is done.
+        kinds: which parts are saved, of `KINDS`.
+        io: the door to files; tests pass one that goes wrong.
 
     Raises CheckpointError where ``step-N`` exists, DiskFull and other StorageErrors; older
     checkpoints are then as they were. ConfigError for an ``extra`` that is none of the above.
     """
-    return save_through(
-        IO(),
-        directory,
-        model,
-        optimizer,
-        extra,
-        scheduler=scheduler,
-        data=data,
-        step=step,
-        keep_last=keep_last,
-        asynchronous=asynchronous,
-    )
-
-
-def save_through(
-    io: IO,
-    directory: str | Path,
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    extra: Any = None,
-    *,
-    scheduler: HasState | None = None,
-    data: HasState | None = None,
-    step: int | None = None,
-    keep_last: int | None = None,
-    asynchronous: bool = False,
-    kinds: Collection[str] = KINDS,
-) -> Save:
-    """Carry out `save_checkpoint` through an `IO` (tests let it go wrong), or of some ``kinds``."""
     engine = engine_of(model)
     check_pair(engine, optimizer)
     if keep_last is not None and keep_last < 1:
@@ -174,9 +149,7 @@ def save_latest(
 ) -> Save:
     """Save as the one checkpoint of a directory; it replaces what is there once it is durable."""
     step = newest_step(directory) + 1
-    return save_through(
-        IO(), directory, model, optimizer, extra, step=step, keep_last=1, kinds=kinds
-    )
+    return save_checkpoint(directory, model, optimizer, extra, step=step, keep_last=1, kinds=kinds)
 
 
 def newest_step(directory: str | Path) -> int:
@@ -269,7 +242,7 @@ class Writing:
     def __init__(
         self,
         engine: Engine,
-        io: IO,
+        io: IO | None,
         directory: Path,
         step: int,
         parts: Sequence[Part],
@@ -284,7 +257,8 @@ class Writing:
         for bucket in buckets:
             self._scalars.update(scalars_of(engine, bucket))
         entries = [
-            Entry(*part.name, str(part.dtype).removeprefix("torch."), part.shape) for part in parts
+            SavedTensor(*part.name, str(part.dtype).removeprefix("torch."), part.shape)
+            for part in parts
         ]
         self._writer = Writer(self._root, step, entries)
         self._saving = Saving(

@@ -20,7 +20,7 @@ from operator import itemgetter
 from typing import Any
 
 from hetero.checkpoint.folders import check_safe
-from hetero.checkpoint.manifest import SHARD, Entry, Manifest, head, layout
+from hetero.checkpoint.manifest import SHARD, Manifest, SavedTensor, header_of, layout
 from hetero.errors import CheckpointCorrupt, CheckpointError, StorageError, UnsafeCheckpoint, afresh
 from hetero.io import ALIGN, File, Folder, align_up, aligned_buffer
 from hetero.tensorfile import BLOCK, block_crcs
@@ -34,7 +34,7 @@ UNWRITTEN, CLAIMED = -1, -2  # in place of a CRC
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL)  # file systems that allocate as one writes
 
 
-def check_range(entry: Entry, start: int, n_bytes: int) -> None:
+def check_range(entry: SavedTensor, start: int, n_bytes: int) -> None:
     """Raise CheckpointError unless bytes [start, start + n_bytes) are whole blocks of an entry."""
     end = start + n_bytes
     whole = start % BLOCK == 0 and (end % BLOCK == 0 or end == entry.n_bytes)
@@ -84,29 +84,27 @@ class Buffers:
             self.give(buffer)
 
 
-class Stage:
+class GatherBuffer:
     """A buffer that pieces are copied to, to be written together."""
 
     def __init__(self, buffer: memoryview) -> None:
         self.buffer = buffer
-        self.copying = 0
-        """Pieces that have a place and whose bytes are not there yet."""
-        self.closed = False
-        """Whether no more pieces come."""
         self._used = 0
         self._pieces: list[tuple[int, memoryview]] = []
 
-    def place(self, offset: int, n_bytes: int) -> memoryview | None:
-        """Return room for bytes that go to ``offset`` of the file, or for the first of them.
+    def add(self, offset: int, piece: memoryview) -> int:
+        """Copy bytes that go to ``offset`` of the file, or the first of them; returns how many.
 
-        None where there is no room left. ``n_bytes`` is a multiple of `ALIGN`.
+        Zeros pad them to a multiple of `ALIGN`.
         """
-        room = self.buffer[self._used : self._used + n_bytes]
-        if not room:
-            return None
+        room = self.buffer[self._used : self._used + align_up(len(piece))]
+        n_bytes = min(len(room), len(piece))
+        copy(room[:n_bytes], piece[:n_bytes])
+        room[n_bytes:] = bytes(len(room) - n_bytes)
         self._used += len(room)
-        self._pieces.append((offset, room))
-        return room
+        if room:
+            self._pieces.append((offset, room))
+        return n_bytes
 
     def runs(self) -> Iterator[tuple[int, list[memoryview]]]:
         """Yield (offset, pieces that follow each other in the file from there on)."""
@@ -128,9 +126,9 @@ class ShardWriter:
     A failure of the drive is raised by a later call: by the last one, `finish`, at the latest.
     """
 
-    def __init__(self, folder: Folder, entries: Sequence[Entry]) -> None:
+    def __init__(self, folder: Folder, entries: Sequence[SavedTensor]) -> None:
         self._entries = entries
-        first = head(entries)
+        first = header_of(entries)
         self._offsets = [len(first) + at for at in layout(entries)]
         self._blocks = list(accumulate((entry.n_blocks for entry in entries), initial=0))
         self._crcs = array("q", [UNWRITTEN]) * self._blocks[-1]
@@ -138,7 +136,7 @@ class ShardWriter:
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="hetero-checkpoint")
         self._lock = threading.Lock()  # of counts and claims
         self._placing = threading.Lock()  # who holds it may wait for a buffer
-        self._stage: Stage | None = None
+        self._stage: GatherBuffer | None = None
         self._stopped = False
         self._failure: BaseException | None = None
         self._file = folder.create(SHARD, direct=True)
@@ -166,7 +164,7 @@ class ShardWriter:
         """Make the shard durable; returns the CRCs of each entry as hexadecimal digits."""
         self.check_complete()
         with self._placing:
-            self._close_stage()
+            self._send_stage()
         self._lane.shutdown()
         self._check_failure()
         self._file.sync()
@@ -224,41 +222,19 @@ class ShardWriter:
 
     def _gather(self, offset: int, piece: memoryview) -> None:
         """Copy a piece to a buffer that is written when it is full, or when all is there."""
-        done, size = 0, align_up(len(piece))
-        while done < size:
-            stage, room = self._place(offset + done, size - done)
-            try:
-                padded_copy(piece[done : done + len(room)], room)
-            finally:
-                with self._lock:
-                    stage.copying -= 1
-                    last = stage.closed and not stage.copying
-                if last:
-                    self._send_stage(stage)
-            done += len(room)
-
-    def _place(self, offset: int, n_bytes: int) -> tuple[Stage, memoryview]:
+        done = 0
         with self._placing:
-            stage = self._stage
-            while stage is None or (room := stage.place(offset, n_bytes)) is None:
-                self._close_stage()
-                stage = self._stage = Stage(self._buffers.take())
-            with self._lock:
-                stage.copying += 1
-            return stage, room
+            while done < len(piece):
+                self._stage = self._stage or GatherBuffer(self._buffers.take())
+                added = self._stage.add(offset + done, piece[done:])
+                if not added:
+                    self._send_stage()
+                done += added
 
-    def _close_stage(self) -> None:
-        """Let the stage be written, by whoever copies to it last."""
+    def _send_stage(self) -> None:
         stage, self._stage = self._stage, None
         if stage is None:
             return
-        with self._lock:
-            stage.closed = True
-            last = not stage.copying
-        if last:
-            self._send_stage(stage)
-
-    def _send_stage(self, stage: Stage) -> None:
         try:
             self._submit(self._put_stage, stage)
         except CheckpointError:
@@ -279,18 +255,12 @@ class ShardWriter:
             self._failure = error
             raise
 
-    def _put_stage(self, stage: Stage) -> None:
+    def _put_stage(self, stage: GatherBuffer) -> None:
         try:
             for offset, pieces in stage.runs():
                 self._put(offset, *pieces)
         finally:
             self._buffers.give(stage.buffer)
-
-
-def padded_copy(piece: memoryview, room: memoryview) -> None:
-    """Copy ``piece`` to ``room``, with zeros after it."""
-    copy(room[: len(piece)], piece)
-    room[len(piece) :] = bytes(len(room) - len(piece))
 
 
 def copy(to: memoryview, source: memoryview) -> None:
@@ -299,14 +269,6 @@ def copy(to: memoryview, source: memoryview) -> None:
         to[:] = source
     else:
         ctypes.memmove(address(to), address(source), len(source))
-
-
-class Mismatch(Exception):
-    """A block's bytes do not have the CRC that was saved."""
-
-    def __init__(self, entry: int, block: int, expected: str, got: str) -> None:
-        super().__init__(entry, block, expected, got)
-        self.entry, self.block, self.expected, self.got = entry, block, expected, got
 
 
 def check_size(file: File, declared: int) -> None:
@@ -328,7 +290,7 @@ class ShardReader:
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         """Open the shard; check that the drive holds as much as is declared, and its header."""
-        first = manifest.head
+        first = manifest.header
         self._entries = manifest.entries
         self._offsets = [len(first) + at for at in layout(manifest.entries)]
         self._crcs = manifest.crcs
@@ -346,7 +308,7 @@ class ShardReader:
             )
 
     def read(self, entry: int, start: int, into: memoryview) -> None:
-        """Fill ``into`` with whole blocks of an entry; raises Mismatch or StorageError.
+        """Fill ``into`` with whole blocks of an entry; raises CheckpointCorrupt or StorageError.
 
         After an error ``into`` holds nothing of use.
         """
@@ -373,4 +335,8 @@ class ShardReader:
         for block, crc in enumerate(block_crcs(entry, start, data), start // BLOCK):
             expected, got = self._crcs[entry][8 * block : 8 * block + 8], f"{crc:08x}"
             if got != expected:
-                raise Mismatch(entry, block, expected, got)
+                raise CheckpointCorrupt(
+                    f"{self.path}: block {block} of entry {entry}"
+                    f" ({self._entries[entry].label!r}) has CRC {got}, saved was {expected}",
+                    advice="use another checkpoint",
+                )

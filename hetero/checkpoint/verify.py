@@ -11,14 +11,14 @@ from typing import Any
 
 from hetero.checkpoint.folders import named
 from hetero.checkpoint.manifest import MANIFEST
-from hetero.checkpoint.reader import Reader, nothing, open_folder, open_in
+from hetero.checkpoint.reader import CheckpointReader, nothing, open_folder, open_in
 from hetero.checkpoint.shard import BUFFERS, PIECE, Buffers
 from hetero.errors import CheckpointError, StorageError
 from hetero.io import IO
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckpointVerdict:
     """What came of one checkpoint; ``problem`` is "" where every byte is right."""
 
     step: int | None
@@ -31,11 +31,11 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Verification:
     """What came of a directory of checkpoints, or of one, by step."""
 
     path: str
-    checkpoints: tuple[Verdict, ...]
+    checkpoints: tuple[CheckpointVerdict, ...]
     unfinished: tuple[str, ...]
     """Directories of saves that did not finish, or are under way: no load looks at them."""
 
@@ -52,7 +52,7 @@ class Report:
         return {**asdict(self), "ok": self.ok, "newest_good": self.newest_good}
 
 
-def verify(path: str | Path, io: IO | None = None) -> Report:
+def verify(path: str | Path, io: IO | None = None) -> Verification:
     """Read every byte of each ``step-N`` under ``path``, or of the one that it is.
 
     Damage, and drives that fail, are told in the report. Raises NoCheckpoint where there is nothing
@@ -61,16 +61,18 @@ def verify(path: str | Path, io: IO | None = None) -> Report:
     root = open_folder(path, io)
     if root.has(MANIFEST):
         name = Path(root.path).name
-        return Report(root.path, (examine(None, name, partial(Reader, root)),), ())
+        return Verification(root.path, (examine(None, name, partial(CheckpointReader, root)),), ())
     found = named(root)
     done = [each for each in found if not each.unfinished]
     if not done:
         raise nothing(root, None)
     verdicts = tuple(examine(each.step, each.name, partial(open_in, root, each)) for each in done)
-    return Report(root.path, verdicts, tuple(each.name for each in found if each.unfinished))
+    return Verification(root.path, verdicts, tuple(each.name for each in found if each.unfinished))
 
 
-def examine(step: int | None, name: str, opened: Callable[[], Reader]) -> Verdict:
+def examine(
+    step: int | None, name: str, opened: Callable[[], CheckpointReader]
+) -> CheckpointVerdict:
     """Return the verdict on one checkpoint."""
     n_bytes = 0
     try:
@@ -78,11 +80,13 @@ def examine(step: int | None, name: str, opened: Callable[[], Reader]) -> Verdic
             step, n_bytes = reader.step, reader.n_bytes
             read_all(reader)
     except (CheckpointError, StorageError) as error:
-        return Verdict(step, name, n_bytes, False, f"{type(error).__name__}: {error.args[0]}")
-    return Verdict(step, name, n_bytes, True, "")
+        return CheckpointVerdict(
+            step, name, n_bytes, False, f"{type(error).__name__}: {error.args[0]}"
+        )
+    return CheckpointVerdict(step, name, n_bytes, True, "")
 
 
-def read_all(reader: Reader) -> None:
+def read_all(reader: CheckpointReader) -> None:
     """Read every block; raises what the first bad one raises."""
     buffers = Buffers()
 
@@ -96,7 +100,7 @@ def read_all(reader: Reader) -> None:
             pass
 
 
-def pieces(reader: Reader) -> Iterator[tuple[int, int, int]]:
+def pieces(reader: CheckpointReader) -> Iterator[tuple[int, int, int]]:
     """Yield (entry, start, bytes) of every byte of a checkpoint, a buffer at a time."""
     for number, entry in enumerate(reader.entries):
         for start in range(0, entry.n_bytes, PIECE):

@@ -35,8 +35,8 @@ from hetero.checkpoint.manifest import (
     MAX_ENTRIES,
     MAX_MANIFEST_BYTES,
     MAX_STEP,
-    Entry,
     Manifest,
+    SavedTensor,
     Unfit,
     check_entry,
     check_unique,
@@ -51,7 +51,7 @@ from hetero.types import format_bytes
 UNFIT = "keep what a checkpoint has no place for in a file of its own"
 
 
-class Phase(Enum):
+class SavePhase(Enum):
     """Where a save is; it goes forward only, and from COMMITTING to ABANDONED where that fails."""
 
     OPEN = "open"
@@ -67,17 +67,17 @@ class Writer:
     have, DiskFull where the drive has no room for them, StorageError for other failures.
     """
 
-    def __init__(self, root: Folder, step: int, entries: Sequence[Entry]) -> None:
+    def __init__(self, root: Folder, step: int, entries: Sequence[SavedTensor]) -> None:
         self._step = step
         self._entries = tuple(entries)
         check_entries(step, self._entries)
-        self._phase = Phase.OPEN
+        self._phase = SavePhase.OPEN
         self._lock = threading.Lock()
         self._attempt = Attempt(root, step)
         try:
             self._shard = ShardWriter(self._attempt.folder, self._entries)
         except BaseException:
-            self._phase = Phase.ABANDONED
+            self._phase = SavePhase.ABANDONED
             self._attempt.discard()
             raise
 
@@ -104,12 +104,12 @@ class Writer:
         something was not written or ``meta`` is no JSON, StorageError where the drive fails; either
         way the save is abandoned.
         """
-        self._leave_open(Phase.COMMITTING)
+        self._leave_open(SavePhase.COMMITTING)
         try:
             crcs = self._shard.finish()
             self._write_manifest(Manifest(self._step, self._entries, crcs, dict(meta)))
             self._attempt.publish()
-            self._phase = Phase.COMMITTED
+            self._phase = SavePhase.COMMITTED
         except BaseException:
             self._remove()
             raise
@@ -122,7 +122,7 @@ class Writer:
         It does nothing again, or once commit was called: a commit that fails does it itself.
         """
         with contextlib.suppress(CheckpointError):
-            self._leave_open(Phase.ABANDONED)
+            self._leave_open(SavePhase.ABANDONED)
             self._remove()
 
     def __enter__(self) -> Writer:
@@ -132,16 +132,16 @@ class Writer:
         self.abandon()
 
     def _check_open(self) -> None:
-        if self._phase is not Phase.OPEN:
+        if self._phase is not SavePhase.OPEN:
             raise CheckpointError(f"this save is {self._phase.value}", advice="begin another one")
 
-    def _leave_open(self, to: Phase) -> None:
+    def _leave_open(self, to: SavePhase) -> None:
         with self._lock:
             self._check_open()
             self._phase = to
 
     def _remove(self) -> None:
-        self._phase = Phase.ABANDONED
+        self._phase = SavePhase.ABANDONED
         self._shard.stop()
         self._attempt.discard()
 
@@ -163,7 +163,7 @@ class Writer:
         folder.sync()
 
 
-def check_entries(step: int, entries: Sequence[Entry]) -> None:
+def check_entries(step: int, entries: Sequence[SavedTensor]) -> None:
     """Raise CheckpointError for a step or entries that no checkpoint can have."""
     try:
         if not 0 <= step <= MAX_STEP:

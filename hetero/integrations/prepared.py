@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 
 from hetero.api import engine_of, release
-from hetero.checkpoint.load import load_through, same_generators
+from hetero.checkpoint.load import load_checkpoint, same_generators
 from hetero.checkpoint.save import KINDS
-from hetero.io import IO
 from hetero.train.model.units import MARK
 
 
@@ -38,4 +37,4 @@ def load_states(folder: str | Path, model: nn.Module, kinds: Collection[str] = K
     """
     engine = engine_of(model)
     with same_generators(engine):
-        return load_through(IO(), folder, model, engine.optimizer, kinds=kinds)
+        return load_checkpoint(folder, model, engine.optimizer, kinds=kinds)

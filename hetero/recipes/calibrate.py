@@ -19,7 +19,7 @@ import torch
 
 from hetero.device import open_device
 from hetero.errors import ConfigError, StorageError
-from hetero.io import mount_of
+from hetero.mounts import mount_of
 from hetero.plan.hardware import dump, lint, load
 from hetero.plan.lint import card_of, entries
 from hetero.plan.machine import (

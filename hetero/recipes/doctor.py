@@ -26,7 +26,8 @@ from hetero.config import HostLimit, host_limit
 from hetero.crc import crc32
 from hetero.device import CudaDevice, Device, release_slab
 from hetero.errors import ConfigError, StorageError
-from hetero.io import Folder, aligned_buffer, mount_of
+from hetero.io import Folder, aligned_buffer
+from hetero.mounts import mount_of
 from hetero.train.update import kernel
 from hetero.types import Lane, format_bytes
 from hetero.version import __version__

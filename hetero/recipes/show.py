@@ -18,7 +18,7 @@ from hetero.types import Kind, format_bytes
 if TYPE_CHECKING:  # these load torch, and rendering does not need it
     from benchmarks.runner import Result
     from hetero.api import Status
-    from hetero.checkpoint.verify import Report as VerifyReport
+    from hetero.checkpoint.verify import Verification
     from hetero.recipes.calibrate import Calibration
     from hetero.recipes.doctor import Check, Examination
     from hetero.recipes.result import EvalLoss, StepReport, TrainResult
@@ -276,7 +276,7 @@ def problems(console: Console, found: Mapping[str, Sequence[str]]) -> None:
 # -- checkpoints ---------------------------------------------------------------------------------
 
 
-def verification(console: Console, report: VerifyReport) -> None:
+def verification(console: Console, report: Verification) -> None:
     """Show each checkpoint, whether its bytes are right, and which one to load."""
     table = Table(title=escape(report.path), title_justify="left")
     for name in ("checkpoint", "bytes", "", "problem"):

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hetero.api import backward, prepare, status
 from hetero.checkpoint.load import load_checkpoint
-from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import Save, save_checkpoint
 from hetero.config import Config
 from hetero.device import open_device
@@ -287,7 +287,7 @@ def steps_of(options: TrainOptions, task: Task) -> int:
 
 def check_run(folder: Path, here: Mapping[str, Any]) -> None:
     """Refuse to go on with a run of other options, before anything is moved."""
-    with Reader.open(folder) as reader:
+    with CheckpointReader.open(folder) as reader:
         extra = reader.meta.get("extra")
     there = extra.get("run") if isinstance(extra, dict) else None
     if not isinstance(there, dict):

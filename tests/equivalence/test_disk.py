@@ -25,8 +25,9 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.errors import BudgetError, ConfigError, DiskFull, StateError
-from hetero.io import ALIGN, IO, FaultPlan
+from hetero.io import ALIGN, IO
 from hetero.jobs import Worker
+from hetero.testing.faults import FaultPlan
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Tier

@@ -33,7 +33,7 @@ def text_of(record: Record) -> bytes:
 def head_of(raw: bytes) -> bytes:
     """Return what the shard of a manifest begins with, "" where the manifest is refused."""
     try:
-        return decode(raw, "").head
+        return decode(raw, "").header
     except CheckpointError:
         return b""
 

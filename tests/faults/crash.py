@@ -22,7 +22,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from hetero.io import ALIGN, Op
+from hetero.io import ALIGN
+from hetero.testing.faults import FileCall
 from tests.faults.saves import Quick
 
 T = TypeVar("T")
@@ -86,7 +87,7 @@ class Drive:
             self.live[number, name] = self.paths[os.path.join(path, name)] = each
             self._enter(os.path.join(path, name), each)
 
-    def apply(self, op: Op) -> None:
+    def apply(self, op: FileCall) -> None:
         """Take one operation of a log whose paths are relative to the root."""
         head, name = os.path.split(op.where)
         folder = self.paths[head]
@@ -107,7 +108,7 @@ class Drive:
         elif op.op != "open":
             self._change(*self._edits(op, folder, name))
 
-    def _edits(self, op: Op, folder: int, name: str) -> tuple[Edit, ...]:
+    def _edits(self, op: FileCall, folder: int, name: str) -> tuple[Edit, ...]:
         """Return what a call does to names that are there."""
         inode = self.live[folder, name]
         gone = Edit(folder, name, inode, leads=False)
@@ -182,7 +183,7 @@ class Drive:
 
 
 def crash_states(
-    before: Tree, log: Sequence[Op], model: Model, since: int = 0
+    before: Tree, log: Sequence[FileCall], model: Model, since: int = 0
 ) -> Iterator[tuple[int, Tree]]:
     """Yield what crashes of a log may leave, with how many operations were done by then."""
     seeded, drive = random.Random(0), Drive(before, model)
@@ -267,13 +268,13 @@ class Recorder(Quick):
         offset = args[2] if op == "reserve" else offset
         return super().call(op, act, *args, where=where, offset=offset)
 
-    def told(self, name: Callable[[str], str]) -> list[Op]:
+    def told(self, name: Callable[[str], str]) -> list[FileCall]:
         """Return what matters to a drive, with other paths, and large writes in blocks."""
         done = [each for op in self.log if op.op in OPS for each in blocks(op)]
         return [op._replace(where=name(op.where), to=name(op.to)) for op in done]
 
 
-def blocks(op: Op) -> Iterator[Op]:
+def blocks(op: FileCall) -> Iterator[FileCall]:
     """Yield an operation, a write block by block: a crash may keep any of what one call wrote."""
     if op.op != "write":
         yield op

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.checkpoint.manifest import MANIFEST, SHARD, layout
-from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.reader import CheckpointReader
 from hetero.errors import CheckpointError
 from hetero.io import ALIGN, Folder
 from tests.faults.crafted import Record, head_of, record_of, sealed, text_of
@@ -175,7 +175,7 @@ def crafted(good: Record, seeded: random.Random) -> bytes:
 def outcome(path: Path) -> str:
     """Return what a load ends with; what it accepts are bytes of the shard, in their place."""
     try:
-        with Reader.open(path, io=Buffered()) as reader:
+        with CheckpointReader.open(path, io=Buffered()) as reader:
             _, _, data = everything(reader)
             starts = layout(reader.entries)
     except CheckpointError as error:

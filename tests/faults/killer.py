@@ -18,14 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hetero.checkpoint.manifest import Entry
+from hetero.checkpoint.manifest import SavedTensor
 from hetero.checkpoint.reader import State, steps
 from hetero.checkpoint.writer import retain
 from hetero.errors import HeteroError
 from hetero.io import IO, Folder
 from tests.faults.saves import SMALL, Quick, contents, load, save, unfinished
 
-LARGE = tuple(Entry("tensor", str(n), "", "uint8", (300_000 * n,)) for n in range(5))
+LARGE = tuple(SavedTensor("tensor", str(n), "", "uint8", (300_000 * n,)) for n in range(5))
 MAX_DELAY_SECONDS = 0.06
 
 
@@ -59,7 +59,7 @@ def killed(child: Callable[[], None], after_seconds: float | None = None) -> boo
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
-def problems(path: Path, newest: int, entries: tuple[Entry, ...]) -> list[str]:
+def problems(path: Path, newest: int, entries: tuple[SavedTensor, ...]) -> list[str]:
     """Return what is wrong with what a kill left, where ``newest`` was reported as done."""
     found = [
         f"{each} is visible and damaged" for each in steps(path) if each.state is State.DAMAGED
@@ -75,7 +75,7 @@ def problems(path: Path, newest: int, entries: tuple[Entry, ...]) -> list[str]:
     return found
 
 
-def save_next(path: Path, entries: tuple[Entry, ...]) -> list[str]:
+def save_next(path: Path, entries: tuple[SavedTensor, ...]) -> list[str]:
     """Save after a kill: it works, and what the killed one left is gone."""
     step = load(path)[0] + 1
     with Folder.open(path, Quick()) as root:

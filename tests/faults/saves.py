@@ -9,20 +9,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hetero.checkpoint.manifest import Entry
-from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.manifest import SavedTensor
+from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.writer import Writer
-from hetero.io import IO, FaultPlan, Folder
+from hetero.io import IO, Folder
 from hetero.tensorfile import BLOCK
+from hetero.testing.faults import FaultPlan
 
 T = TypeVar("T")
 
 SMALL = (
-    Entry("param", "layers.0.weight", "", "bfloat16", (37, 41)),
-    Entry("state", "layers.0.weight", "exp_avg", "float32", (37, 41)),
-    Entry("buffer", "steps", "", "int64", ()),
-    Entry("state", "unused", "exp_avg", "float32", (0, 7)),
-    Entry("master", "layers.0.weight", "", "int16", (37, 41)),
+    SavedTensor("param", "layers.0.weight", "", "bfloat16", (37, 41)),
+    SavedTensor("state", "layers.0.weight", "exp_avg", "float32", (37, 41)),
+    SavedTensor("buffer", "steps", "", "int64", ()),
+    SavedTensor("state", "unused", "exp_avg", "float32", (0, 7)),
+    SavedTensor("master", "layers.0.weight", "", "int16", (37, 41)),
 )
 META = {"lr": 0.1, "betas": [0.9, 0.999], "rng": [2**127 + 1, None, True], "name": "ü\ud800"}
 
@@ -50,13 +51,13 @@ class Quick(FaultPlan):
         return super().call(op, act, *args, where=where, offset=offset)
 
 
-def contents(step: int, entries: Sequence[Entry] = SMALL) -> Contents:
+def contents(step: int, entries: Sequence[SavedTensor] = SMALL) -> Contents:
     """Return what the checkpoint of a step holds: random bytes that its number alone decides."""
     seeded = random.Random(step)
     return step, {**META, "step": step}, tuple(seeded.randbytes(e.n_bytes) for e in entries)
 
 
-def save(root: Folder, step: int, entries: Sequence[Entry] = SMALL) -> Path:
+def save(root: Folder, step: int, entries: Sequence[SavedTensor] = SMALL) -> Path:
     """Save the contents of a step, one call a block."""
     _, meta, data = contents(step, entries)
     with Writer(root, step, entries) as writer:
@@ -66,7 +67,7 @@ def save(root: Folder, step: int, entries: Sequence[Entry] = SMALL) -> Path:
         return writer.commit(meta)
 
 
-def everything(reader: Reader) -> Contents:
+def everything(reader: CheckpointReader) -> Contents:
     """Return all that an open checkpoint holds."""
     data = [bytearray(entry.n_bytes) for entry in reader.entries]
     for number, each in enumerate(data):
@@ -75,7 +76,7 @@ def everything(reader: Reader) -> Contents:
 
 
 def load(path: str | Path, step: int | None = None, io: IO | None = None) -> Contents:
-    with Reader.open(path, step, io or Buffered()) as reader:
+    with CheckpointReader.open(path, step, io or Buffered()) as reader:
         return everything(reader)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero.checkpoint.manifest import MANIFEST, SHARD, Entry, decode, head, layout
-from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.manifest import MANIFEST, SHARD, SavedTensor, decode, header_of, layout
+from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.verify import verify
 from hetero.errors import CheckpointCorrupt, CheckpointError
 from hetero.io import ALIGN, Folder, align_up
@@ -24,7 +24,7 @@ FLIPS = 20_000
 SECTORS = 1_000
 SECTOR = 512
 SIZES = [5, ALIGN, ALIGN + 1, 3 * ALIGN, 50_000, BLOCK - 1, BLOCK, BLOCK + 5, 2 * BLOCK + 99]
-ENTRIES = [Entry("tensor", str(n), "", "uint8", (size,)) for n, size in enumerate(SIZES)]
+ENTRIES = [SavedTensor("tensor", str(n), "", "uint8", (size,)) for n, size in enumerate(SIZES)]
 
 
 class Target:
@@ -35,9 +35,9 @@ class Target:
             self.path = save(root, 1, ENTRIES)
         self.fd = os.open(self.path / SHARD, os.O_RDWR)
         self.raw = (self.path / SHARD).read_bytes()
-        self.head_bytes = len(head(ENTRIES))
+        self.head_bytes = len(header_of(ENTRIES))
         self.offsets = [self.head_bytes + at for at in layout(ENTRIES)]
-        self.reader = Reader.open(path, io=Buffered())
+        self.reader = CheckpointReader.open(path, io=Buffered())
         self.into = memoryview(bytearray(BLOCK))
 
     @contextmanager
@@ -53,7 +53,7 @@ class Target:
         """Whether the block of a byte of the shard is refused, by its name, or its header."""
         if offset < self.head_bytes:
             try:
-                Reader.open(self.path, io=Buffered()).close()
+                CheckpointReader.open(self.path, io=Buffered()).close()
             except CheckpointCorrupt as error:
                 return "does not begin with the header" in error.args[0]
             return False
@@ -144,14 +144,14 @@ def test_sectors_and_blocks_that_changed_places_are_refused(target: Target) -> N
 
 def test_blocks_of_equal_bytes_are_refused_in_each_others_place(tmp_path: Path) -> None:
     """Even all-zero entries have CRCs of their own: their order is not a matter of bytes alone."""
-    entries = [Entry("tensor", str(n), "", "uint8", (2 * BLOCK,)) for n in range(2)]
+    entries = [SavedTensor("tensor", str(n), "", "uint8", (2 * BLOCK,)) for n in range(2)]
     with Folder.open(tmp_path) as root:
         path = save(root, 1, entries)
     manifest = decode((path / MANIFEST).read_bytes(), "")
     digits = [crcs[at : at + 8] for crcs in manifest.crcs for at in (0, 8)]
     assert len(set(digits)) == 4
     raw = (path / SHARD).read_bytes()
-    first = len(head(entries))
+    first = len(header_of(entries))
     (path / SHARD).write_bytes(raw[:first] + raw[first + 2 * BLOCK :] + raw[first : -2 * BLOCK])
 
     with pytest.raises(CheckpointCorrupt, match=r"block 0 of entry 0"):
@@ -178,7 +178,7 @@ def test_every_flipped_bit_of_a_manifest_is_refused(tmp_path: Path) -> None:
                 decode(bytes(changed), "")
         (path / MANIFEST).write_bytes(changed)
         with pytest.raises(CheckpointCorrupt, match=MANIFEST):
-            Reader.open(tmp_path)
+            CheckpointReader.open(tmp_path)
     print(f"{8 * len(raw)} flips")
 
 
@@ -200,7 +200,7 @@ def test_a_shard_of_another_size_is_refused_before_it_is_read(tmp_path: Path, ch
     os.truncate(shard, shard.stat().st_size + change)
 
     with pytest.raises(CheckpointCorrupt, match=r"bytes, \d+ were saved") as failure:
-        Reader.open(tmp_path)
+        CheckpointReader.open(tmp_path)
 
     assert "step 1 is the newest good one: load it with step=1" in failure.value.advice
     assert load(tmp_path, 1) == contents(1)
@@ -225,7 +225,7 @@ def test_a_missing_file_is_refused(tmp_path: Path, name: str) -> None:
         (save(root, 2) / name).unlink()
 
     with pytest.raises(CheckpointCorrupt, match=f"{name} is missing") as failure:
-        Reader.open(tmp_path)
+        CheckpointReader.open(tmp_path)
 
     assert "step 1 is the newest good one" in failure.value.advice
 
@@ -249,6 +249,6 @@ def test_damage_in_the_newest_never_falls_back_by_itself(tmp_path: Path) -> None
     (tmp_path / "step-3" / MANIFEST).write_bytes(b"{}")
 
     with pytest.raises(CheckpointError, match=r"step-3/MANIFEST\.json is damaged") as failure:
-        Reader.open(tmp_path)
+        CheckpointReader.open(tmp_path)
 
     assert "step 1 is the newest good one" in failure.value.advice

@@ -1,7 +1,7 @@
 """Every state that a crash can leave of a save: the old checkpoint or the new one, whole.
 
 The log of a real save is cut at every place, the model of `crash` says what the drive may hold
-then, and the real Reader looks at it.
+then, and the real CheckpointReader looks at it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hetero.checkpoint.reader import State, steps
 from hetero.checkpoint.shard import ShardReader
 from hetero.checkpoint.writer import retain
 from hetero.errors import HeteroError, NoCheckpoint
-from hetero.io import Folder, Op
+from hetero.io import Folder
+from hetero.testing.faults import FileCall
 from tests.faults.crash import Model, Recorder, Tree, as_tree, crash_states, frozen, lay_out
 from tests.faults.saves import Quick, contents, load, save, unfinished
 
@@ -34,7 +35,7 @@ class Story:
     """What was on the drive, what was done, and which saves had returned by when."""
 
     before: Tree
-    log: list[Op]
+    log: list[FileCall]
     returned: list[tuple[int, int]]
     """(operations in the log, step)"""
 
@@ -58,7 +59,7 @@ class Verdict(NamedTuple):
 
 
 class Judge:
-    """Lays trees out in a directory and lets the real Reader look; remembers what it said."""
+    """Lays trees out in a directory and lets the real reader look; remembers what it said."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -131,7 +132,7 @@ class Teller:
         if keep_last:
             retain(self.root, keep_last)
 
-    def log(self) -> list[Op]:
+    def log(self) -> list[FileCall]:
         """Return what was done: paths begin in the root, and names are the same again."""
         ids = {name: name for name in ID.findall(" ".join(self.before))}
 

@@ -19,7 +19,8 @@ from hetero.checkpoint.manifest import MANIFEST, SHARD
 from hetero.checkpoint.reader import State, steps
 from hetero.checkpoint.writer import Writer, retain
 from hetero.errors import CheckpointError, ConfigError, StorageError
-from hetero.io import IO, FaultPlan, Folder, make_folder
+from hetero.io import IO, Folder, make_folder
+from hetero.testing.faults import FaultPlan
 from tests.faults.saves import SMALL, Quick, contents, load, save, unfinished
 
 T = TypeVar("T")

@@ -25,8 +25,8 @@ from torch import nn
 from hetero.errors import DiskFull, DiskWriteError, StorageError
 from hetero.exchange import NEW, OLD
 from hetero.export import write
-from hetero.io import Op
 from hetero.tensorfile import INDEX, PART, SINGLE
+from hetero.testing.faults import FileCall
 from tests.faults.crash import Model, Recorder, Tree, as_tree, crash_states, frozen, lay_out
 from tests.faults.saves import Quick
 
@@ -76,7 +76,7 @@ class Story:
     """An export that replaces another: what was on the drive, what was done, when it returned."""
 
     before: Tree
-    log: list[Op]
+    log: list[FileCall]
     after: Tree
     """What the directory holds in the end."""
     at_once: bool
@@ -90,7 +90,7 @@ class Story:
 def tell(path: Path, old: str, new: str, *plans: Recorder) -> Story:
     """Replace an export under each plan in turn; the last one lets it succeed."""
     before: Tree = {HERE: whole(path / "old", 1, old)}
-    log: list[Op] = []
+    log: list[FileCall] = []
     lay_out(before, path / "real")
     for plan in plans:
         with contextlib.suppress(StorageError):
@@ -100,7 +100,7 @@ def tell(path: Path, old: str, new: str, *plans: Recorder) -> Story:
     return Story(before, log, whole(path / "new", 2, new), not isinstance(plans[0], NoExchange))
 
 
-def told(path: Path, *plans: Recorder) -> list[Op]:
+def told(path: Path, *plans: Recorder) -> list[FileCall]:
     """Return what was done under some plans; paths begin in the directory of a story."""
     root = f"{path / 'real'}/"
     return [op for plan in plans for op in plan.told(lambda n: f"{n}/".removeprefix(root)[:-1])]

@@ -17,7 +17,7 @@ from torch import nn
 
 import hetero
 from hetero.checkpoint.manifest import MANIFEST
-from hetero.checkpoint.reader import Reader, State, steps
+from hetero.checkpoint.reader import CheckpointReader, State, steps
 from hetero.checkpoint.verify import verify
 from hetero.errors import CheckpointCorrupt
 from tests.faults.saves import contents, load
@@ -140,14 +140,14 @@ def test_what_format_1_held_is_saved_again_bit_for_bit(tmp_path: Path, precision
 
     for (kind, name, key), value in written(FILES / precision / "step-3").items():
         assert torch.equal(read(tmp_path, kind, name, key), value), (kind, name, key)
-    with Reader.open(tmp_path) as new, Reader.open(FILES / precision) as old:
+    with CheckpointReader.open(tmp_path) as new, CheckpointReader.open(FILES / precision) as old:
         assert new.entries == old.entries
         assert {**new.meta, **VERSIONS} == {**old.meta, **VERSIONS}
 
 
 def read(root: Path, kind: str, name: str, key: str) -> torch.Tensor:
     """Return a tensor of the newest checkpoint in a directory."""
-    with Reader.open(root) as reader:
+    with CheckpointReader.open(root) as reader:
         number = reader.find(kind, name, key)
         assert number is not None
         entry = reader.entries[number]

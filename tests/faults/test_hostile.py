@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from hetero.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, SHARD, Entry
-from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, SHARD, SavedTensor
+from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.writer import Writer
 from hetero.errors import (
     CheckpointCorrupt,
@@ -48,7 +48,7 @@ def refusal(checkpoint: Path, raw: bytes) -> CheckpointError:
     """Return the error of a load where the manifest has these bytes."""
     (checkpoint / MANIFEST).write_bytes(raw)
     with pytest.raises(CheckpointError) as failure:
-        Reader.open(checkpoint.parent)
+        CheckpointReader.open(checkpoint.parent)
     return failure.value
 
 
@@ -218,9 +218,9 @@ def test_a_manifest_that_is_no_plain_json_is_refused(
 @pytest.mark.parametrize("name", ['"', "\\", '\\"', '"[{', "]}]}" * 50, "[" * 4000, 'a\\"]['])
 def test_marks_in_strings_are_no_nesting(tmp_path: Path, name: str) -> None:
     with Folder.open(tmp_path) as root:
-        save(root, 1, [Entry("param", name, name[:200], "int8", (3,))])
+        save(root, 1, [SavedTensor("param", name, name[:200], "int8", (3,))])
 
-    with Reader.open(tmp_path) as reader:
+    with CheckpointReader.open(tmp_path) as reader:
         assert reader.entries[0].name == name
 
 
@@ -229,7 +229,7 @@ def test_a_manifest_of_200_mb_is_refused_without_reading_it(checkpoint: Path) ->
     tracemalloc.start()
 
     with pytest.raises(UnsafeCheckpoint, match="200 MiB of 64 MiB"):
-        Reader.open(checkpoint)
+        CheckpointReader.open(checkpoint)
 
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -300,7 +300,7 @@ def test_what_is_no_file_of_its_own_is_refused_before_it_is_opened(
     plan = Quick()
 
     with pytest.raises(UnsafeCheckpoint, match=f"{name} .*{said}"):
-        Reader.open(checkpoint.parent, io=plan)
+        CheckpointReader.open(checkpoint.parent, io=plan)
 
     opened = [Path(op.where).name for op in plan.log if op.op == "open"]
     assert name not in opened
@@ -310,7 +310,7 @@ def test_a_step_that_is_a_link_is_refused(checkpoint: Path) -> None:
     symlink(checkpoint)
 
     with pytest.raises(UnsafeCheckpoint, match="symbolic link"):
-        Reader.open(checkpoint.parent)
+        CheckpointReader.open(checkpoint.parent)
 
 
 def test_files_that_are_not_ours_are_never_opened(checkpoint: Path) -> None:
@@ -327,7 +327,7 @@ def test_files_that_are_not_ours_are_never_opened(checkpoint: Path) -> None:
 
 
 def test_a_shard_that_is_mostly_holes_is_refused(tmp_path: Path) -> None:
-    entry = Entry("tensor", "a", "", "uint8", (200 * MIB,))
+    entry = SavedTensor("tensor", "a", "", "uint8", (200 * MIB,))
     with Folder.open(tmp_path, Quick()) as root, Writer(root, 1, [entry]) as writer:
         for start in range(0, entry.n_bytes, 50 * MIB):
             writer.write(0, start, memoryview(bytes(50 * MIB)))
@@ -336,7 +336,7 @@ def test_a_shard_that_is_mostly_holes_is_refused(tmp_path: Path) -> None:
     os.truncate(shard, ALIGN + entry.n_bytes)
 
     with pytest.raises(UnsafeCheckpoint, match="holes"):
-        Reader.open(tmp_path)
+        CheckpointReader.open(tmp_path)
 
 
 # -- what other programs write -------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_a_file_of_another_program_is_named_and_not_loaded(
     write(tmp_path / "model.any")
 
     with pytest.raises(CheckpointError, match=f"is a .*{said}.*, not a directory"):
-        Reader.open(tmp_path / "model.any")
+        CheckpointReader.open(tmp_path / "model.any")
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_a_directory_of_another_program_is_named_and_not_loaded(
     plan = Quick()
 
     with pytest.raises(CheckpointError, match=re.escape(said)) as failure:
-        Reader.open(tmp_path, io=plan)
+        CheckpointReader.open(tmp_path, io=plan)
 
     assert type(failure.value) is CheckpointError
     assert not [op for op in plan.log if op.op == "read"]
@@ -401,7 +401,7 @@ def test_another_programs_file_under_our_name_is_corrupt(
     write(checkpoint / MANIFEST)
 
     with pytest.raises(CheckpointCorrupt, match="does not begin as a manifest does"):
-        Reader.open(checkpoint)
+        CheckpointReader.open(checkpoint)
 
 
 # -- many at once --------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from hetero.checkpoint.manifest import SHARD, Entry
-from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.manifest import SHARD, SavedTensor
+from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.shard import GATHERED
 from hetero.checkpoint.verify import verify
 from hetero.checkpoint.writer import Writer, retain
@@ -27,7 +27,8 @@ from hetero.errors import (
     HeteroError,
     StorageError,
 )
-from hetero.io import ALIGN, IO, FaultPlan, Folder, aligned_buffer
+from hetero.io import ALIGN, IO, Folder, aligned_buffer
+from hetero.testing.faults import FaultPlan
 from tests.faults.saves import SMALL, Quick, contents, everything, load, save, unfinished
 
 T = TypeVar("T")
@@ -200,7 +201,7 @@ def test_a_drive_that_lies_about_a_write_is_found_out_by_the_load(fresh: Fresh, 
         assert load(path, 2) == contents(2)
 
 
-LARGE = (Entry("param", "large", "", "uint8", (GATHERED,)), SMALL[0])
+LARGE = (SavedTensor("param", "large", "", "uint8", (GATHERED,)), SMALL[0])
 
 
 def test_a_failed_write_ends_the_save_for_every_thread(fresh: Fresh) -> None:
@@ -219,7 +220,7 @@ def test_a_failed_write_ends_the_save_for_every_thread(fresh: Fresh) -> None:
 def test_a_gathered_write_that_fails_is_told_by_a_later_write_or_the_commit(fresh: Fresh) -> None:
     path, plan = fresh(), Quick()
     plan.fail_at("write", 0, errno.EIO)
-    many = [Entry("param", f"{n}", "", "uint8", (GATHERED - 1,)) for n in range(5)]
+    many = [SavedTensor("param", f"{n}", "", "uint8", (GATHERED - 1,)) for n in range(5)]
     with Folder.open(path, plan) as root:
         with Writer(root, 3, SMALL[:1]) as writer:
             writer.write(0, 0, memoryview(bytes(SMALL[0].n_bytes)))
@@ -235,7 +236,7 @@ def test_a_gathered_write_that_fails_is_told_by_a_later_write_or_the_commit(fres
 
 def test_many_small_tensors_go_to_the_drive_together(fresh: Fresh) -> None:
     path, plan = fresh(), Quick()
-    many = [Entry("param", f"{n}", "", "uint8", (ALIGN + n,)) for n in range(300)]
+    many = [SavedTensor("param", f"{n}", "", "uint8", (ALIGN + n,)) for n in range(300)]
     with Folder.open(path, plan) as root, Writer(root, 3, many) as writer:
         for n in reversed(range(300)):  # in whatever order they come
             writer.write(n, 0, memoryview(bytes([n % 251]) * (ALIGN + n)))
@@ -291,7 +292,7 @@ def test_a_drive_that_cannot_reserve_is_written_anyway(fresh: Fresh) -> None:
 
 def load_with(plan: FaultPlan, path: Path) -> None:
     """Load with real direct I/O, and check what came."""
-    with Reader.open(path, io=plan) as reader:
+    with CheckpointReader.open(path, io=plan) as reader:
         assert everything(reader) == contents(2)
 
 
@@ -355,8 +356,8 @@ def test_damage_in_the_newest_is_told_even_where_older_ones_cannot_be_read(fresh
     plan.fail_at("read", 1, errno.EIO, None)
 
     with pytest.raises(CheckpointCorrupt, match="has 0 bytes") as failure:
-        Reader.open(path, io=plan)
+        CheckpointReader.open(path, io=plan)
 
     assert "no other good one" in failure.value.advice
     with pytest.raises(DiskReadError):
-        Reader.open(path, 1, plan)
+        CheckpointReader.open(path, 1, plan)

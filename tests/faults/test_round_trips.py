@@ -22,13 +22,13 @@ from hetero.checkpoint.manifest import (
     ITEM_BYTES,
     MAX_DEPTH,
     SHARD,
-    Entry,
     Manifest,
+    SavedTensor,
     decode,
     encode,
-    head,
+    header_of,
 )
-from hetero.checkpoint.reader import Reader, State, steps
+from hetero.checkpoint.reader import CheckpointReader, State, steps
 from hetero.checkpoint.shard import PIECE
 from hetero.checkpoint.writer import Writer
 from hetero.errors import CheckpointError, NoCheckpoint
@@ -42,10 +42,10 @@ def root(tmp_path: Path) -> Folder:
     return Folder.open(tmp_path)
 
 
-def there_and_back(root: Folder, entries: list[Entry]) -> None:
+def there_and_back(root: Folder, entries: list[SavedTensor]) -> None:
     wanted = contents(3, entries)
     path = save(root, 3, entries)
-    with Reader.open(path) as reader:
+    with CheckpointReader.open(path) as reader:
         assert reader.entries == tuple(entries)
         assert everything(reader) == wanted
 
@@ -54,12 +54,14 @@ def there_and_back(root: Folder, entries: list[Entry]) -> None:
 
 
 def test_every_dtype_comes_back(root: Folder) -> None:
-    there_and_back(root, [Entry("tensor", name, "", name, (3, 5, 7)) for name in ITEM_BYTES])
+    there_and_back(root, [SavedTensor("tensor", name, "", name, (3, 5, 7)) for name in ITEM_BYTES])
 
 
 def test_scalars_and_empty_tensors_come_back_and_empty_ones_take_no_bytes(root: Folder) -> None:
     shapes: list[tuple[int, ...]] = [(), (0,), (1,), (0, 2**40), (4, 0, 3), ()]
-    entries = [Entry("tensor", str(n), "", "float64", shape) for n, shape in enumerate(shapes)]
+    entries = [
+        SavedTensor("tensor", str(n), "", "float64", shape) for n, shape in enumerate(shapes)
+    ]
 
     there_and_back(root, entries)
 
@@ -75,11 +77,11 @@ def test_a_checkpoint_without_any_bytes_comes_back(root: Folder) -> None:
 def test_sizes_around_a_border_come_back(root: Folder, around: int) -> None:
     sizes = [around - 1, around, around + 1, around + ALIGN]
 
-    there_and_back(root, [Entry("tensor", str(n), "", "uint8", (n,)) for n in sizes])
+    there_and_back(root, [SavedTensor("tensor", str(n), "", "uint8", (n,)) for n in sizes])
 
 
 def test_calls_of_any_number_of_blocks_in_any_order_give_the_same_file(tmp_path: Path) -> None:
-    entries = [Entry("tensor", str(n), "", "uint8", (n * BLOCK + 77,)) for n in (11, 3, 0, 9)]
+    entries = [SavedTensor("tensor", str(n), "", "uint8", (n * BLOCK + 77,)) for n in (11, 3, 0, 9)]
     _, meta, data = contents(3, entries)
     seeded = random.Random(0)
     files = []
@@ -106,7 +108,7 @@ def cut(seeded: random.Random, number: int, n_bytes: int) -> list[tuple[int, int
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_any_memory_is_written_and_read(root: Folder, aligned: bool) -> None:
-    entry = Entry("tensor", "a", "", "uint8", (3 * BLOCK,))
+    entry = SavedTensor("tensor", "a", "", "uint8", (3 * BLOCK,))
     memory = aligned_buffer(4 * BLOCK)[0 if aligned else 1 :][: 3 * BLOCK]
     memory[:] = random.Random(0).randbytes(3 * BLOCK)
 
@@ -114,7 +116,7 @@ def test_any_memory_is_written_and_read(root: Folder, aligned: bool) -> None:
         writer.write(0, 0, memory)
         writer.commit({})
     back = aligned_buffer(4 * BLOCK)[0 if aligned else 1 :][: 3 * BLOCK]
-    with Reader.open(root.path) as reader:
+    with CheckpointReader.open(root.path) as reader:
         reader.read(0, 0, back)
 
     assert back == memory
@@ -122,26 +124,26 @@ def test_any_memory_is_written_and_read(root: Folder, aligned: bool) -> None:
 
 def test_memory_of_any_type_and_shape_is_bytes(root: Folder) -> None:
     numbers = memoryview(struct.pack("<6d", *range(6))).cast("d", (2, 3))
-    with Writer(root, 1, [Entry("tensor", "a", "", "float64", (2, 3))]) as writer:
+    with Writer(root, 1, [SavedTensor("tensor", "a", "", "float64", (2, 3))]) as writer:
         writer.write(0, 0, numbers)
         writer.commit({})
 
     back = memoryview(bytearray(48)).cast("d", (2, 3))
-    with Reader.open(root.path) as reader:
+    with CheckpointReader.open(root.path) as reader:
         reader.read(0, 0, back)
 
     assert back == numbers
 
 
 def test_several_threads_write_and_read_one_checkpoint(root: Folder) -> None:
-    entries = [Entry("tensor", str(n), "", "uint8", (2 * PIECE + n,)) for n in range(4)]
+    entries = [SavedTensor("tensor", str(n), "", "uint8", (2 * PIECE + n,)) for n in range(4)]
     _, meta, data = contents(3, entries)
     writer = Writer(root, 3, entries)
     together([lambda n=n: writer.write(n, 0, memoryview(data[n])) for n in range(4)])
     writer.commit(meta)
 
     back = [bytearray(entry.n_bytes) for entry in entries]
-    with Reader.open(root.path) as reader:
+    with CheckpointReader.open(root.path) as reader:
         together([lambda n=n: reader.read(n, 0, memoryview(back[n])) for n in range(4)])
 
     assert tuple(bytes(each) for each in back) == data
@@ -157,12 +159,12 @@ def together(tasks: list[Any]) -> None:
 
 def test_a_drive_without_direct_io_holds_the_same_bytes(tmp_path: Path) -> None:
     with Folder.open(tmp_path, Buffered()) as root:
-        there_and_back(root, [Entry("tensor", "a", "", "uint8", (PIECE + 5,))])
+        there_and_back(root, [SavedTensor("tensor", "a", "", "uint8", (PIECE + 5,))])
 
 
 def test_an_entry_is_found_by_kind_name_and_key(root: Folder) -> None:
     save(root, 1)
-    with Reader.open(root.path) as reader:
+    with CheckpointReader.open(root.path) as reader:
         assert reader.find("state", "layers.0.weight", "exp_avg") == 1
         assert reader.find("param", "layers.0.weight") == 0
         assert reader.find("param", "layers.1.weight") is None
@@ -171,7 +173,7 @@ def test_an_entry_is_found_by_kind_name_and_key(root: Folder) -> None:
 # -- what other tools find -----------------------------------------------------------------------
 
 
-def shard_of(root: Folder, entries: list[Entry]) -> Path:
+def shard_of(root: Folder, entries: list[SavedTensor]) -> Path:
     return save(root, 1, entries) / SHARD
 
 
@@ -185,7 +187,7 @@ def tensors_in(path: Path) -> dict[str, bytes]:
 
 def test_the_library_of_safetensors_finds_every_dtype_by_its_name(root: Folder) -> None:
     known = [name for name in ITEM_BYTES if name != "float8_e8m0fnu"]  # which it does not read
-    entries = [Entry("state", name, "exp_avg", name, (3, 5)) for name in known]
+    entries = [SavedTensor("state", name, "exp_avg", name, (3, 5)) for name in known]
 
     found = tensors_in(shard_of(root, entries))
 
@@ -195,8 +197,8 @@ def test_the_library_of_safetensors_finds_every_dtype_by_its_name(root: Folder) 
 
 def test_numbers_that_safetensors_does_not_have_are_pairs(root: Folder) -> None:
     entries = [
-        Entry("param", "c", "", "complex128", (3,)),
-        Entry("param", "h", "", "complex32", ()),
+        SavedTensor("param", "c", "", "complex128", (3,)),
+        SavedTensor("param", "h", "", "complex32", ()),
     ]
     with safe_open(shard_of(root, entries), "torch") as file:
         pairs = [file.get_slice(f"param/{name}") for name in "ch"]
@@ -208,7 +210,7 @@ def test_numbers_that_safetensors_does_not_have_are_pairs(root: Folder) -> None:
 
 def test_names_that_clash_or_are_no_text_are_told_apart(root: Folder) -> None:
     named = [("a/b", "c"), ("a", "b/c"), ("a/b/c", ""), ("\ud800", ""), ("\\ud800", ""), ("", "")]
-    entries = [Entry("state", name, key, "uint8", (3,)) for name, key in named]
+    entries = [SavedTensor("state", name, key, "uint8", (3,)) for name, key in named]
 
     found = tensors_in(shard_of(root, entries))
 
@@ -226,12 +228,12 @@ def test_the_header_of_a_shard_is_these_very_bytes() -> None:
         b'"state/\\u00fc/m":{"dtype":"F32","shape":[0],"data_offsets":[8192,8192]}}'
     )
     entries = [
-        Entry("param", "w", "", "bfloat16", (2, 3)),
-        Entry("state", "w", "m", "float32", (1024,)),
-        Entry("state", "ü", "m", "float32", (0,)),
+        SavedTensor("param", "w", "", "bfloat16", (2, 3)),
+        SavedTensor("state", "w", "m", "float32", (1024,)),
+        SavedTensor("state", "ü", "m", "float32", (0,)),
     ]
 
-    assert head(entries) == (4088).to_bytes(8, "little") + text.ljust(4088)
+    assert header_of(entries) == (4088).to_bytes(8, "little") + text.ljust(4088)
 
 
 # -- what is asked of a writer -------------------------------------------------------------------
@@ -251,7 +253,7 @@ def test_the_header_of_a_shard_is_these_very_bytes() -> None:
 def test_what_is_not_whole_blocks_of_an_entry_ends_the_save(
     root: Folder, entry: int, start: int, n_bytes: int
 ) -> None:
-    writer = Writer(root, 1, [Entry("tensor", "a", "", "uint8", (BLOCK + 10,))])
+    writer = Writer(root, 1, [SavedTensor("tensor", "a", "", "uint8", (BLOCK + 10,))])
 
     with pytest.raises(CheckpointError):
         writer.write(entry, start, memoryview(bytes(n_bytes)))
@@ -262,8 +264,8 @@ def test_what_is_not_whole_blocks_of_an_entry_ends_the_save(
 
 
 def test_only_whole_blocks_of_an_entry_are_read(root: Folder) -> None:
-    save(root, 1, [Entry("tensor", "a", "", "uint8", (BLOCK + 10,))])
-    with Reader.open(root.path) as reader:
+    save(root, 1, [SavedTensor("tensor", "a", "", "uint8", (BLOCK + 10,))])
+    with CheckpointReader.open(root.path) as reader:
         for entry, start, n_bytes in (
             (0, 1, 10),
             (0, 0, 10),
@@ -276,7 +278,7 @@ def test_only_whole_blocks_of_an_entry_are_read(root: Folder) -> None:
 
 
 def test_a_block_that_is_written_twice_ends_the_save(root: Folder) -> None:
-    writer = Writer(root, 1, [Entry("tensor", "a", "", "uint8", (10,))])
+    writer = Writer(root, 1, [SavedTensor("tensor", "a", "", "uint8", (10,))])
     writer.write(0, 0, memoryview(bytes(10)))
 
     with pytest.raises(CheckpointError, match="twice"):
@@ -286,7 +288,7 @@ def test_a_block_that_is_written_twice_ends_the_save(root: Folder) -> None:
 
 
 def test_a_block_that_is_not_written_is_named_and_ends_the_save(root: Folder) -> None:
-    writer = Writer(root, 1, [Entry("tensor", n, "", "uint8", (2 * BLOCK,)) for n in "ab"])
+    writer = Writer(root, 1, [SavedTensor("tensor", n, "", "uint8", (2 * BLOCK,)) for n in "ab"])
     writer.write(0, 0, memoryview(bytes(2 * BLOCK)))
     writer.write(1, 0, memoryview(bytes(BLOCK)))
 
@@ -299,16 +301,16 @@ def test_a_block_that_is_not_written_is_named_and_ends_the_save(root: Folder) ->
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        (Entry("Param!", "a", "", "uint8", ()), "short lower-case word"),
-        (Entry("param", "a" * 5000, "", "uint8", ()), "longer than"),
-        (Entry("param", "a", "", "float7", ()), "no dtype"),
-        (Entry("param", "a", "", "uint8", (-1,)), "no number from 0"),
-        (Entry("param", "a", "", "uint8", (2**49, 4)), "larger than"),
-        (Entry("param", "a", "", "uint8", (1,) * 65), "dimensions"),
+        (SavedTensor("Param!", "a", "", "uint8", ()), "short lower-case word"),
+        (SavedTensor("param", "a" * 5000, "", "uint8", ()), "longer than"),
+        (SavedTensor("param", "a", "", "float7", ()), "no dtype"),
+        (SavedTensor("param", "a", "", "uint8", (-1,)), "no number from 0"),
+        (SavedTensor("param", "a", "", "uint8", (2**49, 4)), "larger than"),
+        (SavedTensor("param", "a", "", "uint8", (1,) * 65), "dimensions"),
     ],
 )
 def test_an_entry_that_no_load_would_accept_is_refused_before_anything_is_made(
-    root: Folder, entry: Entry, said: str
+    root: Folder, entry: SavedTensor, said: str
 ) -> None:
     with pytest.raises(CheckpointError, match=said):
         Writer(root, 1, [entry])
@@ -356,7 +358,7 @@ PLAIN = st.recursive(
 def test_any_json_and_any_name_come_back_as_they_were(
     meta: dict[str, Any], name: str, key: str
 ) -> None:
-    entry = Entry("state", name, key, "uint8", (3,))
+    entry = SavedTensor("state", name, key, "uint8", (3,))
 
     found = decode(encode(Manifest(7, (entry,), ("01234567",), meta)), "here")
 
@@ -376,23 +378,26 @@ def test_any_json_and_any_name_go_through_files_too(
 ) -> None:
     found = steps(tmp_path)
     step = found[-1].step + 1 if found else 0
-    with Folder.open(tmp_path) as root, Writer(root, step, [Entry("a", name, "", "int8", ())]) as w:
+    with (
+        Folder.open(tmp_path) as root,
+        Writer(root, step, [SavedTensor("a", name, "", "int8", ())]) as w,
+    ):
         w.write(0, 0, memoryview(b"x"))
         w.commit(meta)
 
-    with Reader.open(tmp_path) as reader:
+    with CheckpointReader.open(tmp_path) as reader:
         assert (reader.step, reader.meta, reader.entries[0].name) == (step, meta, name)
 
 
 def test_numbers_outside_json_come_back(root: Folder) -> None:
     Writer(root, 1, []).commit({"all": [math.nan, math.inf, -math.inf, -0.0, 5e-324]})
-    with Reader.open(root.path) as reader:
+    with CheckpointReader.open(root.path) as reader:
         assert repr(reader.meta["all"]) == "[nan, inf, -inf, -0.0, 5e-324]"
 
 
 def test_tuples_come_back_as_lists(root: Folder) -> None:
     Writer(root, 1, []).commit({"betas": (0.9, (0.999,))})
-    with Reader.open(root.path) as reader:
+    with CheckpointReader.open(root.path) as reader:
         assert reader.meta == {"betas": [0.9, [0.999]]}
 
 
@@ -439,7 +444,7 @@ def test_what_there_is_is_told_where_nothing_can_be_loaded(tmp_path: Path) -> No
     (tmp_path / "notes").mkdir()
 
     with pytest.raises(NoCheckpoint, match=rf"'notes', 'step-3\.{'a' * 32}\.tmp'") as failure:
-        Reader.open(tmp_path)
+        CheckpointReader.open(tmp_path)
 
     assert "did not finish" in failure.value.advice
 
@@ -449,9 +454,9 @@ def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) ->
         save(root, 4)
 
     with pytest.raises(NoCheckpoint, match="no checkpoint of step 5; found: 'step-4'"):
-        Reader.open(tmp_path, 5)
+        CheckpointReader.open(tmp_path, 5)
     with pytest.raises(NoCheckpoint, match="is of step 4, not 5"):
-        Reader.open(tmp_path / "step-4", 5)
+        CheckpointReader.open(tmp_path / "step-4", 5)
 
 
 def test_a_finished_but_unnamed_save_is_no_candidate(tmp_path: Path) -> None:
@@ -461,7 +466,7 @@ def test_a_finished_but_unnamed_save_is_no_candidate(tmp_path: Path) -> None:
 
     for name in (tmp_path, hidden):
         with pytest.raises(NoCheckpoint):
-            Reader.open(name)
+            CheckpointReader.open(name)
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
@@ -469,13 +474,13 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
         save(root, 4).rename(tmp_path / "step-8")
 
     with pytest.raises(CheckpointError, match="holds step 4"):
-        Reader.open(tmp_path)
+        CheckpointReader.open(tmp_path)
 
 
 def test_a_missing_directory_is_no_checkpoint(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", f"{tmp_path}/a\0b"):
         with pytest.raises(NoCheckpoint):
-            Reader.open(path)
+            CheckpointReader.open(path)
 
 
 def test_the_byte_level_loads_neither_torch_nor_numpy() -> None:

@@ -34,8 +34,9 @@ from hetero.errors import (
     StateError,
     StorageError,
 )
-from hetero.io import ALIGN, IO, FaultPlan
+from hetero.io import ALIGN, IO
 from hetero.jobs import Worker
+from hetero.testing.faults import FaultPlan
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Tier
 from tests.conftest import RUNS
@@ -714,7 +715,7 @@ ENDING = """
 import sys, time
 from pathlib import Path
 import torch
-from hetero.checkpoint.save import save_through
+from hetero.checkpoint.save import save_checkpoint
 from hetero.io import IO
 from tests.faults.test_training_faults import build, compute, prepare
 
@@ -732,8 +733,8 @@ for number in range(3):
     optimizer.step()
     optimizer.zero_grad()
     if number == 1:
-        save_through(IO(), disk / "saves", model, optimizer).wait()
-save = save_through(Slow(), disk / "saves", model, optimizer, asynchronous=True)
+        save_checkpoint(disk / "saves", model, optimizer, io=IO()).wait()
+save = save_checkpoint(disk / "saves", model, optimizer, asynchronous=True, io=Slow())
 assert not save.done
 print("saving", flush=True)
 {ending}

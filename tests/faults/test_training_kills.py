@@ -31,11 +31,11 @@ from torch import nn
 
 import hetero
 from hetero.api import engine_of, prepare_tuned
-from hetero.checkpoint.save import save_through
 from hetero.config import Config
 from hetero.errors import NoCheckpoint
-from hetero.io import ALIGN, FaultPlan
+from hetero.io import ALIGN
 from hetero.jobs import Worker
+from hetero.testing.faults import FaultPlan
 from hetero.train.engine.tuning import Tuning
 
 WIDE, N_LAYERS = 128, 3
@@ -207,8 +207,9 @@ def save_and_die(place: Place, k: int, seed: int) -> None:
     sha = digest(training)
     plan.kill_at(k)
     model, optimizer, scheduler = training
-    save = save_through(
-        *(plan, place.saves, model, optimizer, {"steps": made}),
+    save = hetero.save_checkpoint(
+        *(place.saves, model, optimizer, {"steps": made}),
+        io=plan,
         scheduler=scheduler,
         keep_last=1,
         asynchronous=k % 2 == 1,

@@ -18,10 +18,11 @@ import pytest
 
 from hetero.errors import BudgetError, ChunkCorrupt, DiskFull, StorageError
 from hetero.events import EventLog
-from hetero.io import ALIGN, IO, WINDOW, FaultPlan, Folder, aligned_buffer
+from hetero.io import ALIGN, IO, WINDOW, Folder, aligned_buffer
 from hetero.memory import nvme as nvme_module
 from hetero.memory.ledger import Ledger
 from hetero.memory.nvme import Nvme, Slot, Threads, fewest
+from hetero.testing.faults import FaultPlan
 from hetero.types import Kind, Lane, Tier
 
 T = TypeVar("T")

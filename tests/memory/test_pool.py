@@ -51,13 +51,14 @@ from hetero.errors import (
     StorageError,
 )
 from hetero.events import EventLog
-from hetero.io import ALIGN, IO, FaultPlan, Folder, align_up, aligned_buffer
+from hetero.io import ALIGN, IO, Folder, align_up, aligned_buffer
 from hetero.jobs import Job, Worker
 from hetero.memory import pool as pool_module
 from hetero.memory.extent import Extent, Extents, Request, Span, Use
 from hetero.memory.ledger import Ledger
 from hetero.memory.nvme import Executor, Nvme, Urgent, Work
 from hetero.memory.pool import HUGE_PAGE, Pool, open_pool
+from hetero.testing.faults import FaultPlan
 from hetero.types import CopyState, Kind, Lane, Tier
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hetero.cli import main
 from hetero.device import Accelerator, CpuDevice, open_device
 from hetero.errors import ConfigError, DiskFull
-from hetero.io import Mount
+from hetero.mounts import Mount
 from hetero.plan.hardware import find, lint, load, parse
 from hetero.plan.lint import curve_problems
 from hetero.plan.machine import MachineProfile

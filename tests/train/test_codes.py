@@ -15,7 +15,7 @@ from torch import nn
 
 import hetero
 from hetero.api import engine_of
-from hetero.checkpoint.reader import Reader
+from hetero.checkpoint.reader import CheckpointReader
 from hetero.device import SimDevice
 from hetero.errors import CheckpointMismatch, ConfigError, StateError
 from hetero.events import What
@@ -325,7 +325,7 @@ def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_of_codes(codec: str, tmp_pa
     with torch.no_grad(), hetero.gathered(model[1].base.weight, write=True):
         model[1].base.weight.mul_(1.7)
     path = hetero.save_checkpoint(tmp_path, model, optimizer).wait()
-    with Reader.open(path, None, IO()) as reader:
+    with CheckpointReader.open(path, None, IO()) as reader:
         (entry,) = [e for e in reader.entries if e.name == "1.base.weight"]
     assert (entry.key, entry.dtype) == (codec, "uint8")
     assert entry.n_bytes == CODECS[codec].n_bytes(40 * 37, torch.float32)

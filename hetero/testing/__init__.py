@@ -1,0 +1,1 @@
+"""Fakes for tests; nothing else of the package imports them."""
