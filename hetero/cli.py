@@ -53,7 +53,7 @@ EACH_STEP = "Print a line of JSON for each step, and one at the end."
 
 
 class Result(Protocol):
-    """What a command finds out."""
+    """The result of a command."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -145,7 +145,7 @@ def plan_run(options: TrainOptions, as_json: bool) -> int:
 
 @contextmanager
 def stopping() -> Iterator[Callable[[], int | None]]:
-    """Yield what returns the number of the first SIGINT or SIGTERM; a second one ends at once."""
+    """Yield a function that returns the first SIGINT or SIGTERM; a second one ends the process."""
     asked: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -202,13 +202,13 @@ def run(script: str, args: tuple[str, ...], module: bool, as_json: bool, **given
 
 
 def run_config(given: dict[str, Any]) -> Config:
-    """Return the settings that the command line, and the file it or HETERO_CONFIG names, give."""
+    """Return the settings of the command line and of the file that it or HETERO_CONFIG names."""
     file = given.pop("config", None) or os.environ.get("HETERO_CONFIG") or None
     return Config.load(file, **given)
 
 
 def exit_status(call: Callable[[], None]) -> int:
-    """Run a user's program; returns what the interpreter would exit with, as it says why."""
+    """Run a user's program; return the interpreter's exit status for it, and print an error."""
     try:
         call()
     except SystemExit as error:
@@ -261,7 +261,7 @@ def measure_machine(quick: bool, given: dict[str, Any], as_json: bool) -> bool:
 
 
 def calibrate_options(quick: bool, given: dict[str, Any]) -> CalibrateOptions:
-    """Return the options of a calibration from what the command line gave."""
+    """Return the options of a calibration from those of the command line."""
     from pathlib import Path
 
     from hetero.recipes.calibrate import CalibrateOptions
@@ -445,11 +445,11 @@ def chosen_bench(name: str | None, known: dict[str, str]) -> str:
     raise click.UsageError(f"{problem}; benchmarks: {', '.join(known)}")
 
 
-# -- what commands share -------------------------------------------------------------------------
+# -- shared by commands --------------------------------------------------------------------------
 
 
 def said(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that the command line has."""
+    """Return the options that the command line gives."""
     return {key: value for key, value in given.items() if value not in (None, ())}
 
 

@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 Batch = Mapping[str, torch.Tensor]
 """The keyword arguments of one pass."""
 SAVED = ("state.json", "dataset_dict.json")  # in a directory that datasets wrote
-SPLIT = "train"  # of several splits
+SPLIT = "train"
 
 
 def topics_text() -> bytes:
@@ -29,10 +29,10 @@ def topics_text() -> bytes:
 
 
 def rows_of(paths: Iterable[str | Path]) -> Iterator[Row]:
-    """Yield the rows of files, of directories of files, and of what datasets saved; without paths
-    Python's reference manual, a topic a row.
+    """Yield the rows of files, of directories of files, and of saved datasets.
 
-    A ``.jsonl`` file has a row a line; any other file is one document. Raises ConfigError.
+    A ``.jsonl`` file has a row in each line; any other file is one document. Without paths, the
+    rows are the topics of Python's reference manual. Raises ConfigError.
     """
     given = [Path(path) for path in paths]
     if not given:
@@ -48,7 +48,7 @@ def rows_of(paths: Iterable[str | Path]) -> Iterator[Row]:
 
 
 def read(file: Path) -> Iterator[Row]:
-    """Yield the rows of one file; `bytes_of` gives its bytes back, also those that are no text."""
+    """Yield the rows of one file; `bytes_of` gives its bytes back, UTF-8 or not."""
     text = file.read_bytes().decode("utf-8", "surrogateescape")
     if file.suffix != ".jsonl":
         yield {"text": text}
@@ -62,7 +62,7 @@ def parsed(line: str, where: str) -> Row:
     """Return a row of a .jsonl file."""
     try:
         row = json.loads(line)
-        if "\\u" in line:  # escapes may stand for what no text has
+        if "\\u" in line:  # an escape may be half of a surrogate pair
             bytes_of(json.dumps(row, ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: {error}", advice="write one JSON object a line") from error
@@ -72,7 +72,7 @@ def parsed(line: str, where: str) -> Row:
 
 
 def saved_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a directory that datasets wrote; of several splits the one to train on."""
+    """Yield the rows of a directory that datasets wrote; of several splits, those of `SPLIT`."""
     try:
         from datasets import load_from_disk
     except ImportError as error:
@@ -100,7 +100,7 @@ def text_of(row: Row) -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text that tokenizers take; ConfigError for bytes that are none, kept in it."""
+    """Return the text; ConfigError if it keeps bytes that are not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -25,7 +25,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A model, and what it is called with."""
+    """A model and the arguments of its call."""
 
     model: nn.Module
     name: str
@@ -60,7 +60,7 @@ def called(model: nn.Module, name: str, batch: Any) -> Described:
     """Return a model with the arguments that a batch stands for."""
     if batch is None or is_size(batch):
         raise ConfigError(
-            f"{name} takes arguments that nobody gave",
+            f"{name} needs arguments",
             advice="pass batch=: a mapping of keyword arguments, a sequence of positional ones, or"
             " a tensor; a function named as mymodels:small may return model, batch",
         )
@@ -79,9 +79,9 @@ def called(model: nn.Module, name: str, batch: Any) -> Described:
 
 
 def from_factory(what: str) -> tuple[nn.Module, Any]:
-    """Return what a function of a module makes, without memory for it: a model, or it and a batch.
+    """Call a function by its name; return its model, which takes no memory, and its batch.
 
-    The batch of a model alone is None.
+    If it returns a model alone, the batch is None.
     """
     made = call_factory(what)
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
