@@ -191,7 +191,9 @@ def run(script: str, args: tuple[str, ...], module: bool, as_json: bool, **given
 
     if not module and not os.path.isfile(script):
         raise click.UsageError(f"there is no script {script}")
-    session = Session(run_config(said(given)))
+    settings = said(given)
+    file = settings.pop("config", None) or os.environ.get("HETERO_CONFIG") or None
+    session = Session(Config.load(file, **settings))
     status = exit_status(lambda: session.run(script, args, module=module))
     if status == 0 and session.accelerators == 0:
         click.echo(NOT_USED.format(script), err=True)
@@ -199,12 +201,6 @@ def run(script: str, args: tuple[str, ...], module: bool, as_json: bool, **given
         built = {"accelerators": session.accelerators, "trainers": session.trainers}
         print_json({"script": script, "exit_status": status, **built})
     return status
-
-
-def run_config(given: dict[str, Any]) -> Config:
-    """Return the settings of the command line and of the file that it or HETERO_CONFIG names."""
-    file = given.pop("config", None) or os.environ.get("HETERO_CONFIG") or None
-    return Config.load(file, **given)
 
 
 def exit_status(call: Callable[[], None]) -> int:

@@ -317,10 +317,10 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         """
         hooked = bool(self._save_model_state_pre_hook)
         weights = [self.get_state_dict(m, unwrap=False) for m in self._models if hooked]
-        shown = ShownWeights(weights)
+        shown = [(each, dict(each)) for each in weights]
         with self._hidden("_save_model_state_pre_hook", self._models, weights) as models:
             folder: str = super().save_state(output_dir, *args, **kwargs)
-        kinds_of = shown.kinds(weights) if hooked else [KINDS] * len(models)
+        kinds_of = kinds_left(shown, weights) if hooked else [KINDS] * len(models)
         for number, (model, kinds) in enumerate(zip(models, kinds_of, strict=True)):
             optimizer = self._settled(model)
             if self.is_main_process and (kinds is KINDS or optimizer is not None):
@@ -395,27 +395,21 @@ class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate
         return bool(self.optimizer.step_was_skipped or super().step_was_skipped)
 
 
-class ShownWeights:
-    """The state dicts that hooks are given, as they were before."""
+def kinds_left(
+    shown: list[tuple[dict[str, Any], dict[str, Any]]], left: list[dict[str, Any]]
+) -> list[tuple[str, ...]]:
+    """Return which kinds of parts to save of each model.
 
-    def __init__(self, weights: list[dict[str, Any]]) -> None:
-        self._dicts = list(weights)
-        self._then = [dict(each) for each in weights]
-
-    def kinds(self, left: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-        """Return which kinds of parts to save of each model, of whose dicts hooks ``left`` these.
-
-        Raises StateError if a hook changed the weights in one: hetero saves the model itself.
-        """
-        unchanged = [
-            mine for mine, then in zip(self._dicts, self._then, strict=True) if same(mine, then)
-        ]
-        if not all(is_in(each, unchanged) for each in left):
-            raise StateError(
-                "a hook of save_state changed the weights that are to be saved",
-                advice="save them in the hook, and take their dict out of the list of weights",
-            )
-        return [KINDS if is_in(mine, left) else STATES for mine in self._dicts]
+    Hooks were ``shown`` the state dict of each (with a copy from before), and ``left`` these in
+    their list. Raises StateError if a hook changed the weights in one: hetero saves the model.
+    """
+    unchanged = [mine for mine, then in shown if same(mine, then)]
+    if not all(is_in(each, unchanged) for each in left):
+        raise StateError(
+            "a hook of save_state changed the weights that are to be saved",
+            advice="save them in the hook, and take their dict out of the list of weights",
+        )
+    return [KINDS if is_in(mine, left) else STATES for mine, _ in shown]
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

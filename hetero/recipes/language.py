@@ -21,7 +21,7 @@ from hetero.config import Config
 from hetero.errors import ConfigError
 from hetero.export import export
 from hetero.integrations.pretrained import from_pretrained
-from hetero.recipes.options import TrainOptions
+from hetero.recipes.options import TrainOptions, installed
 from hetero.recipes.sequences import Encode, Shuffled, Tokens, answered, packed, together
 from hetero.recipes.task import Task
 from hetero.recipes.text import readable, rows_of, text_of
@@ -112,12 +112,8 @@ def preset(options: TrainOptions, vocabulary: int) -> Any:
 
 def adapted(model: nn.Module, options: TrainOptions) -> nn.Module:
     """Return a frozen model with low-rank adapters that train."""
-    try:
+    with installed("--lora-rank needs PEFT"):
         from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ConfigError(
-            f"--lora-rank needs PEFT: {error}", advice="pip install 'hetero[integrations]'"
-        ) from error
     rank = options.lora_rank or 0
     config = LoraConfig(
         r=rank,

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -217,6 +218,17 @@ def wrong(name: str, value: Any) -> Iterator[str]:
         zero = name in FROM_ZERO
         if not (value > 0 or (zero and value == 0)):  # NaN is neither
             yield f"{name}={value!r} has to be {'0 or more' if zero else 'above 0'}"
+
+
+@contextmanager
+def installed(
+    need: str, package: str = "'hetero[integrations]'", other: str = ""
+) -> Iterator[None]:
+    """Turn a failed import in the block into a ConfigError that says what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{need}: {error}", advice=f"pip install {package}{other}") from error
 
 
 def documented(cls: type) -> dict[str, str]:

@@ -12,6 +12,7 @@ import torch
 
 from hetero.device import checked_rng
 from hetero.errors import ConfigError
+from hetero.recipes.options import installed
 
 Row = Mapping[str, Any]
 """One document ({"text"}), or one example ({"prompt", "completion"} or {"messages"})."""
@@ -73,12 +74,8 @@ def parsed(line: str, where: str) -> Row:
 
 def saved_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a directory that datasets wrote; of several splits, those of `SPLIT`."""
-    try:
+    with installed(f"{path} was saved by datasets", "datasets"):
         from datasets import load_from_disk
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} was saved by datasets: {error}", advice="pip install datasets"
-        ) from error
     found: Any = load_from_disk(str(path))
     if hasattr(found, "keys") and SPLIT not in found:
         raise ConfigError(

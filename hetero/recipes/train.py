@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from hetero.checkpoint.save import Save, save_checkpoint
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import ConfigError
-from hetero.recipes.options import TrainOptions
+from hetero.recipes.options import TrainOptions, installed
 from hetero.recipes.record import Recording
 from hetero.recipes.result import EvalLoss, Progress, StepReport, TrainResult
 from hetero.recipes.setup import (
@@ -77,7 +78,8 @@ def train(
     config = settings_for(task.model, optimizer, config, options)
     _, optimizer = prepare(task.model, optimizer, config=config)
     # 3. the same loop as ever
-    run = TrainRun(task, optimizer, options, folder, deciding, config)
+    place = open_device(config.device).torch_device
+    run = TrainRun(task, optimizer, options, folder, deciding, place)
     if options.resume:
         run.resume()
     with tracking(options, folder) as log:
@@ -94,13 +96,8 @@ def task_of(options: TrainOptions, config: Config) -> Task:
     """Return the task that options name; ConfigError if it cannot be built."""
     if options.is_demo:
         return demo(options)
-    try:
+    with installed(f"--model {options.model} needs transformers", other=", or leave --model out"):
         from hetero.recipes.language import language_task
-    except ImportError as error:
-        raise ConfigError(
-            f"--model {options.model} needs transformers: {error}",
-            advice="pip install 'hetero[integrations]', or leave --model out",
-        ) from error
     return language_task(options, config)
 
 
@@ -121,41 +118,31 @@ def tracking(options: TrainOptions, folder: Path) -> Iterator[Log]:
     if not options.track:
         yield lambda figures, step: None
         return
-    try:
+    with installed("--track needs accelerate"):
         from hetero.integrations.tracking import trackers
-    except ImportError as error:
-        raise ConfigError(
-            f"--track needs accelerate: {error}", advice="pip install 'hetero[integrations]'"
-        ) from error
     given = {k: v for k, v in dataclasses.asdict(options).items() if k != "settings"}
     plain = {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in given.items()}
     with trackers(options.track, folder, plain) as log:
         yield log
 
 
+@dataclass
 class TrainRun:
     """The loop: a plain PyTorch loop, with a checkpoint now and then."""
 
-    def __init__(
-        self,
-        task: Task,
-        optimizer: Optimizer,
-        options: TrainOptions,
-        folder: Path,
-        deciding: Mapping[str, Any],
-        config: Config,
-    ) -> None:
-        self.task = task
-        self.optimizer = optimizer
-        self.options = options
-        self.folder = folder
-        self.deciding = deciding
-        self.place = open_device(config.device).torch_device
-        self.steps: int = deciding["steps"]
-        self.scheduler = LambdaLR(optimizer, factor_of(options, self.steps))
-        self.progress = Progress()
-        self.saved: Save | None = None
-        self.recording = Recording(task.model, record_folder(options, folder))
+    task: Task
+    optimizer: Optimizer
+    options: TrainOptions
+    folder: Path
+    deciding: Mapping[str, Any]
+    place: torch.device
+    progress: Progress = field(default_factory=Progress)
+    saved: Save | None = None
+
+    def __post_init__(self) -> None:
+        self.steps: int = self.deciding["steps"]
+        self.scheduler = LambdaLR(self.optimizer, factor_of(self.options, self.steps))
+        self.recording = Recording(self.task.model, record_folder(self.options, self.folder))
 
     def train(self, watch: Watch, log: Log, stop: Stop) -> int | None:
         """Train to the end, or to the signal whose number is returned."""

@@ -15,6 +15,7 @@ from torch import nn
 from hetero.errors import ConfigError
 from hetero.parse import json_of, read_text
 from hetero.plan.presets import PRESETS
+from hetero.recipes.options import installed
 
 POSITIONS = 1024  # of the one sample that is planned with, where no batch is given
 MAX_CONFIG_BYTES = 2**22
@@ -139,14 +140,9 @@ def config_of(what: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], 
 
 def from_config(mapping: Mapping[str, Any]) -> nn.Module:
     """Return a Hugging Face model for causal language modelling, without memory for it."""
-    try:
+    with installed("transformers builds models from a configuration", other=", or pass a module"):
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ConfigError(
-            f"models are built from a configuration by transformers: {error}",
-            advice="pip install 'hetero[integrations]', or pass a module",
-        ) from error
     options = dict(mapping)
     kind = options.pop("model_type", None)
     for key, value in options.items():
