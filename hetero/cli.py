@@ -117,22 +117,18 @@ def train_run(options: TrainOptions, stop: Callable[[], int | None], as_json: bo
 
     console = open_console(as_json)
     with show.watching(console) as watch:
-        result = run(options, telling(watch) if as_json else watch, stop)
+
+        def tell_step(report: StepReport) -> None:
+            watch(report)
+            if as_json:
+                print_json({"step": report.step, **report.figures()})
+
+        result = run(options, tell_step, stop)
     show.summary(console, result)
     show.recorded(console, result)
     if as_json:
         print_json(result.as_json())
     return 0 if result.signal is None else 128 + result.signal
-
-
-def telling(watch: Callable[[StepReport], None]) -> Callable[[StepReport], None]:
-    """Return a watcher that prints a line of JSON for each step, too."""
-
-    def both(report: StepReport) -> None:
-        watch(report)
-        print_json({"step": report.step, **report.figures()})
-
-    return both
 
 
 def plan_run(options: TrainOptions, as_json: bool) -> int:

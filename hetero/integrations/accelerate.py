@@ -29,6 +29,7 @@ from hetero.train.update.optimizer import Optimizer
 
 FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
 SETTINGS = "HETERO_CONFIG"
+PART = "hetero_{}"  # a model's checkpoint, in a directory of accelerate's
 OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
@@ -324,7 +325,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         for number, (model, kinds) in enumerate(zip(models, kinds_of, strict=True)):
             optimizer = self._settled(model)
             if self.is_main_process and (kinds is KINDS or optimizer is not None):
-                save_latest(Path(folder) / part(number), model, optimizer, kinds=kinds)
+                save_latest(Path(folder) / PART.format(number), model, optimizer, kinds=kinds)
         self.wait_for_everyone()
         return folder
 
@@ -343,7 +344,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             optimizer = self._settled(model)
             kinds = KINDS if is_in(model, shown) else STATES
             if kinds is KINDS or optimizer is not None:
-                load_states(Path(input_dir) / part(number), model, kinds)
+                load_states(Path(input_dir) / PART.format(number), model, kinds)
 
     def _settled(self, model: nn.Module) -> Optimizer | None:
         """Return a model's optimizer; a model that still waits for one is prepared without."""
@@ -426,11 +427,6 @@ def is_unprepared(thing: Any) -> bool:
     """Whether something is an optimizer that was not prepared."""
     known = (AcceleratedOptimizer, Optimizer)
     return isinstance(thing, torch.optim.Optimizer) and not isinstance(thing, known)
-
-
-def part(number: int) -> str:
-    """Return the name of a model's checkpoint in a directory of accelerate's."""
-    return f"hetero_{number}"
 
 
 def newest(folder: Path) -> str:

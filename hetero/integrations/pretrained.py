@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
-from hetero.api import prepare
+from hetero.api import prepare as prepare_model
 from hetero.config import Config, Settings
 from hetero.errors import ConfigError, HeteroError
 from hetero.tensorfile import INDEX, SINGLE
@@ -85,14 +85,10 @@ def from_pretrained(
         )
     ready = Config.load(config, **settings)  # mistakes are found before anything is loaded
     model = load(str(name), model_class, given)
-    return finish(model, optimizer, ready) if prepare else model
-
-
-def finish(model: nn.Module, optimizer: MakeOptimizer | None, config: Config) -> Any:
-    """Prepare a loaded model."""
-    if optimizer is None:
-        return prepare(model, config=config)
-    return prepare(model, optimizer(model.parameters()), config=config)
+    if not prepare:
+        return model
+    made = None if optimizer is None else optimizer(model.parameters())
+    return prepare_model(model, made, config=ready)
 
 
 def load(name: str, model_class: Any, given: dict[str, Any]) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hetero.errors import ConfigError
 from hetero.export import export
 from hetero.integrations.pretrained import from_pretrained
 from hetero.recipes.options import TrainOptions, installed
-from hetero.recipes.sequences import Encode, Shuffled, Tokens, answered, packed, together
+from hetero.recipes.sequences import Shuffled, Tokens, answered, packed, together
 from hetero.recipes.task import Task
 from hetero.recipes.text import readable, rows_of, text_of
 
@@ -163,7 +163,8 @@ def sequences(
 
     rows = rows_of(paths)
     if options.task == "sft":
-        found = answers(rows, tokenizer, encode, options.seq)
+        answers = (answered(row, tokenizer, encode, options.seq) for row in rows)
+        found = [each for each in answers if each is not None]
     else:
         documents = (encode(text_of(row)) for row in rows)
         found = packed(documents, tokenizer.eos_token_id, options.seq)
@@ -174,14 +175,6 @@ def sequences(
         )
     check_vocabulary(found, model)
     return found
-
-
-def answers(
-    rows: Iterable[Mapping[str, Any]], tokenizer: Any, encode: Encode, length: int
-) -> list[Tokens]:
-    """Return the sequences of rows that have an answered token within ``length``."""
-    found = (answered(row, tokenizer, encode, length) for row in rows)
-    return [each for each in found if each is not None]
 
 
 def check_vocabulary(found: Sequence[Tokens], model: Any) -> None:

@@ -55,15 +55,13 @@ def answered(row: Row, tokenizer: Any, encode: Encode, length: int) -> Tokens | 
 
 def completion(row: Row, tokenizer: Any, encode: Encode) -> tuple[list[int], list[bool]]:
     """Return the tokens of a prompt and its completion, and which are the completion's."""
-    texts = [row.get(key) for key in ("prompt", "completion")]
     missing = [key for key in ("prompt", "completion") if not isinstance(row.get(key), str)]
     if missing:
         raise ConfigError(
             f"a row has {', '.join(map(str, row))[:200]} and no {missing[0]!r} that is a text",
             advice='give rows as {"prompt": "...", "completion": "..."} or {"messages": [...]}',
         )
-    prompt, said = (encode(str(text)) for text in texts)
-    said = [*said, tokenizer.eos_token_id]
+    prompt, said = encode(row["prompt"]), [*encode(row["completion"]), tokenizer.eos_token_id]
     return prompt + said, [False] * len(prompt) + [True] * len(said)
 
 

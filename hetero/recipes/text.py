@@ -77,12 +77,13 @@ def saved_rows(path: Path) -> Iterator[Row]:
     with installed(f"{path} was saved by datasets", "datasets"):
         from datasets import load_from_disk
     found: Any = load_from_disk(str(path))
-    if hasattr(found, "keys") and SPLIT not in found:
+    splits = found if hasattr(found, "keys") else {SPLIT: found}
+    if SPLIT not in splits:
         raise ConfigError(
-            f"{path} has no split {SPLIT!r} but {', '.join(found)}",
+            f"{path} has no split {SPLIT!r} but {', '.join(splits)}",
             advice="name one split's folder",
         )
-    yield from found[SPLIT] if hasattr(found, "keys") else found
+    yield from splits[SPLIT]
 
 
 def text_of(row: Row) -> str:

@@ -84,18 +84,6 @@ def from_factory(what: str) -> tuple[nn.Module, Any]:
 
     If it returns a model alone, the batch is None.
     """
-    made = call_factory(what)
-    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"{what} returned a {type(made).__name__}",
-            advice="return an nn.Module, or one and its batch: return model, batch",
-        )
-    return model, batch
-
-
-def call_factory(what: str) -> Any:
-    """Call a function by its name, on the meta device."""
     module, _, name = what.rpartition(":")
     try:
         make = getattr(importlib.import_module(module), name)
@@ -105,13 +93,20 @@ def call_factory(what: str) -> Any:
         ) from error
     try:
         with META:
-            return make()
+            made = make()
     except (TypeError, RuntimeError) as error:
         raise ConfigError(
             f"{what} failed: {error}",
             advice="a function without arguments, which asks for no number of a tensor: it runs"
             " without memory, on the meta device",
         ) from error
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{what} returned a {type(made).__name__}",
+            advice="return an nn.Module, or one and its batch: return model, batch",
+        )
+    return model, batch
 
 
 def config_of(what: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
