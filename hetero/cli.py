@@ -53,7 +53,7 @@ EACH_STEP = "Print a line of JSON for each step, and one at the end."
 
 
 class Result(Protocol):
-    """What a command finds out."""
+    """The result of a command."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -117,22 +117,18 @@ def train_run(options: TrainOptions, stop: Callable[[], int | None], as_json: bo
 
     console = open_console(as_json)
     with show.watching(console) as watch:
-        result = run(options, telling(watch) if as_json else watch, stop)
+
+        def tell_step(report: StepReport) -> None:
+            watch(report)
+            if as_json:
+                print_json({"step": report.step, **report.figures()})
+
+        result = run(options, tell_step, stop)
     show.summary(console, result)
     show.recorded(console, result)
     if as_json:
         print_json(result.as_json())
     return 0 if result.signal is None else 128 + result.signal
-
-
-def telling(watch: Callable[[StepReport], None]) -> Callable[[StepReport], None]:
-    """Return a watcher that prints a line of JSON for each step, too."""
-
-    def both(report: StepReport) -> None:
-        watch(report)
-        print_json({"step": report.step, **report.figures()})
-
-    return both
 
 
 def plan_run(options: TrainOptions, as_json: bool) -> int:
@@ -145,7 +141,7 @@ def plan_run(options: TrainOptions, as_json: bool) -> int:
 
 @contextmanager
 def stopping() -> Iterator[Callable[[], int | None]]:
-    """Yield what returns the number of the first SIGINT or SIGTERM; a second one ends at once."""
+    """Yield a function that returns the first SIGINT or SIGTERM; a second one ends the process."""
     asked: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -191,7 +187,9 @@ def run(script: str, args: tuple[str, ...], module: bool, as_json: bool, **given
 
     if not module and not os.path.isfile(script):
         raise click.UsageError(f"there is no script {script}")
-    session = Session(run_config(said(given)))
+    settings = said(given)
+    file = settings.pop("config", None) or os.environ.get("HETERO_CONFIG") or None
+    session = Session(Config.load(file, **settings))
     status = exit_status(lambda: session.run(script, args, module=module))
     if status == 0 and session.accelerators == 0:
         click.echo(NOT_USED.format(script), err=True)
@@ -201,14 +199,8 @@ def run(script: str, args: tuple[str, ...], module: bool, as_json: bool, **given
     return status
 
 
-def run_config(given: dict[str, Any]) -> Config:
-    """Return the settings that the command line, and the file it or HETERO_CONFIG names, give."""
-    file = given.pop("config", None) or os.environ.get("HETERO_CONFIG") or None
-    return Config.load(file, **given)
-
-
 def exit_status(call: Callable[[], None]) -> int:
-    """Run a user's program; returns what the interpreter would exit with, as it says why."""
+    """Run a user's program; return the interpreter's exit status for it, and print an error."""
     try:
         call()
     except SystemExit as error:
@@ -261,7 +253,7 @@ def measure_machine(quick: bool, given: dict[str, Any], as_json: bool) -> bool:
 
 
 def calibrate_options(quick: bool, given: dict[str, Any]) -> CalibrateOptions:
-    """Return the options of a calibration from what the command line gave."""
+    """Return the options of a calibration from those of the command line."""
     from pathlib import Path
 
     from hetero.recipes.calibrate import CalibrateOptions
@@ -445,11 +437,11 @@ def chosen_bench(name: str | None, known: dict[str, str]) -> str:
     raise click.UsageError(f"{problem}; benchmarks: {', '.join(known)}")
 
 
-# -- what commands share -------------------------------------------------------------------------
+# -- shared by commands --------------------------------------------------------------------------
 
 
 def said(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that the command line has."""
+    """Return the options that the command line gives."""
     return {key: value for key, value in given.items() if value not in (None, ())}
 
 

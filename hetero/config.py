@@ -37,7 +37,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 FROZEN = ("keep", "int8", "nf4")
 UPDATES = ("step", "backward")
-NOT_YET = {  # named in the public face; each arrives with its part of the library
+NOT_YET = {  # named in the public face, and not in this version
     "mesh": "several ranks",
 }
 Check = Callable[[str, Any], Any]
@@ -142,7 +142,7 @@ class Config:
 
 
 Settings = Config | Mapping[str, Any] | str | Path | None
-"""What settings may be given as: themselves, a mapping of them, or the path of a file."""
+"""The forms of settings: a Config, a mapping of its fields, or the path of a file."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def checked(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
 
 
 def contradictions(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what settings say that cannot be had together."""
+    """Yield each pair of settings that exclude each other."""
     if given.get("updates") == "backward":
         whole = " needs all gradients before the first update, and updates='backward' does not wait"
         if given.get("max_grad_norm") is not None:
@@ -204,7 +204,7 @@ def unknown_key(key: str, known: list[str]) -> str:
 
 
 def check_paths(key: str, value: Any) -> tuple[str, ...]:
-    """Return paths given as one or as several; None is no path."""
+    """Return one path or several as a tuple; None is no path."""
     given = [value] if isinstance(value, (str, os.PathLike)) else value
     given = () if given is None else given
     found: list[str] = []
@@ -219,7 +219,7 @@ def check_paths(key: str, value: Any) -> tuple[str, ...]:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether a text is one that the system can be told: no half of a surrogate pair."""
+    """Whether the file system can encode a text: it has no half of a surrogate pair."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -233,7 +233,7 @@ def takes(
     said: str = "",
     then: Callable[[Any], Any] = lambda value: value,
 ) -> Check:
-    """Return a check that refuses what does not fit, and makes the rest what ``then`` does."""
+    """Return a check that refuses values that do not fit, and returns ``then`` of the others."""
 
     def check(key: str, value: Any) -> Any:
         if not fits(value):
@@ -252,7 +252,7 @@ def count_of(what: str) -> Check:
 
 
 def optional(check: Check, absent: Any = None) -> Check:
-    """Return a check that takes None as well, and makes it ``absent``."""
+    """Return a check that takes None as well, and returns ``absent`` for it."""
     return lambda key, value: absent if value is None else check(key, value)
 
 
@@ -266,7 +266,7 @@ def is_norm(value: Any) -> bool:
 
 
 def is_device(value: Any) -> bool:
-    """Whether a value is the name of a device; objects are looked at where they are opened."""
+    """Whether a value is the name of a device, or an object, which is checked when it is opened."""
     return not isinstance(value, str) or value in DEVICES
 
 
@@ -305,11 +305,11 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("keep_fp32", "keep_exact"), optional(named, absent=())),
     "units": optional(named),
 }
-"""How each setting is checked; each returns the clean value, or raises ConfigError."""
+"""The check of each setting; it returns the clean value, or raises ConfigError."""
 
 
 class HostLimit(NamedTuple):
-    """How much RAM this process may use, and who says so."""
+    """The RAM that this process may use, and which file or figure limits it."""
 
     n_bytes: int
     source: str
@@ -360,7 +360,7 @@ def cgroup_folders(root: Path) -> list[tuple[Path, str, str]]:
 
 
 def read_inactive_file(folder: Path) -> int:
-    """Return the bytes of page cache that a cgroup would give back first."""
+    """Return the bytes of a cgroup's page cache that the kernel reclaims first."""
     try:
         rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return int(rows.get("total_inactive_file", rows.get("inactive_file", 0)))

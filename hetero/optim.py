@@ -37,7 +37,7 @@ def _check(settings: dict[str, Any]) -> None:
 
 
 class _Rule(torch.optim.Optimizer, ABC):
-    """What the four share: checked groups, and one update per parameter that has a gradient."""
+    """The base of all four: checked groups, and one update per parameter with a gradient."""
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
         """Take the settings among a constructor's ``locals()``, which are its arguments."""
@@ -183,18 +183,18 @@ class LARS(_Rule):
 
     d = ratio * (g + weight_decay * p), ratio = trust_coefficient * ||p|| / (||g|| + weight_decay
     * ||p|| + eps) over each whole tensor, 1 where either norm is 0; then torch.optim.SGD's
-    momentum on d. So lr multiplies the buffer, where the paper's multiplies what enters it: the
+    momentum on d. So lr multiplies the buffer, where the paper's multiplies its input: the
     two differ only in the steps after lr changed. State: ``momentum_buffer``, with a momentum.
 
     Args:
         params: parameters or groups; real floating point.
         lr: global step length, >= 0, as for SGD; a number or a tensor of one element.
-        momentum: what the buffer keeps per step, >= 0; 0 keeps no state.
+        momentum: share of the buffer that a step keeps, >= 0; 0 keeps no state.
         weight_decay: L2 penalty, >= 0, in units of gradient per parameter (0.0005 in the paper).
         trust_coefficient: length of an adapted step relative to the parameter's norm, >= 0.
         eps: added to the ratio's denominator, in units of the gradient's norm, >= 0.
         nesterov: Nesterov's momentum; needs a momentum and no dampening.
-        dampening: in [0, 1]: what enters the buffer, from the second step on, shrinks by it.
+        dampening: in [0, 1]; from the second step on, the buffer's input shrinks by it.
         exclude_1d: leave tensors of less than two dimensions (biases, norms) at ratio 1. On by
             default, as in the recipes since: a bias near zero could hardly leave it otherwise.
         maximize: ascend instead of descending.
@@ -260,7 +260,7 @@ class AdamW8bit(_Rule):
 
     Bounds per element: |m' - m| <= sqrt(|m| A) / 127 + A / 64516, and (v' / A)^(1/8) is within
     1 / 255 of (v / A)^(1/8), v' > 0 where v > 0 (while A > 1e-25). v changes by far less than
-    one code per step: rounding up would let it only climb, to nearest forgets what is below half
+    one code per step: rounding up would let it only climb, to nearest forgets changes below half
     a code; the dither, t times the golden ratio modulo 1, makes codes right on average over
     steps, the same on every device. Blocks are runs of ``block_size`` elements in row-major
     order, whatever the strides. A block that met a non-finite moment decodes to NaN, so its

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 import psutil
@@ -291,226 +292,134 @@ def test_wrong_values_of_a_toml_file_are_found_together(tmp_path: Path) -> None:
 
 
 # -- the container's limit -----------------------------------------------------------------------
-# Every fixture is a fake root: {path: contents}. Limits are far below what any machine has free.
+# Every fixture is a fake root. Limits are far below what any machine has free.
 
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 V1_LINE = "12:cpu,cpuacct:/x\n9:memory:{}\n1:name=systemd:/x\n"
 
-LIMITED: dict[str, tuple[dict[str, str], int, str]] = {
+LIMITED: dict[str, tuple[str, str, int, str]] = {  # lines of the process, files, MiB left, limit
     "version 2 with pages that the kernel would give back": (
-        {
-            "proc/self/cgroup": "0::/job\n",
-            f"{V2}/job/memory.max": f"{64 * MIB}\n",
-            f"{V2}/job/memory.current": f"{40 * MIB}\n",
-            f"{V2}/job/memory.stat": f"anon {MIB}\ninactive_file {24 * MIB}\nactive_file {MIB}\n",
-        },
-        48 * MIB,
-        f"{V2}/job/memory.max",
+        "0::/job\n",
+        "2/job/max=64M; 2/job/current=40M; 2/job/stat=anon 1M, inactive_file 24M, active_file 1M",
+        48,
+        "2/job/max",
     ),
     "version 1 with pages that the kernel would give back": (
-        {
-            "proc/self/cgroup": V1_LINE.format("/job"),
-            f"{V1}/job/memory.limit_in_bytes": f"{64 * MIB}\n",
-            f"{V1}/job/memory.usage_in_bytes": f"{40 * MIB}\n",
-            f"{V1}/job/memory.stat": f"inactive_file {MIB}\ntotal_inactive_file {24 * MIB}\n",
-        },
-        48 * MIB,
-        f"{V1}/job/memory.limit_in_bytes",
+        V1_LINE.format("/job"),
+        "1/job/limit=64M; 1/job/usage=40M; 1/job/stat=inactive_file 1M, total_inactive_file 24M",
+        48,
+        "1/job/limit",
     ),
-    "version 2": (
-        {
-            "proc/self/cgroup": "0::/job\n",
-            f"{V2}/job/memory.max": f"{64 * MIB}\n",
-            f"{V2}/job/memory.current": f"{24 * MIB}\n",
-        },
-        40 * MIB,
-        f"{V2}/job/memory.max",
-    ),
-    "version 2 in a namespace": (
-        {
-            "proc/self/cgroup": "0::/\n",
-            f"{V2}/memory.max": f"{64 * MIB}\n",
-            f"{V2}/memory.current": f"{MIB}\n",
-        },
-        63 * MIB,
-        f"{V2}/memory.max",
-    ),
+    "version 2": ("0::/job\n", "2/job/max=64M; 2/job/current=24M", 40, "2/job/max"),
+    "version 2 in a namespace": ("0::/\n", "2/max=64M; 2/current=1M", 63, "2/max"),
     "version 2, the parent is tighter": (
-        {
-            "proc/self/cgroup": "0::/pod/job/task\n",
-            f"{V2}/pod/memory.max": f"{32 * MIB}\n",
-            f"{V2}/pod/memory.current": f"{2 * MIB}\n",
-            f"{V2}/pod/job/memory.max": f"{64 * MIB}\n",
-            f"{V2}/pod/job/memory.current": f"{MIB}\n",
-            f"{V2}/pod/job/task/memory.max": "max\n",
-        },
-        30 * MIB,
-        f"{V2}/pod/memory.max",
+        "0::/pod/job/task\n",
+        "2/pod/max=32M; 2/pod/current=2M; 2/pod/job/max=64M; 2/pod/job/current=1M; "
+        "2/pod/job/task/max=max",
+        30,
+        "2/pod/max",
     ),
     "version 2, the parent is fuller": (
-        {
-            "proc/self/cgroup": "0::/pod/job\n",
-            f"{V2}/pod/memory.max": f"{96 * MIB}\n",
-            f"{V2}/pod/memory.current": f"{90 * MIB}\n",
-            f"{V2}/pod/job/memory.max": f"{16 * MIB}\n",
-            f"{V2}/pod/job/memory.current": f"{MIB}\n",
-        },
-        6 * MIB,
-        f"{V2}/pod/memory.max",
+        "0::/pod/job\n",
+        "2/pod/max=96M; 2/pod/current=90M; 2/pod/job/max=16M; 2/pod/job/current=1M",
+        6,
+        "2/pod/max",
     ),
     "version 2, only the throttling limit is set": (
-        {
-            "proc/self/cgroup": "0::/job\n",
-            f"{V2}/job/memory.max": "max\n",
-            f"{V2}/job/memory.high": f"{48 * MIB}\n",
-            f"{V2}/job/memory.current": f"{8 * MIB}\n",
-        },
-        40 * MIB,
-        f"{V2}/job/memory.high",
+        "0::/job\n",
+        "2/job/max=max; 2/job/high=48M; 2/job/current=8M",
+        40,
+        "2/job/high",
     ),
-    "version 2, no usage file": (
-        {"proc/self/cgroup": "0::/job\n", f"{V2}/job/memory.max": f"{64 * MIB}\n"},
-        64 * MIB,
-        f"{V2}/job/memory.max",
-    ),
+    "version 2, no usage file": ("0::/job\n", "2/job/max=64M", 64, "2/job/max"),
     "version 2, usage is garbage": (
-        {
-            "proc/self/cgroup": "0::/job\n",
-            f"{V2}/job/memory.max": f"{64 * MIB}\n",
-            f"{V2}/job/memory.current": "a lot\n",
-        },
-        64 * MIB,
-        f"{V2}/job/memory.max",
+        "0::/job\n",
+        "2/job/max=64M; 2/job/current=a lot",
+        64,
+        "2/job/max",
     ),
-    "version 2, over its limit": (
-        {
-            "proc/self/cgroup": "0::/job\n",
-            f"{V2}/job/memory.max": f"{64 * MIB}\n",
-            f"{V2}/job/memory.current": f"{65 * MIB}\n",
-        },
-        0,
-        f"{V2}/job/memory.max",
-    ),
+    "version 2, over its limit": ("0::/job\n", "2/job/max=64M; 2/job/current=65M", 0, "2/job/max"),
     "version 2, a colon and a space in the name": (
-        {
-            "proc/self/cgroup": "0::/kube:pod 7/job\n",
-            f"{V2}/kube:pod 7/memory.max": f"{64 * MIB}\n",
-        },
-        64 * MIB,
-        f"{V2}/kube:pod 7/memory.max",
+        "0::/kube:pod 7/job\n",
+        "2/kube:pod 7/max=64M",
+        64,
+        "2/kube:pod 7/max",
     ),
-    "version 2, the name leaves the namespace": (
-        {"proc/self/cgroup": "0::/../job\n", f"{V2}/memory.max": f"{64 * MIB}\n"},
-        64 * MIB,
-        f"{V2}/memory.max",
-    ),
-    "version 1": (
-        {
-            "proc/self/cgroup": V1_LINE.format("/job"),
-            f"{V1}/job/memory.limit_in_bytes": f"{64 * MIB}\n",
-            f"{V1}/job/memory.usage_in_bytes": f"{4 * MIB}\n",
-        },
-        60 * MIB,
-        f"{V1}/job/memory.limit_in_bytes",
-    ),
+    "version 2, the name leaves the namespace": ("0::/../job\n", "2/max=64M", 64, "2/max"),
+    "version 1": (V1_LINE.format("/job"), "1/job/limit=64M; 1/job/usage=4M", 60, "1/job/limit"),
     "version 1, nested, the job itself has no limit": (
-        {
-            "proc/self/cgroup": V1_LINE.format("/pod/job"),
-            f"{V1}/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
-            f"{V1}/pod/memory.limit_in_bytes": f"{64 * MIB}\n",
-            f"{V1}/pod/memory.usage_in_bytes": f"{8 * MIB}\n",
-            f"{V1}/pod/job/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
-            f"{V1}/pod/job/memory.usage_in_bytes": f"{8 * MIB}\n",
-        },
-        56 * MIB,
-        f"{V1}/pod/memory.limit_in_bytes",
+        V1_LINE.format("/pod/job"),
+        "1/limit=none; 1/pod/limit=64M; 1/pod/usage=8M; 1/pod/job/limit=none; 1/pod/job/usage=8M",
+        56,
+        "1/pod/limit",
     ),
     "version 1, the container mounts its own group at the root": (
-        {
-            "proc/self/cgroup": V1_LINE.format("/docker/0123abcd"),
-            f"{V1}/memory.limit_in_bytes": f"{64 * MIB}\n",
-            f"{V1}/memory.usage_in_bytes": f"{MIB}\n",
-        },
-        63 * MIB,
-        f"{V1}/memory.limit_in_bytes",
+        V1_LINE.format("/docker/0123abcd"),
+        "1/limit=64M; 1/usage=1M",
+        63,
+        "1/limit",
     ),
     "version 1, memory is mounted with another controller": (
-        {
-            "proc/self/cgroup": "4:hugetlb,memory:/job\n",
-            f"{V1}/job/memory.limit_in_bytes": f"{64 * MIB}\n",
-        },
-        64 * MIB,
-        f"{V1}/job/memory.limit_in_bytes",
+        "4:hugetlb,memory:/job\n",
+        "1/job/limit=64M",
+        64,
+        "1/job/limit",
     ),
     "hybrid, memory is under version 1": (
-        {
-            "proc/self/cgroup": V1_LINE.format("/job") + "0::/init.scope\n",
-            f"{V1}/job/memory.limit_in_bytes": f"{64 * MIB}\n",
-            f"{V1}/job/memory.usage_in_bytes": "0\n",
-            f"{V2}/unified/init.scope/cgroup.procs": "1\n",
-        },
-        64 * MIB,
-        f"{V1}/job/memory.limit_in_bytes",
+        V1_LINE.format("/job") + "0::/init.scope\n",
+        "1/job/limit=64M; 1/job/usage=0; 2/unified/init.scope/cgroup.procs=1",
+        64,
+        "1/job/limit",
     ),
     "hybrid, both limit": (
-        {
-            "proc/self/cgroup": V1_LINE.format("/job") + "0::/job\n",
-            f"{V1}/job/memory.limit_in_bytes": f"{64 * MIB}\n",
-            f"{V2}/job/memory.max": f"{48 * MIB}\n",
-        },
-        48 * MIB,
-        f"{V2}/job/memory.max",
+        V1_LINE.format("/job") + "0::/job\n",
+        "1/job/limit=64M; 2/job/max=48M",
+        48,
+        "2/job/max",
     ),
     "one line of garbage among good ones": (
-        {
-            "proc/self/cgroup": "\n:::\nnonsense\n0::/job\n",
-            f"{V2}/job/memory.max": f"{64 * MIB}\n",
-        },
-        64 * MIB,
-        f"{V2}/job/memory.max",
+        "\n:::\nnonsense\n0::/job\n",
+        "2/job/max=64M",
+        64,
+        "2/job/max",
     ),
 }
 
-UNLIMITED: dict[str, dict[str, str]] = {
-    "no such file": {},
-    "an empty cgroup file": {"proc/self/cgroup": ""},
-    "a cgroup without files": {"proc/self/cgroup": "0::/job\n"},
-    "version 2 says max everywhere": {
-        "proc/self/cgroup": "0::/pod/job\n",
-        f"{V2}/memory.max": "max\n",
-        f"{V2}/pod/memory.max": "max\n",
-        f"{V2}/pod/job/memory.max": "max\n",
-        f"{V2}/pod/job/memory.current": f"{MIB}\n",
-    },
-    "version 1 says 2^63 - 4096": {
-        "proc/self/cgroup": V1_LINE.format("/job"),
-        f"{V1}/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
-        f"{V1}/job/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
-        f"{V1}/job/memory.usage_in_bytes": f"{MIB}\n",
-    },
-    "version 1 rounds to 64 KiB pages": {
-        "proc/self/cgroup": V1_LINE.format("/job"),
-        f"{V1}/job/memory.limit_in_bytes": f"{2**63 - 65536}\n",
-    },
-    "a limit of minus one": {
-        "proc/self/cgroup": V1_LINE.format("/job"),
-        f"{V1}/job/memory.limit_in_bytes": "-1\n",
-    },
-    "another controller only": {
-        "proc/self/cgroup": "3:cpuset:/job\n2:memoryless:/job\n",
-        f"{V1}/job/memory.limit_in_bytes": f"{64 * MIB}\n",
-    },
-    "limits are garbage": {
-        "proc/self/cgroup": "0::/job\n",
-        f"{V2}/memory.max": "",
-        f"{V2}/job/memory.max": "64 megabytes\n",
-    },
-    "another job's limit": {
-        "proc/self/cgroup": "0::/job\n",
-        f"{V2}/jobs/memory.max": f"{64 * MIB}\n",
-        f"{V2}/job/child/memory.max": f"{64 * MIB}\n",
-    },
+UNLIMITED: dict[str, tuple[str | None, str]] = {
+    "no such file": (None, ""),
+    "an empty cgroup file": ("", ""),
+    "a cgroup without files": ("0::/job\n", ""),
+    "version 2 says max everywhere": (
+        "0::/pod/job\n",
+        "2/max=max; 2/pod/max=max; 2/pod/job/max=max; 2/pod/job/current=1M",
+    ),
+    "version 1 says 2^63 - 4096": (
+        V1_LINE.format("/job"),
+        "1/limit=none; 1/job/limit=none; 1/job/usage=1M",
+    ),
+    "version 1 rounds to 64 KiB pages": (V1_LINE.format("/job"), "1/job/limit=9223372036854710272"),
+    "a limit of minus one": (V1_LINE.format("/job"), "1/job/limit=-1"),
+    "another controller only": ("3:cpuset:/job\n2:memoryless:/job\n", "1/job/limit=64M"),
+    "limits are garbage": ("0::/job\n", "2/max=; 2/job/max=64 megabytes"),
+    "another job's limit": ("0::/job\n", "2/jobs/max=64M; 2/job/child/max=64M"),
 }
+NAMES = {"limit": "limit_in_bytes", "usage": "usage_in_bytes"}  # of version 1
+
+
+def path_of(short: str) -> str:
+    """Return the path of a file of a cgroup: ``1/job/limit``, ``2/job/max``."""
+    folder, _, name = short.rpartition("/")
+    file = name if "." in name else f"memory.{NAMES.get(name, name)}"
+    return f"{V1 if folder[0] == '1' else V2}{folder[1:]}/{file}"
+
+
+def laid(folder: Path, cgroup: str | None, files: str) -> Path:
+    """Make a root whose process is in these cgroups, with ``files`` such as ``2/job/max=64M``."""
+    found = {} if cgroup is None else {"proc/self/cgroup": cgroup}
+    for name, _, value in (file.partition("=") for file in files.split("; ") if file):
+        value = re.sub(r"(\d+)M\b", lambda size: str(int(size[1]) * MIB), value)
+        found[path_of(name)] = value.replace("none", str(UNLIMITED_V1)).replace(", ", "\n") + "\n"
+    return fake_root(folder, found)
 
 
 def fake_root(folder: Path, files: dict[str, str]) -> Path:
@@ -523,14 +432,15 @@ def fake_root(folder: Path, files: dict[str, str]) -> Path:
 
 @pytest.mark.parametrize("case", LIMITED)
 def test_the_tightest_cgroup_above_the_process_bounds_the_host(tmp_path: Path, case: str) -> None:
-    files, n_bytes, source = LIMITED[case]
+    cgroup, files, n_mib, source = LIMITED[case]
 
-    assert host_limit(fake_root(tmp_path, files)) == HostLimit(n_bytes, str(tmp_path / source))
+    limit = HostLimit(n_mib * MIB, str(tmp_path / path_of(source)))
+    assert host_limit(laid(tmp_path, cgroup, files)) == limit
 
 
 @pytest.mark.parametrize("case", UNLIMITED)
 def test_without_a_cgroup_limit_the_machine_bounds_the_host(tmp_path: Path, case: str) -> None:
-    limit = host_limit(fake_root(tmp_path, UNLIMITED[case]))
+    limit = host_limit(laid(tmp_path, *UNLIMITED[case]))
 
     assert limit.source == "free memory of the machine"
     assert 0 < limit.n_bytes <= psutil.virtual_memory().total

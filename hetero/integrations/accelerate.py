@@ -1,6 +1,6 @@
 """hetero under `accelerate`: an Accelerator whose models are prepared in place (floor 4).
 
-No method here moves a byte or makes a number: they say to hetero what a script says to accelerate.
+No method here moves a byte or computes a number: each passes a script's call on to hetero.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from hetero.train.update.optimizer import Optimizer
 
 FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
 SETTINGS = "HETERO_CONFIG"
+PART = "hetero_{}"  # a model's checkpoint, in a directory of accelerate's
 OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
 class HeteroPlugin:
-    """What hetero is to do: settings as of `hetero.prepare`, or a file of them.
+    """Settings of `hetero.prepare`, or a file of them.
 
     Args:
         config: a `Config`, a mapping, or the path of a TOML or YAML file; ``settings`` go on top.
@@ -55,11 +56,11 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     trains waits for its optimizer; if it computes before one has come, it is for inference.
 
     Args:
-        hetero_plugin: settings; a `HeteroPlugin`, or what it takes. None: the file that the
-            environment variable HETERO_CONFIG names, which `accelerate launch` hands on, if any.
+        hetero_plugin: a `HeteroPlugin`, or its settings. None: the file that the environment
+            variable HETERO_CONFIG names, if any; `accelerate launch` passes it on.
         args, kwargs: as for `Accelerator`.
 
-    Raises ConfigError beside a plug-in of DeepSpeed, FSDP or Megatron.
+    Raises ConfigError if a plug-in of DeepSpeed, FSDP or Megatron is given as well.
     """
 
     _models: list[nn.Module]
@@ -71,11 +72,11 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         hetero_plugin: HeteroPlugin | Settings = None,
         **kwargs: Any,
     ) -> None:
-        # before anything is built: what these leave in the environment outlives a failure
+        # refused before they are built: they leave variables in the environment
         found = [name for name in FOREIGN if kwargs.get(name) is not None]
         if found:
             raise ConfigError(
-                f"{found[0]} beside hetero_plugin: both would place the model's parameters",
+                f"{found[0]} together with hetero_plugin: both would place the model's parameters",
                 advice=f"drop {found[0]}",
             )
         super().__init__(*args, **kwargs)
@@ -118,11 +119,11 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             self.scaler = None  # there is one scale for a loss
 
     def _refuse_early(self) -> None:
-        """Refuse updates in backward where something needs all gradients of a step first."""
+        """Refuse updates in backward if gradients of a step add up or are averaged first."""
         adds, averages = self.gradient_accumulation_steps > 1, self.num_processes > 1
         if self.hetero_config.updates == "backward" and (adds or averages):
             raise ConfigError(
-                "updates='backward' beside"
+                "updates='backward' together with"
                 f" gradient_accumulation_steps={self.gradient_accumulation_steps} on"
                 f" {self.num_processes} processes: gradients are whole after the last pass only",
                 advice="leave updates= at 'step'",
@@ -134,7 +135,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         """Prepare models, optimizers, loaders and schedulers, in any order."""
         for model in (arg for arg in args if isinstance(arg, nn.Module)):
             self._meet(model)
-        ours = tuple(self._paired(arg) if is_plain(arg) else arg for arg in args)
+        ours = tuple(self._paired(arg) if is_unprepared(arg) else arg for arg in args)
         return super().prepare(*ours, device_placement=device_placement)
 
     def prepare_model(
@@ -147,7 +148,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         self._meet(model)
         if evaluation_mode and id(model) in self._waiting:
             self._waiting[id(model)].computes()
-        # with evaluation_mode autocast and compilation come, and no other wrapper does
+        # evaluation_mode adds autocast and compilation, and no other wrapper
         if not any(known is model for known in self._models):
             super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return model
@@ -155,7 +156,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare an optimizer and the model that waits for it."""
+        """Prepare an optimizer with the model that waits for it."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         ours = optimizer if isinstance(optimizer, Optimizer) else self._paired(optimizer)
@@ -175,7 +176,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         return prepared
 
     def _meet(self, model: nn.Module) -> None:
-        """Let a model wait for its optimizer, or prepare one that has none to come."""
+        """Let a model that trains wait for its optimizer; prepare any other one at once."""
         if id(model) in self._waiting or model in self._models:
             return
         to_train = any(p.requires_grad for p in model.parameters())
@@ -193,7 +194,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             prepare(model, config=self.hetero_config)
 
     def _refuse_alone(self, model: nn.Module) -> None:
-        """Refuse a model that trains on several processes, and of which the others know nothing."""
+        """Refuse a model that trains on several processes, unless this Accelerator averages it."""
         known = id(model) in self._replicas or not trains(model)
         if self.num_processes > 1 and not known:
             raise StateError(
@@ -203,7 +204,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             )
 
     def _paired(self, optimizer: torch.optim.Optimizer) -> Optimizer:
-        """Prepare the model that an optimizer is of, with it."""
+        """Prepare an optimizer together with the waiting model whose parameters it has."""
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for waiting in list(self._waiting.values()):
             if params & {id(p) for p in waiting.model.parameters()}:
@@ -238,14 +239,14 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     ) -> torch.Tensor | None:
         """Clip gradients to a global norm, and return what it was before.
 
-        Nothing is written where ``max_norm`` is infinite, which Trainer asks for to know the norm:
-        an update that began in backward has read the gradients.
+        If ``max_norm`` is infinite, as Trainer's is when it only logs the norm, write nothing: an
+        update that began in backward has read the gradients.
         """
         if self.hetero_config.updates == "backward" and max_norm == math.inf:
             params = list(parameters)
             grads = [p.grad for p in params if p.grad is not None]
             norm: torch.Tensor = nn.utils.get_total_norm(grads, norm_type)
-            if norm.isfinite():  # else torch would make NaN of all
+            if norm.isfinite():  # else torch makes all of them NaN
                 return norm
             parameters = params
         clipped: torch.Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -258,14 +259,14 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Let gradients of forwards inside add up before ranks average them."""
+        """Let gradients of the forwards inside add up; ranks average them later."""
         replicas = self._replicas.get(id(model))
         with nullcontext() if replicas is None else replicas.accumulating():
             yield
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Average gradients in a backward pass inside, whose forward was under `no_sync`."""
+        """Average gradients in the backward pass inside, although its forward was in `no_sync`."""
         replicas = self._replicas.get(id(model))
         if replicas is not None:
             replicas.is_due = True
@@ -287,9 +288,9 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
 
     @contextmanager
     def _hidden(self, hooks: str, *shown: list[Any]) -> Iterator[list[nn.Module]]:
-        """Keep models from who would hold all their bytes at once; ``hooks`` are told of them.
+        """Hide models and optimizers from accelerate, which would hold all their bytes at once.
 
-        Hooks of scripts are called with ``shown`` in place of the lists that accelerate has made.
+        The script's ``hooks`` see them, and get ``shown`` in place of accelerate's own lists.
         """
         kept, own = (self._models, self._optimizers), getattr(self, hooks)
         hidden: tuple[list[Any], list[Any]] = [], []
@@ -312,27 +313,27 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
         """Save everything; each model with its optimizer as a checkpoint of hetero.
 
-        Hooks get the models and their state dicts. Of a model whose state dict one takes out of the
-        list, which says that the hook saves its weights, the optimizer's states are saved alone.
+        Hooks get the models and their state dicts. If a hook takes a state dict out of the list, it
+        saves those weights itself, and only the optimizer's states are saved here.
         """
         hooked = bool(self._save_model_state_pre_hook)
         weights = [self.get_state_dict(m, unwrap=False) for m in self._models if hooked]
-        shown = ShownWeights(weights)
+        shown = [(each, dict(each)) for each in weights]
         with self._hidden("_save_model_state_pre_hook", self._models, weights) as models:
             folder: str = super().save_state(output_dir, *args, **kwargs)
-        kinds_of = shown.kinds(weights) if hooked else [KINDS] * len(models)
+        kinds_of = kinds_left(shown, weights) if hooked else [KINDS] * len(models)
         for number, (model, kinds) in enumerate(zip(models, kinds_of, strict=True)):
             optimizer = self._settled(model)
             if self.is_main_process and (kinds is KINDS or optimizer is not None):
-                save_latest(Path(folder) / part(number), model, optimizer, kinds=kinds)
+                save_latest(Path(folder) / PART.format(number), model, optimizer, kinds=kinds)
         self.wait_for_everyone()
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Load what `save_state` saved; without a directory the newest.
+        """Load a directory of `save_state`; without a name the newest.
 
-        Of a model that a hook takes out of its list, which says that the hook loads its weights,
-        the optimizer's states are loaded alone.
+        If a hook takes a model out of its list, it loads those weights itself, and only the
+        optimizer's states are loaded here.
         """
         if input_dir is None:
             input_dir = newest(Path(self.project_dir) / "checkpoints")
@@ -343,16 +344,16 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             optimizer = self._settled(model)
             kinds = KINDS if is_in(model, shown) else STATES
             if kinds is KINDS or optimizer is not None:
-                load_states(Path(input_dir) / part(number), model, kinds)
+                load_states(Path(input_dir) / PART.format(number), model, kinds)
 
     def _settled(self, model: nn.Module) -> Optimizer | None:
-        """Return a model's optimizer; one whose optimizer has not come yet has none."""
+        """Return a model's optimizer; a model that still waits for one is prepared without."""
         if id(model) in self._waiting:
             self._waiting[id(model)].computes()
         return engine_of(model).optimizer
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of everything; models that trained are plain again, others are as they were."""
+        """Release everything; models that trained become plain, others stay as they are."""
         for model in self._models:
             if trains(model):
                 release(model)
@@ -365,7 +366,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
 
 
 class UnpairedModel:
-    """A model whose optimizer has not come; if it computes before, none will."""
+    """A model that waits for its optimizer; if it computes first, it is prepared without."""
 
     def __init__(self, accelerator: HeteroAccelerator, model: nn.Module) -> None:
         self.model = model
@@ -373,17 +374,18 @@ class UnpairedModel:
         self._cancel = before_next_forward(model, self.computes)
 
     def over(self) -> None:
-        """It waits no longer."""
+        """Stop waiting."""
         self._cancel()
         self._accelerator._waiting.pop(id(self.model), None)
 
     def computes(self) -> None:
+        """Prepare the model for inference: a forward came before the optimizer."""
         self.over()
         prepare(self.model, config=self._accelerator.hetero_config)
 
 
 class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types
-    """A `hetero.Optimizer` that steps where gradients are complete."""
+    """A `hetero.Optimizer` that steps once gradients are complete."""
 
     def __init__(self, optimizer: Optimizer, scaler: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=scaler)
@@ -394,27 +396,21 @@ class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate
         return bool(self.optimizer.step_was_skipped or super().step_was_skipped)
 
 
-class ShownWeights:
-    """State dicts as they were when hooks were given them."""
+def kinds_left(
+    shown: list[tuple[dict[str, Any], dict[str, Any]]], left: list[dict[str, Any]]
+) -> list[tuple[str, ...]]:
+    """Return which kinds of parts to save of each model.
 
-    def __init__(self, weights: list[dict[str, Any]]) -> None:
-        self._dicts = list(weights)
-        self._then = [dict(each) for each in weights]
-
-    def kinds(self, left: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-        """Return what to save of each model, where hooks ``left`` these dicts in their list.
-
-        Raises StateError where a hook changed what would be saved: hetero saves the model itself.
-        """
-        unchanged = [
-            mine for mine, then in zip(self._dicts, self._then, strict=True) if same(mine, then)
-        ]
-        if not all(is_in(each, unchanged) for each in left):
-            raise StateError(
-                "a hook of save_state changed the weights that are to be saved",
-                advice="save them in the hook, and take their dict out of the list of weights",
-            )
-        return [KINDS if is_in(mine, left) else STATES for mine in self._dicts]
+    Hooks were ``shown`` the state dict of each (with a copy from before), and ``left`` these in
+    their list. Raises StateError if a hook changed the weights in one: hetero saves the model.
+    """
+    unchanged = [mine for mine, then in shown if same(mine, then)]
+    if not all(is_in(each, unchanged) for each in left):
+        raise StateError(
+            "a hook of save_state changed the weights that are to be saved",
+            advice="save them in the hook, and take their dict out of the list of weights",
+        )
+    return [KINDS if is_in(mine, left) else STATES for mine, _ in shown]
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -422,24 +418,19 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(one[name] is value for name, value in other.items())
 
 
-def is_in(what: object, those: Iterable[object]) -> bool:
+def is_in(thing: object, those: Iterable[object]) -> bool:
     """Whether a list has this very object."""
-    return any(what is each for each in those)
+    return any(thing is each for each in those)
 
 
-def is_plain(what: Any) -> bool:
+def is_unprepared(thing: Any) -> bool:
     """Whether something is an optimizer that was not prepared."""
     known = (AcceleratedOptimizer, Optimizer)
-    return isinstance(what, torch.optim.Optimizer) and not isinstance(what, known)
-
-
-def part(number: int) -> str:
-    """Return the name of a model's checkpoint in a directory of accelerate's."""
-    return f"hetero_{number}"
+    return isinstance(thing, torch.optim.Optimizer) and not isinstance(thing, known)
 
 
 def newest(folder: Path) -> str:
-    """Return the newest ``checkpoint_<n>``; StateError where there is none."""
+    """Return the newest ``checkpoint_<n>``; StateError if there is none."""
     found: Iterable[Path] = folder.glob("checkpoint_*") if folder.is_dir() else ()
     try:
         return str(max(found, key=lambda path: int(path.name.rpartition("_")[2])))

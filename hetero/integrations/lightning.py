@@ -1,6 +1,6 @@
 """hetero under `lightning`: strategies of Trainer and Fabric whose models are prepared (floor 4).
 
-No method here moves a byte or makes a number: they say to hetero what a script says to Lightning.
+No method here moves a byte or computes a number: each passes Lightning's call on to hetero.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hetero.integrations.prepared import is_prepared, load_states, plain_again, 
 from hetero.train.update.optimizer import Optimizer
 
 NAME = "hetero"  # of both strategies
-TIED = "hetero_tied"  # entry of what is saved beside a model
+TIED = "hetero_tied"  # entry of a checkpoint: second names of tied weights
 OURS = ("state_dict", "optimizer_states")  # entries of a checkpoint whose tensors hetero writes
 
 
 class PlacedStrategy:
-    """What both strategies do first: take settings, and compute on the device that they name."""
+    """The part of both strategies: settings, and the device that they name."""
 
     accelerator: Any
     root_device: torch.device
@@ -47,14 +47,14 @@ class PlacedStrategy:
         stock.__init__(open_device(self.config.device).torch_device)
 
     def setup_environment(self) -> None:
-        """Set up the device; ConfigError where Trainer or Fabric has another one."""
+        """Set up the device; ConfigError if Trainer or Fabric has another one."""
         check_device(self.accelerator, self.root_device)
         stock: Any = super()
         stock.setup_environment()
 
 
 def step_in(context: str, name: str) -> Callable[..., Any]:
-    """Return the strategy's method that computes a step of the module in a precision's context."""
+    """Return a method that computes a step of the module, in a context of its precision."""
 
     def compute(self: HeteroStrategy, *args: Any, **kwargs: Any) -> Any:
         with getattr(self.precision_plugin, context)():
@@ -84,7 +84,7 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
     def __init__(self, config: Settings = None, **settings: Any) -> None:
         super().__init__(config, **settings)
         self._step: StepForward | None = None
-        self._directory = False  # whether hetero loaded what there was to load
+        self._directory = False  # whether the checkpoint to load was one of hetero's
 
     # -- setting up ------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
         return self.lightning_module
 
     def setup(self, trainer: Any) -> None:
-        """Prepare the model, with its optimizer where it is to be fitted."""
+        """Prepare the model; to be fitted, with its optimizer."""
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting or self._step is None or self._step.module is not self._module:
@@ -106,7 +106,7 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
         self.setup_precision_plugin()
 
     def _prepare(self, fitting: bool) -> None:
-        if is_prepared(self._module):  # it was fitted before, and is now looked at
+        if is_prepared(self._module):  # it was fitted, and is now validated or tested
             return
         move_metrics(self._module, self.root_device)
         self._step = StepForward(self._module)
@@ -118,11 +118,11 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
         self.config = dataclasses.replace(self.config, weights=None)  # they are in the model now
 
     def tensor_init_context(self, empty_init: bool | None = None) -> Any:
-        """Build a model in RAM; without memory where ``empty_init`` asks for that."""
+        """Build a model in RAM, or without memory if ``empty_init`` says so."""
         return building(self.precision_plugin.tensor_init_context(), bool(empty_init))
 
     def teardown(self) -> None:
-        """Let go of what is not the model's: it stays prepared."""
+        """Tear down all but the model, which stays prepared."""
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -132,7 +132,7 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module's training step."""
         with self.precision_plugin.train_step_context():
-            if not self._module.automatic_optimization:  # it has backward and step within
+            if not self._module.automatic_optimization:  # it calls backward and step itself
                 return self._module.training_step(*args, **kwargs)
             return self._call("training_step", *args, **kwargs)
 
@@ -150,23 +150,23 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether states come into a prepared model: they do."""
+        """Return True: states are loaded into a prepared model."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning hands the optimizer its states: from files of its own."""
+        """Whether Lightning loads the optimizer's states: if the file is its own."""
         return not self._directory
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return nothing for ours, whose states `save_checkpoint` writes piece by piece."""
+        """Return {} for a prepared optimizer: `save_checkpoint` writes its states in pieces."""
         inner = getattr(optimizer, "_optimizer", optimizer)
         return {} if isinstance(inner, Optimizer) else super().optimizer_state(optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a directory; weights alone, and a model that is not prepared, into one file."""
+        """Write a directory; for weights alone, or a model that is not prepared, one file."""
         if not trains(self._module) or "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -176,7 +176,7 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Load what `save_checkpoint`, or a Trainer without hetero, saved."""
+        """Load a directory of `save_checkpoint`, or a file of stock Trainer's."""
         self._directory = is_ours(checkpoint_path)
         if not self._directory:
             found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
@@ -184,7 +184,7 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
         return load(checkpoint_path, self._module, *args, **kwargs)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state from a file of Lightning's; from a directory it is loaded."""
+        """Load the module's state from a file of Lightning's; a directory's is loaded already."""
         if not self._directory:
             super().load_model_state_dict(checkpoint, strict)
 
@@ -197,15 +197,15 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
 class HeteroFabricStrategy(PlacedStrategy, FabricSingleDevice):
     """A Fabric's strategy under which ``fabric.setup(model, optimizer)`` prepares the model.
 
-    ``fabric.save`` and ``fabric.load`` write and read a directory where the state has a prepared
-    model and its optimizer. Arguments as of `HeteroStrategy`.
+    If the state has a prepared model and its optimizer, ``fabric.save`` and ``fabric.load`` write
+    and read a directory. Arguments are those of `HeteroStrategy`.
     """
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leave the model where it is: hetero has it."""
+        """Leave the model where it is: parameters come to the device when they are needed."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Build a model in RAM; without memory where ``empty_init`` asks for that."""
+        """Build a model in RAM, or without memory if ``empty_init`` says so."""
         return building(self.precision.module_init_context(), bool(empty_init))
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -216,7 +216,7 @@ class HeteroFabricStrategy(PlacedStrategy, FabricSingleDevice):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
-        """Prepare a model with its optimizer; a scheduler of the plain one goes on."""
+        """Prepare a model with its optimizer; a scheduler of the plain optimizer still works."""
         _, optimizer = prepare(module, only(optimizers), config=self.config)
         return module, [optimizer], scheduler
 
@@ -230,20 +230,20 @@ class HeteroFabricStrategy(PlacedStrategy, FabricSingleDevice):
     def save_checkpoint(
         self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Write a directory where the state has a model that trains."""
+        """Write a directory if the state has a model that trains."""
         model = next((thing for thing in state.values() if trains(thing)), None)
         if model is None:
             super().save_checkpoint(path, state, *args, **kwargs)
             return
         hidden = (model, engine_of(model).optimizer)
-        beside = {k: v for k, v in state.items() if not any(v is each for each in hidden)}
-        rest = self._convert_stateful_objects_in_state(beside, kwargs.get("filter") or {})
+        others = {k: v for k, v in state.items() if not any(v is each for each in hidden)}
+        rest = self._convert_stateful_objects_in_state(others, kwargs.get("filter") or {})
         save(path, model, rest)
 
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Load what `save_checkpoint` saved; returns what ``state`` had no place for."""
+        """Load a checkpoint into ``state``; returns the entries that it has no place for."""
         things = state if isinstance(state, dict) else {}
         model = next((thing for thing in things.values() if trains(thing)), None)
         if model is None or not is_ours(path):
@@ -259,9 +259,9 @@ class HeteroFabricStrategy(PlacedStrategy, FabricSingleDevice):
 
 
 class StepForward:
-    """The forward of a LightningModule, which can be one of its steps instead.
+    """The forward of a LightningModule; it can compute one of its steps instead.
 
-    hetero watches the forward of the whole model; Lightning computes in ``training_step``.
+    hetero hooks the forward of the whole model, and Lightning computes in ``training_step``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -279,7 +279,7 @@ class StepForward:
         return call(*args, **kwargs)
 
     def instead(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Compute a step inside what hetero has around the forward."""
+        """Compute a step inside the hooks of the forward."""
         self.call = getattr(self.module, name)
         try:
             return self.module.forward(*args, **kwargs)
@@ -287,11 +287,11 @@ class StepForward:
             self.call = None
 
 
-# -- what both strategies do -----------------------------------------------------------------------
+# -- shared by both strategies ---------------------------------------------------------------------
 
 
 def checked(config: Config) -> Config:
-    """Refuse the one precision that needs a backward of its own."""
+    """Refuse precision="fp16": it needs hetero's own backward."""
     if config.precision == "fp16":
         raise ConfigError(
             "precision='fp16' scales the loss, which Lightning takes backward by itself",
@@ -301,7 +301,7 @@ def checked(config: Config) -> Config:
 
 
 def check_device(accelerator: Any, place: torch.device) -> None:
-    """Refuse batches on one device and units on another."""
+    """Refuse a strategy whose device is not the accelerator's."""
     name = type(accelerator).__name__
     if ("CUDA" in name) != (place.type == "cuda"):
         kind = "gpu" if place.type == "cuda" else "cpu"
@@ -323,13 +323,13 @@ def only(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 
 @contextmanager
 def building(precision: AbstractContextManager[Any], empty: bool) -> Iterator[None]:
-    """Build a model where hetero takes it from: in RAM, or without memory."""
+    """Build a model in RAM, or without memory."""
     with precision, empty_init() if empty else nullcontext():
         yield
 
 
 def move_metrics(model: nn.Module, place: torch.device) -> None:
-    """Move modules without parameters, as metrics are, and say where the model computes."""
+    """Move modules without parameters, such as metrics, and set the model's device property."""
     for module in model.modules():
         if not any(True for _ in module.parameters()):
             module.to(place)
@@ -340,11 +340,11 @@ def move_metrics(model: nn.Module, place: torch.device) -> None:
 
 
 def save(path: str | Path, model: nn.Module, rest: dict[str, Any]) -> None:
-    """Write a model, its optimizer and what is beside them; one that is there is replaced by it."""
+    """Write a model, its optimizer and the rest; replace a checkpoint that is there."""
     written = io.BytesIO()
     torch.save({**rest, TIED: second_names(model)}, written)
-    beside = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
-    save_latest(path, model, engine_of(model).optimizer, beside)
+    extra = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
+    save_latest(path, model, engine_of(model).optimizer, extra)
 
 
 def load(path: str | Path, model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -355,17 +355,17 @@ def load(path: str | Path, model: nn.Module, *args: Any, **kwargs: Any) -> dict[
 
 
 def opened(
-    beside: torch.Tensor, weights_only: bool | None = None, map_location: Any = None
+    extra: torch.Tensor, weights_only: bool | None = None, map_location: Any = None
 ) -> dict[str, Any]:
-    """Return what `save` wrote beside a model."""
+    """Return the rest that `save` wrote."""
     found: dict[str, Any] = torch.load(
-        io.BytesIO(beside.numpy().tobytes()), map_location, weights_only=weights_only
+        io.BytesIO(extra.numpy().tobytes()), map_location, weights_only=weights_only
     )
     return found
 
 
 def second_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of whatever a state dict has under several, by the others."""
+    """Return {another name: first name} of tensors that a state dict has under several names."""
     first: dict[int, str] = {}
     params = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
@@ -376,11 +376,11 @@ def second_names(model: nn.Module) -> dict[str, str]:
 def read(
     path: Any, map_location: Any = None, weights_only: bool | None = None, **kwargs: Any
 ) -> Any:
-    """Read a checkpoint for ``load_from_checkpoint``: a directory of ours as a file would be."""
+    """Read a checkpoint for ``load_from_checkpoint``: a directory of ours, or a file."""
     if not (isinstance(path, (str, Path)) and is_ours(path)):
         return plain_read(path, map_location=map_location, weights_only=weights_only, **kwargs)
-    weights, beside = read_weights(path)
-    found = opened(beside, weights_only, map_location)
+    weights, extra = read_weights(path)
+    found = opened(extra, weights_only, map_location)
     weights.update({name: weights[first] for name, first in found.pop(TIED, {}).items()})
     if isinstance(map_location, (str, torch.device)):
         weights = {name: value.to(map_location) for name, value in weights.items()}
@@ -395,5 +395,5 @@ def is_ours(path: str | Path) -> bool:
 pytorch.StrategyRegistry.register(
     NAME, HeteroStrategy, description="virtual memory for training", override=True
 )
-stock: Any = saving  # what it reads files with is no public name
+stock: Any = saving  # the name of its reader is private
 plain_read, stock.pl_load = stock.pl_load, read

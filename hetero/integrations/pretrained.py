@@ -1,7 +1,7 @@
 """Pretrained models of transformers, loaded inside a byte budget (floor 4).
 
-Since transformers 5 their weights go from their files straight home (streaming.py). Before, they
-are loaded as ever, in the dtype of the files, which maps these, and copied home one by one.
+From transformers 5 on, weights go from their files straight home (streaming.py). Before,
+transformers loads them, mapped in the dtype of the files, and they are copied home one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
-from hetero.api import prepare
+from hetero.api import prepare as prepare_model
 from hetero.config import Config, Settings
 from hetero.errors import ConfigError, HeteroError
 from hetero.tensorfile import INDEX, SINGLE
@@ -55,9 +55,9 @@ def from_pretrained(
         optimizer: makes an optimizer of the model's parameters, as
             ``lambda params: torch.optim.AdamW(params, lr=1e-5)``. Without one the model is for
             inference.
-        prepare: False leaves the model as it is, with empty parameters, for whoever calls
-            ``hetero.prepare(model, optimizer, **settings)`` later (param groups, adapters, a
-            Trainer); it cannot compute before. Settings are given there then.
+        prepare: False returns the model with empty parameters. It cannot compute before
+            ``hetero.prepare(model, optimizer, **settings)``, which takes the settings then (for
+            param groups, adapters, a Trainer).
         model_class: a model class or auto class of transformers, or its name; None: the class that
             ``config.json`` names, else ``AutoModelForCausalLM``.
         config, settings: as for `hetero.prepare`. Any other keyword goes to transformers'
@@ -83,27 +83,23 @@ def from_pretrained(
             "from_pretrained(prepare=False) with an optimizer or settings",
             advice="give them to hetero.prepare(model, optimizer, ...)",
         )
-    ready = Config.load(config, **settings)  # mistakes in it are told before anything is loaded
+    ready = Config.load(config, **settings)  # mistakes are found before anything is loaded
     model = load(str(name), model_class, given)
-    return finish(model, optimizer, ready) if prepare else model
-
-
-def finish(model: nn.Module, optimizer: MakeOptimizer | None, config: Config) -> Any:
-    """Prepare a loaded model."""
-    if optimizer is None:
-        return prepare(model, config=config)
-    return prepare(model, optimizer(model.parameters()), config=config)
+    if not prepare:
+        return model
+    made = None if optimizer is None else optimizer(model.parameters())
+    return prepare_model(model, made, config=ready)
 
 
 def load(name: str, model_class: Any, given: dict[str, Any]) -> nn.Module:
     """Return the model that transformers loads, with empty parameters where their values wait."""
     check_directory(name, given)
     given = {"use_safetensors": True, DTYPE: given.pop("dtype", "auto"), **given}
-    with staying_in_files() as what:
+    with staying_in_files() as stream:
         try:
             cls = class_of(name, model_class, {k: given[k] for k in HUB if k in given})
             model: nn.Module = cls.from_pretrained(name, **given)
-        except HeteroError:  # of our own reading, and said already
+        except HeteroError:  # of hetero's own reading
             raise
         except OSError as error:
             raise ConfigError(
@@ -112,7 +108,7 @@ def load(name: str, model_class: Any, given: dict[str, Any]) -> nn.Module:
                 " that this machine can reach or has in its cache",
             ) from error
         except RuntimeError as error:
-            said = mismatches(error, what)
+            said = mismatches(error, stream)
             if not said:
                 raise
             raise ConfigError(
@@ -124,7 +120,7 @@ def load(name: str, model_class: Any, given: dict[str, Any]) -> nn.Module:
 
 
 def staying_in_files() -> AbstractContextManager[Any]:
-    """Return what keeps weights in their files while transformers loads; nothing before 5."""
+    """Return a context in which weights stay in their files; without effect before 5."""
     if not STREAMS:
         return nullcontext()
     from hetero.integrations.streaming import streaming
@@ -132,16 +128,16 @@ def staying_in_files() -> AbstractContextManager[Any]:
     return streaming()
 
 
-def mismatches(error: RuntimeError, what: Any) -> str:
-    """Return what is of another shape in the files than in the model; "" where nothing is."""
-    if what is None:  # transformers says it in its error
+def mismatches(error: RuntimeError, stream: Any) -> str:
+    """Return the tensors whose shapes differ between files and model; "" if there are none."""
+    if stream is None:  # transformers names them in its error
         return " ".join(str(error).split()) if "size mismatch" in str(error) else ""
-    shown = "; ".join(what.mismatched[:10])
-    return f"{len(what.mismatched)} differences: {shown}" if what.mismatched else ""
+    shown = "; ".join(stream.mismatched[:10])
+    return f"{len(stream.mismatched)} differences: {shown}" if stream.mismatched else ""
 
 
 def check_directory(name: str, given: Mapping[str, Any]) -> None:
-    """Refuse a directory whose safetensors are not complete, in our words; nothing is read."""
+    """Refuse a directory whose safetensors are not complete; read none of them."""
     where = Path(name) / (given.get("subfolder") or "")
     plain = (where / SINGLE, where / INDEX)
     if given.get("variant") is None and any(path.exists() for path in plain):

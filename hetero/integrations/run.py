@@ -1,10 +1,10 @@
-"""A script of anybody's, run under hetero without an edit (floor 4).
+"""A user's script, run under hetero without an edit (floor 4).
 
 [Note: at the constructor]  While a script runs, the constructors of accelerate's `Accelerator` and
-of Transformers' `Trainer` make what they build hetero's. The classes stay the objects they are, so
-that it does not matter how a script, or a library it uses, came by their names, and subclasses
-follow. A library is touched when it has been imported, and not imported for our sake: what of ours
-imports it is imported by the first constructor.
+of Transformers' `Trainer` build hetero's. The classes stay the same objects, so it does not matter
+where a script, or a library that it uses, imported them from, and subclasses follow. A library is
+patched after the script has imported it, and never imported without need: the first constructor
+imports the module of hetero that uses it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hetero.config import Config
 
 
 class Session:
-    """A script's run: the settings of everything it builds, and what that was."""
+    """The run of a script: settings for everything it builds, and a count of that."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -43,7 +43,7 @@ class Session:
 
     @contextmanager
     def acting(self) -> Iterator[None]:
-        """Make hetero's what the two constructors build; see [Note: at the constructor]."""
+        """Let the two constructors build hetero's; see [Note: at the constructor]."""
         with ExitStack() as undo:
             acts = {
                 "accelerate.accelerator": self._adopt_accelerators,
@@ -99,7 +99,7 @@ class Imports(importlib.abc.MetaPathFinder):
         self._acts = acts
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return the spec that the other finders have, whose module is acted upon."""
+        """Return the other finders' spec, with a loader that calls the function afterwards."""
         if name not in self._acts:
             return None
         others = (f for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
@@ -118,7 +118,7 @@ class Imports(importlib.abc.MetaPathFinder):
 
 @contextmanager
 def started_as(target: str, args: Sequence[str], *, module: bool) -> Iterator[None]:
-    """Have ``sys.argv`` and ``sys.path`` as ``python`` sets them for a script or a module."""
+    """Set ``sys.argv`` and ``sys.path`` as ``python`` does for a script or a module."""
     argv, path = list(sys.argv), list(sys.path)
     sys.argv[:] = [target, *args]
     sys.path.insert(0, os.getcwd() if module else str(Path(target).resolve().parent))

@@ -1,8 +1,8 @@
 """Models of transformers 5 whose weights stay in their files until they are prepared (floor 4).
 
 transformers loads as it always does: it finds the files, builds the model, renames keys, ties,
-initialises what is missing, and reports. Between the two halves of that, `Streaming` keeps from it
-the tensors that become parameters as they are; their parameters stay empty and know their file
+initialises missing tensors, and reports. In between, `Streaming` withholds from it the tensors that
+become parameters without a change; those parameters stay empty and know their file
 (`hetero.train.model.empty.FilePlace`). `prepare` reads them, piece by piece, into the homes.
 Tensors that are computed with (experts that are merged), buffers, and weights that may or may not
 be tied, are loaded by transformers.
@@ -44,7 +44,7 @@ class InFile(NamedTuple):
 
 
 class Streaming:
-    """What transformers loads, and what stays in its files.
+    """Splits a checkpoint: some tensors stay in their files, transformers loads the others.
 
     Args:
         stock: transformers' own way to load checkpoint files into a model.
@@ -52,7 +52,7 @@ class Streaming:
 
     def __init__(self, stock: Load) -> None:
         self.mismatched: list[str] = []
-        """What is of another shape in the file than in the model."""
+        """Tensors whose shapes differ between file and model."""
         self._stock = stock
 
     def load(
@@ -62,14 +62,14 @@ class Streaming:
         plain = state_dict is None and config.hf_quantizer is None
         if not plain or not files or not all(file.endswith(SUFFIX) for file in files):
             return self._stock(model, state_dict, files, config, *rest)
-        # 1. which tensors become parameters as they are
+        # 1. find the tensors that become parameters without a change
         places, others = self._sorted(model, tensors_of(files), config.weight_mapping or [])
-        # 2. all else is transformers': what it converts, buffers, and what the model does not have
+        # 2. let transformers load the others: converted tensors, buffers, unknown keys
         opened: dict[str, Any] = {path: safe_open(path, framework="pt") for path in files}
         slices = {key: opened[place.path].get_slice(key) for key, place in others.items()}
         info, index = self._stock(model, slices, None, config, *rest)
         opened.clear()
-        # 3. the parameters that wait
+        # 3. let the parameters of the first know their files
         for name, place in places.items():
             wait(model, name, place, dtype_of(model.get_parameter(name), name, config))
             info.missing_keys.discard(name)
@@ -82,7 +82,7 @@ class Streaming:
     def _sorted(
         self, model: Any, there: Mapping[str, InFile], mapping: Sequence[Any]
     ) -> tuple[dict[str, FilePlace], dict[str, FilePlace]]:
-        """Return the places of parameters by their names, and those of all else by their keys."""
+        """Return the places of such parameters by name, and of all other tensors by key."""
         names = Names(model, mapping)
         found: dict[str, list[FilePlace]] = {}
         others: dict[str, FilePlace] = {}
@@ -101,20 +101,20 @@ class Streaming:
 
 @contextmanager
 def streaming() -> Iterator[Streaming]:
-    """Let what this thread loads with transformers stay in its files."""
+    """Let weights that this thread loads with transformers stay in their files."""
     with LOADING:
         owner: Any = PreTrainedModel
         before, thread = owner.__dict__["_load_pretrained_model"], threading.get_ident()
         stock = owner._load_pretrained_model
-        what = Streaming(stock)
+        stream = Streaming(stock)
 
         def load(*args: Any, **kwargs: Any) -> Any:
             ours = threading.get_ident() == thread
-            return (what.load if ours else stock)(*args, **kwargs)
+            return (stream.load if ours else stock)(*args, **kwargs)
 
         owner._load_pretrained_model = staticmethod(load)
         try:
-            yield what
+            yield stream
         finally:
             owner._load_pretrained_model = before
 
@@ -130,7 +130,7 @@ def tensors_of(files: Iterable[str]) -> dict[str, InFile]:
 
 
 class Names:
-    """What the keys of files become in a model; the model's own rules of renaming decide."""
+    """Maps keys of files to names in a model, by the model's own rules."""
 
     def __init__(self, model: Any, mapping: Sequence[Any]) -> None:
         self._model = model
@@ -139,7 +139,7 @@ class Names:
         self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
 
     def param(self, key: str) -> tuple[str, nn.Parameter] | None:
-        """Return the empty parameter that a key's tensor becomes as it is; None for all else."""
+        """Return the empty parameter that a key's tensor becomes without a change, else None."""
         name, converted = self._renamed(key, self._renamings, self._converters)
         if name not in self._known and key in self._known:  # it should not have been renamed
             name, converted = self._renamed(key, [], [])
@@ -173,7 +173,7 @@ def dtype_of(param: nn.Parameter, name: str, config: Any) -> torch.dtype:
 
 
 def wait(model: nn.Module, name: str, place: FilePlace, dtype: torch.dtype) -> None:
-    """Put an empty parameter that knows its place where a name says."""
+    """Replace a parameter by an empty one that knows its place."""
     param = model.get_parameter(name)
     empty: Any = nn.Parameter(param.detach().to(dtype), requires_grad=True)
     promise(empty, place)

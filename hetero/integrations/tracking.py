@@ -35,7 +35,7 @@ class JsonLines(GeneralTracker):  # type: ignore[misc]  # accelerate has no type
         return self._file
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write what the run was told."""
+        """Write the options of the run."""
         self._write({"config": values})
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -55,9 +55,9 @@ class JsonLines(GeneralTracker):  # type: ignore[misc]  # accelerate has no type
 def trackers(
     names: Sequence[str], folder: Path, config: Mapping[str, Any]
 ) -> Iterator[Callable[[Mapping[str, float], int], None]]:
-    """Yield what tells every tracker the figures of a step, by the trackers' names.
+    """Open trackers by their names; yield a function that logs the figures of a step to all.
 
-    Raises ConfigError for a tracker that is not installed.
+    Raises ConfigError if one is not installed.
     """
     known = [str(getattr(each, "value", each)) for each in get_available_trackers()]
     missing = [name for name in names if name not in (*known, JsonLines.name)]

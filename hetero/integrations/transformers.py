@@ -1,13 +1,13 @@
-"""hetero under Transformers' `Trainer`, and whatever is a subclass of it (floor 4).
+"""hetero under Transformers' `Trainer` and its subclasses (floor 4).
 
-No method here moves a byte or makes a number: they say to `HeteroAccelerator` and to hetero what
-Trainer says to accelerate and to torch.
+No method here moves a byte or computes a number: each passes Trainer's call on to
+`HeteroAccelerator` or to hetero.
 
-[Note: checkpoints]  A directory ``checkpoint-N`` has what stock Trainer writes, save that
-``optimizer.pt`` is a checkpoint of hetero instead, in ``hetero/``: model, masters and states,
-streamed and checksummed. Who resumes takes that one, and fills no model before it is prepared.
-Where both are there, stock Trainer wrote last. A model with adapters is saved as stock Trainer
-saves it: its states are small, and its frozen base is nobody's to save.
+[Note: checkpoints]  A directory ``checkpoint-N`` has stock Trainer's files, but a checkpoint of
+hetero, in ``hetero/``, in place of ``optimizer.pt``: model, masters and states, streamed and
+checksummed. Resuming loads it when the model is prepared, and nothing before. If both are there,
+stock Trainer wrote last. A model with adapters is saved as stock Trainer saves it: its states are
+small, and its frozen base is not saved.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from hetero.types import Tier
 if TYPE_CHECKING:
     from transformers import Trainer as Stock
 else:
-    Stock = object  # the class that a Trainer's class brings is behind it
+    Stock = object  # the user's class comes after it in the method resolution order
 
 FOLDER = "hetero"  # of a checkpoint's directory
 STAGED = ".hetero-weights"  # while parameters come from disk
@@ -67,10 +67,10 @@ SUPPORTED = "4.55 to 5.x"
 def trainer(cls: Any) -> type:
     """Return a subclass of a Trainer class whose models train under byte budgets.
 
-    It takes ``hetero=`` beside what ``cls`` takes: a `Config`, a mapping of its fields, or the path
-    of a TOML or YAML file; without it the environment variable HETERO_CONFIG may name such a file.
-    Numbers, logs and files are those of ``cls``; logs have ``hetero/*`` besides. A class that is
-    one already is returned as it is.
+    Its constructor takes one more argument, ``hetero=``: a `Config`, a mapping of its fields, or
+    the path of a TOML or YAML file; without it the environment variable HETERO_CONFIG may name such
+    a file. Numbers, logs and files are those of ``cls``; logs also have ``hetero/*``. A class of
+    hetero's is returned as it is.
 
     Raises ConfigError for a class that is no Trainer, or of a release that is not supported.
     """
@@ -107,7 +107,7 @@ def enable(live: Any, config: Settings = None, **settings: Any) -> Any:
 
 @functools.cache
 def made(cls: Any) -> type:
-    """Return the class that is HeteroTrainer before it is ``cls``."""
+    """Return the subclass of HeteroTrainer and ``cls``."""
 
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         self.hetero_given = kwargs.pop("hetero", None)
@@ -124,10 +124,10 @@ def made(cls: Any) -> type:
 
 
 class HeteroTrainer(Stock):
-    """What `trainer` puts before a Trainer class."""
+    """The methods that `trainer` puts before those of a Trainer class."""
 
     hetero_given: Settings = None
-    """What ``hetero=`` was; None: the file that HETERO_CONFIG names, or no settings."""
+    """The argument ``hetero=``; None: the file that HETERO_CONFIG names, or no settings."""
 
     # -- set-up ----------------------------------------------------------------------------------
 
@@ -142,24 +142,24 @@ class HeteroTrainer(Stock):
         self._hetero_take(taken)
 
     def _hetero_take(self: Any, config: Config) -> None:
-        """Have models prepared with these settings."""
+        """Prepare models with these settings from now on."""
         self.args._n_gpu = min(1, self.args.n_gpu)  # more would wrap models in DataParallel
         HeteroAccelerator.adopt(self.accelerator, HeteroPlugin(config))
         self._hetero_losses = Losses()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Let a model stay where it is: its parameters come to the device as they are needed."""
+        """Leave the model where it is: parameters come to the device when they are needed."""
 
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build the optimizer; one that was released with its model goes on, states and all."""
+        """Build the optimizer, or keep one that was released with its model, states and all."""
         if isinstance(self.optimizer, HeteroOptimizer):
             self.optimizer = self.optimizer.optimizer.inner
         plain_again(self.model)  # another Trainer trained it, and may take it back so
         held = list(vars(self).values())
         if any(is_prepared(model) for model in held if model is not self.model):
             warnings.warn(
-                "another model of this Trainer (a reference model) has a budget of its own, as"
-                " large: together they take hbm= and host= twice. Give half of what there is",
+                "another model of this Trainer (a reference model) has a budget of its own, of the"
+                " same size: together they take hbm= and host= twice. Give half of the memory",
                 stacklevel=2,
             )
         return super().create_optimizer(*args, **kwargs)
@@ -167,14 +167,14 @@ class HeteroTrainer(Stock):
     # -- steps -----------------------------------------------------------------------------------
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Make a step, and see what Trainer's filter would hide."""
+        """Make a step, and count a loss that Trainer's filter hides."""
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         if self.args.logging_nan_inf_filter:
             self._hetero_losses.saw(loss, self.state.global_step)
         return loss
 
     def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with what hetero did in the last step beside it."""
+        """Log, and add hetero's figures of the last step."""
         if "loss" in logs:
             logs = self._hetero_losses.told(logs)
             if is_prepared(self.model):
@@ -184,7 +184,7 @@ class HeteroTrainer(Stock):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save as Trainer does, from files where the parameters are at home on disk."""
+        """Save as Trainer does; if homes are on disk, save from exported files."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         reads = state_dict is None and self.args.should_save
         with plain_state(self.model, folder) if reads else nullcontext() as plain:
@@ -207,13 +207,13 @@ class HeteroTrainer(Stock):
     def _load_from_checkpoint(
         self: Any, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Load what stock Trainer saved; ours is loaded when the model is prepared."""
+        """Load a checkpoint of stock Trainer's; ours is loaded when the model is prepared."""
         if not is_ours(resume_from_checkpoint):
             with mismatches(resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        """Load model and states of ours, or what stock Trainer saved."""
+        """Load model and states from ours, or states from stock Trainer's files."""
         if checkpoint is None or not is_ours(checkpoint):
             with mismatches(checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
@@ -226,7 +226,7 @@ class HeteroTrainer(Stock):
 class Losses:
     """The losses since the last log that `logging_nan_inf_filter` keeps out of it.
 
-    Trainer logs the mean of the others in their place, which is 0.0 where there are none.
+    Trainer logs the mean of the others instead, which is 0.0 if there are none.
     """
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class Losses:
         self._warned = False
 
     def saw(self, loss: torch.Tensor, step: int) -> None:
-        """Count a loss; the first that is filtered is worth a warning."""
+        """Count a loss; warn at the first that is filtered."""
         if bool(torch.isfinite(loss)):
             self.n_finite += 1
             return
@@ -250,7 +250,7 @@ class Losses:
             )
 
     def told(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return logs that say what was filtered, and begin anew."""
+        """Return logs with the count of filtered losses, and begin anew."""
         found = dict(logs)
         if self.n_filtered:
             found["hetero/filtered_losses"] = self.n_filtered
@@ -261,7 +261,7 @@ class Losses:
 
 
 def metrics(model: nn.Module) -> dict[str, float]:
-    """Return what a log has of `hetero.status`: bytes held now, bytes moved in the last step."""
+    """Return figures of `hetero.status`: bytes held now, bytes moved in the last step."""
     now = status(model)
     found: dict[str, float] = {}
     for tier, row in now.tiers.items():
@@ -287,10 +287,10 @@ def is_ours(checkpoint: str) -> bool:
 
 @contextmanager
 def plain_state(model: nn.Module, folder: Path) -> Iterator[dict[str, torch.Tensor] | None]:
-    """Yield a state dict of plain tensors, or None where the model's own is one.
+    """Yield a state dict of plain tensors, or None if the model's own is one.
 
-    safetensors writes memory, and parameters at home on disk have none: they are exported beside
-    the files to come, and mapped from there, so that no more than a piece is in memory at once.
+    safetensors writes tensors in memory, and parameters whose homes are on disk have none. They are
+    exported into the folder and mapped from there, so that memory holds one piece at a time.
     """
     own = model.state_dict()
     if all(is_plain(value) for value in own.values()):
@@ -316,7 +316,7 @@ def plain_state(model: nn.Module, folder: Path) -> Iterator[dict[str, torch.Tens
 
 @contextmanager
 def mismatches(checkpoint: str | None) -> Iterator[None]:
-    """Turn what torch says of other shapes and groups into a typed error."""
+    """Turn torch's errors about other shapes and groups into a typed one."""
     try:
         yield
     except HeteroError:
@@ -333,7 +333,7 @@ def mismatches(checkpoint: str | None) -> Iterator[None]:
 
 
 def check_class(cls: type) -> None:
-    """Refuse what is no Trainer, and one without a method that has to be ours."""
+    """Refuse a class that is no Trainer, or lacks a method that hetero overrides."""
     if not (isinstance(cls, type) and issubclass(cls, transformers.Trainer)):
         raise ConfigError(
             f"{cls!r} is no subclass of transformers.Trainer",
@@ -348,11 +348,12 @@ def check_class(cls: type) -> None:
 
 
 def check_args(args: Any) -> None:
-    """Refuse arguments of Trainer that would place parameters, or move the whole model."""
+    """Refuse arguments of Trainer that place parameters, or convert the whole model."""
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise ConfigError(
-                f"{name}={getattr(args, name)!r} beside hetero: both would place the parameters",
+                f"{name}={getattr(args, name)!r} together with hetero: both would place"
+                " the parameters",
                 advice=f"drop {name} from the TrainingArguments",
             )
     for name in ("bf16_full_eval", "fp16_full_eval"):
@@ -369,9 +370,9 @@ def check_args(args: Any) -> None:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse, while nothing is built, a model that could not be prepared later.
+    """Refuse a model that cannot be prepared, before anything is built.
 
-    One that is prepared can: it is released when this Trainer begins to train.
+    One that is prepared already can be: this Trainer releases it when it begins to train.
     """
     if is_prepared(model):
         return
@@ -385,17 +386,17 @@ def check_trainable(model: nn.Module) -> None:
     if method is not None:
         raise ConfigError(
             f"the model's weights are quantized ({getattr(method, 'value', method)})",
-            advice="load it without quantization_config; with frozen='nf4' hetero codes what is"
-            " frozen",
+            advice="load it without quantization_config; with frozen='nf4' hetero codes frozen"
+            " weights",
         )
     check_model(model)
 
 
 def settings_of(args: Any, config: Config) -> Config:
-    """Return settings that agree with Trainer's own, which it keeps."""
+    """Return the settings, on Trainer's device; ConfigError if they contradict Trainer's own."""
     if config.max_grad_norm is not None:
         raise ConfigError(
-            f"max_grad_norm={config.max_grad_norm} of hetero beside Trainer's own"
+            f"max_grad_norm={config.max_grad_norm} of hetero together with Trainer's own"
             f" {args.max_grad_norm}",
             advice="set TrainingArguments(max_grad_norm=...) alone",
         )
@@ -403,7 +404,7 @@ def settings_of(args: Any, config: Config) -> Config:
         args.max_grad_norm or args.gradient_accumulation_steps > 1
     ):
         raise ConfigError(
-            f"updates='backward' of hetero beside max_grad_norm={args.max_grad_norm} and"
+            f"updates='backward' of hetero together with max_grad_norm={args.max_grad_norm} and"
             f" gradient_accumulation_steps={args.gradient_accumulation_steps} of Trainer: it clips"
             " when all gradients are there, and they are whole after the last pass",
             advice="set TrainingArguments(max_grad_norm=0, gradient_accumulation_steps=1), or leave"

@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from hetero.config import ACTIVATIONS, DEVICES, FROZEN, PRECISIONS, Config
-from hetero.recipes.options import SETTINGS, Form, TrainOptions, documented, forms
+from hetero.recipes.options import SETTINGS, FieldForm, TrainOptions, documented, forms
 
 POSITIVE = click.IntRange(min=1)
 DEVICE = click.Choice(DEVICES)
 PRECISION = click.Choice(PRECISIONS)
-KINDS = {  # of options whose field says too little
+KINDS = {  # of options whose field's type says too little
     "device": DEVICE,
     "precision": PRECISION,
     "activations": click.Choice(ACTIVATIONS),
@@ -26,7 +26,7 @@ KINDS = {  # of options whose field says too little
 def option(*names: Any) -> Callable[..., Any]:
     """Return an option that is None when not given: names, type, text, and maybe a default.
 
-    The default is what help says happens then.
+    The default is text for help: the effect of leaving the option out.
     """
     first = next(i for i, part in enumerate(names) if not str(part).startswith("--"))
     kind, text, *rest = names[first:]
@@ -50,7 +50,7 @@ def fields_as_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def field_option(field: dataclasses.Field[Any], form: Form, text: str) -> Callable[..., Any]:
+def field_option(field: dataclasses.Field[Any], form: FieldForm, text: str) -> Callable[..., Any]:
     """Return the option of a field; its type and its default come from there."""
     flag = f"--{field.name.replace('_', '-')}"
     if form.kind is bool:

@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain PyTorch: what `hetero train` trains, and a model to try hetero on."""
+"""A byte-level GPT in plain PyTorch: the demo of `hetero train`, and a model to try hetero on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 INIT_STD = 0.02  # GPT-2's
-TOKEN_STD = 1.0  # of an untied embedding: the token must not drown in what the blocks write
+TOKEN_STD = 1.0  # of an untied embedding: the token must not drown in the blocks' output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class GPTConfig:
             raise ValueError(f"width={self.width} is not a multiple of heads={self.heads}")
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     """Causal self-attention over [batch, tokens, width]."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -75,7 +75,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.norm_attention = nn.LayerNorm(config.width)
-        self.attention = Attention(config)
+        self.attention = CausalAttention(config)
         self.norm_mlp = nn.LayerNorm(config.width)
         self.mlp = MLP(config)
 
@@ -102,7 +102,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weights afresh; what writes to the residual stream starts small (GPT-2)."""
+        """Draw the weights; layers that write to the residual stream start small (GPT-2)."""
         residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
         for name, param in self.named_parameters():
             if param.dim() > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from hetero.config import Config
 from hetero.errors import ConfigError
 from hetero.export import export
 from hetero.integrations.pretrained import from_pretrained
-from hetero.recipes.options import TrainOptions
-from hetero.recipes.sequences import Encode, Shuffled, Tokens, answered, packed, together
+from hetero.recipes.options import TrainOptions, installed
+from hetero.recipes.sequences import Shuffled, Tokens, answered, packed, together
 from hetero.recipes.task import Task
 from hetero.recipes.text import readable, rows_of, text_of
 
@@ -41,9 +41,9 @@ CALL = {"use_cache": False}  # training looks at every position once
 
 
 def language_task(options: TrainOptions, config: Config) -> Task:
-    """Return a causal language model with what it learns from.
+    """Return a causal language model with the data it learns from.
 
-    Raises ConfigError where the model, its tokenizer or the data cannot be used.
+    Raises ConfigError if the model, its tokenizer or the data cannot be used.
     """
     if options.model.startswith((".", "/", "~")) and not Path(options.model).is_dir():
         raise ConfigError(
@@ -80,7 +80,7 @@ def language_task(options: TrainOptions, config: Config) -> Task:
 
 
 def model_of(options: TrainOptions, config: Config, vocabulary: int) -> nn.Module:
-    """Return the model; one that trains as a whole has no memory until it is prepared."""
+    """Return the model; if all of it trains, it takes no memory until it is prepared."""
     torch.manual_seed(options.seed)
     if options.model in PRESETS:
         build: Any = AutoModelForCausalLM.from_config
@@ -91,7 +91,7 @@ def model_of(options: TrainOptions, config: Config, vocabulary: int) -> nn.Modul
         kind = AutoModelForCausalLM
         model: nn.Module = from_pretrained(options.model, prepare=False, model_class=kind, **dtype)
         return model
-    # PEFT puts adapters where the weights are, so these have to be somewhere
+    # PEFT puts adapters on the device of the weights, so load these
     return AutoModelForCausalLM.from_pretrained(options.model, **dtype)
 
 
@@ -112,12 +112,8 @@ def preset(options: TrainOptions, vocabulary: int) -> Any:
 
 def adapted(model: nn.Module, options: TrainOptions) -> nn.Module:
     """Return a frozen model with low-rank adapters that train."""
-    try:
+    with installed("--lora-rank needs PEFT"):
         from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ConfigError(
-            f"--lora-rank needs PEFT: {error}", advice="pip install 'hetero[integrations]'"
-        ) from error
     rank = options.lora_rank or 0
     config = LoraConfig(
         r=rank,
@@ -137,7 +133,7 @@ def adapted(model: nn.Module, options: TrainOptions) -> nn.Module:
     return found
 
 
-# -- what it learns from -------------------------------------------------------------------------
+# -- data ----------------------------------------------------------------------------------------
 
 
 def tokenizer_of(options: TrainOptions) -> Any:
@@ -147,7 +143,7 @@ def tokenizer_of(options: TrainOptions) -> Any:
 
 
 def pad_of(tokenizer: Any) -> int:
-    """Return what shorter sequences are padded with; no loss is of it."""
+    """Return the token that pads shorter sequences; it has no loss."""
     pad = tokenizer.pad_token_id
     found: int = tokenizer.eos_token_id if pad is None else pad
     return found
@@ -156,7 +152,7 @@ def pad_of(tokenizer: Any) -> int:
 def sequences(
     paths: Sequence[str], options: TrainOptions, tokenizer: Any, model: nn.Module
 ) -> list[Tokens]:
-    """Return what is learned of the rows in files; ConfigError where it is nothing."""
+    """Return the sequences that the rows of files make; ConfigError if there are none."""
     if tokenizer.eos_token_id is None:
         raise ConfigError("the tokenizer has no EOS", advice="name another one with --tokenizer")
 
@@ -167,7 +163,8 @@ def sequences(
 
     rows = rows_of(paths)
     if options.task == "sft":
-        found = answers(rows, tokenizer, encode, options.seq)
+        answers = (answered(row, tokenizer, encode, options.seq) for row in rows)
+        found = [each for each in answers if each is not None]
     else:
         documents = (encode(text_of(row)) for row in rows)
         found = packed(documents, tokenizer.eos_token_id, options.seq)
@@ -180,16 +177,8 @@ def sequences(
     return found
 
 
-def answers(
-    rows: Iterable[Mapping[str, Any]], tokenizer: Any, encode: Encode, length: int
-) -> list[Tokens]:
-    """Return the rows of which something is answered within a length."""
-    found = (answered(row, tokenizer, encode, length) for row in rows)
-    return [each for each in found if each is not None]
-
-
 def check_vocabulary(found: Sequence[Tokens], model: Any) -> None:
-    """Refuse tokens that the model has no embedding of."""
+    """Refuse tokens for which the model has no embedding."""
     largest = max(int(each.ids.max()) for each in found)
     size = model.config.vocab_size
     if largest >= size:
@@ -199,7 +188,7 @@ def check_vocabulary(found: Sequence[Tokens], model: Any) -> None:
         )
 
 
-# -- what comes of it ----------------------------------------------------------------------------
+# -- export --------------------------------------------------------------------------------------
 
 
 def write(model: Any, tokenizer: Any, folder: Path) -> None:

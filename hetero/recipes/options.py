@@ -1,4 +1,4 @@
-"""What `hetero train` can be told, on the command line or in a file (no torch)."""
+"""Options of `hetero train`, on the command line or in a file (no torch)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import inspect
 import itertools
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from hetero.config import Config, read_settings
 from hetero.errors import ConfigError
 
-# `model` and an option of the run's own say the first two; a run clips, so that updates wait
+# `model` and the option of that name replace the first two; a run clips, so updates wait
 NOT_TAKEN = ("weights", "max_grad_norm", "updates")
 SETTINGS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in NOT_TAKEN)
 ANY_NUMBER = ("seed",)
@@ -118,7 +119,7 @@ class TrainOptions:
         return self.model == "gpt"
 
 
-# -- where they come from ------------------------------------------------------------------------
+# -- reading them --------------------------------------------------------------------------------
 
 
 def gathered(file: str | Path | None, given: Mapping[str, Any]) -> TrainOptions:
@@ -136,7 +137,7 @@ def gathered(file: str | Path | None, given: Mapping[str, Any]) -> TrainOptions:
 
 
 def command_options(file: str | None, given: Mapping[str, Any]) -> TrainOptions:
-    """Return the options of `hetero train`: without any limit the demo ends after some minutes."""
+    """Return the options of a command; a demo without a limit ends after `DEMO_MINUTES`."""
     options, default = gathered(file, given), TrainOptions()
     said = "steps" in given or options.minutes is not None
     long = (options.steps, options.epochs) == (default.steps, default.epochs)
@@ -145,7 +146,7 @@ def command_options(file: str | None, given: Mapping[str, Any]) -> TrainOptions:
     return options
 
 
-def tidy(form: Form, value: Any) -> Any:
+def tidy(form: FieldForm, value: Any) -> Any:
     """Return a value as its form has it: a list of one in place of one, a float of an int."""
     if form.is_list:
         return (value,) if isinstance(value, (str, Path)) else tuple(value or ())
@@ -153,27 +154,27 @@ def tidy(form: Form, value: Any) -> Any:
 
 
 def unknown(name: str) -> str:
-    """Say that an option is unknown, and which one may be meant."""
+    """Return the problem of an unknown option, with the closest known one."""
     near = difflib.get_close_matches(name, [*forms(TrainOptions), *SETTINGS], n=1)
     return f"unknown option {name!r}" + (f", did you mean {near[0]}?" if near else "")
 
 
-# -- what they may be ----------------------------------------------------------------------------
+# -- checking them -------------------------------------------------------------------------------
 
 
-class Form(NamedTuple):
-    """What values a field takes, read from its type."""
+class FieldForm(NamedTuple):
+    """The values that a field takes, read from its type."""
 
     kind: type
     """Of the value, or of each in a list."""
     choices: tuple[str, ...] = ()
-    """The only values, where not all of the kind are."""
+    """The only values; empty for all of the kind."""
     is_list: bool = False
     is_optional: bool = False
     """Whether None is a value."""
 
     @classmethod
-    def of(cls, hint: Any) -> Form:
+    def of(cls, hint: Any) -> FieldForm:
         """Return the form of a type."""
         parts = get_args(hint)
         if get_origin(hint) is Literal:
@@ -195,14 +196,16 @@ class Form(NamedTuple):
 
 
 @cache
-def forms(cls: type) -> dict[str, Form]:
+def forms(cls: type) -> dict[str, FieldForm]:
     """Return the form of each field of a dataclass of options."""
     hints = get_type_hints(cls)
-    return {f.name: Form.of(hints[f.name]) for f in dataclasses.fields(cls) if f.name != "settings"}
+    return {
+        f.name: FieldForm.of(hints[f.name]) for f in dataclasses.fields(cls) if f.name != "settings"
+    }
 
 
 def wrong(name: str, value: Any) -> Iterator[str]:
-    """Yield what is wrong with the value of an option: one line, or none."""
+    """Yield the problem with the value of an option, if it has one."""
     form = forms(TrainOptions)[name]
     if value is None and form.is_optional:
         return
@@ -215,6 +218,17 @@ def wrong(name: str, value: Any) -> Iterator[str]:
         zero = name in FROM_ZERO
         if not (value > 0 or (zero and value == 0)):  # NaN is neither
             yield f"{name}={value!r} has to be {'0 or more' if zero else 'above 0'}"
+
+
+@contextmanager
+def installed(
+    need: str, package: str = "'hetero[integrations]'", other: str = ""
+) -> Iterator[None]:
+    """Turn a failed import in the block into a ConfigError that says what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{need}: {error}", advice=f"pip install {package}{other}") from error
 
 
 def documented(cls: type) -> dict[str, str]:

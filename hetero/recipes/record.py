@@ -1,4 +1,4 @@
-"""What a training run records of itself: its first steps, and the report on them (floor 4)."""
+"""The recording of a training run: its first steps, and the report on them (floor 4)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hetero.report.make import PAGE, report
 from hetero.report.profile import profile
 from hetero.report.run import META
 
-MOST_STEPS = 32  # of a run: enough to see what is steady, and long runs do not write forever
+MOST_STEPS = 32  # of a run: enough to see the steady state; a long run does not write for ever
 
 
 class Recording:
-    """A run's recording, while a ``with`` block is open; what goes wrong with it is a note.
+    """Records a run inside a ``with`` block; if that fails, `problem` says why and the run goes on.
 
     Args:
         directory: for events and report; None: nothing is recorded.
@@ -26,9 +26,9 @@ class Recording:
     def __init__(self, model: nn.Module, directory: Path | None) -> None:
         self.directory = directory
         self.problem = ""
-        """Why there is no report; empty where nothing went wrong."""
+        """Why there is no report; empty if nothing failed."""
         self.steps = 0
-        """That were recorded."""
+        """Recorded so far."""
         self._model = model
         self._open = ExitStack()
 
@@ -42,19 +42,19 @@ class Recording:
         self.stop()
 
     def count_step(self) -> None:
-        """A step was made; with the last one that is recorded, recording ends."""
+        """Count a step; after `MOST_STEPS` stop recording."""
         if self.steps < MOST_STEPS:
             self.steps += 1
             if self.steps == MOST_STEPS:
                 self.stop()
 
     def stop(self) -> None:
-        """Write down what there is; nothing is recorded from here on."""
+        """Write the events so far; record nothing from here on."""
         with self._trying():
             self._open.close()
 
     def write_report(self) -> Path | None:
-        """Write the report beside the events; returns its path, None where there is none."""
+        """Write the report next to the events; returns its path, None if there is none."""
         if self.directory is None or not self.steps or self.problem:
             return None
         page = self.directory / PAGE
@@ -64,7 +64,7 @@ class Recording:
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
-        """Note what fails: no training may end because of a report on it, whatever is wrong."""
+        """Note a failure: a run never ends because of its report, whatever is wrong."""
         try:
             yield
         except Exception as error:

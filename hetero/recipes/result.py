@@ -1,4 +1,4 @@
-"""What a run tells: of each step, of each evaluation, and at its end (floor 4)."""
+"""Reports of a run: on each step, on each evaluation, and at its end (floor 4)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero.errors import CheckpointCorrupt
 
 
 class EvalLoss(NamedTuple):
-    """The loss of data that the model does not learn from."""
+    """The loss on data that the model does not learn from."""
 
     step: int
     loss: float
@@ -26,7 +26,7 @@ class EvalLoss(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What one step did, for a caller's callback."""
+    """The report on one step, for a caller's callback."""
 
     step: int
     """Steps done, from 1."""
@@ -40,11 +40,11 @@ class StepReport(NamedTuple):
     norm: float
     """Of the gradients, before they were clipped."""
     evaluation: EvalLoss | None
-    """Where one was due after this step."""
+    """If one was due after this step."""
     status: Status
 
     def figures(self) -> dict[str, float]:
-        """Return what is tracked of a step."""
+        """Return the figures for trackers."""
         found = {
             "loss": self.loss,
             "lr": self.lr,
@@ -62,7 +62,7 @@ class StepReport(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run has come; a checkpoint keeps it."""
+    """The progress of a run, which a checkpoint keeps."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     evaluations: list[EvalLoss] = dataclasses.field(default_factory=list)
@@ -76,13 +76,13 @@ class Progress:
         return len(self.losses)
 
     def saved(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the fields that a checkpoint keeps."""
         found = {name: getattr(self, name) for name in ("losses", "seconds", "tokens")}
         return {**found, "evaluations": [tuple(each) for each in self.evaluations]}
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Progress:
-        """Return what a checkpoint kept; CheckpointCorrupt for what no run keeps."""
+        """Return the progress in a checkpoint; CheckpointCorrupt if it has none."""
         try:
             evaluations = [EvalLoss(*each) for each in found["evaluations"]]
             losses = [float(loss) for loss in found["losses"]]
@@ -97,20 +97,20 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What a run came to; sizes in bytes, losses in nats per token."""
+    """The result of a run; sizes in bytes, losses in nats per token."""
 
     parameters: int
     state_bytes: int
     """Parameters, gradients and moments."""
     data_tokens: int
-    """That a loss is of, in all of the data."""
+    """Tokens with a loss, in all of the data."""
     unit: str
-    """What one token is: "byte", "token"."""
+    """Name of one token: "byte", "token"."""
     unigram_entropy: float
     """Loss of the best guess without context."""
     steps: int
     planned_steps: int
-    """More than ``steps`` when the minutes were up first."""
+    """More than ``steps`` if the minutes were up first."""
     seconds: float
     tokens_per_second: float
     losses: tuple[float, ...]
@@ -119,21 +119,21 @@ class TrainResult:
     """Mean over the last ten steps."""
     evaluations: tuple[EvalLoss, ...]
     weights_sha256: str
-    """Digest of the weights that train: as many steps give the same at any budget."""
+    """Digest of the weights that train; it does not depend on budgets."""
     checkpoint: str
     """The last one written."""
     resumed_step: int
-    """Where the run went on; 0 for one from the beginning."""
+    """Step from which the run went on; 0 for a new run."""
     signal: int | None
-    """The number of the signal that ended it early; None where none did."""
+    """Number of the signal that ended it early; None without one."""
     report: str | None
-    """The page that says what the first steps did; its recording lies in the same directory."""
+    """Path of the report on the first steps; their recording lies in the same directory."""
     recorded_steps: int
-    """How many of its steps the recording has."""
+    """Steps in the recording."""
     out: str | None
-    """Where the trained model was written."""
+    """Directory of the trained model, if it was written."""
     report_problem: str
-    """Why there is no report though there should be one."""
+    """Why there is no report, if recording failed."""
     status: Status
 
     def as_json(self) -> dict[str, Any]:

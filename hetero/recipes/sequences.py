@@ -12,12 +12,12 @@ from jinja2 import TemplateError
 from hetero.errors import ConfigError
 from hetero.recipes.text import Batch, Row, readable
 
-IGNORED = -100  # the label of a position that no loss is of
+IGNORED = -100  # label of a position without a loss
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"""Of a tokenizer that has no template of its own; it is exported with it."""
+"""Template for a tokenizer without one, which is exported with it."""
 Encode = Callable[[str], list[int]]
 
 
@@ -29,9 +29,9 @@ class Tokens(NamedTuple):
 
 
 def packed(documents: Iterable[Sequence[int]], eos: int, length: int) -> list[Tokens]:
-    """Return documents, each with ``eos`` after it, one after another in blocks of a length.
+    """Concatenate documents, ``eos`` after each, and cut them into blocks of ``length`` tokens.
 
-    No block has padding, and no token is lost but those of the last block, where it is not full.
+    Blocks have no padding; tokens that do not fill a last block are dropped.
     """
     stream = torch.tensor([*chain.from_iterable((*ids, eos) for ids in documents)])
     blocks = stream[: len(stream) // length * length].view(-1, length)
@@ -39,9 +39,9 @@ def packed(documents: Iterable[Sequence[int]], eos: int, length: int) -> list[To
 
 
 def answered(row: Row, tokenizer: Any, encode: Encode, length: int) -> Tokens | None:
-    """Return a prompt with its completion, or a conversation, with labels on what is answered.
+    """Return a prompt with its completion, or a conversation; only answers have labels.
 
-    What is longer than ``length`` is cut at its end; None where nothing answered is left.
+    It is cut to ``length`` tokens; None if no token of an answer is left.
     """
     ids, learned = (
         conversation(row["messages"], tokenizer)
@@ -55,15 +55,13 @@ def answered(row: Row, tokenizer: Any, encode: Encode, length: int) -> Tokens | 
 
 def completion(row: Row, tokenizer: Any, encode: Encode) -> tuple[list[int], list[bool]]:
     """Return the tokens of a prompt and its completion, and which are the completion's."""
-    texts = [row.get(key) for key in ("prompt", "completion")]
     missing = [key for key in ("prompt", "completion") if not isinstance(row.get(key), str)]
     if missing:
         raise ConfigError(
             f"a row has {', '.join(map(str, row))[:200]} and no {missing[0]!r} that is a text",
             advice='give rows as {"prompt": "...", "completion": "..."} or {"messages": [...]}',
         )
-    prompt, said = (encode(str(text)) for text in texts)
-    said = [*said, tokenizer.eos_token_id]
+    prompt, said = encode(row["prompt"]), [*encode(row["completion"]), tokenizer.eos_token_id]
     return prompt + said, [False] * len(prompt) + [True] * len(said)
 
 
@@ -79,7 +77,7 @@ def conversation(messages: Sequence[Any], tokenizer: Any) -> tuple[list[int], li
         upto = templated(tokenizer, messages[:number], answer=False)
         if before[: len(ids)] != ids or upto[: len(before)] != before:
             raise ConfigError(
-                "the tokenizer's chat template changes what was said before, with every message",
+                "the tokenizer's chat template changes earlier messages with every new one",
                 advice="give rows of one exchange each, or as prompt and completion",
             )
         learned += [False] * (len(before) - len(ids)) + [True] * (len(upto) - len(before))
@@ -88,7 +86,7 @@ def conversation(messages: Sequence[Any], tokenizer: Any) -> tuple[list[int], li
 
 
 def check_messages(messages: Any) -> None:
-    """Raise ConfigError for what is no list of messages, each of somebody."""
+    """Raise ConfigError unless this is a list of messages with a role each."""
     rows = messages if isinstance(messages, (list, tuple)) else [None]
     if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in rows):
         raise ConfigError(
@@ -98,7 +96,7 @@ def check_messages(messages: Any) -> None:
 
 
 def templated(tokenizer: Any, messages: Sequence[Any], *, answer: bool) -> list[int]:
-    """Return messages as the tokenizer's template, or ours, has them."""
+    """Return the tokens of messages in the tokenizer's template, or else in `CHAT`."""
     if not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = CHAT
     try:
@@ -161,7 +159,7 @@ class Shuffled:
         return {"seen": self._seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where ``state_dict`` was taken; ValueError for what is no count."""
+        """Go on where ``state_dict`` was taken; ValueError unless it has a count."""
         seen = state["seen"]
         if type(seen) is not int or seen < 0:
             raise ValueError(f"{seen!r} sequences were seen")

@@ -1,4 +1,4 @@
-"""What a run is made of, from its options: folders, optimizer, schedule, budgets (floor 4)."""
+"""Folders, optimizer, schedule and budgets of a run, from its options (floor 4)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 STATES_PER_BUDGET = 4  # the demo's hbm is this part of param, gradient and the two moments
 STATES_PER_HOST = 2  # and its host is this part; the rest is on disk
-RUNS = "runs"  # folder in the working directory, of checkpoints and of what is on disk
+RUNS = "runs"  # folder in the working directory: checkpoints, and the demo's homes on disk
 RECORDING = "run"  # folder for the recording, among a run's checkpoints
 
 
@@ -45,7 +45,7 @@ RECORDING = "run"  # folder for the recording, among a run's checkpoints
 def folder_of(options: TrainOptions) -> Path:
     """Return the folder of a run's checkpoints; without a name the next number in `RUNS`.
 
-    Raises ConfigError where it holds another run's, or none to go on from.
+    Raises ConfigError if it holds another run's, or with resume none.
     """
     if options.save_dir is None:
         numbers = [int(p.name) for p in Path(RUNS).glob("*") if p.name.isdigit()]
@@ -83,7 +83,7 @@ def record_folder(options: TrainOptions, folder: Path) -> Path | None:
 
 
 def optimizer_of(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-    """Return the optimizer of what trains in a model."""
+    """Return the optimizer of a model's trainable parameters."""
     params = [param for param in model.parameters() if param.requires_grad]
     kind, more = OPTIMIZERS[options.optimizer]
     made: torch.optim.Optimizer = kind(
@@ -129,8 +129,8 @@ def settings_for(
 ) -> Config:
     """Return the settings of a run.
 
-    Where the demo's are not given, they show every tier: HBM for a quarter of the states, RAM for
-    half of them, and a disk for the rest, simulated without CUDA.
+    Defaults of the demo show every tier: HBM for a quarter of the states, RAM for half of them, a
+    disk for the rest; without CUDA the device is simulated.
     """
     if not options.is_demo:
         return config
@@ -160,6 +160,6 @@ def host_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) 
 
 
 def states_of(model: nn.Module) -> int:
-    """Return the bytes of parameters, and of gradients and AdamW's two moments of what trains."""
+    """Return the bytes of parameters, and of the gradients and two moments of those that train."""
     sizes = ((p.numel() * p.element_size(), p.requires_grad) for p in model.parameters())
     return sum(4 * n_bytes if trains else n_bytes for n_bytes, trains in sizes)

@@ -1,4 +1,4 @@
-"""What `hetero train` trains: a model with what it learns from (floor 4)."""
+"""The task of `hetero train`: a model, its batches and its loss (floor 4)."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class BatchStream(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A model with what it learns from."""
+    """A model with the data it learns from."""
 
     model: nn.Module
     batches: BatchStream
     evaluation: Sequence[Batch]
     targets: torch.Tensor
-    """All that is learned, in its order; `IGNORED` where no loss is."""
+    """All tokens to learn, in order; `IGNORED` at positions without a loss."""
     passes: float
-    """Batches in which every sequence is seen once."""
+    """Batches of one epoch."""
     unit: str
-    """What one token is: "byte", "token"."""
+    """Name of one token: "byte", "token"."""
     write: Callable[[Path], object]
     """Writes the trained model into a directory, for others to load."""
     call: Mapping[str, Any] = field(default_factory=dict)
@@ -56,28 +56,28 @@ class Task:
         return loss_of(self.model(**moved, **self.call))
 
     def learned(self) -> torch.Tensor:
-        """Return the targets that a loss is of."""
+        """Return the targets that have a loss."""
         return self.targets[self.targets != IGNORED]
 
     def digest(self) -> int:
-        """Return a checksum of what is learned."""
+        """Return a checksum of the targets."""
         return crc32(self.targets.contiguous().numpy().data)
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in what a model returned."""
+    """Return the loss in a model's output."""
     loss: torch.Tensor = getattr(output, "loss", output)
     return loss
 
 
 def count(batch: Batch) -> int:
-    """Return how many tokens of a batch a loss is of."""
+    """Return how many tokens of a batch have a loss."""
     if "targets" in batch:
         return batch["targets"].numel()
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
-# -- the model that needs nothing but torch ------------------------------------------------------
+# -- the demo, which needs nothing but torch -----------------------------------------------------
 
 
 def demo(options: TrainOptions) -> Task:
@@ -103,7 +103,7 @@ def demo(options: TrainOptions) -> Task:
 
 
 def shape(options: TrainOptions) -> GPTConfig:
-    """Return the model's shape; ConfigError where the numbers do not go together."""
+    """Return the model's shape; ConfigError if its numbers contradict each other."""
     names = ("width", "layers", "heads")
     given = {n: getattr(options, n) for n in names if getattr(options, n) is not None}
     try:
@@ -113,7 +113,7 @@ def shape(options: TrainOptions) -> GPTConfig:
 
 
 def load_tokens(paths: Sequence[str], length: int) -> torch.Tensor:
-    """Return text as uint8 tokens; ConfigError where it is missing or too short."""
+    """Return text as uint8 tokens; ConfigError if it is missing or too short."""
     tokens = as_tokens(read_files(paths) if paths else topics_text())
     if len(tokens) <= length:
         raise ConfigError(

@@ -12,13 +12,14 @@ import torch
 
 from hetero.device import checked_rng
 from hetero.errors import ConfigError
+from hetero.recipes.options import installed
 
 Row = Mapping[str, Any]
 """One document ({"text"}), or one example ({"prompt", "completion"} or {"messages"})."""
 Batch = Mapping[str, torch.Tensor]
 """The keyword arguments of one pass."""
 SAVED = ("state.json", "dataset_dict.json")  # in a directory that datasets wrote
-SPLIT = "train"  # of several splits
+SPLIT = "train"
 
 
 def topics_text() -> bytes:
@@ -29,10 +30,10 @@ def topics_text() -> bytes:
 
 
 def rows_of(paths: Iterable[str | Path]) -> Iterator[Row]:
-    """Yield the rows of files, of directories of files, and of what datasets saved; without paths
-    Python's reference manual, a topic a row.
+    """Yield the rows of files, of directories of files, and of saved datasets.
 
-    A ``.jsonl`` file has a row a line; any other file is one document. Raises ConfigError.
+    A ``.jsonl`` file has a row in each line; any other file is one document. Without paths, the
+    rows are the topics of Python's reference manual. Raises ConfigError.
     """
     given = [Path(path) for path in paths]
     if not given:
@@ -48,7 +49,7 @@ def rows_of(paths: Iterable[str | Path]) -> Iterator[Row]:
 
 
 def read(file: Path) -> Iterator[Row]:
-    """Yield the rows of one file; `bytes_of` gives its bytes back, also those that are no text."""
+    """Yield the rows of one file; `bytes_of` gives its bytes back, UTF-8 or not."""
     text = file.read_bytes().decode("utf-8", "surrogateescape")
     if file.suffix != ".jsonl":
         yield {"text": text}
@@ -62,7 +63,7 @@ def parsed(line: str, where: str) -> Row:
     """Return a row of a .jsonl file."""
     try:
         row = json.loads(line)
-        if "\\u" in line:  # escapes may stand for what no text has
+        if "\\u" in line:  # an escape may be half of a surrogate pair
             bytes_of(json.dumps(row, ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: {error}", advice="write one JSON object a line") from error
@@ -72,20 +73,17 @@ def parsed(line: str, where: str) -> Row:
 
 
 def saved_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a directory that datasets wrote; of several splits the one to train on."""
-    try:
+    """Yield the rows of a directory that datasets wrote; of several splits, those of `SPLIT`."""
+    with installed(f"{path} was saved by datasets", "datasets"):
         from datasets import load_from_disk
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} was saved by datasets: {error}", advice="pip install datasets"
-        ) from error
     found: Any = load_from_disk(str(path))
-    if hasattr(found, "keys") and SPLIT not in found:
+    splits = found if hasattr(found, "keys") else {SPLIT: found}
+    if SPLIT not in splits:
         raise ConfigError(
-            f"{path} has no split {SPLIT!r} but {', '.join(found)}",
+            f"{path} has no split {SPLIT!r} but {', '.join(splits)}",
             advice="name one split's folder",
         )
-    yield from found[SPLIT] if hasattr(found, "keys") else found
+    yield from splits[SPLIT]
 
 
 def text_of(row: Row) -> str:
@@ -100,7 +98,7 @@ def text_of(row: Row) -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text that tokenizers take; ConfigError for bytes that are none, kept in it."""
+    """Return the text; ConfigError if it keeps bytes that are not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

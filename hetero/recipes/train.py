@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from hetero.checkpoint.save import Save, save_checkpoint
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import ConfigError
-from hetero.recipes.options import TrainOptions
+from hetero.recipes.options import TrainOptions, installed
 from hetero.recipes.record import Recording
 from hetero.recipes.result import EvalLoss, Progress, StepReport, TrainResult
 from hetero.recipes.setup import (
@@ -40,12 +41,12 @@ from hetero.rehearse.plan import Plan, plan
 from hetero.train.update.optimizer import Optimizer
 
 SMOOTHED = 10  # steps in the mean that is reported as the last loss
-DECIDING = (  # options that decide the numbers; budgets do not
+DECIDING = (  # options that decide the numbers
     *("task", "seq", "checkpoint_blocks", "lora_rank", "lora_alpha", "lora_targets"),
     *("lora_dropout", "optimizer", "lr", "schedule", "warmup", "weight_decay", "max_grad_norm"),
     *("batch", "accumulate", "seed", "width", "layers", "heads"),
 )
-COMPUTING = (  # settings that do, too
+COMPUTING = (  # settings that do
     *("precision", "keep_fp32", "frozen", "keep_exact", "micro_batch", "tile", "fused_loss"),
 )
 
@@ -60,11 +61,11 @@ def train(
     watch: Watch = lambda report: None,
     stop: Stop = lambda: None,
 ) -> TrainResult:
-    """Run the whole recipe; ``watch`` hears of every step.
+    """Run the whole recipe; call ``watch`` after each step.
 
-    Once ``stop`` returns the number of a signal, the step under way is finished, saved, and the
-    last. Raises ConfigError and BudgetError of `hetero.prepare`, ConfigError for options that
-    cannot be honoured, and what saving and loading raise. The global generator is seeded.
+    If ``stop`` returns the number of a signal after a step, the run saves that step and ends.
+    Raises ConfigError and BudgetError as `hetero.prepare` does, ConfigError for options that cannot
+    be honoured, and the errors of saving and loading. Seeds the global generator.
     """
     # 1. data, model and optimizer, as in plain PyTorch
     folder, config = folder_of(options), settings_of(options)
@@ -77,12 +78,13 @@ def train(
     config = settings_for(task.model, optimizer, config, options)
     _, optimizer = prepare(task.model, optimizer, config=config)
     # 3. the same loop as ever
-    run = TrainRun(task, optimizer, options, folder, deciding, config)
+    place = open_device(config.device).torch_device
+    run = TrainRun(task, optimizer, options, folder, deciding, place)
     if options.resume:
         run.resume()
     with tracking(options, folder) as log:
         signal = run.train(watch, log, stop)
-    # 4. what came of it
+    # 4. the report, the trained model, the figures
     page = run.recording.write_report()
     out = options.out if signal is None else None
     if out is not None:
@@ -91,21 +93,16 @@ def train(
 
 
 def task_of(options: TrainOptions, config: Config) -> Task:
-    """Return what options ask for; ConfigError where it cannot be had."""
+    """Return the task that options name; ConfigError if it cannot be built."""
     if options.is_demo:
         return demo(options)
-    try:
+    with installed(f"--model {options.model} needs transformers", other=", or leave --model out"):
         from hetero.recipes.language import language_task
-    except ImportError as error:
-        raise ConfigError(
-            f"--model {options.model} needs transformers: {error}",
-            advice="pip install 'hetero[integrations]', or leave --model out",
-        ) from error
     return language_task(options, config)
 
 
 def dry_run(options: TrainOptions) -> Plan:
-    """Return the plan of a run, as `hetero.plan` has it; nothing is trained."""
+    """Return the plan of a run, as `hetero.plan` makes it; train nothing."""
     config = settings_of(options)
     task = task_of(options, config)
     optimizer = optimizer_of(task.model, options)
@@ -117,45 +114,35 @@ def dry_run(options: TrainOptions) -> Plan:
 
 @contextmanager
 def tracking(options: TrainOptions, folder: Path) -> Iterator[Log]:
-    """Yield what logs the figures of a step; ConfigError for a tracker that is not installed."""
+    """Yield a function that logs a step; ConfigError if a tracker is not installed."""
     if not options.track:
         yield lambda figures, step: None
         return
-    try:
+    with installed("--track needs accelerate"):
         from hetero.integrations.tracking import trackers
-    except ImportError as error:
-        raise ConfigError(
-            f"--track needs accelerate: {error}", advice="pip install 'hetero[integrations]'"
-        ) from error
     given = {k: v for k, v in dataclasses.asdict(options).items() if k != "settings"}
     plain = {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in given.items()}
     with trackers(options.track, folder, plain) as log:
         yield log
 
 
+@dataclass
 class TrainRun:
     """The loop: a plain PyTorch loop, with a checkpoint now and then."""
 
-    def __init__(
-        self,
-        task: Task,
-        optimizer: Optimizer,
-        options: TrainOptions,
-        folder: Path,
-        deciding: Mapping[str, Any],
-        config: Config,
-    ) -> None:
-        self.task = task
-        self.optimizer = optimizer
-        self.options = options
-        self.folder = folder
-        self.deciding = deciding
-        self.place = open_device(config.device).torch_device
-        self.steps: int = deciding["steps"]
-        self.scheduler = LambdaLR(optimizer, factor_of(options, self.steps))
-        self.progress = Progress()
-        self.saved: Save | None = None
-        self.recording = Recording(task.model, record_folder(options, folder))
+    task: Task
+    optimizer: Optimizer
+    options: TrainOptions
+    folder: Path
+    deciding: Mapping[str, Any]
+    place: torch.device
+    progress: Progress = field(default_factory=Progress)
+    saved: Save | None = None
+
+    def __post_init__(self) -> None:
+        self.steps: int = self.deciding["steps"]
+        self.scheduler = LambdaLR(self.optimizer, factor_of(self.options, self.steps))
+        self.recording = Recording(self.task.model, record_folder(self.options, self.folder))
 
     def train(self, watch: Watch, log: Log, stop: Stop) -> int | None:
         """Train to the end, or to the signal whose number is returned."""
@@ -210,7 +197,7 @@ class TrainRun:
         return float(self.scheduler.get_last_lr()[0]), float(norm.item())
 
     def report(self, lr: float, norm: float) -> StepReport:
-        """Return what the last step did, evaluated where that is due."""
+        """Report on the last step; evaluate the model if that is due."""
         done = self.progress
         return StepReport(
             step=done.steps,
@@ -267,11 +254,11 @@ class TrainRun:
         self.progress = Progress.of(found)
 
 
-# -- what decides the numbers --------------------------------------------------------------------
+# -- options that decide the numbers -------------------------------------------------------------
 
 
 def fingerprint(options: TrainOptions, config: Config, task: Task) -> dict[str, Any]:
-    """Return what decides the numbers; budgets do not."""
+    """Return every option and setting that decides the numbers; budgets do not."""
     found = {name: getattr(options, name) for name in DECIDING}
     found.update({name: getattr(config, name) for name in COMPUTING})
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
@@ -300,7 +287,7 @@ def check_run(folder: Path, here: Mapping[str, Any]) -> None:
         )
 
 
-# -- what came of it -----------------------------------------------------------------------------
+# -- the result ----------------------------------------------------------------------------------
 
 
 def conclude(run: TrainRun, signal: int | None, page: Path | None, out: str | None) -> TrainResult:

@@ -15,6 +15,7 @@ from torch import nn
 from hetero.errors import ConfigError
 from hetero.parse import json_of, read_text
 from hetero.plan.presets import PRESETS
+from hetero.recipes.options import installed
 
 POSITIONS = 1024  # of the one sample that is planned with, where no batch is given
 MAX_CONFIG_BYTES = 2**22
@@ -25,7 +26,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A model, and what it is called with."""
+    """A model and the arguments of its call."""
 
     model: nn.Module
     name: str
@@ -60,7 +61,7 @@ def called(model: nn.Module, name: str, batch: Any) -> Described:
     """Return a model with the arguments that a batch stands for."""
     if batch is None or is_size(batch):
         raise ConfigError(
-            f"{name} takes arguments that nobody gave",
+            f"{name} needs arguments",
             advice="pass batch=: a mapping of keyword arguments, a sequence of positional ones, or"
             " a tensor; a function named as mymodels:small may return model, batch",
         )
@@ -79,22 +80,10 @@ def called(model: nn.Module, name: str, batch: Any) -> Described:
 
 
 def from_factory(what: str) -> tuple[nn.Module, Any]:
-    """Return what a function of a module makes, without memory for it: a model, or it and a batch.
+    """Call a function by its name; return its model, which takes no memory, and its batch.
 
-    The batch of a model alone is None.
+    If it returns a model alone, the batch is None.
     """
-    made = call_factory(what)
-    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"{what} returned a {type(made).__name__}",
-            advice="return an nn.Module, or one and its batch: return model, batch",
-        )
-    return model, batch
-
-
-def call_factory(what: str) -> Any:
-    """Call a function by its name, on the meta device."""
     module, _, name = what.rpartition(":")
     try:
         make = getattr(importlib.import_module(module), name)
@@ -104,13 +93,20 @@ def call_factory(what: str) -> Any:
         ) from error
     try:
         with META:
-            return make()
+            made = make()
     except (TypeError, RuntimeError) as error:
         raise ConfigError(
             f"{what} failed: {error}",
             advice="a function without arguments, which asks for no number of a tensor: it runs"
             " without memory, on the meta device",
         ) from error
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{what} returned a {type(made).__name__}",
+            advice="return an nn.Module, or one and its batch: return model, batch",
+        )
+    return model, batch
 
 
 def config_of(what: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
@@ -139,14 +135,9 @@ def config_of(what: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], 
 
 def from_config(mapping: Mapping[str, Any]) -> nn.Module:
     """Return a Hugging Face model for causal language modelling, without memory for it."""
-    try:
+    with installed("transformers builds models from a configuration", other=", or pass a module"):
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ConfigError(
-            f"models are built from a configuration by transformers: {error}",
-            advice="pip install 'hetero[integrations]', or pass a module",
-        ) from error
     options = dict(mapping)
     kind = options.pop("model_type", None)
     for key, value in options.items():

@@ -390,8 +390,8 @@ def test_bad_settings_and_models_are_refused_where_the_trainer_is_built(tmp_path
     quantized.quantization_method = "bitsandbytes"
     cases: list[tuple[Any, dict[str, Any], dict[str, Any], type, str]] = [
         (llama(), {"hbmm": 1}, {}, ConfigError, "did you mean hbm"),
-        (llama(), {"max_grad_norm": 1.0}, {}, ConfigError, "beside Trainer's own"),
-        (llama(), {"updates": "backward"}, {}, ConfigError, "beside max_grad_norm=1.0"),
+        (llama(), {"max_grad_norm": 1.0}, {}, ConfigError, "together with Trainer's own"),
+        (llama(), {"updates": "backward"}, {}, ConfigError, "together with max_grad_norm=1.0"),
         (
             *(llama(), {"updates": "backward"}),
             *({"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}, ConfigError),
@@ -413,7 +413,7 @@ def test_a_trainer_of_another_engine_is_refused(name: str, tmp_path: Path) -> No
     run = built(Trainer, tmp_path, llama())
     object.__setattr__(run.args, name, "full_shard")  # its own check needs what is not installed
 
-    with pytest.raises(ConfigError, match=f"{name}='full_shard' beside hetero"):
+    with pytest.raises(ConfigError, match=f"{name}='full_shard' together with hetero"):
         hetero.enable(run, **SETTINGS)
 
 

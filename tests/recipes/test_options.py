@@ -12,22 +12,22 @@ from click.testing import CliRunner
 from hetero.config import Config
 from hetero.errors import CheckpointCorrupt, ConfigError
 from hetero.recipes.flags import fields_as_options, taken
-from hetero.recipes.options import Form, TrainOptions, command_options, forms
+from hetero.recipes.options import FieldForm, TrainOptions, command_options, forms
 from hetero.recipes.result import EvalLoss, Progress
 
 
 @pytest.mark.parametrize(
     ("hint", "form"),
     [
-        (int, Form(int)),
-        (float | None, Form(float, is_optional=True)),
-        (tuple[str, ...], Form(str, is_list=True)),
-        (tuple[str, ...] | None, Form(str, is_list=True, is_optional=True)),
-        (Literal["a", "b"], Form(str, choices=("a", "b"))),
+        (int, FieldForm(int)),
+        (float | None, FieldForm(float, is_optional=True)),
+        (tuple[str, ...], FieldForm(str, is_list=True)),
+        (tuple[str, ...] | None, FieldForm(str, is_list=True, is_optional=True)),
+        (Literal["a", "b"], FieldForm(str, choices=("a", "b"))),
     ],
 )
-def test_a_form_is_read_from_a_type(hint: Any, form: Form) -> None:
-    assert Form.of(hint) == form
+def test_a_form_is_read_from_a_type(hint: Any, form: FieldForm) -> None:
+    assert FieldForm.of(hint) == form
 
 
 @pytest.mark.parametrize(
