@@ -23,6 +23,7 @@ import torch
 from hetero import interrupts
 from hetero.errors import StorageError
 from hetero.events import go_behind
+from hetero.types import noop
 
 Slice = Callable[[], None]
 
@@ -64,7 +65,7 @@ class Job:
         self._closed = False
         self._changed = threading.Condition()
         if not self._left:
-            self._slices.append(_nothing)
+            self._slices.append(noop)
             self._left = 1
 
     @property
@@ -93,7 +94,7 @@ class Job:
                 job.wait()
             with torch.inference_mode(False), torch.no_grad(), flushing(self._flushes):
                 work()
-                work = _nothing  # what is done is not done again, should the finish fail
+                work = noop  # what is done is not done again, should the finish fail
                 self._complete()
         except (StorageError, KeyboardInterrupt):
             with self._changed:
@@ -151,9 +152,6 @@ class Job:
         if self._error is not None:
             error, trace = self._error
             raise error.with_traceback(trace)
-
-
-def _nothing() -> None: ...
 
 
 _DENORMAL = 5e-324

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from typing import Any
 
 
 class Tier(IntEnum):
@@ -69,3 +70,7 @@ def format_bytes(n_bytes: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"
+
+
+def noop(*_: Any) -> None:
+    """Do nothing, where something may be called."""

@@ -16,7 +16,7 @@ from hetero.memory.home import DiskHome, Home, HostHome, cut
 from hetero.memory.layout import Bucket
 from hetero.memory.ledger import Ledger
 from hetero.memory.pool import NoPool, Pool
-from hetero.types import Kind, Tier
+from hetero.types import Kind, Tier, noop
 
 
 class HomeStore:
@@ -49,7 +49,7 @@ class HomeStore:
         self._names: list[str] = []  # ascending
         self.pool: Pool | NoPool = pool or NoPool()
         self.homes: dict[tuple[str, int], Home] = {}
-        self.before_use: Callable[[], None] = _nothing  # the user's code reads or writes a state
+        self.before_use: Callable[[], None] = noop  # the user's code reads or writes a state
 
     @property
     def tier(self) -> Tier:
@@ -132,9 +132,6 @@ class HomeStore:
         self.homes.clear()
         self._parked.clear()
         self.pool.close()
-
-
-def _nothing() -> None: ...
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

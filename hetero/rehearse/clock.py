@@ -16,7 +16,7 @@ from hetero.plan.machine import Dtype, MachineProfile
 from hetero.plan.rates import attention_flops, side_of
 from hetero.rehearse.kernels import as_on_cpu
 from hetero.train.activations.meter import tensors_in
-from hetero.types import Lane
+from hetero.types import Lane, noop
 
 DTYPES: dict[torch.dtype, Dtype] = {
     torch.float32: "fp32",
@@ -225,7 +225,7 @@ def maker(
     if type(found) is not tuple or any(not isinstance(t, torch.Tensor | None) for t in found):
         return None
     calls = [
-        _nothing if t is None else partial(blank, t.shape, t.stride(), dtype=t.dtype) for t in found
+        noop if t is None else partial(blank, t.shape, t.stride(), dtype=t.dtype) for t in found
     ]
     return lambda: tuple([call() for call in calls])
 
@@ -237,6 +237,3 @@ def is_blank(tensor: torch.Tensor) -> bool:
     ends = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     n_bytes = (1 + sum(ends)) * tensor.element_size() if tensor.numel() else 0
     return tensor.untyped_storage().nbytes() == n_bytes
-
-
-def _nothing() -> None: ...

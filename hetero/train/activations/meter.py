@@ -17,6 +17,7 @@ from hetero.device import Device
 from hetero.internals import RUN_BACKWARD, Replacement, TorchDispatchMode, current_mode, tree_iter
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.model.binding import without_faults
+from hetero.types import noop
 
 MADE_BY = "hetero_meter"  # in the metadata of graph nodes
 MARGIN = 0.05  # of a measured peak: segments are not perfectly reused, nor copies equally fast
@@ -339,7 +340,7 @@ def meters_of(roots: Sequence[Any]) -> list[TracedMeter]:
     seen = set(ahead)
     while ahead and len(found) < n_there:
         node = ahead.pop()
-        meter = node.metadata.get(MADE_BY, _nobody)()
+        meter = node.metadata.get(MADE_BY, noop)()
         if meter is not None:
             found[id(meter)] = meter
         for below, _ in node.next_functions:
@@ -351,9 +352,6 @@ def meters_of(roots: Sequence[Any]) -> list[TracedMeter]:
 
 def _node(root: Any) -> Any:
     return getattr(root, "node", None)
-
-
-def _nobody() -> None: ...
 
 
 _NOTHING = nullcontext()

@@ -290,10 +290,10 @@ class Offload:
     def _bury(self) -> None:
         """Take back the memory of groups that no graph needs."""
         while self._dead:
-            remains = self._dead.popleft()
-            if remains.ticket is not None:
-                self.store.wait(remains.ticket)
-            self.store.discard(remains.parcel)
+            orphan = self._dead.popleft()
+            if orphan.ticket is not None:
+                self.store.wait(orphan.ticket)
+            self.store.discard(orphan.parcel)
         self._groups = {n: ref for n, ref in self._groups.items() if ref() is not None}
 
     def trim(self) -> None:

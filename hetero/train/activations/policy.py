@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -55,10 +55,25 @@ class Watch(Protocol):
         """A unit's forward with these arguments runs inside the block."""
 
 
-def _unwatched(args: Sequence[Any], kwargs: dict[str, Any]) -> None: ...
+class Forwards(Protocol):
+    """Follows forwards where each is a step of its own."""
+
+    def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """A forward of the whole model begins, on these arguments."""
+
+    def settle(self) -> None:
+        """A unit begins."""
 
 
-def _nothing() -> None: ...
+class Unwatched:
+    """Follows no forward."""
+
+    def begin(self, *_: Any) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def around(self, unit: int, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class ActivationPolicies:
@@ -71,6 +86,7 @@ class ActivationPolicies:
         offload: what sends down.
         enter, leave: begin and end a unit's access; `enter` returns what `leave` takes.
         before_node: has something called before a node of a graph runs.
+        trains: whether there are steps, at whose end what was measured counts.
     """
 
     def __init__(
@@ -85,13 +101,13 @@ class ActivationPolicies:
         enter: Callable[[int], bool],
         leave: Callable[[int, bool], None],
         before_node: BeforeNode,
+        trains: bool,
     ) -> None:
         named = [i for i, unit in enumerate(units) if unit.module is not None]
-        self.may_change = choice == "auto"
+        self.may_change = choice == "auto" and trains
         self.policies = Policies(dict.fromkeys(named, CHOICES[choice]))
-        self.watch: Watch | None = None
-        self.evaluates: Callable[[Sequence[Any], dict[str, Any]], None] = _unwatched
-        self.unit_begins: Callable[[], None] = _nothing
+        self.watch: Watch = Unwatched()
+        self.forwards: Forwards = Unwatched()
         self.proofs = {unit: Proof() for unit in named}
         """Of units that may be computed again."""
         self._tries = False
@@ -170,32 +186,34 @@ class ActivationPolicies:
         if in_backward() or is_faking():
             return
         self._batch = batch_of(args, kwargs) if self._micro_batch else 0
-        self.evaluates(args, kwargs)
+        self.forwards.begin(args, kwargs)
         if torch.is_grad_enabled():
             self._final = self._latest
             self._calls.clear()
             self._offload.border()
             self._offload.active = self.offloads
-            if self.watch is not None:
-                self.watch.begin()
+            self.watch.begin()
 
     def run(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Carry out a unit's forward under its policy."""
         if is_faking():
             return self._access(index, call, args, kwargs)
         self._offload.border()
-        self.unit_begins()
+        self.forwards.settle()
         module = self._units[index].module
         if in_backward() or inside_foreign_hooks() or module is None:
             return self._access(index, call, args, kwargs)
-        if not torch.is_grad_enabled():
-            if self._micro_batch and self._batch > self._micro_batch:
-                return self._run_sliced(index, module, call, args, kwargs)
-            return self._access(index, call, args, kwargs)
-        if self.watch is None:
-            return self._run(index, module, call, args, kwargs)
-        with self.watch.around(index, args, kwargs):
-            return self._run(index, module, call, args, kwargs)
+        if torch.is_grad_enabled():
+            with self.watch.around(index, args, kwargs):
+                return self._run(index, module, call, args, kwargs)
+        if self._is_cut:
+            return self._run_sliced(index, module, call, args, kwargs)
+        return self._access(index, call, args, kwargs)
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether units take this batch slice by slice."""
+        return bool(self._micro_batch) and self._batch > (self._micro_batch or 0)
 
     def _run(
         self, index: int, module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
@@ -203,7 +221,7 @@ class ActivationPolicies:
         policy = self.policy_of(index)
         try:
             self._offload.active, self._offload.inside = policy.offload, True
-            if self._micro_batch and self._batch > self._micro_batch:
+            if self._is_cut:
                 return self._run_sliced(index, module, call, args, kwargs)
             self._calls[index] += 1
             self._latest = index, self._calls[index]

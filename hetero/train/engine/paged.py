@@ -159,9 +159,7 @@ class Paged:
             meter=self.fitting.meter,
             log=self.setup.log,
         )
-        self.activations.may_change = False  # no step comes that would end the measuring
-        self.activations.evaluates = evaluation.begin
-        self.activations.unit_begins = evaluation.settle
+        self.activations.forwards = evaluation
         return evaluation
 
     def attach(self) -> None:

@@ -41,6 +41,7 @@ def make_activations(
         enter=enter,
         leave=leave,
         before_node=before_node,
+        trains=setup.inner is not None,
     )
 
 

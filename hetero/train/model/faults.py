@@ -140,93 +140,102 @@ GEOMETRY = frozenset({T.stride, T.is_contiguous})
 _get_data, _set_data = T.data.__get__, T.data.__set__  # type: ignore[attr-defined]
 
 
-def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
-    """Return the classes of ``owner``'s unbound and bound parameters."""
+def _refuse_to_leave(param: PreparedParameter, *_: Any, **__: Any) -> NoReturn:
+    raise StateError(
+        f"this would take parameter {param.hetero_runtime.name(param)!r} off its home",
+        advice="call hetero.release(model, optimizer) first",
+    )
 
-    def refuse(self: nn.Parameter, *_: Any) -> NoReturn:
+
+class PreparedParameter(nn.Parameter):
+    """A parameter of a prepared model, bound or not: what it may not do."""
+
+    hetero_runtime: Faults
+
+    def __reduce_ex__(self, *_: Any) -> NoReturn:
         raise StateError(
-            f"parameter {owner.name(self)!r} cannot be pickled while its model is prepared",
+            f"parameter {self.hetero_runtime.name(self)!r} cannot be pickled while its model is"
+            " prepared",
             advice="use model.state_dict(), or hetero.release(model, optimizer) first",
         )
 
-    def stay(self: nn.Parameter, *_: Any, **__: Any) -> NoReturn:
-        raise StateError(
-            f"this would take parameter {owner.name(self)!r} off its home",
-            advice="call hetero.release(model, optimizer) first",
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self.hetero_runtime.fault(_copied, (self,), {})
+        return memo[id(self)]
 
-    def replace(self: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+    def __repr__(self) -> str:  # type: ignore[override]
+        return str(self.hetero_runtime.fault(_shown, (self,), {}))
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and args[0] is self and not kwargs:
             return self  # a parametrization without a right inverse sets what it wraps to itself
-        stay(self)
+        return _refuse_to_leave(self)
 
-    class Refusing(nn.Parameter):
-        """What neither a bound nor an unbound parameter may do."""
+    resize_ = resize_as_ = share_memory_ = _refuse_to_leave
 
-        hetero_runtime = owner
-        __reduce_ex__ = refuse
 
-        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            if id(self) not in memo:
-                memo[id(self)] = owner.fault(_copied, (self,), {})
-            return memo[id(self)]
+class BoundParameter(PreparedParameter):
+    """A parameter whose ``data`` lies in a frame that is held."""
 
-        def __repr__(self) -> str:  # type: ignore[override]
-            return str(owner.fault(_shown, (self,), {}))
+    __torch_function__ = no_torch_function
 
-        set_ = replace
-        resize_ = resize_as_ = share_memory_ = stay
+    @property
+    def data(self) -> torch.Tensor:
+        return self.hetero_runtime.alias(self)
 
-    class PinnedParameter(Refusing):
-        """A parameter whose ``data`` lies in a frame that is held."""
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.hetero_runtime.assign(self, value)
 
-        __torch_function__ = no_torch_function
 
-        @property
-        def data(self) -> torch.Tensor:
-            return owner.alias(self)
+class UnboundParameter(PreparedParameter):
+    """A parameter whose bytes are fetched when something needs them."""
 
-        @data.setter
-        def data(self, value: torch.Tensor) -> None:
-            owner.assign(self, value)
+    hetero_paged = True
 
-    class PagedParameter(Refusing):
-        """A parameter whose bytes are fetched when something needs them."""
+    def as_subclass(self, cls: Any) -> Any:  # the C++ method asks no __torch_function__
+        return self.hetero_runtime.fault(T.as_subclass, (self, cls), {})
 
-        hetero_paged = True
-
-        def as_subclass(self, cls: Any) -> Any:  # the C++ method asks no __torch_function__
-            return owner.fault(T.as_subclass, (self, cls), {})
-
-        @classmethod
-        def __torch_function__(
-            cls,
-            func: Callable[..., Any],
-            types: Sequence[type],
-            args: Sequence[Any] = (),
-            kwargs: Mapping[str, Any] | None = None,
-        ) -> Any:
-            kwargs = kwargs or {}
-            if func in METADATA:
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs, owner = kwargs or {}, cls.hetero_runtime
+        if func in METADATA:
+            with without_faults():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], cls):
+            if func in GEOMETRY:
+                return func(owner.geometry(args[0]), *args[1:], **kwargs)
+            if func == _set_data:
+                return owner.assign(args[0], args[1])
+            if func == T.type and len(args) == 1 and not kwargs:
                 with without_faults():
-                    return func(*args, **kwargs)
-            if args and isinstance(args[0], cls):
-                if func in GEOMETRY:
-                    return func(owner.geometry(args[0]), *args[1:], **kwargs)
-                if func == _set_data:
-                    return owner.assign(args[0], args[1])
-                if func == T.type and len(args) == 1 and not kwargs:
-                    with without_faults():
-                        return args[0].type()
-            return owner.fault(func, args, kwargs)
+                    return args[0].type()
+        return owner.fault(func, args, kwargs)
 
-        @classmethod
-        def __torch_dispatch__(  # type: ignore[override]
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            """Never called; a class that has it is not traced by torch.compile, which would guard
-            the placeholder's geometry: the graph breaks where an unbound parameter comes in."""
-            return func(*args, **(kwargs or {}))
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Never called; a class that has it is not traced by torch.compile, which would guard
+        the placeholder's geometry: the graph breaks where an unbound parameter comes in."""
+        return func(*args, **(kwargs or {}))
+
+
+def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
+    """Return the classes of ``owner``'s unbound and bound parameters."""
+
+    class PagedParameter(UnboundParameter):
+        hetero_runtime = owner
+
+    class PinnedParameter(BoundParameter):
+        hetero_runtime = owner
 
     return PagedParameter, PinnedParameter
 
