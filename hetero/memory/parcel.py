@@ -80,10 +80,6 @@ class Parcel:
     sizes_bytes: tuple[int, ...]
     chunks: list[ParcelChunk] = field(default_factory=list)
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(self.sizes_bytes)
-
 
 class ParcelStore:
     """Flushes storages of the device to chunks and fetches them again.
@@ -107,7 +103,8 @@ class ParcelStore:
         counts_on: bool,
     ) -> None:
         self._device = device
-        self._link = link
+        self.link = link
+        """What these bytes move on; its counts are of them alone."""
         self._ledger = ledger
         self._chunk_bytes = chunk_bytes if pool is None else align_up(chunk_bytes)
         self._pool = pool
@@ -119,11 +116,6 @@ class ParcelStore:
         self.transfers: Transfers[object] = Transfers()
         """Copies under way, which keep what they read or pin."""
 
-    @property
-    def link(self) -> Link:
-        """What these bytes move on; its counts are of them alone."""
-        return self._link
-
     def flush(self, sources: Sequence[torch.Tensor], held: object = None) -> Parcel:
         """Queue copies of storages (1-D uint8 on the device, which is not written any more) down.
 
@@ -133,8 +125,9 @@ class ParcelStore:
         """
         self.transfers.finish()
         parcel = Parcel(tuple(source.numel() for source in sources))
+        end = sum(aligned(n) for n in parcel.sizes_bytes)
         try:
-            for _ in range(-(-self._end(parcel) // self._chunk_bytes)):
+            for _ in range(-(-end // self._chunk_bytes)):
                 parcel.chunks.append(self._take())
             after = (self._device.mark(),)
             numbered = dict(enumerate(sources))
@@ -194,7 +187,7 @@ class ParcelStore:
                 self._free.append(chunk)
         parcel.chunks = []
 
-    def trim(self) -> None:
+    def shrink(self) -> None:
         """Give HOST the memory of free chunks back."""
         self.transfers.finish()
         for chunk in self._free:
@@ -211,7 +204,7 @@ class ParcelStore:
 
     def close(self) -> None:
         """Give the memory back."""
-        self.trim()
+        self.shrink()
         self._free.clear()
 
     # -- inside ----------------------------------------------------------------------------------
@@ -237,7 +230,7 @@ class ParcelStore:
                 there = chunk.bytes[piece.offset : piece.offset + piece.n_bytes]
                 here = tensors[piece.source][piece.start : piece.start + piece.n_bytes]
                 target, source = (there, here) if down else (here, there)
-                ticket = self._link.move(
+                ticket = self.link.move(
                     lane,
                     target,
                     source,
@@ -253,10 +246,10 @@ class ParcelStore:
 
     def wait(self, ticket: Ticket) -> None:
         """Make compute that is queued from now on run after a fetch."""
-        self._link.wait(ticket, kind=Kind.ACTIVATION)
+        self.link.wait(ticket, kind=Kind.ACTIVATION)
 
     def _landing(self, ticket: Ticket) -> Landing:
-        return Landing(self._link, ticket, Kind.ACTIVATION)
+        return Landing(self.link, ticket, Kind.ACTIVATION)
 
     def _release(self, chunk: ParcelChunk) -> None:
         for ticket in chunk.idle:
@@ -325,10 +318,6 @@ class ParcelStore:
             needed_bytes=needed,
         )
 
-    def _end(self, parcel: Parcel) -> int:
-        """Return the bytes of a parcel's index space."""
-        return sum(-(-n // ALIGN_BYTES) * ALIGN_BYTES for n in parcel.sizes_bytes)
-
     def _by_chunk(self, parcel: Parcel) -> Iterator[tuple[int, list[ParcelPiece]]]:
         """Yield each chunk of a parcel with the pieces of storages that lie in it."""
         found: dict[int, list[ParcelPiece]] = {}
@@ -342,5 +331,10 @@ class ParcelStore:
                     ParcelPiece(source, start, number, offset, length)
                 )
                 start += length
-            begin += -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
+            begin += aligned(n_bytes)
         yield from found.items()
+
+
+def aligned(n_bytes: int) -> int:
+    """Return where the next storage may begin in its parcel."""
+    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
