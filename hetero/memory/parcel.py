@@ -24,7 +24,7 @@ from hetero.io import align_up
 from hetero.memory.extent import Extents, Request, Span, Use
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.memory.pool import Pool
+from hetero.memory.pool import NoPool, Pool
 from hetero.memory.transfers import Landing, Transfers
 from hetero.types import Kind, Lane, Tier, format_bytes
 
@@ -56,10 +56,10 @@ class ParcelChunk:
         self.extents = extents
         self.idle: tuple[Ticket, ...] = ()
 
-    def request(self, use: Use) -> Request | None:
-        """Return what has to be pinned of it; None on HOST."""
+    def request(self, use: Use) -> Request:
+        """Return what has to be pinned of it: nothing on HOST."""
         if self.extents is None:
-            return None
+            return Request(())
         return Request([Span(self.extents, 0, self.bytes.numel() // ELEMENT_BYTES, use)])
 
 
@@ -86,7 +86,7 @@ class ParcelStore:
 
     Args:
         chunk_bytes: of every chunk, a multiple of 64.
-        pool: where chunks go that HOST has no room for; None: nowhere.
+        pool: where chunks go that HOST has no room for.
         reserved: returns the bytes of a tier that others have not taken yet and will.
         counts_on: whether what passes a budget is counted, for `refusal`, and not an error at once.
     """
@@ -98,7 +98,7 @@ class ParcelStore:
         ledger: Ledger,
         *,
         chunk_bytes: int,
-        pool: Pool | None,
+        pool: Pool | NoPool,
         reserved: Callable[[Tier], int],
         counts_on: bool,
     ) -> None:
@@ -106,7 +106,7 @@ class ParcelStore:
         self.link = link
         """What these bytes move on; its counts are of them alone."""
         self._ledger = ledger
-        self._chunk_bytes = chunk_bytes if pool is None else align_up(chunk_bytes)
+        self._chunk_bytes = align_up(chunk_bytes) if pool.spills else chunk_bytes
         self._pool = pool
         self._reserved = reserved
         self._counts_on = counts_on
@@ -169,14 +169,13 @@ class ParcelStore:
 
     def announce(self, parcel: Parcel) -> None:
         """Say that a parcel is fetched soon: what lies on disk of it is read ahead."""
-        if self._pool is not None:
-            requests = (chunk.request(Use.READ) for chunk in parcel.chunks)
-            self._pool.ahead(request for request in requests if request is not None)
+        requests = (chunk.request(Use.READ) for chunk in parcel.chunks)
+        self._pool.ahead([request for request in requests if request.needs])
 
     def discard(self, parcel: Parcel) -> None:
         """Let a parcel's bytes go: it is not fetched any more."""
         for chunk in parcel.chunks:
-            if chunk.extents is not None and self._pool is not None:
+            if chunk.extents is not None:
                 self.transfers.finish()
                 self._pool.discard(chunk.extents)
                 self._free.insert(0, chunk)
@@ -222,7 +221,7 @@ class ParcelStore:
         down = lane is Lane.D2H
         request = chunk.request(Use.FRESH if down else Use.READ)
         pins = ExitStack()
-        if request is not None and self._pool is not None:
+        if request.needs:
             self.transfers.finish()  # one chunk is pinned at a time: the pool may be that small
             pins.enter_context(self._pool.pin(request))
         with pins:
@@ -239,7 +238,7 @@ class ParcelStore:
                     why=WHAT,
                 )
             chunk.idle = (ticket,)
-            if down or request is not None:  # who fetches holds the targets, until it has waited
+            if down or request.needs:  # who fetches holds the targets, until it has waited
                 kept = (tensors, held) if down else None
                 self.transfers.queue(self._landing(ticket), kept, then=pins.pop_all().close)
         return ticket
@@ -266,7 +265,7 @@ class ParcelStore:
         if has_room:
             self._ledger.charge(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes, WHAT)
             return ParcelChunk(self._device.slab(self._chunk_bytes), self._chunk_bytes)
-        if self._pool is None:
+        if not self._pool.spills:
             return self._take_beyond(Tier.HOST)
         if self._room(Tier.NVME) < self._chunk_bytes:
             return self._take_beyond(Tier.NVME)
@@ -313,7 +312,7 @@ class ParcelStore:
             f"{format_bytes(used + beyond)} of activations go to {tier.name}; {whose} has no room"
             f" for them beside homes, {beyond - here} bytes short",
             advice=f"raise {name}= to {needed} bytes or more, use activations='recompute', or lower"
-            f" the batch{', or name a directory on a drive with nvme=' * (self._pool is None)}",
+            f" the batch{', or name a directory on a drive with nvme=' * (not self._pool.spills)}",
             tier=tier.name,
             needed_bytes=needed,
         )

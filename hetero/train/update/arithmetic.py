@@ -27,7 +27,7 @@ from hetero.train.update import kernel
 from hetero.train.update.formulas import Coefficients, Formula
 from hetero.train.update.masters import Masters
 from hetero.train.update.rules import Group, Rule, State, copied, is_elementwise
-from hetero.train.update.states import Elementwise, Ready, StateHomes, UpdatePiece, cut, pieces
+from hetero.train.update.states import Elementwise, Ready, StateHomes, UpdatePiece, cut_run, pieces
 from hetero.types import Kind
 
 RULE_NUMEL = 2**18  # elements per call of a rule: below, the calls themselves begin to cost
@@ -264,7 +264,7 @@ class FlatRun:
 
     def __call__(self, whole: slice) -> None:
         # an extent may be long: what lies between a rule's operations stays in the cache
-        for run in cut(whole.start, whole.stop, self.bench.at_once(self.bucket, RULE_NUMEL)):
+        for run in cut_run(whole, self.bench.at_once(self.bucket, RULE_NUMEL)):
             self._step(run)
 
     def _step(self, run: slice) -> None:

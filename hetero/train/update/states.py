@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from hetero.errors import StateError
-from hetero.memory.home import Home
+from hetero.memory.home import Home, cut
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.train.gradients.slot import NONE, Factors, GradSlot
@@ -52,18 +52,13 @@ class UpdatePiece(NamedTuple):
 
     def slices(self, size: int | None) -> Iterator[slice]:
         """Cut the run at multiples of ``size``, so that what is updated at once is small."""
-        start, end = self.first.segment.offset, self.rows[-1].segment.end
-        return iter([slice(start, end)]) if size is None else cut(start, end, size)
+        whole = slice(self.first.segment.offset, self.rows[-1].segment.end)
+        return iter([whole]) if size is None else cut_run(whole, size)
 
 
-def cut(start: int, end: int, size: int) -> Iterator[slice]:
-    """Cut [start, end) at multiples of ``size``; an empty run is one piece: it has a state."""
-    while True:
-        stop = min(end, (start // size + 1) * size)
-        yield slice(start, stop)
-        start = stop
-        if start >= end:
-            return
+def cut_run(run: slice, size: int) -> Iterator[slice]:
+    """Cut a run at multiples of ``size``; an empty one is one piece, since it has a state."""
+    return cut(run.start, run.stop, size) if run.start < run.stop else iter([run])
 
 
 def pieces(rows: Sequence[Ready], missing: Sequence[Missing]) -> Iterator[UpdatePiece]:
