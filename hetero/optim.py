@@ -285,6 +285,9 @@ class AdamW8bit(_Rule):
         RuntimeError: a gradient is sparse.
     """
 
+    PER_BLOCK = ("exp_avg_absmax", "exp_avg_sq_absmax")
+    """States of one number per block."""
+
     def __init__(
         self,
         params: ParamsT,

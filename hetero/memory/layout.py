@@ -114,6 +114,10 @@ class Layout:
     home: tuple[tuple[int, Segment], ...]
     unit_names: tuple[str, ...]
 
+    def bucket(self, segment: Segment) -> Bucket:
+        """Return the bucket of a parameter."""
+        return self.buckets[self.home[segment.index][0]]
+
     @property
     def n_chunks(self) -> int:
         return sum(bucket.n_chunks for bucket in self.buckets)

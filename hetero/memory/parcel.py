@@ -24,7 +24,7 @@ from hetero.io import align_up
 from hetero.memory.extent import Extents, Request, Span, Use
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.memory.pool import Pool
+from hetero.memory.pool import NoPool, Pool
 from hetero.memory.transfers import Landing, Transfers
 from hetero.types import Kind, Lane, Tier, format_bytes
 
@@ -56,10 +56,10 @@ class ParcelChunk:
         self.extents = extents
         self.idle: tuple[Ticket, ...] = ()
 
-    def request(self, use: Use) -> Request | None:
-        """Return what has to be pinned of it; None on HOST."""
+    def request(self, use: Use) -> Request:
+        """Return what has to be pinned of it: nothing on HOST."""
         if self.extents is None:
-            return None
+            return Request(())
         return Request([Span(self.extents, 0, self.bytes.numel() // ELEMENT_BYTES, use)])
 
 
@@ -80,17 +80,13 @@ class Parcel:
     sizes_bytes: tuple[int, ...]
     chunks: list[ParcelChunk] = field(default_factory=list)
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(self.sizes_bytes)
-
 
 class ParcelStore:
     """Flushes storages of the device to chunks and fetches them again.
 
     Args:
         chunk_bytes: of every chunk, a multiple of 64.
-        pool: where chunks go that HOST has no room for; None: nowhere.
+        pool: where chunks go that HOST has no room for.
         reserved: returns the bytes of a tier that others have not taken yet and will.
         counts_on: whether what passes a budget is counted, for `refusal`, and not an error at once.
     """
@@ -102,14 +98,15 @@ class ParcelStore:
         ledger: Ledger,
         *,
         chunk_bytes: int,
-        pool: Pool | None,
+        pool: Pool | NoPool,
         reserved: Callable[[Tier], int],
         counts_on: bool,
     ) -> None:
         self._device = device
-        self._link = link
+        self.link = link
+        """What these bytes move on; its counts are of them alone."""
         self._ledger = ledger
-        self._chunk_bytes = chunk_bytes if pool is None else align_up(chunk_bytes)
+        self._chunk_bytes = align_up(chunk_bytes) if pool.spills else chunk_bytes
         self._pool = pool
         self._reserved = reserved
         self._counts_on = counts_on
@@ -118,11 +115,6 @@ class ParcelStore:
         self._free: list[ParcelChunk] = []  # those on HOST last: they are taken first
         self.transfers: Transfers[object] = Transfers()
         """Copies under way, which keep what they read or pin."""
-
-    @property
-    def link(self) -> Link:
-        """What these bytes move on; its counts are of them alone."""
-        return self._link
 
     def flush(self, sources: Sequence[torch.Tensor], held: object = None) -> Parcel:
         """Queue copies of storages (1-D uint8 on the device, which is not written any more) down.
@@ -133,8 +125,9 @@ class ParcelStore:
         """
         self.transfers.finish()
         parcel = Parcel(tuple(source.numel() for source in sources))
+        end = sum(aligned(n) for n in parcel.sizes_bytes)
         try:
-            for _ in range(-(-self._end(parcel) // self._chunk_bytes)):
+            for _ in range(-(-end // self._chunk_bytes)):
                 parcel.chunks.append(self._take())
             after = (self._device.mark(),)
             numbered = dict(enumerate(sources))
@@ -176,14 +169,13 @@ class ParcelStore:
 
     def announce(self, parcel: Parcel) -> None:
         """Say that a parcel is fetched soon: what lies on disk of it is read ahead."""
-        if self._pool is not None:
-            requests = (chunk.request(Use.READ) for chunk in parcel.chunks)
-            self._pool.ahead(request for request in requests if request is not None)
+        requests = (chunk.request(Use.READ) for chunk in parcel.chunks)
+        self._pool.ahead([request for request in requests if request.needs])
 
     def discard(self, parcel: Parcel) -> None:
         """Let a parcel's bytes go: it is not fetched any more."""
         for chunk in parcel.chunks:
-            if chunk.extents is not None and self._pool is not None:
+            if chunk.extents is not None:
                 self.transfers.finish()
                 self._pool.discard(chunk.extents)
                 self._free.insert(0, chunk)
@@ -194,7 +186,7 @@ class ParcelStore:
                 self._free.append(chunk)
         parcel.chunks = []
 
-    def trim(self) -> None:
+    def shrink(self) -> None:
         """Give HOST the memory of free chunks back."""
         self.transfers.finish()
         for chunk in self._free:
@@ -211,7 +203,7 @@ class ParcelStore:
 
     def close(self) -> None:
         """Give the memory back."""
-        self.trim()
+        self.shrink()
         self._free.clear()
 
     # -- inside ----------------------------------------------------------------------------------
@@ -229,7 +221,7 @@ class ParcelStore:
         down = lane is Lane.D2H
         request = chunk.request(Use.FRESH if down else Use.READ)
         pins = ExitStack()
-        if request is not None and self._pool is not None:
+        if request.needs:
             self.transfers.finish()  # one chunk is pinned at a time: the pool may be that small
             pins.enter_context(self._pool.pin(request))
         with pins:
@@ -237,7 +229,7 @@ class ParcelStore:
                 there = chunk.bytes[piece.offset : piece.offset + piece.n_bytes]
                 here = tensors[piece.source][piece.start : piece.start + piece.n_bytes]
                 target, source = (there, here) if down else (here, there)
-                ticket = self._link.move(
+                ticket = self.link.move(
                     lane,
                     target,
                     source,
@@ -246,17 +238,17 @@ class ParcelStore:
                     why=WHAT,
                 )
             chunk.idle = (ticket,)
-            if down or request is not None:  # who fetches holds the targets, until it has waited
+            if down or request.needs:  # who fetches holds the targets, until it has waited
                 kept = (tensors, held) if down else None
                 self.transfers.queue(self._landing(ticket), kept, then=pins.pop_all().close)
         return ticket
 
     def wait(self, ticket: Ticket) -> None:
         """Make compute that is queued from now on run after a fetch."""
-        self._link.wait(ticket, kind=Kind.ACTIVATION)
+        self.link.wait(ticket, kind=Kind.ACTIVATION)
 
     def _landing(self, ticket: Ticket) -> Landing:
-        return Landing(self._link, ticket, Kind.ACTIVATION)
+        return Landing(self.link, ticket, Kind.ACTIVATION)
 
     def _release(self, chunk: ParcelChunk) -> None:
         for ticket in chunk.idle:
@@ -273,7 +265,7 @@ class ParcelStore:
         if has_room:
             self._ledger.charge(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes, WHAT)
             return ParcelChunk(self._device.slab(self._chunk_bytes), self._chunk_bytes)
-        if self._pool is None:
+        if not self._pool.spills:
             return self._take_beyond(Tier.HOST)
         if self._room(Tier.NVME) < self._chunk_bytes:
             return self._take_beyond(Tier.NVME)
@@ -320,14 +312,10 @@ class ParcelStore:
             f"{format_bytes(used + beyond)} of activations go to {tier.name}; {whose} has no room"
             f" for them beside homes, {beyond - here} bytes short",
             advice=f"raise {name}= to {needed} bytes or more, use activations='recompute', or lower"
-            f" the batch{', or name a directory on a drive with nvme=' * (self._pool is None)}",
+            f" the batch{', or name a directory on a drive with nvme=' * (not self._pool.spills)}",
             tier=tier.name,
             needed_bytes=needed,
         )
-
-    def _end(self, parcel: Parcel) -> int:
-        """Return the bytes of a parcel's index space."""
-        return sum(-(-n // ALIGN_BYTES) * ALIGN_BYTES for n in parcel.sizes_bytes)
 
     def _by_chunk(self, parcel: Parcel) -> Iterator[tuple[int, list[ParcelPiece]]]:
         """Yield each chunk of a parcel with the pieces of storages that lie in it."""
@@ -342,5 +330,10 @@ class ParcelStore:
                     ParcelPiece(source, start, number, offset, length)
                 )
                 start += length
-            begin += -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
+            begin += aligned(n_bytes)
         yield from found.items()
+
+
+def aligned(n_bytes: int) -> int:
+    """Return where the next storage may begin in its parcel."""
+    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -15,7 +15,7 @@ from hetero.types import Kind
 T = TypeVar("T")
 
 
-class Waitable(Protocol):
+class Pending(Protocol):
     """Something under way: a copy on a link, or a job on HOST."""
 
     @property
@@ -43,10 +43,10 @@ class Landing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer(Generic[T]):
+class QueuedTransfer(Generic[T]):
     """One copy under way, what it needs until it has landed, and what happens then."""
 
-    end: Waitable
+    end: Pending
     keep_alive: T
     n_bytes: int
     then: Callable[[], None] | None
@@ -58,20 +58,20 @@ class Transfers(Generic[T]):
     __slots__ = ("_queue", "bytes_in_flight")
 
     def __init__(self) -> None:
-        self._queue: deque[Transfer[T]] = deque()
+        self._queue: deque[QueuedTransfer[T]] = deque()
         self.bytes_in_flight = 0
         """Bytes of what was queued and is not known to have landed."""
 
     def queue(
         self,
-        end: Waitable,
+        end: Pending,
         keep_alive: T,
         *,
         n_bytes: int = 0,
         then: Callable[[], None] | None = None,
     ) -> None:
         """Add a copy; ``then`` is called after ``keep_alive`` is let go."""
-        self._queue.append(Transfer(end, keep_alive, n_bytes, then))
+        self._queue.append(QueuedTransfer(end, keep_alive, n_bytes, then))
         self.bytes_in_flight += n_bytes
 
     def kept(self) -> Iterator[T]:

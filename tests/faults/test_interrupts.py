@@ -23,7 +23,7 @@ from hetero.errors import StorageError
 from hetero.interrupts import Deferring
 from hetero.jobs import Job, Worker
 from hetero.memory.manager import ChunkManager
-from hetero.train.update.draft import Updater
+from hetero.train.update.draft import Drafts
 from tests.conftest import RUNS
 from tests.faults.interrupted import TIERS, WAYS, interrupt
 
@@ -108,7 +108,7 @@ def test_ctrl_c_inside_a_step_comes_out_of_the_step_that_is_counted(
 ) -> None:
     model, optimizer = prepared()
     step(model, optimizer)
-    press_in(monkeypatch, Updater, "close")
+    press_in(monkeypatch, Drafts, "close")
     model(torch.ones(2, 16)).sum().backward()
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
@@ -161,7 +161,7 @@ def test_a_handler_of_the_users_own_is_called_once_for_each_time_it_is_pressed(
     before = signal.signal(signal.SIGINT, mine)
     model, optimizer = prepared()
     step(model, optimizer)
-    press_in(monkeypatch, Updater, "close")
+    press_in(monkeypatch, Drafts, "close")
     step(model, optimizer)
     assert seen == [signal.SIGINT]
     signal.raise_signal(signal.SIGINT)
@@ -192,7 +192,7 @@ def test_a_handler_that_is_set_while_a_model_is_prepared_is_kept(
     model, optimizer = prepared()
     ours = signal.signal(signal.SIGINT, mine)
     assert isinstance(ours, Deferring)
-    press_in(monkeypatch, Updater, "close")
+    press_in(monkeypatch, Drafts, "close")
     step(model, optimizer)  # which lets Ctrl-C wait for its end again
     assert seen == [signal.SIGINT]
     signal.signal(signal.SIGINT, ours)  # as a notebook does behind each cell

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetero.device import SimDevice
+from hetero.device import CpuDevice, SimDevice
 from hetero.errors import StateError
 from hetero.events import EventLog
 from hetero.jobs import Job, Worker
@@ -27,8 +27,8 @@ SHAPE = (6, 5)
 class World:
     """A store of one parameter's gradients, on a device whose copies land when they must."""
 
-    def __init__(self) -> None:
-        device = SimDevice(checked=True, lazy=0.0)
+    def __init__(self, device: CpuDevice | SimDevice | None = None) -> None:
+        device = device or SimDevice(checked=True, lazy=0.0)
         ledger, link = Ledger({}), Link(device, EventLog())
         spec = ParamSpec("w", 0, SHAPE, (5, 1), torch.float32, trainable=True)
         self.param = nn.Parameter(torch.zeros(SHAPE))
@@ -101,6 +101,20 @@ def test_an_addition_makes_it_arrive_again() -> None:
     assert not world.grads.jobs
 
 
+@pytest.mark.parametrize("device", [CpuDevice(), SimDevice(lazy=0.0)], ids=lambda d: d.name)
+def test_pieces_fly_until_their_jobs_are_given(device: CpuDevice | SimDevice) -> None:
+    world = World(device)
+    slot, _ = world.arrive()
+    slot.land()
+
+    world.grads.accumulate(slot, torch.ones(SHAPE))
+
+    assert slot.n_flying == (0 if device.same_ram else 1)
+    world.grads.ring.finish()
+    assert slot.n_flying == 0
+    assert slot.is_landed
+
+
 def test_an_addition_comes_after_the_update_that_reads_the_gradient() -> None:
     world = World()
     slot, numbers = world.arrive()
@@ -128,6 +142,32 @@ def test_whoever_takes_a_gradient_that_is_lent_waits_for_the_update() -> None:
     assert update.done
     assert slot.state is TAKEN
     assert torch.equal(private, numbers)
+
+
+def test_the_update_of_a_later_step_may_read_it_too() -> None:
+    world = World()
+    slot, numbers = world.arrive()
+    slot.land()
+    first, second = (Job([lambda: None]) for _ in range(2))
+    world.grads.lend(world.bucket, first, ())
+
+    world.grads.lend(world.bucket, second, ())
+
+    assert slot.state is LENT
+    assert torch.equal(slot.read(), numbers)
+    assert second.done
+
+
+def test_an_update_waits_for_what_still_writes_the_gradients_home() -> None:
+    world = World()
+    slot, _ = world.arrive()
+    assert world.grads.adding(world.bucket) == []
+
+    addition = world.grads.jobs[slot.segment.index] = Job([lambda: None])
+    assert world.grads.adding(world.bucket) == [addition]
+    slot.land()
+    assert addition.done
+    assert world.grads.adding(world.bucket) == []
 
 
 def test_a_private_tensor_is_not_lent() -> None:

@@ -439,3 +439,24 @@ def test_a_forked_child_can_use_the_model_right_after_a_step() -> None:
         os._exit(0 if good else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert torch.isfinite(model(batch(3))).all()
+
+
+@each_place
+def test_a_gradient_that_no_step_takes_waits_from_step_to_step(place: str) -> None:
+    def train(prepared: bool) -> list[Tensor]:
+        model = linears(4)
+        weights, biases = [m.weight for m in model], [m.bias for m in model]
+        optimizer: Any = torch.optim.SGD(weights, lr=0.5)
+        if prepared:
+            config = Config.load(chunk_bytes=256, **PLACES[place])
+            model, optimizer = prepare_tuned(model, optimizer, config, late())
+            stay_paged(engine_of(model))
+        for step in range(5):
+            for bias in biases:  # two steps in turn read their buckets and bring nothing new
+                bias.requires_grad_(step not in (2, 3))
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*values(model), *(bias.grad.clone() for bias in biases)]
+
+    same(train(True), train(False), "weights and the gradients of biases")

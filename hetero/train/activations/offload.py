@@ -1,9 +1,9 @@
 """What graphs hold of a unit goes down after its forward, and up before its backward (floor 2).
 
-[Note: nobody else]  A storage goes down when nobody but graphs of ours refers to it: then no one
-can write to it any more, its bytes are final, and copying them needs no further order. What
-somebody still holds (the unit's output, a tensor that a user keeps) stays, and is asked again at
-the next border of units.
+[Note: nobody else]  A storage goes down when only graphs of ours refer to it: then no one else
+can write to it any more, its bytes are final, and copying them needs no further order. A storage
+that other code still holds (the unit's output, a tensor that a user keeps) stays, and is checked
+again at the next border of units.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ NOBODY = -1
 class OffloadedGroup:
     """A parcel, and its storages on the device while they are."""
 
-    __slots__ = ("__weakref__", "_dead", "claims", "number", "parcel", "storages", "ticket", "uses")
+    __slots__ = (
+        *("__weakref__", "_orphans", "claims", "number", "parcel", "storages", "ticket", "uses"),
+    )
 
-    def __init__(self, number: int, n_storages: int, dead: deque[Orphan]) -> None:
+    def __init__(self, number: int, n_storages: int, orphans: deque[Orphan]) -> None:
         self.number = number
         self.parcel: Parcel | None = None
         self.storages: list[torch.Tensor | None] = [None] * n_storages
         self.claims: list[Held | None] = [None] * n_storages
         self.uses = [0] * n_storages  # by what graphs keep
         self.ticket: Ticket | None = None  # of the fetch that was not waited for yet
-        self._dead = dead
+        self._orphans = orphans
 
     @property
     def is_up(self) -> bool:
         """Whether it was fetched, and not let go since."""
         return any(storage is not None for storage in self.storages)
 
-    def let_go(self, position: int) -> None:
+    def release(self, position: int) -> None:
         """Drop one reference. At zero the storage is freed, unless its fetch is still in flight.
 
         Called on any thread, at any time.
@@ -56,7 +58,7 @@ class OffloadedGroup:
     def __del__(self) -> None:
         # on any thread, at any time: who comes next through here gives the memory back
         if self.parcel is not None:
-            self._dead.append(Orphan(self.parcel, self.storages, self.ticket))
+            self._orphans.append(Orphan(self.parcel, self.storages, self.ticket))
 
 
 class Orphan(NamedTuple):
@@ -89,7 +91,7 @@ class StorageRef:
         return empty.set_(storage.untyped_storage(), offset, size, stride)
 
     def __del__(self) -> None:
-        self._group.let_go(self._position)
+        self._group.release(self._position)
 
 
 class Candidate:
@@ -146,7 +148,7 @@ class Offload:
         self._kept: dict[int, Candidate] = {}  # by storage
         self._groups: dict[int, weakref.ref[OffloadedGroup]] = {}  # by number, oldest first
         self._n_groups = 0
-        self._dead: deque[Orphan] = deque()
+        self._orphans: deque[Orphan] = deque()
         self._in_use = NOBODY  # number of the group that backward is at
         self._pass = NO_TASK  # the backward pass that was begun last
 
@@ -172,9 +174,9 @@ class Offload:
 
     def border(self) -> None:
         """Between two units of a forward: send down what nobody else holds."""
-        if not (self._kept or self._dead) or in_backward():
+        if not (self._kept or self._orphans) or in_backward():
             return
-        self._bury()
+        self._discard_orphans()
         candidates = [found for key in list(self._kept) if (found := self._final(key)) is not None]
         if not candidates:
             return
@@ -210,7 +212,7 @@ class Offload:
         """Flush storages as one group."""
         claims: list[Held | None] = []
         # 1. queue the copies; where there is no room nothing has happened
-        group = OffloadedGroup(self._n_groups, len(candidates), self._dead)
+        group = OffloadedGroup(self._n_groups, len(candidates), self._orphans)
         group.parcel = self.store.flush([one.storage for one in candidates], claims)
         # 2. graphs refer to the group from here on; what they claim goes when it has landed
         for position, one in enumerate(candidates):
@@ -228,7 +230,7 @@ class Offload:
         if task in (NO_TASK, self._pass):
             return
         self._pass = task
-        self._bury()
+        self._discard_orphans()
         self.store.transfers.finish()  # what is still on its way down would be a third group
         last = next(reversed(self._groups.values()), None)
         group = None if last is None else last()
@@ -238,7 +240,7 @@ class Offload:
     def storage(self, group: OffloadedGroup, position: int) -> torch.Tensor:
         """Return a group's storage on the device, fetched by now; the next group is begun."""
         if self._in_use != group.number:
-            self._bury()
+            self._discard_orphans()
             self._turn_to(group)
         if group.ticket is not None:
             self.store.wait(group.ticket)
@@ -256,7 +258,7 @@ class Offload:
         for ref in self._groups.values():
             other = ref()
             if other is not None and other is not group and other not in near[:1]:
-                self._let_go(other)
+                self._free(other)
         self._in_use = NOBODY  # where a fetch fails, the next who asks begins anew
         self._fetch(group)
         for other in near[:1]:
@@ -279,7 +281,7 @@ class Offload:
         if group.parcel is not None and not group.is_up:
             self.store.announce(group.parcel)
 
-    def _let_go(self, group: OffloadedGroup) -> None:
+    def _free(self, group: OffloadedGroup) -> None:
         """Free a group's storages on the device; its parcel has the bytes for who comes again."""
         if group.ticket is not None:
             self.store.wait(group.ticket)  # memory is torch's again only after its last writer
@@ -287,21 +289,21 @@ class Offload:
         for position in range(len(group.uses)):
             group.storages[position] = group.claims[position] = None
 
-    def _bury(self) -> None:
+    def _discard_orphans(self) -> None:
         """Take back the memory of groups that no graph needs."""
-        while self._dead:
-            orphan = self._dead.popleft()
+        while self._orphans:
+            orphan = self._orphans.popleft()
             if orphan.ticket is not None:
                 self.store.wait(orphan.ticket)
             self.store.discard(orphan.parcel)
         self._groups = {n: ref for n, ref in self._groups.items() if ref() is not None}
 
-    def trim(self) -> None:
+    def shrink(self) -> None:
         """Nothing goes down any more: give HOST back what is free."""
-        self._bury()
-        self.store.trim()
+        self._discard_orphans()
+        self.store.shrink()
 
     def close(self) -> None:
         """Give everything back; graphs that are still there have lost what went down."""
-        self._bury()
+        self._discard_orphans()
         self.store.close()

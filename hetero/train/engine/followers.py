@@ -33,4 +33,4 @@ class Followers:
 
     def updated(self, bucket: Bucket) -> None:
         """The update has read the gradients: their home goes."""
-        self.grads.let_go(bucket)
+        self.grads.release(bucket)

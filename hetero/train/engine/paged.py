@@ -226,7 +226,7 @@ class Paged:
         """All updates of the step are done."""
         for bucket in self.setup.buckets:
             self.manager.home(bucket.id)
-            self.trained.grads.let_go(bucket)
+            self.trained.grads.release(bucket)
 
     def spoil(self) -> None:
         """Forget what was measured in a step that came to nothing."""
@@ -282,7 +282,7 @@ class Paged:
         self.frames.shed()
         setup.store.pool.told = False
         if not self.activations.offloads:
-            setup.offload.trim()
+            setup.offload.shrink()
         fits = self._fits_whole(division)
         if fits and not self.manager.arena.held:  # else the next border tries again
             return True

@@ -180,11 +180,11 @@ class Mastered(Resident):
 
     def updated(self, bucket: Bucket) -> None:
         self.weights.updated(bucket)
-        self.trained.grads.let_go(bucket)
+        self.trained.grads.release(bucket)
 
     def updates_done(self) -> None:
         for bucket in self.setup.buckets:
-            self.trained.grads.let_go(bucket)
+            self.trained.grads.release(bucket)
 
     def loaded(self) -> None:
         for bucket in self.setup.buckets:

@@ -13,6 +13,7 @@ from torch import nn
 
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.manager import PARAM
+from hetero.optim import AdamW8bit
 from hetero.train.engine.check import tables
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Name, Part, of_home, of_tensor
@@ -20,7 +21,7 @@ from hetero.train.gradients.homes import GRAD, WIDE
 from hetero.train.model.lazy import handle
 from hetero.train.update.formulas import Formula
 from hetero.train.update.masters import LOW
-from hetero.train.update.rules import BLOCK_SCALES, SCALARS, Group, Rule, is_elementwise
+from hetero.train.update.rules import SCALARS, Group, Rule, is_elementwise
 from hetero.types import Kind
 
 Scalars = dict[str, dict[str, Any]]
@@ -121,7 +122,7 @@ def counted_at_close(engine: Engine, bucket: Bucket) -> bool:
     stepper = engine.steps.stepper
     if stepper is None:
         return True
-    return bucket.has_master and stepper.updater.formula is not None
+    return bucket.has_master and stepper.drafts.formula is not None
 
 
 def check_states(
@@ -187,8 +188,8 @@ class Trial(NamedTuple):
         bucket, stepper = engine.setup.buckets[self.bucket], engine.steps.stepper
         rule = engine.steps.rule
         has_master = bucket.has_master
-        if has_master and stepper is not None and stepper.updater.formula is not None:
-            self._follow(stepper.updater.formula, settings)
+        if has_master and stepper is not None and stepper.drafts.formula is not None:
+            self._follow(stepper.drafts.formula, settings)
         elif rule is not None and not rule.refuses(len(self.shape)):
             self._step(rule, torch.float32 if has_master else bucket.dtype, settings)
 
@@ -229,7 +230,7 @@ class Trial(NamedTuple):
     ) -> tuple[int, ...] | None:
         """Return the shape that a state has beside the tiny parameter; None: of no known kind."""
         probe = probe_shape(self.shape)
-        if key in BLOCK_SCALES:
+        if key in AdamW8bit.PER_BLOCK:
             block = settings["block_size"]
             right = shape == (-(-math.prod(self.shape) // block),)
             return (-(-math.prod(probe) // block),) if right else None

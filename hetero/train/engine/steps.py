@@ -102,7 +102,7 @@ class HomeSteps(NoSteps):
     def __init__(self, setup: Setup, residence: Paged | Mastered, stepper: Stepper) -> None:
         super().__init__(setup, residence)
         self.stepper = stepper
-        self.rule = stepper.updater.rule
+        self.rule = stepper.drafts.rule
         self.scaler = stepper.scaler
         self._finished = True  # no update was begun since all of them were waited for
 
@@ -214,7 +214,7 @@ class HomeSteps(NoSteps):
             super().come_home()
 
     def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        return self.stepper.updater.states.adopt(self.setup.segment(param), state, own=True)
+        return self.stepper.drafts.states.adopt(self.setup.segment(param), state, own=True)
 
 
 def placed(value: Any, param: torch.Tensor) -> Any:

@@ -16,7 +16,7 @@ from hetero.train.engine.setup import Setup
 from hetero.train.gradients.ring import GradRing
 from hetero.train.gradients.store import GradStore
 from hetero.train.update import kernel
-from hetero.train.update.draft import Updater
+from hetero.train.update.draft import Drafts
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.step import Stepper
 
@@ -85,7 +85,7 @@ def make_grads(setup: Setup, device: Device, link: Link, *, early: bool) -> Grad
 
 
 def make_stepper(setup: Setup, inner: torch.optim.Optimizer, grads: GradStore) -> Stepper:
-    updater = Updater(
+    drafts = Drafts(
         inner,
         setup.params,
         setup.blueprint.layout,
@@ -97,7 +97,7 @@ def make_stepper(setup: Setup, inner: torch.optim.Optimizer, grads: GradStore) -
         stream_to=setup.device.torch_device if setup.tuning.update_on_device else None,
     )
     return Stepper(
-        updater,
+        drafts,
         grads,
         setup.worker,
         log=setup.log,

@@ -25,16 +25,12 @@ class GradHomes:
         self.store = store
         self.expects_sums = False
         """Whether gradients will add up, so that homes of buckets with masters begin in fp32."""
-        self._layout = layout
+        self.layout = layout
         self._may_drop = device.cheap_slabs
-
-    def bucket(self, segment: Segment) -> Bucket:
-        """Return the bucket of a parameter."""
-        return self._layout.buckets[self._layout.home[segment.index][0]]
 
     def has_master(self, segment: Segment) -> bool:
         """Whether a parameter's gradients add up in fp32."""
-        return self.bucket(segment).has_master
+        return self.layout.bucket(segment).has_master
 
     def narrow(self, bucket: Bucket) -> Home | None:
         """Return the home of a bucket's gradients in their own dtype, if there is one."""

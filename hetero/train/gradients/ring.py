@@ -91,17 +91,22 @@ class GradRing:
         self.poll()
         return landing
 
-    def hand(self, source: torch.Tensor, consume: Consume, *, bucket: int) -> None:
-        """Give a 1-D tensor to jobs on HOST: ``consume(piece, first element)`` makes each job."""
+    def hand(self, source: torch.Tensor, consume: Consume, *, bucket: int) -> int:
+        """Give a 1-D tensor to jobs on HOST: ``consume(piece, first element)`` makes each job.
+
+        Returns how many there are, or will be after the copies have landed.
+        """
         if self._device.same_ram:
             self._link.count(Lane.D2H, source.nbytes, kind=Kind.GRAD, bucket=bucket, why="gradient")
             self._reads.queue(consume(source, 0), None, n_bytes=source.nbytes)
             self._was_used = True
             self.poll()
-            return
-        step = self._piece_numel(source)
-        for start in range(0, source.numel(), step):
+            return 1
+        step = max(1, self._piece_bytes // source.element_size())
+        starts = range(0, source.numel(), step)
+        for start in starts:
             self._stage_piece(source[start : start + step], start, consume, bucket)
+        return len(starts)
 
     @property
     def useful_bytes(self) -> int:
@@ -116,13 +121,6 @@ class GradRing:
     def sources(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that are held on the device because their copies have not landed."""
         return self._copies.kept()
-
-    def n_pieces(self, source: torch.Tensor) -> int:
-        """Return how many jobs `hand` makes of a tensor."""
-        return 1 if self._device.same_ram else -(-source.numel() // self._piece_numel(source))
-
-    def _piece_numel(self, source: torch.Tensor) -> int:
-        return max(1, self._piece_bytes // source.element_size())
 
     def _stage_piece(self, part: torch.Tensor, start: int, consume: Consume, bucket: int) -> None:
         stage = self._free_stage()

@@ -45,6 +45,7 @@ LEGAL = frozenset(
         (GradState.LENT, GradState.ARRIVING, "add"),  # the addition comes after the update
         (GradState.ARRIVING, GradState.LENT, "lend"),  # the update comes after the jobs
         (GradState.HOME, GradState.LENT, "lend"),
+        (GradState.LENT, GradState.LENT, "lend"),  # to the next step, which did not look at it
         (GradState.HOME, GradState.TAKEN, "keep"),
         (GradState.ARRIVING, GradState.HOME, "abandon"),
         (GradState.LENT, GradState.HOME, "abandon"),
@@ -70,7 +71,7 @@ class Factors(NamedTuple):
 NONE = Factors()
 
 
-class Norm(NamedTuple):
+class GradNorm(NamedTuple):
     """The norm of a gradient at home, before its factors."""
 
     ord: float
@@ -129,7 +130,7 @@ class GradSlot:
         self.value: torch.Tensor | None = None
         """The private tensor, while it is TAKEN."""
         self.factors = NONE
-        self.norm: Norm | None = None
+        self.norm: GradNorm | None = None
         self.summed = False
         """Whether it was added up at home, where its norm is then taken."""
         owner.jobs.pop(segment.index, None)
@@ -191,7 +192,7 @@ class GradSlot:
         self.become(GradState.HOME, "land")
 
     def lend(self, job: Job) -> None:
-        """Let an update read it; whoever changes it waits for that."""
+        """Let an update read it; a later change waits for that."""
         if self.state is not GradState.TAKEN:
             self.owner.jobs[self.segment.index] = job
             self.become(GradState.LENT, "lend")
@@ -289,7 +290,7 @@ class GradSlot:
         home = self.stored()
         if self.norm is None or self.norm.ord != ord:
             single = home if self.summed else home.to(owner.place)
-            self.norm = Norm(ord, whole_norm(single, ord, in_fp32=in_fp32))
+            self.norm = GradNorm(ord, whole_norm(single, ord, in_fp32=in_fp32))
             owner.norm_ord = ord
         norm = self.norm.value.to(owner.place)
         return norm if self.factors.unscale == 1.0 else norm * self.factors.unscale

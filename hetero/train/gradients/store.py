@@ -34,10 +34,10 @@ from hetero.train.gradients.ring import GradRing
 from hetero.train.gradients.slot import (
     NONE,
     Factors,
+    GradNorm,
     GradSlot,
     GradState,
     LazyGrad,
-    Norm,
     whole_norm,
 )
 from hetero.train.gradients.sums import GradSums
@@ -135,7 +135,7 @@ class GradStore:
         return None if isinstance(grad, LazyGrad) else storage_of(grad)
 
     def _flush(self, index: int, *, held: bool, scaled: bool = True) -> None:
-        """Take one gradient home and leave a LazyGrad behind; None and flushed ones stay."""
+        """Take one gradient home and leave a LazyGrad in its place; None and flushed ones stay."""
         param = self._params[index]
         grad = get_grad(param)
         if grad is None:
@@ -151,7 +151,7 @@ class GradStore:
         elif held and not self.scaling.is_required:
             self._leased.add(index)
             return  # [Note: gradient leases]
-        elif held:  # under loss scaling nobody else's numbers are ours: they keep theirs
+        elif held:  # under loss scaling the user keeps these numbers, and a copy goes home
             grad = grad.clone()
         slot = self._take(index, grad, scaled=scaled)
         spec = slot.segment.spec
@@ -210,7 +210,7 @@ class GradStore:
         slot.factors = Factors(self.scaling.unscale if scaled else 1.0)
         if self.norm_ord is not None:
             norm = whole_norm(grad, self.norm_ord, in_fp32=bucket.has_master)
-            slot.norm = Norm(self.norm_ord, norm)
+            slot.norm = GradNorm(self.norm_ord, norm)
         converts = home.item_dtype is not grad.dtype
         if converts or not home.stays:  # what lies on disk is written by jobs
             unscale = slot.factors.unscale if converts else 1.0
@@ -225,7 +225,7 @@ class GradStore:
 
     def widen(self, segment: Segment) -> None:
         """Make the stored gradients of a parameter's bucket fp32."""
-        bucket = self.homes.bucket(segment)
+        bucket = self._layout.bucket(segment)
         narrow = self.homes.narrow(bucket)
         if narrow is None:
             return
@@ -304,6 +304,11 @@ class GradStore:
         found: list[float] = torch.stack(norms).tolist() if norms else []
         return found
 
+    def adding(self, bucket: Bucket) -> list[Job]:
+        """Return the jobs that still write a bucket's gradients home: its update waits for them."""
+        jobs = (slot.job for slot in self._slots_in(bucket))
+        return [job for job in jobs if job is not None and not job.done]
+
     def lend(self, bucket: Bucket, job: Job, written: Iterable[int]) -> None:
         """An update reads a bucket's gradients; to the ``written`` ones it applies the factors."""
         self._updates[bucket.id] = job
@@ -312,7 +317,7 @@ class GradStore:
             if slot.segment.index in written:
                 slot.factors, slot.norm = NONE, None
 
-    def let_go(self, bucket: Bucket) -> None:
+    def release(self, bucket: Bucket) -> None:
         """Give a bucket's gradient home back when no gradient is in it any more."""
         job = self._updates.get(bucket.id)
         if job is not None and not job.done:

@@ -11,7 +11,7 @@ from hetero.memory.extent import Use
 from hetero.memory.layout import row
 from hetero.train.gradients.homes import GradHomes
 from hetero.train.gradients.ring import GradRing
-from hetero.train.gradients.slot import GradSlot, GradState, Norm, whole_norm
+from hetero.train.gradients.slot import GradNorm, GradSlot, GradState, whole_norm
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Addition:
             whole = self.homes.read(home, segment)
             in_fp32 = self.homes.has_master(segment)
             norm = whole_norm(whole, self.norm_ord, in_fp32=in_fp32)
-            self.slot.norm = Norm(self.norm_ord, norm)
+            self.slot.norm = GradNorm(self.norm_ord, norm)
 
 
 class GradSums:
@@ -81,8 +81,9 @@ class GradSums:
             job = self.jobs[index] = self._worker.job([work], piece.numel(), after=after)
             return self._worker.submit(job)
 
-        slot.n_flying += self._ring.n_pieces(grad)
-        self._ring.hand(row(grad), consume, bucket=self._homes.bucket(slot.segment).id)
+        bucket = self._homes.layout.bucket(slot.segment)
+        n_jobs = self._ring.hand(row(grad), consume, bucket=bucket.id)
+        slot.n_flying += n_jobs  # some of them have come already
 
 
 def _same_threads(n_threads: int) -> None:

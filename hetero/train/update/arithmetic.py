@@ -26,8 +26,8 @@ from hetero.train.gradients.homes import GradHomes
 from hetero.train.update import kernel
 from hetero.train.update.formulas import Coefficients, Formula
 from hetero.train.update.masters import Masters
-from hetero.train.update.rules import Group, Rule, State, is_elementwise
-from hetero.train.update.states import Elementwise, Piece, Ready, StateHomes, copied, cut, pieces
+from hetero.train.update.rules import Group, Rule, State, copied, is_elementwise
+from hetero.train.update.states import Elementwise, Ready, StateHomes, UpdatePiece, cut_run, pieces
 from hetero.types import Kind
 
 RULE_NUMEL = 2**18  # elements per call of a rule: below, the calls themselves begin to cost
@@ -98,7 +98,7 @@ class Bench:
     def add(
         self,
         update: Update,
-        piece: Piece,
+        piece: UpdatePiece,
         states: Mapping[str, Home],
         work: Callable[[slice], None],
         numel: int | None,
@@ -123,7 +123,7 @@ class Bench:
         return sys.maxsize if self.param(bucket).device.type == "meta" else numel
 
     def _request(
-        self, bucket: Bucket, piece: Piece, states: Mapping[str, Home], run: slice
+        self, bucket: Bucket, piece: UpdatePiece, states: Mapping[str, Home], run: slice
     ) -> Request:
         """Return what a slice needs from disk: weights, gradients, masters and states."""
         uses = [(self.param(bucket), Use.WRITE)]
@@ -179,7 +179,8 @@ def draft_formula(
         update.counts += [(row.state[k], x) for row in piece.rows for k, x in after.items()]
         fresh = {key: fills[key] for key in piece.missing or ()}
         factors = piece.first.factors
-        work = FormulaPass(bench, formula, numbers, update.bucket, homes, fresh, factors)
+        grad = bench.grads.of(update.bucket)
+        work = FormulaPass(bench, formula, numbers, update.bucket, grad, homes, fresh, factors)
         bench.add(update, piece, homes, work, KERNEL_NUMEL)
 
 
@@ -208,6 +209,7 @@ class FormulaPass:
     formula: Formula
     numbers: Coefficients
     bucket: Bucket
+    grad: Home
     homes: dict[str, Home]
     fresh: dict[str, float]
     """The states that appear, and the value that each is filled with first."""
@@ -221,8 +223,7 @@ class FormulaPass:
                 self.homes[key].part(run).fill_(value)
             states = [home.part(run) for home in self.homes.values()]
             param, low = bench.param(bucket).part(run), bench.masters.low(bucket).part(run)
-            grad = bench.grads.of(bucket).part(run)
-            with bench.streamed([param, low, *states], grad) as ((p, l, *s), g):
+            with bench.streamed([param, low, *states], self.grad.part(run)) as ((p, l, *s), g):
                 kernel.update(
                     self.formula,
                     self.numbers,
@@ -263,7 +264,7 @@ class FlatRun:
 
     def __call__(self, whole: slice) -> None:
         # an extent may be long: what lies between a rule's operations stays in the cache
-        for run in cut(whole.start, whole.stop, self.bench.at_once(self.bucket, RULE_NUMEL)):
+        for run in cut_run(whole, self.bench.at_once(self.bucket, RULE_NUMEL)):
             self._step(run)
 
     def _step(self, run: slice) -> None:
@@ -299,7 +300,7 @@ def draft_whole(bench: Bench, update: Update, group: Group, rows: Sequence[Ready
     alone = has_master or bench.store.pool.spills  # no more in memory than has to be
     for some in [(row,) for row in rows] if alone else [tuple(rows)]:
         work = WholeTensors(bench, group, update.bucket, some)
-        bench.add(update, Piece(some), bench.states.needed(group, some[0]), work, None)
+        bench.add(update, UpdatePiece(some), bench.states.needed(group, some[0]), work, None)
 
 
 @dataclass(frozen=True, slots=True)

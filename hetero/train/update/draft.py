@@ -1,6 +1,6 @@
 """What a step does to each bucket, closed at once and carried out later (floor 2).
 
-`Updater.close` looks at every gradient, takes the groups' settings as they are at that moment, and
+`Drafts.close` looks at every gradient, takes the groups' settings as they are at that moment, and
 says for each bucket which slices of work its update is. Nothing is updated yet: the engine gives
 the buckets to the worker in the order in which the next forward needs them.
 """
@@ -27,9 +27,9 @@ from hetero.train.update.arithmetic import (
     draft_whole,
 )
 from hetero.train.update.masters import Masters
-from hetero.train.update.rules import Group, Rule, State, frozen, kinds_of
+from hetero.train.update.rules import Group, Rule, State, frozen, kinds_of, same
 from hetero.train.update.states import Ready, StateHomes, numbers_of
-from hetero.train.update.trial import Trials, same
+from hetero.train.update.trial import Trials
 
 
 class Settings(NamedTuple):
@@ -39,7 +39,7 @@ class Settings(NamedTuple):
     kinds: str
 
 
-class Updater:
+class Drafts:
     """Updates homes from gradients at home, and keeps the states torch would keep.
 
     ``states`` passed to `close` maps a parameter to the dict torch has in ``state[p]``, which
@@ -67,6 +67,7 @@ class Updater:
         )
         self._trials = Trials(self.rule, inner)
         self._params = params
+        self._layout = layout
         self._index = {id(p): i for i, p in enumerate(params)}
         self._grads = grads
         self._masters = masters
@@ -170,7 +171,7 @@ class Updater:
     def _by_bucket(self, rows: Sequence[Ready]) -> Iterator[tuple[Bucket, list[Ready]]]:
         found: dict[int, tuple[Bucket, list[Ready]]] = {}
         for row in rows:
-            bucket = self.states.bucket(row.segment)
+            bucket = self._layout.bucket(row.segment)
             found.setdefault(bucket.id, (bucket, []))[1].append(row)
         for bucket, members in found.values():
             yield bucket, sorted(members, key=lambda row: row.segment.position)

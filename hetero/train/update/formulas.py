@@ -372,7 +372,7 @@ class Rprop(Formula):
         p.sub_(g.sign_().mul_(size))
 
 
-class Lion(Formula):
+class LionFormula(Formula):
     """arXiv:2302.06675, algorithm 2, with its means written as torch's lerp."""
 
     states = ("exp_avg",)
@@ -410,7 +410,7 @@ _FORMULAS: Mapping[str, Formula] = {
     "torch.optim.rmsprop.RMSprop": RMSprop(),
     "torch.optim.asgd.ASGD": ASGD(),
     "torch.optim.rprop.Rprop": Rprop(),
-    "hetero.optim.Lion": Lion(),
+    "hetero.optim.Lion": LionFormula(),
 }
 
 

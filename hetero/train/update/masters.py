@@ -43,11 +43,9 @@ def working_dtypes(
     working = WORKING.get(precision)
     found: dict[int, torch.dtype] = {}
     for param in model.parameters():
-        converts = working is not None and param.dtype in CONVERTED
-        if converts and working is not None:
+        found[id(param)] = param.dtype
+        if working is not None and param.dtype in CONVERTED:
             found[id(param)] = torch.float32 if id(param) in kept else working
-        else:
-            found[id(param)] = param.dtype
     return found
 
 
@@ -100,7 +98,7 @@ class Masters:
 
         A value of the working dtype keeps what a state dict has loaded for the difference.
         """
-        bucket = self._bucket(segment)
+        bucket = self._layout.bucket(segment)
         home = self._home(bucket)
         if not self._is_working(bucket):
             home.write(segment, value)
@@ -109,7 +107,10 @@ class Masters:
             if self._same(home, segment, value):
                 return  # the same weights: their masters stay
             home.write(segment, value)
-            self._reset_unless_loaded(segment)
+            if segment.index in self._loaded:  # the difference belongs to the weights loaded next
+                self._loaded.discard(segment.index)
+            else:
+                self.reset(segment)
             return
         exact = home.empty(segment, torch.float32).copy_(value.detach())
         self._split(segment, segment.offset, row(exact))
@@ -119,7 +120,7 @@ class Masters:
 
         None where it would have to be converted, or to be brought somewhere else.
         """
-        bucket = self._bucket(segment)
+        bucket = self._layout.bucket(segment)
         if bucket.dtype is not dtype or bucket.dtype is self._working:
             return None
         return self._home(bucket).memory(segment)
@@ -129,7 +130,7 @@ class Masters:
 
         ``values`` are in the order of memory.
         """
-        bucket = self._bucket(segment)
+        bucket = self._layout.bucket(segment)
         if self._is_working(bucket):
             self._split(segment, segment.offset + start, values.float())
         else:
@@ -137,12 +138,9 @@ class Masters:
 
     def _split(self, segment: Segment, first: int, exact: torch.Tensor) -> None:
         """Write fp32 numbers as working weights and what these leave of them."""
-        bucket = self._bucket(segment)
+        bucket = self._layout.bucket(segment)
         home = self._home(bucket)
-        uses = [(home, Use.FRESH)]
-        if bucket.has_master:
-            uses.append((self.low(bucket), Use.FRESH))
-        for run in self._store.runs(first, first + exact.numel(), *uses):
+        for run in self._store.runs(first, first + exact.numel(), *self._uses(bucket, Use.FRESH)):
             working = home.part(run)
             if bucket.has_master:
                 low = self.low(bucket).part(run)
@@ -152,13 +150,10 @@ class Masters:
 
     def value(self, segment: Segment) -> torch.Tensor:
         """Return a parameter's master, or without one its weight, as an fp32 tensor of its own."""
-        bucket = self._bucket(segment)
+        bucket = self._layout.bucket(segment)
         home = self._home(bucket)
         exact = home.empty(segment, torch.float32)
-        uses = [(home, Use.READ)]
-        if bucket.has_master:
-            uses.append((self.low(bucket), Use.READ))
-        for run in self._store.runs(segment.offset, segment.end, *uses):
+        for run in self._store.runs(segment.offset, segment.end, *self._uses(bucket, Use.READ)):
             part = home.part(run)
             if bucket.has_master:
                 part = join(part, self.low(bucket).part(run))
@@ -168,6 +163,11 @@ class Masters:
     def _home(self, bucket: Bucket) -> Home:
         return self._store.homes[Kind.PARAM.value, bucket.id]
 
+    def _uses(self, bucket: Bucket, use: Use) -> list[tuple[Home, Use]]:
+        """Return the homes of a bucket's masters, or of its weights that have none."""
+        homes = [self._home(bucket), *([self.low(bucket)] if bucket.has_master else [])]
+        return [(home, use) for home in homes]
+
     def _same(self, home: Home, segment: Segment, value: torch.Tensor) -> bool:
         """Whether a value has the bits that are at home."""
         if home.device.type == "meta":
@@ -175,16 +175,9 @@ class Masters:
         there = home.value(segment)
         return torch.equal(there.view(torch.int16), value.to(there.device).view(torch.int16))
 
-    def _reset_unless_loaded(self, segment: Segment) -> None:
-        """As `reset`, but a difference that was loaded belongs to the weights loaded next."""
-        if segment.index in self._loaded:
-            self._loaded.discard(segment.index)
-        else:
-            self.reset(segment)
-
     def reset(self, segment: Segment) -> None:
         """A working weight was written: it is its own master now."""
-        bucket = self._bucket(segment)
+        bucket = self._layout.bucket(segment)
         if bucket.has_master:
             home, low = self._home(bucket), self.low(bucket)
             uses = (home, Use.READ), (low, Use.FRESH)
@@ -194,7 +187,7 @@ class Masters:
 
     def written(self, segment: Segment) -> None:
         """A working weight was written as a whole, as far as one can tell; it comes home next."""
-        if self._bucket(segment).has_master:
+        if self._layout.bucket(segment).has_master:
             self._written.add(segment.index)
 
     def not_written(self, segment: Segment) -> None:
@@ -240,7 +233,7 @@ class Masters:
 
         Raises StateError for one of another precision, whose bits mean something else.
         """
-        bucket = self._bucket(segment)
+        bucket = self._layout.bucket(segment)
         if not bucket.has_master or low.dtype is not self._dtype:
             raise StateError(
                 f"the state dict has masters of {low.dtype} for {segment.spec.name!r}, which is"
@@ -262,13 +255,10 @@ class Masters:
 
     def saved(self, segment: Segment) -> torch.Tensor | None:
         """Return what a state dict keeps of a parameter's master, as an alias of its home."""
-        bucket = self._bucket(segment)
+        bucket = self._layout.bucket(segment)
         if not bucket.has_master:
             return None
         return handle(self._store, self.low(bucket), segment).detach()
-
-    def _bucket(self, segment: Segment) -> Bucket:
-        return self._layout.buckets[self._layout.home[segment.index][0]]
 
 
 class Scaling(Protocol):

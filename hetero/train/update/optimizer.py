@@ -28,7 +28,7 @@ HOOKS = tuple(
 MASTERS, SCALER = "masters", "scaler"
 
 
-class Engine(Protocol):
+class StepEngine(Protocol):
     """What the optimizer asks of the engine."""
 
     @property
@@ -74,7 +74,7 @@ class Optimizer(torch.optim.Optimizer):
     reads parameters or states waits for them.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, engine: Engine) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, engine: StepEngine) -> None:
         groups = [dict(group) for group in inner.param_groups]
         self.known_state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         super().__init__(groups, dict(inner.defaults))

@@ -12,6 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hetero import optim
@@ -27,9 +28,7 @@ WHOLE_TENSOR = (
     *(getattr(O, name) for name in ("Adafactor", "Muon") if hasattr(O, name)),
     *(optim.LAMB, optim.LARS, optim.AdamW8bit),
 )
-BLOCK_SCALES = frozenset({"exp_avg_absmax", "exp_avg_sq_absmax"})  # of AdamW8bit, always fp32
-SCALARS = frozenset({"step", "mu", "mu_product", "eta"}) | BLOCK_SCALES  # whatever their shape
-EXACT = BLOCK_SCALES | {"step"}  # states that keep their dtype when they are loaded
+SCALARS = frozenset({"step", "mu", "mu_product", "eta"})  # whatever their shape
 INERT = frozenset(  # names of a class body that no step asks for
     {"__doc__", "__init__", "__module__", "__qualname__", "__firstlineno__", "__annotations__"}
     | {"__annotate_func__", "__annotations_cache__", "__static_attributes__", "__parameters__"}
@@ -83,6 +82,7 @@ class Rule:
         self.kind = type(inner)
         self.known = known_rule(inner)
         self.elementwise = self.known in ELEMENTWISE
+        self._keeps_dtypes = self.kind.load_state_dict is not O.Optimizer.load_state_dict
         self._pattern = make_worker(inner)
         self._step = raw_step(self.kind)
         self._kept: dict[tuple[str, torch.dtype, tuple[int, ...]], dict[str, torch.dtype]] = {}
@@ -153,6 +153,12 @@ class Rule:
                 (state,) = self.run(frozen(group), [probe], [state])
         return {k: v.dtype for k, v in state.items() if is_elementwise(k, v, shape)}
 
+    def loaded(self, key: str, value: Any, dtype: torch.dtype) -> Any:
+        """Return a loaded state as torch has it afterwards: mostly in its parameter's dtype."""
+        if key == "step" or self._keeps_dtypes or not isinstance(value, torch.Tensor):
+            return value
+        return value.to(dtype) if value.is_floating_point() and dtype.is_floating_point else value
+
     def refuses(self, n_dims: int) -> bool:
         """Whether the rule does not step parameters of so many dimensions."""
         return n_dims != 2 and self.known is getattr(O, "Muon", object)
@@ -188,7 +194,7 @@ def frozen(group: Group) -> Group:
 def _frozen(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_frozen(v) for v in value)
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    return copied(value)
 
 
 def kinds_of(group: Group) -> str:
@@ -207,3 +213,30 @@ def is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
     if key in SCALARS or not isinstance(value, torch.Tensor):
         return False
     return value.shape == tuple(shape)
+
+
+def copied(value: Any) -> Any:
+    """Return a value that nothing else writes to."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two values are of one kind and have the same bits."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, torch.Tensor):
+        alike = first.shape == second.shape and first.dtype == second.dtype
+        return alike and bytes_of(first) == bytes_of(second)
+    if isinstance(first, np.ndarray):
+        return bool(np.array_equal(first, second))
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(v, second[k]) for k, v in first.items())
+    return bool(first == second) or repr(first) == repr(second)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the bits of a tensor's elements in row-major order."""
+    raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return raw.view(torch.uint8).cpu().numpy().tobytes()

@@ -7,18 +7,21 @@ STATE), or read them; the others are as torch has them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
 from hetero.errors import StateError
-from hetero.memory.home import Home
+from hetero.memory.home import Home, cut
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.train.gradients.slot import NONE, Factors, GradSlot
 from hetero.train.model.lazy import ShownTensor, handle, is_handle
-from hetero.train.update.rules import EXACT, Group, Rule, State, is_elementwise
+from hetero.train.update.rules import Group, Rule, State, copied, is_elementwise
 from hetero.types import Kind
+
+Missing = tuple[str, ...] | None  # states that appear with an update; None where none has to
 
 
 class Ready(NamedTuple):
@@ -36,13 +39,12 @@ class Ready(NamedTuple):
         return [k for k, v in self.state.items() if is_elementwise(k, v, shape)]
 
 
-class Piece(NamedTuple):
+class UpdatePiece(NamedTuple):
     """Parameters that are updated as one: neighbours that share scalars and factors, or any that a
     rule is given together as whole tensors."""
 
     rows: tuple[Ready, ...]
-    missing: tuple[str, ...] | None = None
-    """The states that appear with this update; None where none has to."""
+    missing: Missing = None
 
     @property
     def first(self) -> Ready:
@@ -50,39 +52,29 @@ class Piece(NamedTuple):
 
     def slices(self, size: int | None) -> Iterator[slice]:
         """Cut the run at multiples of ``size``, so that what is updated at once is small."""
-        start, end = self.first.segment.offset, self.rows[-1].segment.end
-        return iter([slice(start, end)]) if size is None else cut(start, end, size)
+        whole = slice(self.first.segment.offset, self.rows[-1].segment.end)
+        return iter([whole]) if size is None else cut_run(whole, size)
 
 
-def cut(start: int, end: int, size: int) -> Iterator[slice]:
-    """Cut [start, end) at multiples of ``size``; an empty run is one piece: it has a state."""
-    while True:
-        stop = min(end, (start // size + 1) * size)
-        yield slice(start, stop)
-        start = stop
-        if start >= end:
-            return
+def cut_run(run: slice, size: int) -> Iterator[slice]:
+    """Cut a run at multiples of ``size``; an empty one is one piece, since it has a state."""
+    return cut(run.start, run.stop, size) if run.start < run.stop else iter([run])
 
 
-def pieces(rows: Sequence[Ready], missing: Sequence[tuple[str, ...] | None]) -> Iterator[Piece]:
+def pieces(rows: Sequence[Ready], missing: Sequence[Missing]) -> Iterator[UpdatePiece]:
     """Yield the longest runs of neighbours that may be updated as one."""
-    run: list[Ready] = []
-    key: object = None
-    before: tuple[str, ...] | None = None
-    for row, new in zip(rows, missing, strict=True):
+
+    def shared(numbered: tuple[int, tuple[Ready, Missing]]) -> tuple[int, Missing, object]:
+        place, (row, new) = numbered
         scalars = tuple(
             (k, float(v) if isinstance(v, torch.Tensor) else v)
             for k, v in row.state.items()
             if not is_elementwise(k, v, row.segment.spec.shape)
         )
-        here = (tuple(row.state), scalars, row.factors, new)
-        if run and (here != key or row.segment.position != run[-1].segment.position + 1):
-            yield Piece(tuple(run), before)
-            run = []
-        key, before = here, new
-        run.append(row)
-    if run:
-        yield Piece(tuple(run), before)
+        return row.segment.position - place, new, (tuple(row.state), scalars, row.factors)
+
+    for (_, new, _), run in groupby(enumerate(zip(rows, missing, strict=True)), shared):
+        yield UpdatePiece(tuple(row for _, (row, _) in run), new)
 
 
 def numbers_of(factors: Sequence[Factors]) -> list[tuple[float, ...]]:
@@ -110,10 +102,6 @@ class StateHomes:
         self._layout = layout
         self._store = store
 
-    def bucket(self, segment: Segment) -> Bucket:
-        """Return the bucket of a parameter."""
-        return self._layout.buckets[self._layout.home[segment.index][0]]
-
     def home(self, key: str, bucket: Bucket, dtype: torch.dtype) -> Home:
         """Return the home of a state of a bucket, made where there is none."""
         return self._store.get(Kind.STATE, key, bucket, dtype)
@@ -128,7 +116,7 @@ class StateHomes:
 
         Homes on disk have to be there before the step, so that nothing fails in its middle.
         """
-        bucket, keys = self.bucket(row.segment), row.paged()
+        bucket, keys = self._layout.bucket(row.segment), row.paged()
         if self._store.pool.spills:
             dtype, shape = self._dtype(row.segment), row.segment.spec.shape
             found = self._rule.states_of(group, dtype, shape)
@@ -139,13 +127,13 @@ class StateHomes:
 
     def views(self, row: Ready) -> State:
         """Return a parameter's state for a rule: its homes' own tensors, which are pinned."""
-        bucket = self.bucket(row.segment).id
+        bucket = self._layout.bucket(row.segment).id
         homes = {k: self._store.homes[k, bucket].view(row.segment) for k in row.paged()}
         return {**row.state, **homes}
 
     def keep(self, row: Ready, state: State) -> None:
         """Take what a rule left: tensors of the parameter's shape lie in the homes."""
-        bucket = self.bucket(row.segment)
+        bucket = self._layout.bucket(row.segment)
         for key, value in state.items():
             if not is_elementwise(key, value, row.segment.spec.shape):
                 row.state[key] = value
@@ -159,7 +147,7 @@ class StateHomes:
                 view.copy_(value)
             self.show(row.state, key, home, row.segment)
 
-    def share(self, bucket: Bucket, piece: Piece, after: State) -> None:
+    def share(self, bucket: Bucket, piece: UpdatePiece, after: State) -> None:
         """Give every parameter of a run its part of the run's state."""
         for row in piece.rows:
             for key, value in after.items():
@@ -175,13 +163,13 @@ class StateHomes:
 
         With ``own`` the other tensors are copied too, as when a state dict is loaded.
         """
-        bucket = self.bucket(segment)
+        bucket = self._layout.bucket(segment)
         for key, value in state.items():
             known = self._store.homes.get((key, bucket.id))
             if not own and known is not None and value is known.view(segment):
                 continue  # as the last step left it
-            if own and isinstance(value, torch.Tensor) and key not in EXACT:
-                value = cast(value, self._dtype(segment))
+            if own:
+                value = self._rule.loaded(key, value, self._dtype(segment))
             if not is_elementwise(key, value, segment.spec.shape):
                 state[key] = copied(value) if own else value
                 continue
@@ -193,14 +181,4 @@ class StateHomes:
 
     def _dtype(self, segment: Segment) -> torch.dtype:
         """Return the dtype that a rule sees of a parameter."""
-        return torch.float32 if self.bucket(segment).has_master else segment.spec.dtype
-
-
-def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a loaded state in its parameter's dtype, as torch's load_state_dict does."""
-    return value.to(dtype) if value.is_floating_point() and dtype.is_floating_point else value
-
-
-def copied(value: Any) -> Any:
-    """Return a value that nothing else writes to."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
+        return torch.float32 if self._layout.bucket(segment).has_master else segment.spec.dtype

@@ -25,10 +25,9 @@ from hetero.memory.layout import Bucket
 from hetero.train.gradients.slot import GradSlot
 from hetero.train.gradients.store import GradStore, LossScaling
 from hetero.train.update.arithmetic import Update
-from hetero.train.update.draft import Settings, Updater
+from hetero.train.update.draft import Drafts, Settings
 from hetero.train.update.masters import LossScaler
-from hetero.train.update.rules import Group, State
-from hetero.train.update.trial import same
+from hetero.train.update.rules import Group, State, same
 from hetero.types import Lane
 
 
@@ -48,7 +47,7 @@ class Stepper:
 
     def __init__(
         self,
-        updater: Updater,
+        drafts: Drafts,
         grads: GradStore,
         worker: Worker,
         *,
@@ -57,7 +56,7 @@ class Stepper:
         pause: Slice | None = None,
     ) -> None:
         self._log = log
-        self.updater = updater
+        self.drafts = drafts
         self.scaler = scaler
         self.skipped = False
         self.surfaced = False  # whether the caller was told of an update that failed
@@ -116,7 +115,7 @@ class Stepper:
             return []
         if clip is not None:
             clip()
-        return self.updater.close(groups, states, begun)
+        return self.drafts.close(groups, states, begun)
 
     def begin(self, update: Update, *, at_once: bool, after: Sequence[Job] = ()) -> Job:
         """Give a bucket's update to the worker, or make a job that its first waiter does."""
@@ -137,14 +136,13 @@ class Stepper:
         """Return a bucket's update, to be submitted before the step that it belongs to; it waits
         for the jobs ``before``. None where that step has to look at something first."""
         if self._settings is None:
-            self._settings = self.updater.settings(groups)
+            self._settings = self.drafts.settings(groups)
         settings = self._settings
         slots = self._grads.landed(bucket)
-        update = self.updater.open(bucket, slots, settings, states) if slots else None
+        update = self.drafts.open(bucket, slots, settings, states) if slots else None
         if slots is None or update is None:
             return None
-        adding = [slot.job for slot in slots if slot.job is not None and not slot.job.done]
-        job = self._job(update, [*before, *adding])
+        job = self._job(update, before)
         self._grads.lend(bucket, job, ())
         self._grads.early.begin(bucket)
         self.early[bucket.id] = Early(update, job, tuple(slots), settings)
@@ -153,7 +151,7 @@ class Stepper:
     def check_early(self, groups: Sequence[Group]) -> list[int]:
         """Return the parameters whose updates were begun; StateError where the step would be
         another one now."""
-        now = self.updater.settings(groups) if self.early else {}
+        now = self.drafts.settings(groups) if self.early else {}
         begun: list[int] = []
         for early in self.early.values():
             for slot in early.slots:
@@ -183,6 +181,7 @@ class Stepper:
     def _job(self, update: Update, after: Sequence[Job]) -> Job:
         slices = [partial(self._run, work) for work in update.slices]
         finish = partial(_all, update.finishes)
+        after = [*after, *self._grads.adding(update.bucket)]
         job = self._worker.job(slices, update.bucket.numel, finish=finish, after=after)
         job.then = partial(self._note, update.bucket)
         return job

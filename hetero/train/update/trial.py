@@ -1,7 +1,7 @@
 """Trying an optimizer that is not known here: does it step its parameters one at a time? (floor 2)
 
 Small parameters are stepped together, by a copy of the user's optimizer, and each alone, as the
-updater does it: fresh tensors every time, one parameter in the group, nothing but its own state.
+update does it: fresh tensors every time, one parameter in the group, nothing but its own state.
 Both have to give the same bits, at several scales of the gradients, in another order, with
 gradients that are missing or not finite; and nothing else may have changed that a later step could
 ask for. What is seen to be otherwise is refused, and the error says what was seen.
@@ -28,15 +28,17 @@ from hetero.internals import TorchDispatchMode
 from hetero.train.model.binding import without_faults
 from hetero.train.update.rules import (
     ELEMENTWISE,
-    EXACT,
     WHOLE_TENSOR,
     Group,
     Rule,
     State,
+    bytes_of,
+    copied,
     frozen,
     is_elementwise,
     kinds_of,
     make_worker,
+    same,
     tiny,
 )
 
@@ -245,7 +247,7 @@ class _Trial:
             self._make_gradients()
             self._number += 1
             before = [frozen(group) for group in self._together.param_groups]
-            grads = [_copied(one.together.grad) for one in self._lone]
+            grads = [copied(one.together.grad) for one in self._lone]
             self._step_together()
             if self._own_attributes() != self._attributes:
                 self._refuse("its step changes an attribute of the optimizer itself")
@@ -259,7 +261,7 @@ class _Trial:
                 self._compare(one)
 
     def _load(self) -> None:
-        """Cast states as torch does that loads them, and as the updater does."""
+        """Cast states as torch does that loads them, and as `StateHomes.adopt` does."""
         for at, one in enumerate(self._lone):
             among, dtype = self._together.state[one.together], one.value.dtype
             for key, value in among.items():
@@ -285,15 +287,15 @@ class _Trial:
         if any(one.together.grad is not grad for one, grad in zip(self._lone, given, strict=True)):
             self._refuse("its step replaces or drops gradients")
         asked = [name for one in self._lone for name in vars(one.together).get("asked", ())]
-        if asked:  # the updater steps pieces of homes, which have no attributes
+        if asked:  # updates step pieces of homes, which have no attributes
             self._refuse(f"its step asks parameters for an attribute {asked[0]!r} of the user's")
 
     def _step_alone(self, one: _Lone, grad: torch.Tensor, group: Group) -> State:
-        """Step a parameter as the updater does: as a tensor of its own, whose state lies apart."""
+        """Step a parameter as an update does: as a tensor of its own, whose state lies apart."""
         param = one.value.clone()
         param.grad = grad
         place = param.untyped_storage()._cdata
-        state = {key: _copied(value) for key, value in one.state.items()}
+        state = {key: copied(value) for key, value in one.state.items()}
         with self._told(), torch.no_grad():
             (after,) = self._fresh().run(frozen(group), [param], [state])
         if param.untyped_storage()._cdata != place:
@@ -453,7 +455,7 @@ def _shown(value: Any, depth: int = 4) -> Any:
     if isinstance(value, torch.Tensor):
         if isinstance(value, nn.Parameter):
             return id(value)  # of the model, which trains
-        return id(value), value._version, _bytes(value) if value.numel() < 64 else b""
+        return id(value), value._version, bytes_of(value) if value.numel() < 64 else b""
     if isinstance(value, dict):
         return [(_shown(k, depth - 1), _shown(v, depth - 1)) for k, v in value.items()]
     if isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -464,37 +466,12 @@ def _shown(value: Any, depth: int = 4) -> Any:
     return id(value), _shown(vars(value), depth - 1) if inside else None
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
 def _loaded(key: str, value: Any, param: torch.Tensor) -> Any:
-    """Return what the updater makes of a state that is loaded."""
-    if key in EXACT or not isinstance(value, torch.Tensor):
+    """Return what `StateHomes.adopt` makes of a state that is loaded."""
+    if key == "step" or not isinstance(value, torch.Tensor):
         return value
     cast = value.to(param.dtype) if value.is_floating_point() and _trains(param.dtype) else value
     return cast.to(value.dtype) if is_elementwise(key, value, param.shape) else cast
-
-
-def same(first: Any, second: Any) -> bool:
-    """Whether two values are of one kind and have the same bits."""
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, torch.Tensor):
-        alike = first.shape == second.shape and first.dtype == second.dtype
-        return alike and _bytes(first) == _bytes(second)
-    if isinstance(first, np.ndarray):
-        return bool(np.array_equal(first, second))
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(same, first, second))
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(v, second[k]) for k, v in first.items())
-    return bool(first == second) or repr(first) == repr(second)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    raw = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return raw.view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _refuse(rule: Rule, reason: str, cause: Exception | None = None) -> NoReturn:
