@@ -364,27 +364,20 @@ class Pool:
     def _carry_out(self, lane: Lane, extent: Extent) -> None:
         error = _attempt(self.nvme.read if lane is Lane.READ else self.nvme.write, extent)
         with self._changed:
-            (self._was_read if lane is Lane.READ else self._was_written)(extent, error)
+            if error is None:
+                extent.stored = True
+                self.pages.move(extent, CLEAN, "ready")
+            elif lane is Lane.READ:
+                extent.error = error
+                self.pages.leave(extent, "fail")
+            else:
+                self._failures, self._failure = self._failures + 1, error
+                self.pages.move(extent, DIRTY, "fail")
+                self.pages.resident.move_to_end(extent)  # others come before it is tried again
             self._in_flight -= 1
             if error is None or lane is Lane.READ:  # or a full disk would be asked for ever
                 self._pump()
             self._tell_waiters()
-
-    def _was_read(self, extent: Extent, error: BaseException | None) -> None:
-        extent.error = error
-        if error is None:
-            self.pages.move(extent, CLEAN, "ready")
-        else:
-            self.pages.leave(extent, "fail")
-
-    def _was_written(self, extent: Extent, error: BaseException | None) -> None:
-        if error is None:
-            extent.stored = True
-            self.pages.move(extent, CLEAN, "ready")
-        else:
-            self._failures, self._failure = self._failures + 1, error
-            self.pages.move(extent, DIRTY, "fail")
-            self.pages.resident.move_to_end(extent)  # others come before it is tried again
 
     def _tell(self, error: BaseException) -> BaseException:
         self.told = True
