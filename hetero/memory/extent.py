@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from hetero.memory.nvme import Slot
+from hetero.memory.nvme import DiskSlot
 
 
 class Use(IntEnum):
@@ -32,7 +32,7 @@ class Extent:
     )
 
     def __init__(
-        self, id: int, mapping: mmap.mmap | None, page: int, n_bytes: int, slot: Slot
+        self, id: int, mapping: mmap.mmap | None, page: int, n_bytes: int, slot: DiskSlot
     ) -> None:
         self.id = id
         self.mapping = mapping

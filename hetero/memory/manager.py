@@ -16,7 +16,7 @@ from hetero.memory.arena import Arena
 from hetero.memory.below import UNDO, Below
 from hetero.memory.chunk import CopyTable
 from hetero.memory.codec import Workspace
-from hetero.memory.frame import Place
+from hetero.memory.frame import FramePlace
 from hetero.memory.home import Home
 from hetero.memory.homecopy import HomeCopy, HomeEvents, Work
 from hetero.memory.homestore import HomeStore
@@ -173,10 +173,10 @@ class ChunkManager:
         owners = None if bucket_id in self.replicas else self.arena.owners(bucket, start)
         if owners is None:
             return False
-        self._fetch(bucket, Place(start, owners), why)
+        self._fetch(bucket, FramePlace(start, owners), why)
         return True
 
-    def _fetch(self, bucket: Bucket, place: Place, why: str) -> Replica:
+    def _fetch(self, bucket: Bucket, place: FramePlace, why: str) -> Replica:
         # 1. wait for the home, and let the present owners of the frames go
         self.finish_update(bucket.id)
         for owner in place.evict:

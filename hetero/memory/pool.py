@@ -31,7 +31,7 @@ from hetero.events import EventLog
 from hetero.io import Folder, align_up
 from hetero.memory.extent import Extent, Extents, Request, Use
 from hetero.memory.ledger import Ledger
-from hetero.memory.nvme import Executor, Nvme, Slot, Threads
+from hetero.memory.nvme import DiskSlot, Executor, IoThreads, Nvme
 from hetero.memory.pages import Pages, Window, ask_for_pages
 from hetero.types import CopyState, Kind, Lane, format_bytes
 
@@ -68,7 +68,7 @@ class Pool:
         self.n_bytes = n_bytes
         self.extent_numel = extent_numel
         self.pages = Pages(n_bytes, checked=paranoid())
-        self._executor = executor or Threads(n_threads)
+        self._executor = executor or IoThreads(n_threads)
         self._changed: threading.Condition = threading.Condition()
         self._in_flight = 0
         self._holders: Counter[int] = Counter()  # threads, and how many requests each has pinned
@@ -433,7 +433,7 @@ class NoPool:
     def close(self) -> None: ...
 
 
-def _attempt(act: Callable[[Slot, memoryview], None], extent: Extent) -> BaseException | None:
+def _attempt(act: Callable[[DiskSlot, memoryview], None], extent: Extent) -> BaseException | None:
     try:
         act(extent.slot, extent.view)
     except BaseException as error:

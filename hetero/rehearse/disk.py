@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hetero.device import Slab
 from hetero.dry import DryDevice
-from hetero.memory.nvme import Nvme, Slot, Urgent, Work
+from hetero.memory.nvme import DiskSlot, Nvme, Urgent, Work
 from hetero.memory.pool import Pool
 from hetero.types import Lane
 
@@ -153,10 +153,10 @@ class DryNvme(Nvme):
         super().__init__(folders, 0, **options)
         self._disk = disk
 
-    def read(self, slot: Slot, into: memoryview) -> None:
+    def read(self, slot: DiskSlot, into: memoryview) -> None:
         self._count(Lane.READ, slot, *self._disk.span)
 
-    def write(self, slot: Slot, data: memoryview) -> None:
+    def write(self, slot: DiskSlot, data: memoryview) -> None:
         self._count(Lane.WRITE, slot, *self._disk.span)
 
 
