@@ -28,12 +28,11 @@ from hetero.errors import BudgetError, StateError, TransferError
 from hetero.events import EventLog
 from hetero.memory.arena import FEW, SHELLS
 from hetero.memory.home import Home
+from hetero.memory.homecopy import HomeEvents
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import (
-    Bucket,
     Layout,
     ParamSpec,
-    Segment,
     build_layout,
     contiguous_stride,
 )
@@ -73,17 +72,12 @@ def flat_of(home: Home) -> torch.Tensor:
     return home.part(slice(None))
 
 
-class NoEvents:
-    """Nothing follows what happens to homes."""
-
-    def writing(self, bucket_id: int) -> None: ...
-
-    def overwriting(self, bucket: Bucket, start: int, end: int) -> Callable[[], None]:
-        return lambda: None
-
-    def written(self, segment: Segment) -> None: ...
-
-    def updated(self, bucket: Bucket) -> None: ...
+NO_EVENTS = HomeEvents(
+    writing=lambda bucket_id: None,
+    overwriting=lambda bucket, start, end: lambda: None,
+    written=lambda segment: None,
+    updated=lambda bucket: None,
+)
 
 
 class World:
@@ -120,7 +114,7 @@ class World:
             ledger=self.ledger,
             link=self.link,
             store=self.store,
-            events=NoEvents(),
+            events=NO_EVENTS,
             limit=limit,
             ceiling=ceiling,
             next_use=next_use,
@@ -675,7 +669,7 @@ def loop(n_buckets: int, n_frames: int, laps: int) -> float:
         ledger=ledger,
         link=Link(device, log),
         store=store,
-        events=NoEvents(),
+        events=NO_EVENTS,
         limit=limit,
         ceiling=limit,
         next_use=lambda bucket: bucket + 1.0,
