@@ -29,14 +29,6 @@ from hetero.types import CopyState, Kind, Tier
 PARAM = Kind.PARAM.value
 
 
-def _nothing() -> int:
-    return 0
-
-
-def _any(replica: Replica) -> bool:
-    return True
-
-
 class ChunkManager:
     """Residency of all buckets' PARAM copies between their homes and HBM frames."""
 
@@ -87,7 +79,7 @@ class ChunkManager:
 
     # -- pins ------------------------------------------------------------------------------------
 
-    def pin(self, ids: Sequence[int], why: str, spare: Callable[[], int] = _nothing) -> None:
+    def pin(self, ids: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0) -> None:
         """Make the buckets resident and hold them; a miss is fetched on demand.
 
         ``spare`` returns how many frames there may be besides now (see [Note: replicas apart]).
@@ -107,7 +99,7 @@ class ChunkManager:
                 self._device.check_read(replica.bytes)
 
     def _hold(
-        self, ids: Sequence[int], why: str, spare: Callable[[], int] = _nothing
+        self, ids: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0
     ) -> list[Replica]:
         """Pin the buckets, fetching what is missing; pins nothing when one of them fails."""
         held: list[Replica] = []
@@ -201,7 +193,7 @@ class ChunkManager:
             self._below.flush(replica, self.copies[bucket_id])
             self._drop(replica, why)
 
-    def evict_all(self, which: Callable[[Replica], bool] = _any) -> int:
+    def evict_all(self, which: Callable[[Replica], bool] = lambda r: True) -> int:
         """Evict all of ``which`` that are not held; returns the bytes that are resident still."""
         for bucket_id, replica in list(self.replicas.items()):
             if replica.may_leave and which(replica):
