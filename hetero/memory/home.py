@@ -3,8 +3,8 @@
 On HOST a home is one slab per kind and bucket, exactly sized and page-locked on CUDA. Every segment
 of a slab is its own storage, so that saving a state dict writes a tensor's bytes and not its
 neighbours'. A home on disk has the same views, which mean something while they are pinned (see
-[Note: addresses stay] in pages.py); for one on HOST, `HomeStore.held` and `runs` cost nothing. A
-home of parameters that are coded (codec.py) counts in items of the codec, and has no views of
+[Note: addresses stay] in pagecache.py); for one on HOST, `HomeStore.held` and `runs` cost nothing.
+A home of parameters that are coded (codec.py) counts in items of the codec, and has no views of
 values.
 
 [Note: copies that are shown]  A home on disk, or in code, cannot be aliased. A view of one of its

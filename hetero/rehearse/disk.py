@@ -166,7 +166,7 @@ class DryPool(Pool):
     def __init__(self, nvme: DryNvme, disk: DryDisk, n_bytes: int, *, extent_numel: int) -> None:
         super().__init__(nvme, n_bytes, extent_numel=extent_numel, executor=disk)
         self._changed = disk
-        self.pages.checked = False
+        self.cache.checked = False
         self.disk = disk
 
     def _first_page(self, slab: Slab, size_bytes: int, n_bytes: int, what: str) -> int:

@@ -167,7 +167,7 @@ def note(seen: Seen, engine: Engine) -> None:
         seen.extents = max(seen.extents, sum(len(tuple(extents)) for extents in needs))
         seen.read_bytes += engine.setup.stats.n_bytes[Lane.READ]
         seen.write_bytes += engine.setup.stats.n_bytes[Lane.WRITE]
-        seen.pool_peak, seen.pool_bytes = pool.pages.peak, pool.n_bytes
+        seen.pool_peak, seen.pool_bytes = pool.cache.peak, pool.n_bytes
 
 
 @dataclass(frozen=True)

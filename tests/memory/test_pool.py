@@ -144,7 +144,7 @@ def make_home(pool: Pool, n_extents: float, dtype: str = "u1") -> Home:
 
 
 def state(pool: Pool, extent: Extent) -> CopyState:
-    return pool.pages.table.state(extent.id, Tier.HOST)
+    return pool.cache.table.state(extent.id, Tier.HOST)
 
 
 def states(pool: Pool, home: Home) -> list[CopyState]:
@@ -184,7 +184,7 @@ def flushed(pool: Pool, home: Home) -> None:
         pool._flush(pool.n_bytes)
     pool.drain()
     with pool._changed:
-        assert pool.pages.evict(pool.n_bytes, ())
+        assert pool.cache.evict(pool.n_bytes, ())
     assert not resident(pool, home)
 
 
@@ -211,18 +211,18 @@ def test_a_home_larger_than_the_pool_keeps_every_number_within_the_budget(disk: 
     for i in range(31):
         with pool.pin(home.request(i, use=Use.FRESH)):
             home.array[i * NUMEL : (i + 1) * NUMEL] = wanted[i * NUMEL : (i + 1) * NUMEL]
-        assert pool.pages.used <= pool.n_bytes
+        assert pool.cache.used <= pool.n_bytes
     for i in random.Random(0).choices(range(31), k=100):
         with pool.pin(home.request(i, use=Use.WRITE)):
             part = slice(i * NUMEL, (i + 1) * NUMEL)
             assert np.array_equal(home.array[part], wanted[part])
             home.array[part] += 1
             wanted[part] += 1
-        assert pool.pages.used <= pool.n_bytes
+        assert pool.cache.used <= pool.n_bytes
     moved = pool.nvme.take_counts()
 
     assert moved[Lane.READ] > 20 * 4 * NUMEL and moved[Lane.WRITE] > 30 * 4 * NUMEL
-    assert pool.pages.peak == pool.n_bytes // (4 * NUMEL) * 4 * NUMEL
+    assert pool.cache.peak == pool.n_bytes // (4 * NUMEL) * 4 * NUMEL
     pool.close()
 
 
@@ -278,7 +278,7 @@ def test_the_last_extent_is_whole_where_the_home_ends(disk: Path, late: Late) ->
     }
     assert Request([Span(home, 0, 0)]).needs == {}
     with pool.pin(Request([])):
-        assert pool.pages.used == 0
+        assert pool.cache.used == 0
 
 
 def test_two_uses_of_one_extent_in_a_request_read_it_and_write_it(disk: Path, late: Late) -> None:
@@ -331,7 +331,7 @@ def test_a_discarded_home_is_zero_and_costs_nothing(disk: Path, late: Late) -> N
 
     pool.discard(home.extents)
 
-    assert pool.pages.used <= NUMEL
+    assert pool.cache.used <= NUMEL
     assert seen(pool, home) == [0, 0, 0, 0]
     assert pool.nvme.take_counts()[Lane.READ] == 0 and moved <= 4 * NUMEL
     assert seen(pool, other) == [5]
@@ -397,7 +397,7 @@ def test_evicted_extents_give_their_memory_back_to_the_system(
                 if use is not Use.READ:
                     home.array[start : start + extent_bytes] = 1 + use
             most = max(most, resident_bytes() - before)
-        assert pool.pages.used <= pool.n_bytes
+        assert pool.cache.used <= pool.n_bytes
     pool.discard(home.extents)
 
     assert 4 * mib < most <= 8 * mib + 4 * mib
@@ -469,7 +469,7 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_bytes(disk: Path, la
 
     assert failure.value.tier == "HOST" and failure.value.needed_bytes == 4 * NUMEL
     assert "raise host= by 4 KiB" in failure.value.advice
-    assert pool.pages.used == 0 and not any(extent.pins for extent in home.extents.all)
+    assert pool.cache.used == 0 and not any(extent.pins for extent in home.extents.all)
 
 
 def test_who_holds_too_much_to_get_more_is_told_at_once(disk: Path, watchdog: None) -> None:
@@ -515,7 +515,7 @@ def test_a_thread_that_waits_for_room_goes_on_when_another_lets_go(
             time.sleep(0.05)
             assert not two.done()
         two.result()
-    assert pool.pages.used <= pool.n_bytes
+    assert pool.cache.used <= pool.n_bytes
     pool.close()
 
 
@@ -770,7 +770,7 @@ def test_a_scan_finds_its_extents_in_memory(disk: Path, late: Late) -> None:
 
 def check_nothing_is_held(pool: Pool, home: Home) -> None:
     assert not any(extent.pins for extent in home.extents.all)
-    assert pool.pages.used <= pool.n_bytes
+    assert pool.cache.used <= pool.n_bytes
 
 
 def test_a_read_that_fails_is_told_and_the_next_who_asks_tries_again(
@@ -1330,9 +1330,9 @@ class PoolMachine(RuleBasedStateMachine):
         for home in self.homes:
             for extent in home.extents.all:
                 sizes[state(pool, extent)] += extent.n_bytes
-        assert sizes == Counter({s: n for s, n in pool.pages.bytes.items() if n})
-        assert pool.pages.used == sum(sizes.values()) - sizes[ABSENT]
-        assert pool.pages.used <= pool.pages.peak <= pool.n_bytes
+        assert sizes == Counter({s: n for s, n in pool.cache.bytes.items() if n})
+        assert pool.cache.used == sum(sizes.values()) - sizes[ABSENT]
+        assert pool.cache.used <= pool.cache.peak <= pool.n_bytes
 
     @invariant()
     def pins_and_states_agree(self) -> None:
@@ -1344,13 +1344,13 @@ class PoolMachine(RuleBasedStateMachine):
             for extent in home.extents.all:
                 found = state(pool, extent)
                 assert extent.pins == pinned[extent] >= 0
-                assert (extent in pool.pages.resident) == (found is not ABSENT)
+                assert (extent in pool.cache.resident) == (found is not ABSENT)
                 assert not extent.pins or found in (CLEAN, DIRTY, FLUSHING)
-                assert extent not in pool.pages.window or found is not ABSENT
+                assert extent not in pool.cache.window or found is not ABSENT
                 moving += found in (FILLING, FLUSHING)
         assert moving == pool._in_flight == len(self.late.todo)
-        kept = sum(extent.n_bytes for extent in pool.pages.window._kept)
-        assert kept == pool.pages.window.kept_bytes
+        kept = sum(extent.n_bytes for extent in pool.cache.window._kept)
+        assert kept == pool.cache.window.kept_bytes
         assert pool._n_waiting == 0 and sum(pool._holders.values()) == len(self.held)
 
     @invariant()
@@ -1460,7 +1460,7 @@ class Stress:
 
     def turn(self, request: Request, which: list[int], use: Use) -> None:
         with self.pool.pin(request):
-            assert self.pool.pages.used <= self.pool.n_bytes
+            assert self.pool.cache.used <= self.pool.n_bytes
             for home, i in itertools.product(self.homes, which):
                 part = home.array[i * NUMEL : (i + 1) * NUMEL]
                 if use is not Use.FRESH:
@@ -1486,7 +1486,7 @@ class Stress:
         for home in self.homes:
             assert seen(self.pool, home) == list(self.counts)
         assert not any(e.pins for home in (*self.homes, self.shared) for e in home.extents.all)
-        assert self.pool.pages.peak <= self.pool.n_bytes
+        assert self.pool.cache.peak <= self.pool.n_bytes
         self.pool.drain()
         assert not self.pool._in_flight and not self.pool._holders
         self.pool.close()

@@ -63,7 +63,7 @@ class Window:
         return True
 
 
-class Pages:
+class PageCache:
     """Memory of ``n_bytes``; ``checked`` poisons what leaves it."""
 
     def __init__(self, n_bytes: int, *, checked: bool) -> None:
