@@ -348,13 +348,14 @@ class ChunkManager:
 
     def _adopt_copies(self, bucket_id: int, *, held: bool = True) -> None:
         """Take what was written to copies of a home (see [Note: copies that are shown])."""
-        copy, replica = self.copies[bucket_id], self.replicas.get(bucket_id)
+        copy = self.copies[bucket_id]
         if not copy.home.copies or copy.update is not None:
             return
         written = copy.home.written(held=held)
         if not written:
             return
         self._events.writing(bucket_id)
+        replica = self.replicas.get(bucket_id)
         if replica is not None and replica.is_news:
             self._below.wait_fetch(replica)
             self._below.flush(replica, copy)  # the other segments: these are written over it
