@@ -27,7 +27,7 @@ ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
 UNDO = "undo"  # why a replica is fetched over what was written to it
 
 
-class Below:
+class LocalBelow:
     """Fetches replicas from their homes and flushes them there.
 
     ``counts`` of the manager it works for; ``workspace`` is where codes are decoded.

@@ -67,7 +67,7 @@ class Extents:
             yield self.all[at], Use.WRITE if part else use
 
 
-class Paged(Protocol):
+class HasExtents(Protocol):
     """Elements of which some may lie in extents."""
 
     def needs(self, start: int, end: int, use: Use) -> Iterable[tuple[Extent, Use]]:
@@ -77,7 +77,7 @@ class Paged(Protocol):
 class Span(NamedTuple):
     """Elements [start, end) of a home."""
 
-    home: Paged
+    home: HasExtents
     start: int
     end: int
     use: Use = Use.READ

@@ -1,7 +1,7 @@
 """The chunk manager: pins, fetches, flushes and evicts the parameters' copies (floor 1, mechanism).
 
 A bucket has a home (homecopy.py) and, while it is resident, a replica (replica.py) in frames of the
-arena (arena.py); bytes move between the two through `Below`. What concerns both is here.
+arena (arena.py); bytes move between the two through `LocalBelow`. What concerns both is here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hetero.config import paranoid
 from hetero.device import Device
 from hetero.errors import BudgetError, ConfigError, StateError, StorageError
 from hetero.memory.arena import Arena
-from hetero.memory.below import UNDO, Below
+from hetero.memory.below import UNDO, LocalBelow
 from hetero.memory.chunk import CopyTable
 from hetero.memory.codec import Workspace
 from hetero.memory.frame import FramePlace
@@ -75,7 +75,9 @@ class ChunkManager:
             )
             for bucket in layout.buckets
         ]
-        self._below = Below(device, link, events=events, workspace=workspace, counts=self.counts)
+        self._below = LocalBelow(
+            device, link, events=events, workspace=workspace, counts=self.counts
+        )
 
     # -- pins ------------------------------------------------------------------------------------
 
