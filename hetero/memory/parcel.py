@@ -24,7 +24,7 @@ from hetero.io import align_up
 from hetero.memory.extent import Extents, Request, Span, Use
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.memory.pool import Pool
+from hetero.memory.pool import NoPool, Pool
 from hetero.memory.transfers import Landing, Transfers
 from hetero.types import Kind, Lane, Tier, format_bytes
 
@@ -41,26 +41,44 @@ class ParcelChunk:
     ``beyond`` is the tier that has no room for it, where it is in memory only to be counted.
     """
 
-    __slots__ = ("beyond", "bytes", "extents", "idle", "slab")
+    __slots__ = ("beyond", "bytes", "idle", "slab")
+    stays = True
+    """Whether it is in memory all the time."""
 
     def __init__(
         self,
         slab: Slab,
         n_bytes: int,
-        extents: Extents | None = None,
         beyond: Tier | None = None,
     ) -> None:
         self.beyond = beyond
         self.slab = slab
         self.bytes = slab.carve(0, n_bytes)
-        self.extents = extents
         self.idle: tuple[Ticket, ...] = ()
 
-    def request(self, use: Use) -> Request | None:
-        """Return what has to be pinned of it; None on HOST."""
-        if self.extents is None:
-            return None
-        return Request([Span(self.extents, 0, self.bytes.numel() // ELEMENT_BYTES, use)])
+    def request(self, use: Use) -> Request:
+        """Return what has to be pinned of it: nothing on HOST."""
+        return Request(())
+
+    def discard(self, pool: Pool | NoPool) -> None:
+        """Let its content on disk go."""
+
+
+class DiskChunk(ParcelChunk):
+    """A chunk on disk, in memory while it is pinned."""
+
+    __slots__ = ("_extents",)
+    stays = False
+
+    def __init__(self, slab: Slab, n_bytes: int, extents: Extents) -> None:
+        super().__init__(slab, n_bytes)
+        self._extents = extents
+
+    def request(self, use: Use) -> Request:
+        return Request([Span(self._extents, 0, self.bytes.numel() // ELEMENT_BYTES, use)])
+
+    def discard(self, pool: Pool | NoPool) -> None:
+        pool.discard(self._extents)
 
 
 class ParcelPiece(NamedTuple):
@@ -90,7 +108,7 @@ class ParcelStore:
 
     Args:
         chunk_bytes: of every chunk, a multiple of 64.
-        pool: where chunks go that HOST has no room for; None: nowhere.
+        pool: where chunks go that HOST has no room for.
         reserved: returns the bytes of a tier that others have not taken yet and will.
         counts_on: whether what passes a budget is counted, for `refusal`, and not an error at once.
     """
@@ -102,14 +120,14 @@ class ParcelStore:
         ledger: Ledger,
         *,
         chunk_bytes: int,
-        pool: Pool | None,
+        pool: Pool | NoPool,
         reserved: Callable[[Tier], int],
         counts_on: bool,
     ) -> None:
         self._device = device
         self._link = link
         self._ledger = ledger
-        self._chunk_bytes = chunk_bytes if pool is None else align_up(chunk_bytes)
+        self._chunk_bytes = align_up(chunk_bytes) if pool.spills else chunk_bytes
         self._pool = pool
         self._reserved = reserved
         self._counts_on = counts_on
@@ -176,32 +194,30 @@ class ParcelStore:
 
     def announce(self, parcel: Parcel) -> None:
         """Say that a parcel is fetched soon: what lies on disk of it is read ahead."""
-        if self._pool is not None:
-            requests = (chunk.request(Use.READ) for chunk in parcel.chunks)
-            self._pool.ahead(request for request in requests if request is not None)
+        self._pool.ahead(chunk.request(Use.READ) for chunk in parcel.chunks)
 
     def discard(self, parcel: Parcel) -> None:
         """Let a parcel's bytes go: it is not fetched any more."""
         for chunk in parcel.chunks:
-            if chunk.extents is not None and self._pool is not None:
-                self.transfers.finish()
-                self._pool.discard(chunk.extents)
-                self._free.insert(0, chunk)
-            elif chunk.beyond is not None:
+            if chunk.beyond is not None:
                 self._release(chunk)
                 self._beyond[chunk.beyond] -= 1
-            else:
+            elif chunk.stays:
                 self._free.append(chunk)
+            else:
+                self.transfers.finish()
+                chunk.discard(self._pool)
+                self._free.insert(0, chunk)
         parcel.chunks = []
 
     def trim(self) -> None:
         """Give HOST the memory of free chunks back."""
         self.transfers.finish()
         for chunk in self._free:
-            if chunk.extents is None:
+            if chunk.stays:
                 self._release(chunk)
                 self._ledger.credit(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes)
-        self._free = [chunk for chunk in self._free if chunk.extents is not None]
+        self._free = [chunk for chunk in self._free if not chunk.stays]
 
     def refusal(self) -> OutOfMemory | None:
         """Return the error of what passed a budget since this was asked last."""
@@ -229,7 +245,7 @@ class ParcelStore:
         down = lane is Lane.D2H
         request = chunk.request(Use.FRESH if down else Use.READ)
         pins = ExitStack()
-        if request is not None and self._pool is not None:
+        if request.needs:
             self.transfers.finish()  # one chunk is pinned at a time: the pool may be that small
             pins.enter_context(self._pool.pin(request))
         with pins:
@@ -246,7 +262,7 @@ class ParcelStore:
                     why=WHAT,
                 )
             chunk.idle = (ticket,)
-            if down or request is not None:  # who fetches holds the targets, until it has waited
+            if down or request.needs:  # who fetches holds the targets, until it has waited
                 kept = (tensors, held) if down else None
                 self.transfers.queue(self._landing(ticket), kept, then=pins.pop_all().close)
         return ticket
@@ -265,7 +281,7 @@ class ParcelStore:
 
     def _take(self) -> ParcelChunk:
         """Return a free chunk: one that was used before, a new one on HOST, or one on disk."""
-        if self._free and self._free[-1].extents is None:
+        if self._free and self._free[-1].stays:
             return self._free.pop()
         has_room = self._room(Tier.HOST) >= self._chunk_bytes
         if self._free and not has_room:
@@ -273,7 +289,7 @@ class ParcelStore:
         if has_room:
             self._ledger.charge(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes, WHAT)
             return ParcelChunk(self._device.slab(self._chunk_bytes), self._chunk_bytes)
-        if self._pool is None:
+        if not self._pool.spills:
             return self._take_beyond(Tier.HOST)
         if self._room(Tier.NVME) < self._chunk_bytes:
             return self._take_beyond(Tier.NVME)
@@ -281,7 +297,7 @@ class ParcelStore:
         extents = self._pool.adopt(
             Kind.ACTIVATION, slab, self._chunk_bytes, ELEMENT_BYTES, f"{WHAT} on disk"
         )
-        return ParcelChunk(slab, self._chunk_bytes, extents)
+        return DiskChunk(slab, self._chunk_bytes, extents)
 
     def _room(self, tier: Tier) -> int:
         """Return the bytes that chunks may still take; without a budget, of the machine."""
@@ -320,7 +336,7 @@ class ParcelStore:
             f"{format_bytes(used + beyond)} of activations go to {tier.name}; {whose} has no room"
             f" for them beside homes, {beyond - here} bytes short",
             advice=f"raise {name}= to {needed} bytes or more, use activations='recompute', or lower"
-            f" the batch{', or name a directory on a drive with nvme=' * (self._pool is None)}",
+            f" the batch{', or name a directory on a drive with nvme=' * (not self._pool.spills)}",
             tier=tier.name,
             needed_bytes=needed,
         )

@@ -14,6 +14,7 @@ from hetero.events import EventLog
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.parcel import ParcelStore
+from hetero.memory.pool import NoPool
 from hetero.types import Lane, Tier
 from tests.memory.test_manager_machine import World
 
@@ -62,7 +63,7 @@ def test_a_chunk_is_filled_anew_behind_the_copy_that_still_reads_it() -> None:
         Link(device, EventLog()),
         ledger,
         chunk_bytes=4096,
-        pool=None,
+        pool=NoPool(),
         reserved=lambda tier: 0,
         counts_on=False,
     )

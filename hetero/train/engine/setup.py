@@ -20,7 +20,6 @@ from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.parcel import ParcelStore
-from hetero.memory.pool import Pool
 from hetero.train.access.hooks import Hooks
 from hetero.train.activations.offload import MIN_BYTES, Offload
 from hetero.train.engine.blueprint import Blueprint
@@ -198,7 +197,7 @@ def make_offload(
         Link(device, log),  # counted by itself: `StepStats` is of parameters
         ledger,
         chunk_bytes=chunk_bytes,
-        pool=store.pool if isinstance(store.pool, Pool) else None,
+        pool=store.pool,
         reserved=unclaimed(budget, ledger, store.tier),
         counts_on=required,
     )
