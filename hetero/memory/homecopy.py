@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from hetero.errors import TransferError, too_early
 from hetero.events import EventLog, What
 from hetero.memory.chunk import CopyTable
-from hetero.memory.extent import Request, Span
+from hetero.memory.extent import PinSpan, Request
 from hetero.memory.home import Home, cut
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.pool import NoPool, Pool
@@ -114,7 +114,7 @@ class HomeCopy:
         if self._announced is None:
             items = self.home.items(0, self.bucket.segments[-1].end)
             runs = cut(items.start, items.stop, self.home.extent_numel)
-            self._announced = [Request([Span(self.home, r.start, r.stop)]) for r in runs]
+            self._announced = [Request([PinSpan(self.home, r.start, r.stop)]) for r in runs]
             self._pool.ahead(self._announced)
         return not all(map(self._pool.ready, self._announced))
 

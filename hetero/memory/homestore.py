@@ -11,7 +11,7 @@ import torch
 from hetero.device import Device
 from hetero.io import align_up
 from hetero.memory.codec import EXACT
-from hetero.memory.extent import Request, Span, Use
+from hetero.memory.extent import PinSpan, PinUse, Request
 from hetero.memory.home import DiskHome, Home, HostHome, cut
 from hetero.memory.layout import Bucket
 from hetero.memory.ledger import Ledger
@@ -89,11 +89,11 @@ class HomeStore:
         """Hold what a request names in memory for the length of a block (see `Pool.pin`)."""
         return self.pool.pin(request) if request.needs else _NOTHING
 
-    def runs(self, start: int, end: int, *uses: tuple[Home, Use]) -> Iterator[slice]:
+    def runs(self, start: int, end: int, *uses: tuple[Home, PinUse]) -> Iterator[slice]:
         """Yield [start, end), in items of the homes, in runs that are pinned in all of them until
         the next is asked for."""
         for run in cut(start, end, min(home.extent_numel for home, _ in uses)):
-            with self.held(Request(Span(home, run.start, run.stop, use) for home, use in uses)):
+            with self.held(Request(PinSpan(home, run.start, run.stop, use) for home, use in uses)):
                 yield run
 
     def take_all(self, *, held: bool = True) -> None:

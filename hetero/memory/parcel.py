@@ -21,7 +21,7 @@ from hetero.config import describe_limit
 from hetero.device import Device, Slab, Ticket, release_slab
 from hetero.errors import OutOfMemory
 from hetero.io import align_up
-from hetero.memory.extent import Extents, Request, Span, Use
+from hetero.memory.extent import Extents, PinSpan, PinUse, Request
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.pool import NoPool, Pool
@@ -56,7 +56,7 @@ class ParcelChunk:
         self.bytes = slab.carve(0, n_bytes)
         self.idle: tuple[Ticket, ...] = ()
 
-    def request(self, use: Use) -> Request:
+    def request(self, use: PinUse) -> Request:
         """Return what has to be pinned of it: nothing on HOST."""
         return Request(())
 
@@ -74,8 +74,8 @@ class DiskChunk(ParcelChunk):
         super().__init__(slab, n_bytes)
         self._extents = extents
 
-    def request(self, use: Use) -> Request:
-        return Request([Span(self._extents, 0, self.bytes.numel() // ELEMENT_BYTES, use)])
+    def request(self, use: PinUse) -> Request:
+        return Request([PinSpan(self._extents, 0, self.bytes.numel() // ELEMENT_BYTES, use)])
 
     def discard(self, pool: Pool | NoPool) -> None:
         pool.discard(self._extents)
@@ -194,7 +194,7 @@ class ParcelStore:
 
     def announce(self, parcel: Parcel) -> None:
         """Say that a parcel is fetched soon: what lies on disk of it is read ahead."""
-        self._pool.ahead(chunk.request(Use.READ) for chunk in parcel.chunks)
+        self._pool.ahead(chunk.request(PinUse.READ) for chunk in parcel.chunks)
 
     def discard(self, parcel: Parcel) -> None:
         """Let a parcel's bytes go: it is not fetched any more."""
@@ -243,7 +243,7 @@ class ParcelStore:
     ) -> Ticket:
         """Queue the copies between one chunk and the storages that lie in it."""
         down = lane is Lane.D2H
-        request = chunk.request(Use.FRESH if down else Use.READ)
+        request = chunk.request(PinUse.FRESH if down else PinUse.READ)
         pins = ExitStack()
         if request.needs:
             self.transfers.finish()  # one chunk is pinned at a time: the pool may be that small

@@ -29,7 +29,7 @@ from hetero.device import HUGE_PAGE, Slab
 from hetero.errors import BudgetError, DiskFull, ForkedProcessError, StateError, afresh
 from hetero.events import EventLog
 from hetero.io import Folder, align_up
-from hetero.memory.extent import Extent, Extents, Request, Use
+from hetero.memory.extent import Extent, Extents, PinUse, Request
 from hetero.memory.ledger import Ledger
 from hetero.memory.nvme import DiskSlot, Executor, IoThreads, Nvme
 from hetero.memory.pagecache import PageCache, Window, ask_for_pages
@@ -135,7 +135,9 @@ class Pool:
         """Whether `pin` would not wait for a read."""
         with self._changed:
             needs = request.needs
-            unread = (self.cache.is_unread(e) and use is not Use.FRESH for e, use in needs.items())
+            unread = (
+                self.cache.is_unread(e) and use is not PinUse.FRESH for e, use in needs.items()
+            )
             return not (self._is_filling(needs) or any(unread))
 
     def ahead(self, requests: Iterable[Request]) -> None:
@@ -249,9 +251,9 @@ class Pool:
             return
         with self._changed:
             for extent, use in request.needs.items():
-                if use is Use.FRESH and whole:
+                if use is PinUse.FRESH and whole:
                     extent.blank = False
-                if use is not Use.READ and not extent.blank:
+                if use is not PinUse.READ and not extent.blank:
                     self.cache.move(extent, DIRTY, "write")
             self._unpin(request, me)
 
@@ -282,7 +284,7 @@ class Pool:
 
     def _has_room(self, request: Request) -> bool:
         for extent, use in request.needs.items():
-            if use is not Use.READ and self.cache.state(extent) is FLUSHING:
+            if use is not PinUse.READ and self.cache.state(extent) is FLUSHING:
                 return False  # it must not change while it is written
         while not self.cache.evict(self.cache.missing(request), request.needs):
             self.cache.later.requests.clear()  # what would be read now would be given up again
@@ -315,7 +317,7 @@ class Pool:
             self.cache.move(extent, FLUSHING, "flush")
             self._begin(Lane.WRITE, extent)
 
-    def _bring(self, extent: Extent, use: Use) -> None:
+    def _bring(self, extent: Extent, use: PinUse) -> None:
         """Give an extent memory, and its content where the user looks at that."""
         if self.cache.enter(extent, use):
             self._begin(Lane.READ, extent)
@@ -350,7 +352,7 @@ class Pool:
             for extent in coming:
                 window.keep(extent, self.cache.clock)
                 if self.cache.state(extent) is ABSENT:
-                    self._bring(extent, Use.READ)
+                    self._bring(extent, PinUse.READ)
         return True
 
     # -- transfers, on their own threads ---------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError, StateError
-from hetero.memory.extent import Use
+from hetero.memory.extent import PinUse
 from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment, row
@@ -139,9 +139,9 @@ class Masters:
         """Write fp32 numbers as working weights and what these leave of them."""
         bucket = self._bucket(segment)
         home = self._home(bucket)
-        uses = [(home, Use.FRESH)]
+        uses = [(home, PinUse.FRESH)]
         if bucket.has_master:
-            uses.append((self.low(bucket), Use.FRESH))
+            uses.append((self.low(bucket), PinUse.FRESH))
         for run in self._store.runs(first, first + exact.numel(), *uses):
             working = home.part(run)
             if bucket.has_master:
@@ -155,9 +155,9 @@ class Masters:
         bucket = self._bucket(segment)
         home = self._home(bucket)
         exact = home.empty(segment, torch.float32)
-        uses = [(home, Use.READ)]
+        uses = [(home, PinUse.READ)]
         if bucket.has_master:
-            uses.append((self.low(bucket), Use.READ))
+            uses.append((self.low(bucket), PinUse.READ))
         for run in self._store.runs(segment.offset, segment.end, *uses):
             part = home.part(run)
             if bucket.has_master:
@@ -187,7 +187,7 @@ class Masters:
         bucket = self._bucket(segment)
         if bucket.has_master:
             home, low = self._home(bucket), self.low(bucket)
-            uses = (home, Use.READ), (low, Use.FRESH)
+            uses = (home, PinUse.READ), (low, PinUse.FRESH)
             with host_work():
                 for run in self._store.runs(segment.offset, segment.end, *uses):
                     self._reset(home.part(run), low.part(run), None)
@@ -225,7 +225,7 @@ class Masters:
         changed = home.part(slice(start, end)).view(torch.int16) != before.view(torch.int16)
         if not changed.is_meta and bool(changed.any()):  # without bytes, nothing is written
             low = self.low(bucket)
-            for run in low.runs(start, end, Use.WRITE):
+            for run in low.runs(start, end, PinUse.WRITE):
                 where = changed[run.start - start : run.stop - start]
                 self._reset(home.part(run), low.part(run), where)
 
