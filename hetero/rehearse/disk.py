@@ -18,7 +18,7 @@ LANES = (Lane.READ, Lane.WRITE)
 DiskSeconds = Callable[[Lane, int, bool], float]
 
 
-class Transfer(NamedTuple):
+class DriveTransfer(NamedTuple):
     """Something that is to be read or written; ``work`` is what follows when it is."""
 
     asked: float
@@ -51,7 +51,7 @@ class DryDisk(threading.Condition):
         """Of the transfer that was done last."""
         self._device = device
         self._seconds = seconds
-        self._waiting: dict[Lane, deque[Transfer]] = {lane: deque() for lane in LANES}
+        self._waiting: dict[Lane, deque[DriveTransfer]] = {lane: deque() for lane in LANES}
         self._running: dict[Lane, Running] = {}
         self._free_at = dict.fromkeys(LANES, 0.0)
         self._elsewhere: float | None = None  # the time of who looks, when it is not the device's
@@ -72,7 +72,7 @@ class DryDisk(threading.Condition):
 
     def submit(self, lane: Lane, n_bytes: int, work: Work, urgent: Urgent) -> None:
         """Queue a transfer."""
-        self._waiting[lane].append(Transfer(self.now(), n_bytes, work, urgent))
+        self._waiting[lane].append(DriveTransfer(self.now(), n_bytes, work, urgent))
         self._next(lane)
 
     def close(self) -> None: ...
