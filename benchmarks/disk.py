@@ -28,7 +28,7 @@ from hetero.device import paged_slab
 from hetero.errors import BudgetError
 from hetero.events import EventLog
 from hetero.io import IO, File, Folder, align_up, aligned_buffer
-from hetero.memory.extent import Extents, Request, Span, Use
+from hetero.memory.extent import Extents, PinSpan, PinUse, Request
 from hetero.memory.ledger import Ledger
 from hetero.memory.pool import Pool, open_pool
 from hetero.recipes.gpt import GPT, GPTConfig
@@ -63,14 +63,14 @@ class Homes(NamedTuple):
 
 
 def scanned(
-    pool: Pool, home: Homes, use: Use, home_bytes: int = HOME_BYTES, size_bytes: int = SIZE
+    pool: Pool, home: Homes, use: PinUse, home_bytes: int = HOME_BYTES, size_bytes: int = SIZE
 ) -> float:
     """Pin a home in extents of ``size_bytes`` from end to end; returns bytes moved a second."""
     pool.drain()
     pool.nvme.take_counts()
     step = size_bytes // 4
     starts = range(0, home_bytes // 4, step)
-    requests = [Request([Span(home.extents, at, at + step, use)]) for at in starts]
+    requests = [Request([PinSpan(home.extents, at, at + step, use)]) for at in starts]
     began = time.perf_counter()
     pool.ahead(requests)
     for request in requests:
@@ -101,7 +101,7 @@ def home_of(pool: Pool, n_bytes: int) -> Homes:
 
 def disk(device: str | None = None) -> Figures:
     """The tier reading, writing and both, over O_DIRECT alone on the same directory."""
-    uses = {"write": Use.FRESH, "read": Use.READ, "both": Use.WRITE}
+    uses = {"write": PinUse.FRESH, "read": PinUse.READ, "both": PinUse.WRITE}
     ratios: dict[str, list[float]] = {name: [] for name in uses}
     rates: dict[str, list[float]] = {name: [] for name in uses}
     with scratch() as path, Folder.open(path) as folder:
@@ -110,8 +110,8 @@ def disk(device: str | None = None) -> Figures:
         with folder.private() as file:
             file.reserve(HOME_BYTES)
             # unwritten blocks read as zeros, at no cost
-            raw(file, Use.FRESH, pool.n_threads, HOME_BYTES)
-            scanned(pool, home, Use.FRESH)
+            raw(file, PinUse.FRESH, pool.n_threads, HOME_BYTES)
+            scanned(pool, home, PinUse.FRESH)
             for number in range(ROUNDS):
                 for name, use in uses.items():
                     sides: list[Callable[[], float]] = [
@@ -404,7 +404,7 @@ def page_cache(device: str | None = None) -> Figures:
         home = home_of(pool, HOME_BYTES)
         before = cached_bytes()
         for _ in range(SPILLED_BYTES // HOME_BYTES):
-            scanned(pool, home, Use.WRITE)
+            scanned(pool, home, PinUse.WRITE)
         cached = sum(pages_in_cache(fd, n) for fd, n in pool.nvme.open_files())
         grown = cached_bytes() - before
         direct = pool.nvme.direct

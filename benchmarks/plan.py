@@ -28,7 +28,7 @@ from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import BudgetError, ConfigError
 from hetero.io import Folder
-from hetero.memory.extent import Use
+from hetero.memory.extent import PinUse
 from hetero.plan.hardware import dump, find
 from hetero.plan.machine import Figure as Measured
 from hetero.plan.machine import MachineProfile
@@ -304,12 +304,12 @@ def tier_beside_compute(rig: Rig) -> Iterator[Probe]:
     Digests, page tables and threads that take turns cost a machine of few cores more than its drive
     does.
     """
-    uses = {"write": Use.FRESH, "read": Use.READ, "mixed": Use.WRITE}
+    uses = {"write": PinUse.FRESH, "read": PinUse.READ, "mixed": PinUse.WRITE}
     for size in TIER_BLOCKS:
         with scratch() as path, Folder.open(path) as folder, computing():
             pool = make_pool(folder, TIER_BYTES, TIER_BYTES // 4, size)
             home = home_of(pool, TIER_BYTES)
-            scanned(pool, home, Use.FRESH, TIER_BYTES, size)
+            scanned(pool, home, PinUse.FRESH, TIER_BYTES, size)
             for name, use in uses.items():
                 sample = partial(scanned, pool, home, use, TIER_BYTES, size)
                 yield Probe(f"nvme.{name}", (size,), sample)

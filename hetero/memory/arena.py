@@ -17,7 +17,7 @@ from hetero.device import Device, Slab, Ticket
 from hetero.errors import OutOfMemory
 from hetero.events import EventLog, What
 from hetero.memory.chunk import CopyTable
-from hetero.memory.frame import FrameMap, Place
+from hetero.memory.frame import FrameMap, FramePlace
 from hetero.memory.layout import Bucket, Layout
 from hetero.memory.ledger import Ledger
 from hetero.memory.replica import APART, Replica
@@ -74,7 +74,7 @@ class Arena:
 
     # -- places ----------------------------------------------------------------------------------
 
-    def place(self, bucket: Bucket, spare: Callable[[], int]) -> Place:
+    def place(self, bucket: Bucket, spare: Callable[[], int]) -> FramePlace:
         """Return where a bucket can stand, apart where there are ``spare`` frames for it.
 
         Raises OutOfMemory.
@@ -84,7 +84,7 @@ class Arena:
             n_spare = spare()
             if n_spare < bucket.granules:
                 raise self._no_room(bucket, n_spare)
-            place = Place(APART, ())
+            place = FramePlace(APART, ())
         return place
 
     def owners(self, bucket: Bucket, start: int) -> tuple[int, ...] | None:

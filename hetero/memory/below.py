@@ -16,7 +16,7 @@ import torch
 from hetero.device import Device, Ticket
 from hetero.errors import StateError
 from hetero.memory.codec import ENCODED_AT_ONCE, Workspace, is_finite
-from hetero.memory.extent import Use
+from hetero.memory.extent import PinUse
 from hetero.memory.homecopy import HomeCopy, HomeEvents
 from hetero.memory.layout import Segment
 from hetero.memory.link import Link
@@ -27,7 +27,7 @@ ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
 UNDO = "undo"  # why a replica is fetched over what was written to it
 
 
-class Below:
+class LocalBelow:
     """Fetches replicas from their homes and flushes them there.
 
     ``counts`` of the manager it works for; ``workspace`` is where codes are decoded.
@@ -57,7 +57,7 @@ class Below:
         after, size = tuple(after), home.item_dtype.itemsize
         items = home.items(0, bucket.segments[-1].end)
         try:
-            for run in home.runs(items.start, items.stop, Use.READ):
+            for run in home.runs(items.start, items.stop, PinUse.READ):
                 place = replica.incoming[run.start * size : run.stop * size]
                 part = home.part(run).view(torch.uint8)
                 replica.ready = self._move(Lane.H2D, place, part, replica, after, why)
@@ -140,7 +140,7 @@ class Below:
     def _bring_home(self, replica: Replica, copy: HomeCopy, elements: slice) -> None:
         """Overwrite elements at home; masters are told before and after."""
         size = replica.bucket.dtype.itemsize
-        for run in copy.home.runs(elements.start, elements.stop, Use.WRITE):
+        for run in copy.home.runs(elements.start, elements.stop, PinUse.WRITE):
             landed = self._events.overwriting(replica.bucket, run.start, run.stop)
             source = replica.bytes[run.start * size : run.stop * size]
             after = (self._device.mark(),)

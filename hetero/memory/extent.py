@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from hetero.memory.nvme import Slot
+from hetero.memory.nvme import DiskSlot
 
 
-class Use(IntEnum):
+class PinUse(IntEnum):
     """What a pinned span is for."""
 
     READ = 0
@@ -32,7 +32,7 @@ class Extent:
     )
 
     def __init__(
-        self, id: int, mapping: mmap.mmap | None, page: int, n_bytes: int, slot: Slot
+        self, id: int, mapping: mmap.mmap | None, page: int, n_bytes: int, slot: DiskSlot
     ) -> None:
         self.id = id
         self.mapping = mapping
@@ -57,30 +57,30 @@ class Extents:
         self._size = size
         self._numel = numel
 
-    def needs(self, start: int, end: int, use: Use) -> Iterator[tuple[Extent, Use]]:
+    def needs(self, start: int, end: int, use: PinUse) -> Iterator[tuple[Extent, PinUse]]:
         """Yield the extents that elements [start, end) touch, and what each is needed for."""
         if end <= start:
             return
         for at in range(start // self._size, (end - 1) // self._size + 1):
             first, last = at * self._size, min((at + 1) * self._size, self._numel)
-            part = use is Use.FRESH and not (start <= first and last <= end)
-            yield self.all[at], Use.WRITE if part else use
+            part = use is PinUse.FRESH and not (start <= first and last <= end)
+            yield self.all[at], PinUse.WRITE if part else use
 
 
-class Paged(Protocol):
+class HasExtents(Protocol):
     """Elements of which some may lie in extents."""
 
-    def needs(self, start: int, end: int, use: Use) -> Iterable[tuple[Extent, Use]]:
+    def needs(self, start: int, end: int, use: PinUse) -> Iterable[tuple[Extent, PinUse]]:
         """Return the extents that elements [start, end) touch, and what each is needed for."""
 
 
-class Span(NamedTuple):
+class PinSpan(NamedTuple):
     """Elements [start, end) of a home."""
 
-    home: Paged
+    home: HasExtents
     start: int
     end: int
-    use: Use = Use.READ
+    use: PinUse = PinUse.READ
 
 
 class Request:
@@ -88,19 +88,19 @@ class Request:
 
     __slots__ = ("asked_at", "n_bytes", "needs")
 
-    def __init__(self, spans: Iterable[Span]) -> None:
-        self.needs: dict[Extent, Use] = {}
+    def __init__(self, spans: Iterable[PinSpan]) -> None:
+        self.needs: dict[Extent, PinUse] = {}
         self.asked_at = 0
         for span in spans:
             for extent, use in span.home.needs(span.start, span.end, span.use):
-                self.needs[extent] = use if self.needs.get(extent, use) is use else Use.WRITE
+                self.needs[extent] = use if self.needs.get(extent, use) is use else PinUse.WRITE
         self.n_bytes = sum(extent.n_bytes for extent in self.needs)
 
     def again(self) -> Request:
         """Return what the same work needs the next time, without what it only reads: that is new
         then."""
         request = Request(())
-        changed = (extent for extent, use in self.needs.items() if use is not Use.READ)
-        request.needs = dict.fromkeys(changed, Use.WRITE)
+        changed = (extent for extent, use in self.needs.items() if use is not PinUse.READ)
+        request.needs = dict.fromkeys(changed, PinUse.WRITE)
         request.n_bytes = sum(extent.n_bytes for extent in request.needs)
         return request

@@ -16,7 +16,7 @@ Leaving = Iterable[tuple[object, int]]
 """(worth, owner) of those who may leave, those first who are to leave first."""
 
 
-class Run(NamedTuple):
+class FrameRun(NamedTuple):
     """Frames [start, start + length) held by one owner (a bucket id)."""
 
     start: int
@@ -28,7 +28,7 @@ class Run(NamedTuple):
         return self.start + self.length
 
 
-class Place(NamedTuple):
+class FramePlace(NamedTuple):
     """Where a new run can go, and who has to leave for it."""
 
     start: int
@@ -43,12 +43,12 @@ class FrameMap:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._starts: list[int] = []
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, FrameRun] = {}
         self._where: dict[int, int] = {}
         self._gaps: dict[int, list[int]] = {}  # length -> where free frames before a run begin
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[FrameRun]:
         """Runs in address order."""
         return [self._runs[start] for start in self._starts]
 
@@ -73,7 +73,7 @@ class FrameMap:
             self._shut(before, after)
             self._open(start + length, after)
         self._open(before, start)
-        self._runs[start] = Run(start, length, owner)
+        self._runs[start] = FrameRun(start, length, owner)
         self._where[owner] = start
         self._starts.insert(at, start)
 
@@ -105,7 +105,7 @@ class FrameMap:
             if not starts:
                 del self._gaps[end - start]
 
-    def overlapping(self, start: int, length: int) -> list[Run]:
+    def overlapping(self, start: int, length: int) -> list[FrameRun]:
         """Return the runs that share frames with [start, start + length)."""
         at = bisect_left(self._starts, start)
         if at and self._runs[self._starts[at - 1]].end > start:
@@ -116,7 +116,7 @@ class FrameMap:
             at += 1
         return found
 
-    def place(self, length: int, leaving: Leaving, *, high: bool = False) -> Place | None:
+    def place(self, length: int, leaving: Leaving, *, high: bool = False) -> FramePlace | None:
         """Find a run of ``length`` frames whose present owners are worth least.
 
         ``leaving`` is asked for as many owners as it takes. Free frames come first, lowest address
@@ -126,7 +126,7 @@ class FrameMap:
         """
         start = self._free(length, high=high)
         if start is not None:
-            return Place(start, ())
+            return FramePlace(start, ())
         best: tuple[int, int] | None = None
         chosen = last = None
         may: set[int] = set()
@@ -138,7 +138,7 @@ class FrameMap:
             for start, runs in self._windows(run, length, may, high=high):
                 score = (-sum(r.length for r in runs), start if high else -start)
                 if best is None or score > best:
-                    best, chosen = score, Place(start, tuple(r.owner for r in runs))
+                    best, chosen = score, FramePlace(start, tuple(r.owner for r in runs))
         return chosen
 
     def _free(self, length: int, *, high: bool) -> int | None:
@@ -151,8 +151,8 @@ class FrameMap:
         return min((starts[0] for _, starts in fit), default=None)
 
     def _windows(
-        self, run: Run, length: int, may: set[int], *, high: bool
-    ) -> Iterator[tuple[int, list[Run]]]:
+        self, run: FrameRun, length: int, may: set[int], *, high: bool
+    ) -> Iterator[tuple[int, list[FrameRun]]]:
         """Yield the windows, and their runs, that take frames of ``run`` and else of those at
         starts in ``may``."""
         first, last = self._stretch(run, length, may)
@@ -166,7 +166,7 @@ class FrameMap:
             if low <= start <= top and run.start - length < start < run.end:
                 yield start, [r for r in among if r.start < start + length and start < r.end]
 
-    def _stretch(self, run: Run, length: int, may: set[int]) -> tuple[int, int]:
+    def _stretch(self, run: FrameRun, length: int, may: set[int]) -> tuple[int, int]:
         """Return the positions of the first and the last run that may leave with ``run``, as far
         as a window reaches that has frames of it."""
         starts = self._starts

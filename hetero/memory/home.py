@@ -3,8 +3,8 @@
 On HOST a home is one slab per kind and bucket, exactly sized and page-locked on CUDA. Every segment
 of a slab is its own storage, so that saving a state dict writes a tensor's bytes and not its
 neighbours'. A home on disk has the same views, which mean something while they are pinned (see
-[Note: addresses stay] in pages.py); for one on HOST, `HomeStore.held` and `runs` cost nothing. A
-home of parameters that are coded (codec.py) counts in items of the codec, and has no views of
+[Note: addresses stay] in pagecache.py); for one on HOST, `HomeStore.held` and `runs` cost nothing.
+A home of parameters that are coded (codec.py) counts in items of the codec, and has no views of
 values.
 
 [Note: copies that are shown]  A home on disk, or in code, cannot be aliased. A view of one of its
@@ -25,7 +25,7 @@ from hetero.crc import crc32
 from hetero.device import ALONE, Slab, release_slab, use_count
 from hetero.errors import ConfigError
 from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite, is_finite
-from hetero.memory.extent import Extent, Extents, Request, Span, Use
+from hetero.memory.extent import Extent, Extents, PinSpan, PinUse, Request
 from hetero.memory.layout import Bucket, Segment, row
 from hetero.memory.pool import NoPool, Pool
 
@@ -149,11 +149,11 @@ class Home:
             spec.shape, spec.stride, dtype=dtype or self.dtype, device=self.device
         )
 
-    def needs(self, start: int, end: int, use: Use) -> Iterable[tuple[Extent, Use]]:
+    def needs(self, start: int, end: int, use: PinUse) -> Iterable[tuple[Extent, PinUse]]:
         """Return the extents that items [start, end) touch, and what each is needed for."""
         return ()
 
-    def runs(self, start: int, end: int, use: Use) -> Iterator[slice]:
+    def runs(self, start: int, end: int, use: PinUse) -> Iterator[slice]:
         """Yield items [start, end) in runs that are pinned until the next is asked for."""
         yield slice(start, end)
 
@@ -220,7 +220,7 @@ class Home:
             self.copies[segment].show(self.read(segment))
 
     def _put(self, start: int, items: torch.Tensor) -> None:
-        for run in self.runs(start, start + items.numel(), Use.FRESH):
+        for run in self.runs(start, start + items.numel(), PinUse.FRESH):
             self._flat[run].copy_(items[run.start - start : run.stop - start])
 
     def recode(self, start: int, values: torch.Tensor) -> None:
@@ -310,12 +310,12 @@ class DiskHome(Home):
         self._extents = extents
         self.extent_numel = pool.extent_numel
 
-    def needs(self, start: int, end: int, use: Use) -> Iterable[tuple[Extent, Use]]:
+    def needs(self, start: int, end: int, use: PinUse) -> Iterable[tuple[Extent, PinUse]]:
         return self._extents.needs(start, end, use)
 
-    def runs(self, start: int, end: int, use: Use) -> Iterator[slice]:
+    def runs(self, start: int, end: int, use: PinUse) -> Iterator[slice]:
         for run in cut(start, end, self.extent_numel):
-            with self._pool.pin(Request([Span(self, run.start, run.stop, use)])):
+            with self._pool.pin(Request([PinSpan(self, run.start, run.stop, use)])):
                 yield run
 
     def crc(self) -> int | None:
@@ -326,7 +326,7 @@ class DiskHome(Home):
 
     def load(self, items: slice) -> torch.Tensor:
         copy = torch.empty(items.stop - items.start, dtype=self.item_dtype)
-        for run in self.runs(items.start, items.stop, Use.READ):
+        for run in self.runs(items.start, items.stop, PinUse.READ):
             copy[run.start - items.start : run.stop - items.start].copy_(self._flat[run])
         return copy
 

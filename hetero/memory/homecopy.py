@@ -8,18 +8,16 @@ first: it waits for that work alone, and raises what the work raised.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hetero.errors import TransferError, too_early
 from hetero.events import EventLog, What
 from hetero.memory.chunk import CopyTable
-from hetero.memory.extent import Request, Span
+from hetero.memory.extent import PinSpan, Request
 from hetero.memory.home import Home, cut
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.pool import NoPool, Pool
 from hetero.types import CopyState, Tier
-
-Done = Callable[[], None]
 
 
 class Work(Protocol):
@@ -33,20 +31,17 @@ class Work(Protocol):
         """Return when it is done; raises what it raised."""
 
 
-class HomeEvents(Protocol):
-    """What has to follow what happens to the homes of parameters."""
+class HomeEvents(NamedTuple):
+    """What follows what happens to the homes of parameters."""
 
-    def writing(self, bucket_id: int) -> None:
-        """What a user wrote is about to come home; returns when it may."""
-
-    def overwriting(self, bucket: Bucket, start: int, end: int) -> Done:
-        """Elements [start, end) at home are about to be overwritten; the result is called then."""
-
-    def written(self, segment: Segment) -> None:
-        """A parameter was written at home, through a state dict."""
-
-    def updated(self, bucket: Bucket) -> None:
-        """An update of a bucket is done, and was waited for."""
+    writing: Callable[[int], None]
+    """What a user wrote is about to come to a bucket's home; returns when it may."""
+    overwriting: Callable[[Bucket, int, int], Callable[[], None]]
+    """Elements [start, end) at home are about to be overwritten; the result is called then."""
+    written: Callable[[Segment], None]
+    """A parameter was written at home, through a state dict."""
+    updated: Callable[[Bucket], None]
+    """An update of a bucket is done, and was waited for."""
 
 
 class HomeCopy:
@@ -119,7 +114,7 @@ class HomeCopy:
         if self._announced is None:
             items = self.home.items(0, self.bucket.segments[-1].end)
             runs = cut(items.start, items.stop, self.home.extent_numel)
-            self._announced = [Request([Span(self.home, r.start, r.stop)]) for r in runs]
+            self._announced = [Request([PinSpan(self.home, r.start, r.stop)]) for r in runs]
             self._pool.ahead(self._announced)
         return not all(map(self._pool.ready, self._announced))
 

@@ -10,8 +10,8 @@ import torch
 
 from hetero.device import Device
 from hetero.io import align_up
-from hetero.memory.codec import EXACT, Codec
-from hetero.memory.extent import Request, Span, Use
+from hetero.memory.codec import EXACT
+from hetero.memory.extent import PinSpan, PinUse, Request
 from hetero.memory.home import DiskHome, Home, HostHome, cut
 from hetero.memory.layout import Bucket
 from hetero.memory.ledger import Ledger
@@ -60,32 +60,23 @@ class HomeStore:
         """Return the home of ``name`` (a parameter kind or a state's key), made when missing."""
         key = name, bucket.id
         if key not in self.homes:
-            dtype = dtype or bucket.dtype
-            codec = bucket.codec if kind is Kind.PARAM else EXACT
             parked = self._parked.pop(key, None)
-            make = self._on_nvme if self._on_disk(kind, bucket.id) else self._in_memory
-            self.homes[key] = parked or make(kind, name, bucket, dtype, codec)
+            self.homes[key] = parked or self._make(kind, name, bucket, dtype or bucket.dtype)
             if name not in self._names:
                 insort(self._names, name)
         return self.homes[key]
 
-    def _in_memory(
-        self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype, codec: Codec
-    ) -> Home:
-        n_bytes = codec.n_bytes(bucket.numel, dtype)
-        self._ledger.charge(self.tier, kind, n_bytes, f"{name} of bucket {bucket.id}")
+    def _make(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype) -> Home:
+        codec = bucket.codec if kind is Kind.PARAM else EXACT
+        n_bytes, what = codec.n_bytes(bucket.numel, dtype), f"{name} of bucket {bucket.id}"
+        if self._on_disk(kind, bucket.id):
+            slab = self._device.paged_slab(align_up(n_bytes))
+            extents = self.pool.adopt(kind, slab, n_bytes, codec.dtype(dtype).itemsize, what)
+            return DiskHome(self.pool, extents, slab, bucket, dtype, codec)
+        self._ledger.charge(self.tier, kind, n_bytes, what)
         self._charged[name, bucket.id] = (kind, n_bytes)
-        make = self._device.arena if self._resident else self._device.slab
-        return HostHome(make(n_bytes), bucket, dtype, codec)
-
-    def _on_nvme(
-        self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype, codec: Codec
-    ) -> Home:
-        n_bytes = codec.n_bytes(bucket.numel, dtype)
-        slab = self._device.paged_slab(align_up(n_bytes))
-        what = f"{name} of bucket {bucket.id}"
-        extents = self.pool.adopt(kind, slab, n_bytes, codec.dtype(dtype).itemsize, what)
-        return DiskHome(self.pool, extents, slab, bucket, dtype, codec)
+        slab = (self._device.arena if self._resident else self._device.slab)(n_bytes)
+        return HostHome(slab, bucket, dtype, codec)
 
     def of_bucket(self, bucket_id: int) -> Iterator[tuple[str, Home]]:
         """Yield the homes of one bucket with their names."""
@@ -98,11 +89,11 @@ class HomeStore:
         """Hold what a request names in memory for the length of a block (see `Pool.pin`)."""
         return self.pool.pin(request) if request.needs else _NOTHING
 
-    def runs(self, start: int, end: int, *uses: tuple[Home, Use]) -> Iterator[slice]:
+    def runs(self, start: int, end: int, *uses: tuple[Home, PinUse]) -> Iterator[slice]:
         """Yield [start, end), in items of the homes, in runs that are pinned in all of them until
         the next is asked for."""
         for run in cut(start, end, min(home.extent_numel for home, _ in uses)):
-            with self.held(Request(Span(home, run.start, run.stop, use) for home, use in uses)):
+            with self.held(Request(PinSpan(home, run.start, run.stop, use) for home, use in uses)):
                 yield run
 
     def take_all(self, *, held: bool = True) -> None:

@@ -1,7 +1,7 @@
 """The chunk manager: pins, fetches, flushes and evicts the parameters' copies (floor 1, mechanism).
 
 A bucket has a home (homecopy.py) and, while it is resident, a replica (replica.py) in frames of the
-arena (arena.py); bytes move between the two through `Below`. What concerns both is here.
+arena (arena.py); bytes move between the two through `LocalBelow`. What concerns both is here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from hetero.config import paranoid
 from hetero.device import Device
 from hetero.errors import BudgetError, ConfigError, StateError, StorageError
 from hetero.memory.arena import Arena
-from hetero.memory.below import UNDO, Below
+from hetero.memory.below import UNDO, LocalBelow
 from hetero.memory.chunk import CopyTable
 from hetero.memory.codec import Workspace
-from hetero.memory.frame import Place
+from hetero.memory.frame import FramePlace
 from hetero.memory.home import Home
 from hetero.memory.homecopy import HomeCopy, HomeEvents, Work
 from hetero.memory.homestore import HomeStore
@@ -27,14 +27,6 @@ from hetero.memory.replica import Replica
 from hetero.types import CopyState, Kind, Tier
 
 PARAM = Kind.PARAM.value
-
-
-def _nothing() -> int:
-    return 0
-
-
-def _any(replica: Replica) -> bool:
-    return True
 
 
 class ChunkManager:
@@ -83,11 +75,13 @@ class ChunkManager:
             )
             for bucket in layout.buckets
         ]
-        self._below = Below(device, link, events=events, workspace=workspace, counts=self.counts)
+        self._below = LocalBelow(
+            device, link, events=events, workspace=workspace, counts=self.counts
+        )
 
     # -- pins ------------------------------------------------------------------------------------
 
-    def pin(self, ids: Sequence[int], why: str, spare: Callable[[], int] = _nothing) -> None:
+    def pin(self, ids: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0) -> None:
         """Make the buckets resident and hold them; a miss is fetched on demand.
 
         ``spare`` returns how many frames there may be besides now (see [Note: replicas apart]).
@@ -107,7 +101,7 @@ class ChunkManager:
                 self._device.check_read(replica.bytes)
 
     def _hold(
-        self, ids: Sequence[int], why: str, spare: Callable[[], int] = _nothing
+        self, ids: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0
     ) -> list[Replica]:
         """Pin the buckets, fetching what is missing; pins nothing when one of them fails."""
         held: list[Replica] = []
@@ -173,10 +167,10 @@ class ChunkManager:
         owners = None if bucket_id in self.replicas else self.arena.owners(bucket, start)
         if owners is None:
             return False
-        self._fetch(bucket, Place(start, owners), why)
+        self._fetch(bucket, FramePlace(start, owners), why)
         return True
 
-    def _fetch(self, bucket: Bucket, place: Place, why: str) -> Replica:
+    def _fetch(self, bucket: Bucket, place: FramePlace, why: str) -> Replica:
         # 1. wait for the home, and let the present owners of the frames go
         self.finish_update(bucket.id)
         for owner in place.evict:
@@ -201,7 +195,7 @@ class ChunkManager:
             self._below.flush(replica, self.copies[bucket_id])
             self._drop(replica, why)
 
-    def evict_all(self, which: Callable[[Replica], bool] = _any) -> int:
+    def evict_all(self, which: Callable[[Replica], bool] = lambda r: True) -> int:
         """Evict all of ``which`` that are not held; returns the bytes that are resident still."""
         for bucket_id, replica in list(self.replicas.items()):
             if replica.may_leave and which(replica):
@@ -356,13 +350,14 @@ class ChunkManager:
 
     def _adopt_copies(self, bucket_id: int, *, held: bool = True) -> None:
         """Take what was written to copies of a home (see [Note: copies that are shown])."""
-        copy, replica = self.copies[bucket_id], self.replicas.get(bucket_id)
+        copy = self.copies[bucket_id]
         if not copy.home.copies or copy.update is not None:
             return
         written = copy.home.written(held=held)
         if not written:
             return
         self._events.writing(bucket_id)
+        replica = self.replicas.get(bucket_id)
         if replica is not None and replica.is_news:
             self._below.wait_fetch(replica)
             self._below.flush(replica, copy)  # the other segments: these are written over it

@@ -33,7 +33,7 @@ Work = Callable[[], None]
 Urgent = Callable[[], bool]
 
 
-class Slot:
+class DiskSlot:
     """A run of one file that holds one extent; ``generation`` 0 means that nothing was written."""
 
     __slots__ = ("digest", "file", "generation", "kind", "n_bytes", "number", "offset")
@@ -82,7 +82,7 @@ class Nvme:
         for file in self._files:
             file.reserve(self._each_bytes)
 
-    def slot(self, kind: Kind, n_bytes: int, what: str) -> Slot:
+    def slot(self, kind: Kind, n_bytes: int, what: str) -> DiskSlot:
         """Return the next slot, of ``n_bytes`` rounded up to whole blocks.
 
         Raises BudgetError or DiskFull where there is no more; nothing has changed then.
@@ -99,9 +99,9 @@ class Nvme:
                 raise
         self._ends[at] = end
         self._n_slots += 1
-        return Slot(self._n_slots, self._files[at], offset, size, kind)
+        return DiskSlot(self._n_slots, self._files[at], offset, size, kind)
 
-    def read(self, slot: Slot, into: memoryview) -> None:
+    def read(self, slot: DiskSlot, into: memoryview) -> None:
         """Fill ``into`` with a slot's content; ChunkCorrupt where it is not what was written."""
         began = self.log.clock()
         slot.file.read(slot.offset, into)
@@ -119,7 +119,7 @@ class Nvme:
             )
         self._count(Lane.READ, slot, began, self.log.clock())
 
-    def write(self, slot: Slot, data: memoryview) -> None:
+    def write(self, slot: DiskSlot, data: memoryview) -> None:
         """Make ``data`` a slot's content. After a failure it has none: the caller keeps its own."""
         generation, began = slot.generation + 1, self.log.clock()
         digest = _crc(data, slot.number, generation) if self._checked else 0
@@ -133,7 +133,7 @@ class Nvme:
             moved, self._moved = self._moved, Counter()
         return moved
 
-    def _count(self, lane: Lane, slot: Slot, began: float, ended: float) -> None:
+    def _count(self, lane: Lane, slot: DiskSlot, began: float, ended: float) -> None:
         n_bytes = slot.n_bytes
         with self._lock:
             self._moved[lane] += n_bytes
@@ -154,17 +154,17 @@ class Nvme:
         blocks = []
         for number in range(counts[-1]):
             file, offset = self._files[number % n_files], number // n_files * block_bytes
-            blocks.append((Slot(0, file, offset, block_bytes), aligned_buffer(block_bytes)))
+            blocks.append((DiskSlot(0, file, offset, block_bytes), aligned_buffer(block_bytes)))
             self.write(*blocks[-1])  # what was never written is read from nowhere, and fast
         rates = {n: self._rate(blocks[:n]) for n in counts}
         self.take_counts()
         return fewest(rates)
 
-    def _rate(self, blocks: Sequence[tuple[Slot, memoryview]]) -> float:
+    def _rate(self, blocks: Sequence[tuple[DiskSlot, memoryview]]) -> float:
         """Return bytes a second, while one thread for each block writes and reads it."""
         began = time.monotonic()
 
-        def move(block: tuple[Slot, memoryview]) -> int:
+        def move(block: tuple[DiskSlot, memoryview]) -> int:
             moved = 0
             while not moved or time.monotonic() < began + TRIAL_SECONDS:
                 self.write(*block)
@@ -213,7 +213,7 @@ class Executor(Protocol):
         """Return when everything is done, and no more will be."""
 
 
-class Threads:
+class IoThreads:
     """``n_threads`` that do first what a thread waits for by now.
 
     They are daemons: while the interpreter ends they go on for a save that still reads homes, and
@@ -221,7 +221,7 @@ class Threads:
     """
 
     def __init__(self, n_threads: int) -> None:
-        self._queue = _Queue()
+        self._queue = _Tasks()
         self._pid = os.getpid()
         self._threads = [
             threading.Thread(
@@ -255,7 +255,7 @@ class Threads:
             self._end()
 
 
-class _Queue:
+class _Tasks:
     """What the threads see: they must not keep their owner alive."""
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ class _Queue:
             return self.waiting.popleft()[0] if self.waiting else None
 
 
-def _work(queue: _Queue) -> None:
+def _work(queue: _Tasks) -> None:
     go_behind()
     while (work := queue.next()) is not None:
         work()

@@ -21,7 +21,7 @@ from hetero.config import describe_limit
 from hetero.device import Device, Slab, Ticket, release_slab
 from hetero.errors import OutOfMemory
 from hetero.io import align_up
-from hetero.memory.extent import Extents, Request, Span, Use
+from hetero.memory.extent import Extents, PinSpan, PinUse, Request
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.pool import NoPool, Pool
@@ -41,26 +41,44 @@ class ParcelChunk:
     ``beyond`` is the tier that has no room for it, where it is in memory only to be counted.
     """
 
-    __slots__ = ("beyond", "bytes", "extents", "idle", "slab")
+    __slots__ = ("beyond", "bytes", "idle", "slab")
+    stays = True
+    """Whether it is in memory all the time."""
 
     def __init__(
         self,
         slab: Slab,
         n_bytes: int,
-        extents: Extents | None = None,
         beyond: Tier | None = None,
     ) -> None:
         self.beyond = beyond
         self.slab = slab
         self.bytes = slab.carve(0, n_bytes)
-        self.extents = extents
         self.idle: tuple[Ticket, ...] = ()
 
-    def request(self, use: Use) -> Request:
+    def request(self, use: PinUse) -> Request:
         """Return what has to be pinned of it: nothing on HOST."""
-        if self.extents is None:
-            return Request(())
-        return Request([Span(self.extents, 0, self.bytes.numel() // ELEMENT_BYTES, use)])
+        return Request(())
+
+    def discard(self, pool: Pool | NoPool) -> None:
+        """Let its content on disk go."""
+
+
+class DiskChunk(ParcelChunk):
+    """A chunk on disk, in memory while it is pinned."""
+
+    __slots__ = ("_extents",)
+    stays = False
+
+    def __init__(self, slab: Slab, n_bytes: int, extents: Extents) -> None:
+        super().__init__(slab, n_bytes)
+        self._extents = extents
+
+    def request(self, use: PinUse) -> Request:
+        return Request([PinSpan(self._extents, 0, self.bytes.numel() // ELEMENT_BYTES, use)])
+
+    def discard(self, pool: Pool | NoPool) -> None:
+        pool.discard(self._extents)
 
 
 class ParcelPiece(NamedTuple):
@@ -169,31 +187,30 @@ class ParcelStore:
 
     def announce(self, parcel: Parcel) -> None:
         """Say that a parcel is fetched soon: what lies on disk of it is read ahead."""
-        requests = (chunk.request(Use.READ) for chunk in parcel.chunks)
-        self._pool.ahead([request for request in requests if request.needs])
+        self._pool.ahead(chunk.request(PinUse.READ) for chunk in parcel.chunks)
 
     def discard(self, parcel: Parcel) -> None:
         """Let a parcel's bytes go: it is not fetched any more."""
         for chunk in parcel.chunks:
-            if chunk.extents is not None:
-                self.transfers.finish()
-                self._pool.discard(chunk.extents)
-                self._free.insert(0, chunk)
-            elif chunk.beyond is not None:
+            if chunk.beyond is not None:
                 self._release(chunk)
                 self._beyond[chunk.beyond] -= 1
-            else:
+            elif chunk.stays:
                 self._free.append(chunk)
+            else:
+                self.transfers.finish()
+                chunk.discard(self._pool)
+                self._free.insert(0, chunk)
         parcel.chunks = []
 
     def shrink(self) -> None:
         """Give HOST the memory of free chunks back."""
         self.transfers.finish()
         for chunk in self._free:
-            if chunk.extents is None:
+            if chunk.stays:
                 self._release(chunk)
                 self._ledger.credit(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes)
-        self._free = [chunk for chunk in self._free if chunk.extents is not None]
+        self._free = [chunk for chunk in self._free if not chunk.stays]
 
     def refusal(self) -> OutOfMemory | None:
         """Return the error of what passed a budget since this was asked last."""
@@ -219,7 +236,7 @@ class ParcelStore:
     ) -> Ticket:
         """Queue the copies between one chunk and the storages that lie in it."""
         down = lane is Lane.D2H
-        request = chunk.request(Use.FRESH if down else Use.READ)
+        request = chunk.request(PinUse.FRESH if down else PinUse.READ)
         pins = ExitStack()
         if request.needs:
             self.transfers.finish()  # one chunk is pinned at a time: the pool may be that small
@@ -257,7 +274,7 @@ class ParcelStore:
 
     def _take(self) -> ParcelChunk:
         """Return a free chunk: one that was used before, a new one on HOST, or one on disk."""
-        if self._free and self._free[-1].extents is None:
+        if self._free and self._free[-1].stays:
             return self._free.pop()
         has_room = self._room(Tier.HOST) >= self._chunk_bytes
         if self._free and not has_room:
@@ -273,7 +290,7 @@ class ParcelStore:
         extents = self._pool.adopt(
             Kind.ACTIVATION, slab, self._chunk_bytes, ELEMENT_BYTES, f"{WHAT} on disk"
         )
-        return ParcelChunk(slab, self._chunk_bytes, extents)
+        return DiskChunk(slab, self._chunk_bytes, extents)
 
     def _room(self, tier: Tier) -> int:
         """Return the bytes that chunks may still take; without a budget, of the machine."""

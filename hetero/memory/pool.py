@@ -29,10 +29,10 @@ from hetero.device import HUGE_PAGE, Slab
 from hetero.errors import BudgetError, DiskFull, ForkedProcessError, StateError, afresh
 from hetero.events import EventLog
 from hetero.io import Folder, align_up
-from hetero.memory.extent import Extent, Extents, Request, Use
+from hetero.memory.extent import Extent, Extents, PinUse, Request
 from hetero.memory.ledger import Ledger
-from hetero.memory.nvme import Executor, Nvme, Slot, Threads
-from hetero.memory.pages import Pages, Window, ask_for_pages
+from hetero.memory.nvme import DiskSlot, Executor, IoThreads, Nvme
+from hetero.memory.pagecache import PageCache, Window, ask_for_pages
 from hetero.types import CopyState, Kind, Lane, format_bytes
 
 STALL_SECONDS = 600.0  # without anything happening, while a thread waits for room that others hold
@@ -67,8 +67,8 @@ class Pool:
         self.n_threads = n_threads
         self.n_bytes = n_bytes
         self.extent_numel = extent_numel
-        self.pages = Pages(n_bytes, checked=paranoid())
-        self._executor = executor or Threads(n_threads)
+        self.cache = PageCache(n_bytes, checked=paranoid())
+        self._executor = executor or IoThreads(n_threads)
         self._changed: threading.Condition = threading.Condition()
         self._in_flight = 0
         self._holders: Counter[int] = Counter()  # threads, and how many requests each has pinned
@@ -97,7 +97,7 @@ class Pool:
             for start in range(0, n_bytes, size):
                 length = align_up(min(size, n_bytes - start))
                 slot = self.nvme.slot(kind, length, what)
-                id = self.pages.add(length)
+                id = self.cache.add(length)
                 extents.append(Extent(id, slab.mapping, first + start, length, slot))
         return Extents(extents, self.extent_numel, n_bytes // itemsize)
 
@@ -135,7 +135,9 @@ class Pool:
         """Whether `pin` would not wait for a read."""
         with self._changed:
             needs = request.needs
-            unread = (self.pages.is_unread(e) and use is not Use.FRESH for e, use in needs.items())
+            unread = (
+                self.cache.is_unread(e) and use is not PinUse.FRESH for e, use in needs.items()
+            )
             return not (self._is_filling(needs) or any(unread))
 
     def ahead(self, requests: Iterable[Request]) -> None:
@@ -143,8 +145,8 @@ class Pool:
         self._refuse_fork()
         with self._changed:
             for request in requests:
-                request.asked_at = self.pages.clock
-                self.pages.window.requests.append(request)
+                request.asked_at = self.cache.clock
+                self.cache.window.requests.append(request)
             self._pump()
 
     def later(self, requests: Iterable[Request]) -> None:
@@ -156,10 +158,10 @@ class Pool:
         if self._pid != os.getpid():
             return
         with self._changed:
-            self.pages.later.requests.clear()
+            self.cache.later.requests.clear()
             for request in requests:
-                request.asked_at = self.pages.clock
-                self.pages.later.requests.append(request)
+                request.asked_at = self.cache.clock
+                self.cache.later.requests.append(request)
             self._pump()
 
     def discard(self, extents: Extents) -> None:
@@ -167,13 +169,13 @@ class Pool:
         self._refuse_fork()
         with self._changed:
             moving = (FILLING, FLUSHING)
-            self._wait(lambda: not any(self.pages.state(e) in moving for e in extents.all))
+            self._wait(lambda: not any(self.cache.state(e) in moving for e in extents.all))
             if any(extent.pins for extent in extents.all):
                 raise StateError("a home on disk was discarded while it is pinned")
             for extent in extents.all:
                 extent.stored = False
-                if self.pages.state(extent) is not ABSENT:
-                    self.pages.leave(extent, "discard")
+                if self.cache.state(extent) is not ABSENT:
+                    self.cache.leave(extent, "discard")
             self._pump()
             self._tell_waiters()
 
@@ -182,8 +184,8 @@ class Pool:
         if self._pid != os.getpid():
             return
         with self._changed:
-            self.pages.window.requests.clear()
-            self.pages.later.requests.clear()
+            self.cache.window.requests.clear()
+            self.cache.later.requests.clear()
             self._wait(lambda: not self._in_flight)
 
     def close(self) -> None:
@@ -207,22 +209,22 @@ class Pool:
                 with self.nvme.log.standing("write"):
                     self._wait_for_room(request, me)
             # 2. hold them, and begin to read
-            self.pages.clock += 1
+            self.cache.clock += 1
             self._holders[me] += 1
             for extent in request.needs:
                 extent.pins += 1
-                extent.used_at = self.pages.clock
-                self.pages.let_go(extent)
+                extent.used_at = self.cache.clock
+                self.cache.let_go(extent)
             try:
-                ahead = {e for e in request.needs if self.pages.state(e) is FILLING}
+                ahead = {e for e in request.needs if self.cache.state(e) is FILLING}
                 for extent, use in request.needs.items():
-                    if self.pages.state(extent) is ABSENT:
+                    if self.cache.state(extent) is ABSENT:
                         self._bring(extent, use)
                 # 3. wait for what is read
                 if self._is_filling(request.needs):
                     with self.nvme.log.standing("read"):
                         self._wait(lambda: not self._is_filling(request.needs))
-                failed = [e for e in request.needs if self.pages.state(e) is ABSENT]
+                failed = [e for e in request.needs if self.cache.state(e) is ABSENT]
                 for extent in failed:
                     if extent not in ahead:
                         kept = extent.error
@@ -235,7 +237,7 @@ class Pool:
             return not failed
 
     def _is_filling(self, extents: Iterable[Extent]) -> bool:
-        return any(self.pages.state(extent) is FILLING for extent in extents)
+        return any(self.cache.state(extent) is FILLING for extent in extents)
 
     def _wait(self, happened: Callable[[], bool], seconds: float | None = None) -> bool:
         return interrupts.wait(self._changed, happened, seconds)
@@ -249,10 +251,10 @@ class Pool:
             return
         with self._changed:
             for extent, use in request.needs.items():
-                if use is Use.FRESH and whole:
+                if use is PinUse.FRESH and whole:
                     extent.blank = False
-                if use is not Use.READ and not extent.blank:
-                    self.pages.move(extent, DIRTY, "write")
+                if use is not PinUse.READ and not extent.blank:
+                    self.cache.move(extent, DIRTY, "write")
             self._unpin(request, me)
 
     def _unpin(self, request: Request, me: int) -> None:
@@ -260,10 +262,10 @@ class Pool:
         self._holders += Counter()  # without those who hold nothing
         for extent in request.needs:
             extent.pins -= 1
-            if extent in self.pages.resident:
-                self.pages.resident.move_to_end(extent)
+            if extent in self.cache.resident:
+                self.cache.resident.move_to_end(extent)
             if extent.blank and not extent.pins:
-                self.pages.leave(extent, "discard")  # never written whole: the old content stands
+                self.cache.leave(extent, "discard")  # never written whole: the old content stands
         self._pump()
         self._tell_waiters()
 
@@ -282,11 +284,11 @@ class Pool:
 
     def _has_room(self, request: Request) -> bool:
         for extent, use in request.needs.items():
-            if use is not Use.READ and self.pages.state(extent) is FLUSHING:
+            if use is not PinUse.READ and self.cache.state(extent) is FLUSHING:
                 return False  # it must not change while it is written
-        while not self.pages.evict(self.pages.missing(request), request.needs):
-            self.pages.later.requests.clear()  # what would be read now would be given up again
-            if not self.pages.later.let_go_last():
+        while not self.cache.evict(self.cache.missing(request), request.needs):
+            self.cache.later.requests.clear()  # what would be read now would be given up again
+            if not self.cache.later.let_go_last():
                 return False
         return True
 
@@ -294,10 +296,10 @@ class Pool:
         """Do something for a request that has no room, or wait until somebody has."""
         # 1. write what is least recently used; nothing more once a write has failed
         if not failed:
-            self._flush(self.pages.short(self.pages.missing(request)), request.needs)
+            self._flush(self.cache.short(self.cache.missing(request)), request.needs)
         # 2. where nothing is on its way down, what is read ahead makes room, the last of it first
-        if not self.pages.bytes[FLUSHING] and (failed or not self._in_flight):
-            if self.pages.window.let_go_last():
+        if not self.cache.bytes[FLUSHING] and (failed or not self._in_flight):
+            if self.cache.window.let_go_last():
                 return
             if failed and self._failure is not None:
                 raise self._tell(self._failure)
@@ -311,13 +313,13 @@ class Pool:
 
     def _flush(self, n_bytes: int, keep: Container[Extent] = ()) -> None:
         """Begin to write ``n_bytes`` of dirty extents, or what there is."""
-        for extent in self.pages.loose(DIRTY, keep, n_bytes):
-            self.pages.move(extent, FLUSHING, "flush")
+        for extent in self.cache.loose(DIRTY, keep, n_bytes):
+            self.cache.move(extent, FLUSHING, "flush")
             self._begin(Lane.WRITE, extent)
 
-    def _bring(self, extent: Extent, use: Use) -> None:
+    def _bring(self, extent: Extent, use: PinUse) -> None:
         """Give an extent memory, and its content where the user looks at that."""
-        if self.pages.enter(extent, use):
+        if self.cache.enter(extent, use):
             self._begin(Lane.READ, extent)
 
     # -- ahead of need ---------------------------------------------------------------------------
@@ -326,31 +328,31 @@ class Pool:
         """Write dirty extents, and read ahead within the window; threads that wait come first."""
         if self._n_waiting:
             return
-        self._flush(self.pages.bytes[DIRTY] - self.n_bytes // DIRTY_SHARE)
-        self.pages.window.let_go_before(self.pages.clock - FORGET_AFTER * self.n_bytes)
-        if self._read_ahead(self.pages.window):
-            self._read_ahead(self.pages.later)
+        self._flush(self.cache.bytes[DIRTY] - self.n_bytes // DIRTY_SHARE)
+        self.cache.window.let_go_before(self.cache.clock - FORGET_AFTER * self.n_bytes)
+        if self._read_ahead(self.cache.window):
+            self._read_ahead(self.cache.later)
 
     def _read_ahead(self, window: Window) -> bool:
         """Begin to read what a window has room for; whether that is all that was announced."""
         while window.requests:
             request = window.requests[0]
-            coming = self.pages.due(request)
+            coming = self.cache.due(request)
             if request.n_bytes > self.n_bytes or not coming:
                 window.requests.popleft()
                 continue
             n_bytes = sum(extent.n_bytes for extent in coming)
             if window.kept_bytes and window.kept_bytes + n_bytes > window.n_bytes:
                 return False
-            missing = sum(e.n_bytes for e in coming if self.pages.state(e) is ABSENT)
-            if not self.pages.evict(missing, request.needs):
-                self._flush(self.pages.short(missing), request.needs)
+            missing = sum(e.n_bytes for e in coming if self.cache.state(e) is ABSENT)
+            if not self.cache.evict(missing, request.needs):
+                self._flush(self.cache.short(missing), request.needs)
                 return False
             window.requests.popleft()
             for extent in coming:
-                window.keep(extent, self.pages.clock)
-                if self.pages.state(extent) is ABSENT:
-                    self._bring(extent, Use.READ)
+                window.keep(extent, self.cache.clock)
+                if self.cache.state(extent) is ABSENT:
+                    self._bring(extent, PinUse.READ)
         return True
 
     # -- transfers, on their own threads ---------------------------------------------------------
@@ -364,39 +366,32 @@ class Pool:
     def _carry_out(self, lane: Lane, extent: Extent) -> None:
         error = _attempt(self.nvme.read if lane is Lane.READ else self.nvme.write, extent)
         with self._changed:
-            (self._was_read if lane is Lane.READ else self._was_written)(extent, error)
+            if error is None:
+                extent.stored = True
+                self.cache.move(extent, CLEAN, "ready")
+            elif lane is Lane.READ:
+                extent.error = error
+                self.cache.leave(extent, "fail")
+            else:
+                self._failures, self._failure = self._failures + 1, error
+                self.cache.move(extent, DIRTY, "fail")
+                self.cache.resident.move_to_end(extent)  # others come before it is tried again
             self._in_flight -= 1
             if error is None or lane is Lane.READ:  # or a full disk would be asked for ever
                 self._pump()
             self._tell_waiters()
-
-    def _was_read(self, extent: Extent, error: BaseException | None) -> None:
-        extent.error = error
-        if error is None:
-            self.pages.move(extent, CLEAN, "ready")
-        else:
-            self.pages.leave(extent, "fail")
-
-    def _was_written(self, extent: Extent, error: BaseException | None) -> None:
-        if error is None:
-            extent.stored = True
-            self.pages.move(extent, CLEAN, "ready")
-        else:
-            self._failures, self._failure = self._failures + 1, error
-            self.pages.move(extent, DIRTY, "fail")
-            self.pages.resident.move_to_end(extent)  # others come before it is tried again
 
     def _tell(self, error: BaseException) -> BaseException:
         self.told = True
         return afresh(error)
 
     def _too_small(self, n_bytes: int) -> BudgetError:
-        pinned = sum(extent.n_bytes for extent in self.pages.resident if extent.pins)
+        pinned = sum(extent.n_bytes for extent in self.cache.resident if extent.pins)
         return BudgetError(
             f"{format_bytes(n_bytes)} of homes on disk are needed in memory at once; of"
             f" {format_bytes(self.n_bytes)} set aside for them {format_bytes(pinned)} are pinned",
             advice=f"raise host= by {format_bytes(n_bytes + pinned - self.n_bytes)} or more",
-            moves=self.pages.table.moves(),
+            moves=self.cache.table.moves(),
             tier="HOST",
             needed_bytes=n_bytes + pinned,
         )
@@ -440,7 +435,7 @@ class NoPool:
     def close(self) -> None: ...
 
 
-def _attempt(act: Callable[[Slot, memoryview], None], extent: Extent) -> BaseException | None:
+def _attempt(act: Callable[[DiskSlot, memoryview], None], extent: Extent) -> BaseException | None:
     try:
         act(extent.slot, extent.view)
     except BaseException as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hetero.io import File, Folder
-from hetero.memory.extent import Use
+from hetero.memory.extent import PinUse
 from hetero.memory.pool import N_THREADS
 from hetero.plan.machine import DriveRates, Figure, Io
 from hetero.recipes.probes import GIB, KIB, Probe, Rig
@@ -28,10 +28,12 @@ def drive(rig: Rig) -> Iterator[Probe]:
     with Folder.open(rig.folder) as folder, folder.private() as file:
         n_bytes = disk_bytes(rig, folder)
         file.reserve(n_bytes)
-        rate = raw(file, Use.FRESH, N_THREADS, n_bytes)  # unwritten blocks read as zeros, for free
+        rate = raw(
+            file, PinUse.FRESH, N_THREADS, n_bytes
+        )  # unwritten blocks read as zeros, for free
         n_bytes = max(SIZE, min(n_bytes, int(rate * DISK_SECONDS)) // SIZE * SIZE)
-        for name, use in (("write", Use.FRESH), ("read", Use.READ), ("mixed", Use.WRITE)):
-            for size in (SMALL_BLOCK, SIZE) if use is not Use.WRITE else (SIZE,):
+        for name, use in (("write", PinUse.FRESH), ("read", PinUse.READ), ("mixed", PinUse.WRITE)):
+            for size in (SMALL_BLOCK, SIZE) if use is not PinUse.WRITE else (SIZE,):
                 part = min(n_bytes, SMALL_BLOCKS * size)
                 sample = partial(raw, file, use, N_THREADS, part, size)
                 yield Probe(f"nvme.{name}", (size,), sample)
@@ -67,7 +69,7 @@ def burn_in(path: Path, n_bytes: int, window_bytes: int = GIB) -> Cliff | None:
 def written(file: File, n_bytes: int) -> float:
     """Return the rate of writing a file once."""
     file.reserve(n_bytes)
-    return raw(file, Use.FRESH, N_THREADS, n_bytes)
+    return raw(file, PinUse.FRESH, N_THREADS, n_bytes)
 
 
 def cliff(rates: Sequence[float], window_bytes: int) -> Cliff | None:

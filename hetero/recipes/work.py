@@ -11,7 +11,7 @@ import torch
 
 from hetero.io import File, aligned_buffer
 from hetero.jobs import Job, Worker
-from hetero.memory.extent import Use
+from hetero.memory.extent import PinUse
 from hetero.train.update import kernel
 from hetero.train.update.formulas import formula_of
 
@@ -66,23 +66,23 @@ class Split:
         )
 
 
-def raw(file: File, use: Use, n_threads: int, n_bytes: int, size_bytes: int = SIZE) -> float:
+def raw(file: File, use: PinUse, n_threads: int, n_bytes: int, size_bytes: int = SIZE) -> float:
     """Move the same bytes with the same number of threads and nothing else; bytes a second.
 
-    For `Use.WRITE` every block of ``size_bytes`` is read and then written, as an update does.
+    For `PinUse.WRITE` every block of ``size_bytes`` is read and then written, as an update does.
     """
     n_blocks = n_bytes // size_bytes
     buffers = [aligned_buffer(size_bytes) for _ in range(n_threads)]
 
     def work(thread: int) -> None:
         for at in range(thread, n_blocks, n_threads):
-            if use is not Use.FRESH:
+            if use is not PinUse.FRESH:
                 file.read(at * size_bytes, buffers[thread])
-            if use is not Use.READ:
+            if use is not PinUse.READ:
                 file.write(at * size_bytes, buffers[thread])
 
     with ThreadPoolExecutor(n_threads) as executor:
         began = time.perf_counter()
         list(executor.map(work, range(n_threads)))
         seconds = time.perf_counter() - began
-    return (2 if use is Use.WRITE else 1) * n_blocks * size_bytes / seconds
+    return (2 if use is PinUse.WRITE else 1) * n_blocks * size_bytes / seconds

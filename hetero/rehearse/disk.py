@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hetero.device import Slab
 from hetero.dry import DryDevice
-from hetero.memory.nvme import Nvme, Slot, Urgent, Work
+from hetero.memory.nvme import DiskSlot, Nvme, Urgent, Work
 from hetero.memory.pool import Pool
 from hetero.types import Lane
 
@@ -18,7 +18,7 @@ LANES = (Lane.READ, Lane.WRITE)
 DiskSeconds = Callable[[Lane, int, bool], float]
 
 
-class DryTransfer(NamedTuple):
+class DriveTransfer(NamedTuple):
     """Something that is to be read or written; ``work`` is what follows when it is."""
 
     asked: float
@@ -51,7 +51,7 @@ class DryDisk(threading.Condition):
         """Of the transfer that was done last."""
         self._device = device
         self._seconds = seconds
-        self._waiting: dict[Lane, deque[DryTransfer]] = {lane: deque() for lane in LANES}
+        self._waiting: dict[Lane, deque[DriveTransfer]] = {lane: deque() for lane in LANES}
         self._running: dict[Lane, Running] = {}
         self._free_at = dict.fromkeys(LANES, 0.0)
         self._elsewhere: float | None = None  # the time of who looks, when it is not the device's
@@ -72,7 +72,7 @@ class DryDisk(threading.Condition):
 
     def submit(self, lane: Lane, n_bytes: int, work: Work, urgent: Urgent) -> None:
         """Queue a transfer."""
-        self._waiting[lane].append(DryTransfer(self.now(), n_bytes, work, urgent))
+        self._waiting[lane].append(DriveTransfer(self.now(), n_bytes, work, urgent))
         self._next(lane)
 
     def close(self) -> None: ...
@@ -153,10 +153,10 @@ class DryNvme(Nvme):
         super().__init__(folders, 0, **options)
         self._disk = disk
 
-    def read(self, slot: Slot, into: memoryview) -> None:
+    def read(self, slot: DiskSlot, into: memoryview) -> None:
         self._count(Lane.READ, slot, *self._disk.span)
 
-    def write(self, slot: Slot, data: memoryview) -> None:
+    def write(self, slot: DiskSlot, data: memoryview) -> None:
         self._count(Lane.WRITE, slot, *self._disk.span)
 
 
@@ -166,7 +166,7 @@ class DryPool(Pool):
     def __init__(self, nvme: DryNvme, disk: DryDisk, n_bytes: int, *, extent_numel: int) -> None:
         super().__init__(nvme, n_bytes, extent_numel=extent_numel, executor=disk)
         self._changed = disk
-        self.pages.checked = False
+        self.cache.checked = False
         self.disk = disk
 
     def _first_page(self, slab: Slab, size_bytes: int, n_bytes: int, what: str) -> int:

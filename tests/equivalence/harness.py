@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.errors import BudgetError
-from hetero.memory.extent import Use
+from hetero.memory.extent import PinUse
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.tuning import Tuning
@@ -163,11 +163,11 @@ def note(seen: Seen, engine: Engine) -> None:
     pool = engine.setup.store.pool
     if pool.spills:
         homes = engine.setup.store.homes.values()
-        needs = [home.needs(0, home.part(slice(None)).numel(), Use.READ) for home in homes]
+        needs = [home.needs(0, home.part(slice(None)).numel(), PinUse.READ) for home in homes]
         seen.extents = max(seen.extents, sum(len(tuple(extents)) for extents in needs))
         seen.read_bytes += engine.setup.stats.n_bytes[Lane.READ]
         seen.write_bytes += engine.setup.stats.n_bytes[Lane.WRITE]
-        seen.pool_peak, seen.pool_bytes = pool.pages.peak, pool.n_bytes
+        seen.pool_peak, seen.pool_bytes = pool.cache.peak, pool.n_bytes
 
 
 @dataclass(frozen=True)

@@ -445,7 +445,7 @@ def test_the_numbers_do_not_depend_on_where_anything_is(seed: int, disk: Path) -
     engine = engine_of(model)
     assert engine.setup.store.pool.spills
     assert engine.setup.ledger.peak(Tier.HOST) <= host
-    assert 0 < engine.setup.store.pool.pages.peak <= engine.setup.store.pool.n_bytes
+    assert 0 < engine.setup.store.pool.cache.peak <= engine.setup.store.pool.n_bytes
     assert hetero.status(model).written_bytes > 0 and plan.seen["read"] > 0
     assert len({op.where for op in plan.log if op.op == "write"}) == setting.directories
     assert plan.fired >= setting.directories * setting.buffered + 100 * bool(setting.short)
@@ -737,7 +737,7 @@ class Beside:
         engine, status = engine_of(self.model), hetero.status(self.model)
         assert engine.setup.store.pool.spills
         assert status.read_bytes > 0 and status.write_bytes > 0
-        assert 0 < engine.setup.store.pool.pages.peak <= engine.setup.store.pool.n_bytes
+        assert 0 < engine.setup.store.pool.cache.peak <= engine.setup.store.pool.n_bytes
         assert engine.setup.ledger.peak(Tier.HOST) <= self.host
         kinds = {kind for kind in Kind if engine.setup.ledger.used(Tier.NVME, kind)}
         assert {Kind.PARAM, Kind.GRAD, Kind.STATE} <= kinds
@@ -881,6 +881,6 @@ def test_a_model_for_inference_alone_reads_its_weights_from_disk(disk: Path) -> 
     with torch.no_grad():
         same(expected, [model(data), model(data.flip(1))], "outputs")
     pool = engine_of(model).setup.store.pool
-    assert pool.spills and 0 < pool.pages.peak <= pool.n_bytes
+    assert pool.spills and 0 < pool.cache.peak <= pool.n_bytes
     assert hetero.status(model).written_bytes > 0
     assert engine_of(model).setup.ledger.peak(Tier.HOST) <= params // 2

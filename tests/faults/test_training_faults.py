@@ -212,7 +212,7 @@ class Run:
         self.check_whole(self.number)
         engine, status = engine_of(self.model), hetero.status(self.model)
         assert engine.setup.store.pool.spills and status.read_bytes > 0 and status.write_bytes > 0
-        assert 0 < engine.setup.store.pool.pages.peak <= engine.setup.store.pool.n_bytes
+        assert 0 < engine.setup.store.pool.cache.peak <= engine.setup.store.pool.n_bytes
         assert engine.setup.ledger.peak(Tier.HOST) <= (engine.setup.config.host or 0)
         gc.collect()
         assert (

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from hetero.errors import StateError
-from hetero.memory.frame import FrameMap, Place, Run
+from hetero.memory.frame import FrameMap, FramePlace, FrameRun
 
 FREE = -1
 Worths = dict[int, "tuple[float, float] | None"]
@@ -103,7 +103,7 @@ class FrameMachine(RuleBasedStateMachine):
         place = self.map.place(length, ranked(worth), high=high)
         free = self.model.free_starts(length)
         if free:
-            assert place == Place(free[-1 if high else 0], ())
+            assert place == FramePlace(free[-1 if high else 0], ())
             return
         best = self.model.best(length, worth)
         if best is None:
@@ -143,7 +143,7 @@ TestFrameMachine.settings = settings(
 
 
 def test_an_empty_map_places_at_the_low_end() -> None:
-    assert FrameMap(10).place(4, ()) == Place(0, ())
+    assert FrameMap(10).place(4, ()) == FramePlace(0, ())
 
 
 def test_a_run_longer_than_the_map_has_no_place() -> None:
@@ -162,7 +162,7 @@ def test_the_furthest_next_use_leaves_first() -> None:
     for owner in range(3):
         frames.take(owner, 2 * owner, 2)
 
-    assert frames.place(2, by_use(5.0, 9.0, 7.0)) == Place(2, (1,))
+    assert frames.place(2, by_use(5.0, 9.0, 7.0)) == FramePlace(2, (1,))
 
 
 def test_a_window_is_worth_what_its_nearest_use_is() -> None:
@@ -172,7 +172,7 @@ def test_a_window_is_worth_what_its_nearest_use_is() -> None:
 
     place = frames.place(4, by_use(1.0, 9.0, 3.0))
 
-    assert place == Place(2, (1, 2))
+    assert place == FramePlace(2, (1, 2))
 
 
 def test_equal_next_uses_are_told_apart_by_the_second_worth() -> None:
@@ -180,8 +180,8 @@ def test_equal_next_uses_are_told_apart_by_the_second_worth() -> None:
     frames.take(0, 0, 2)
     frames.take(1, 2, 2)
 
-    assert frames.place(2, ranked({0: (0.0, -5.0), 1: (0.0, -1.0)})) == Place(2, (1,))
-    assert frames.place(2, ranked({0: (0.0, -1.0), 1: (0.0, -5.0)})) == Place(0, (0,))
+    assert frames.place(2, ranked({0: (0.0, -5.0), 1: (0.0, -1.0)})) == FramePlace(2, (1,))
+    assert frames.place(2, ranked({0: (0.0, -1.0), 1: (0.0, -5.0)})) == FramePlace(0, (0,))
 
 
 def test_of_equal_worth_the_window_that_evicts_fewest_frames_is_taken() -> None:
@@ -189,14 +189,14 @@ def test_of_equal_worth_the_window_that_evicts_fewest_frames_is_taken() -> None:
     frames.take(0, 0, 4)
     frames.take(1, 4, 1)
 
-    assert frames.place(1, by_use(1.0, 1.0)) == Place(4, (1,))
+    assert frames.place(1, by_use(1.0, 1.0)) == FramePlace(4, (1,))
 
 
 def test_free_frames_beside_a_run_count_towards_the_window() -> None:
     frames = FrameMap(8)
     frames.take(0, 3, 2)
 
-    assert frames.place(5, by_use(1.0)) == Place(0, (0,))
+    assert frames.place(5, by_use(1.0)) == FramePlace(0, (0,))
 
 
 def test_the_same_owner_cannot_hold_two_runs() -> None:
@@ -223,11 +223,11 @@ def test_frames_that_become_free_side_by_side_are_one_gap() -> None:
     frames.drop(0)
     frames.drop(1)
 
-    assert frames.place(6, ()) == Place(0, ())
+    assert frames.place(6, ()) == FramePlace(0, ())
 
 
 def test_a_run_ends_where_its_length_says() -> None:
-    assert Run(3, 4, owner=0).end == 7
+    assert FrameRun(3, 4, owner=0).end == 7
 
 
 @given(st.integers(1, 30), st.lists(st.integers(1, 5), max_size=8))

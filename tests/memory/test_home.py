@@ -12,7 +12,7 @@ from hetero.device import CpuDevice
 from hetero.errors import StateError
 from hetero.events import EventLog
 from hetero.io import ALIGN, Folder
-from hetero.memory.extent import Request, Span, Use
+from hetero.memory.extent import PinSpan, PinUse, Request
 from hetero.memory.home import DiskHome, Home, HostHome, cut
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, ParamSpec, build_layout
@@ -49,7 +49,7 @@ def filled(store: HomeStore, bucket: Bucket, name: str = "param") -> tuple[Home,
     """Return a home of random numbers, and what they are."""
     home = store.get(Kind.PARAM, name, bucket)
     values = torch.randn(bucket.segments[-1].end)
-    for run in home.runs(0, len(values), Use.FRESH):
+    for run in home.runs(0, len(values), PinUse.FRESH):
         home.part(run).copy_(values[run])
     return home, values
 
@@ -60,7 +60,7 @@ def test_a_store_makes_homes_of_its_kind(store: HomeStore) -> None:
     assert type(home) is (DiskHome if store.pool.spills else HostHome)
     assert home.stays is not store.pool.spills
     assert home.shows is home.stays
-    assert len(tuple(home.needs(0, 9000, Use.READ))) == (3 if store.pool.spills else 0)
+    assert len(tuple(home.needs(0, 9000, PinUse.READ))) == (3 if store.pool.spills else 0)
     assert (home.crc() is None) == store.pool.spills
 
 
@@ -115,7 +115,7 @@ def test_runs_of_several_homes_are_cut_where_one_of_them_is(store: HomeStore) ->
     bucket = make_bucket()
     (first, _), (second, _) = filled(store, bucket), filled(store, bucket, "other")
     there = HostHome(CpuDevice().slab(bucket.n_bytes), bucket, torch.float32, bucket.codec)
-    uses = (first, Use.READ), (there, Use.WRITE), (second, Use.READ)
+    uses = (first, PinUse.READ), (there, PinUse.WRITE), (second, PinUse.READ)
     runs = list(store.runs(10, 5000, *uses))
 
     assert runs == (
@@ -137,7 +137,7 @@ def test_a_home_that_was_dropped_is_zeros_when_it_is_made_again(store: HomeStore
 def test_without_a_disk_a_request_needs_nothing_and_is_held_for_nothing() -> None:
     store = HomeStore(CpuDevice(), Ledger({}))
     home = store.get(Kind.PARAM, "param", make_bucket())
-    request = Request([Span(home, 0, 5000, Use.WRITE)])
+    request = Request([PinSpan(home, 0, 5000, PinUse.WRITE)])
 
     assert not request.needs and request.n_bytes == 0
     with store.held(request):

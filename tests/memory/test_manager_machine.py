@@ -24,16 +24,16 @@ from hypothesis.stateful import (
 )
 
 from hetero.device import POISON, SimDevice
-from hetero.errors import BudgetError, StateError, TransferError
+from hetero.errors import BudgetError, StateError, StorageError, TransferError
 from hetero.events import EventLog
 from hetero.memory.arena import FEW, SHELLS
 from hetero.memory.home import Home
+from hetero.memory.homecopy import HomeEvents
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import (
     Bucket,
     Layout,
     ParamSpec,
-    Segment,
     build_layout,
     contiguous_stride,
 )
@@ -73,17 +73,12 @@ def flat_of(home: Home) -> torch.Tensor:
     return home.part(slice(None))
 
 
-class NoEvents:
-    """Nothing follows what happens to homes."""
-
-    def writing(self, bucket_id: int) -> None: ...
-
-    def overwriting(self, bucket: Bucket, start: int, end: int) -> Callable[[], None]:
-        return lambda: None
-
-    def written(self, segment: Segment) -> None: ...
-
-    def updated(self, bucket: Bucket) -> None: ...
+NO_EVENTS = HomeEvents(
+    writing=lambda bucket_id: None,
+    overwriting=lambda bucket, start, end: lambda: None,
+    written=lambda segment: None,
+    updated=lambda bucket: None,
+)
 
 
 class World:
@@ -99,6 +94,7 @@ class World:
         lazy: float = 0.25,
         next_use: Callable[[int], float] = lambda bucket: 0.0,
         device: SimDevice | None = None,
+        events: HomeEvents = NO_EVENTS,
     ) -> None:
         self.layout = make_layout()
         self.device = device or SimDevice(seed=seed, checked=True, lazy=lazy)
@@ -120,7 +116,7 @@ class World:
             ledger=self.ledger,
             link=self.link,
             store=self.store,
-            events=NoEvents(),
+            events=events,
             limit=limit,
             ceiling=ceiling,
             next_use=next_use,
@@ -675,7 +671,7 @@ def loop(n_buckets: int, n_frames: int, laps: int) -> float:
         ledger=ledger,
         link=Link(device, log),
         store=store,
-        events=NoEvents(),
+        events=NO_EVENTS,
         limit=limit,
         ceiling=limit,
         next_use=lambda bucket: bucket + 1.0,
@@ -890,6 +886,71 @@ def test_a_write_on_the_device_and_one_through_a_state_dict_may_share_a_chunk() 
     world.manager.flush_and_wait(2)
 
     world.visit(2)
+
+
+def test_a_flush_that_fails_leaves_the_replica_dirty_and_is_tried_again() -> None:
+    errors = [StorageError("the drive is full")]
+
+    def overwriting(bucket: Bucket, start: int, end: int) -> Callable[[], None]:
+        if errors:
+            raise errors.pop()
+        return lambda: None
+
+    world = World(events=NO_EVENTS._replace(overwriting=overwriting))
+    world.scribble(4, 20, 30)
+    with pytest.raises(StorageError):
+        world.manager.evict(4)
+    assert world.state(4) is CopyState.DIRTY
+    assert world.state(4, Tier.HOST) is CopyState.CLEAN
+
+    world.manager.evict(4)
+    assert world.home_is_right(4)
+    world.visit(4)
+
+
+def test_events_tell_of_writes_before_and_after_they_come_home() -> None:
+    told: list[tuple[object, ...]] = []
+
+    def overwriting(bucket: Bucket, start: int, end: int) -> Callable[[], None]:
+        told.append(("before", bucket.id, start, end))
+        return lambda: told.append(("after", bucket.id))
+
+    def note(word: str) -> Callable[[object], None]:
+        return lambda what: told.append((word, getattr(what, "position", what)))
+
+    world = World(events=HomeEvents(note("writing"), overwriting, note("written"), note("updated")))
+    world.scribble(0, 3, 4)
+    world.manager.flush_and_wait(0)
+    assert told == [("writing", 0), ("before", 0, 0, 16), ("after", 0)]
+
+    told.clear()
+    world.manager.copies[0].expose()
+    view_of(world, 0, 1).mul_(2)
+    world.model[0][32:39] *= 2
+    world.visit(0)
+    assert told == [("written", 1)]
+
+
+def test_an_update_of_a_held_home_is_done_and_shown_at_once() -> None:
+    class Doubling:
+        done = False
+
+        def wait(self) -> None:
+            flat_of(world.manager.copies[0].home)[:].mul_(2)
+            self.done = True
+
+    updated: list[int] = []
+    world = World(events=NO_EVENTS._replace(updated=lambda bucket: updated.append(bucket.id)))
+    world.manager.pin((0,), "F")
+    world.manager.flush_and_wait(0)
+    work = Doubling()
+    assert not world.manager.may_hand_over(0)
+    world.manager.hand_over(0, work)
+    world.model[0] *= 2
+
+    assert work.done and updated == [0]
+    assert world.right(world.manager.replicas[0].flat, 0)
+    assert world.manager.copies[0].update is None
 
 
 def test_growing_makes_a_larger_arena() -> None:

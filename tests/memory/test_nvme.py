@@ -21,7 +21,7 @@ from hetero.events import EventLog
 from hetero.io import ALIGN, IO, WINDOW, Folder, aligned_buffer
 from hetero.memory import nvme as nvme_module
 from hetero.memory.ledger import Ledger
-from hetero.memory.nvme import Nvme, Slot, Threads, fewest
+from hetero.memory.nvme import DiskSlot, IoThreads, Nvme, fewest
 from hetero.testing.faults import FaultPlan
 from hetero.types import Kind, Lane, Tier
 
@@ -34,7 +34,7 @@ def make(
     return Nvme([Folder.open(disk, io)], n_bytes, ledger=ledger or Ledger({}), log=EventLog())
 
 
-def make_slots(nvme: Nvme, n: int, n_bytes: int = ALIGN) -> list[Slot]:
+def make_slots(nvme: Nvme, n: int, n_bytes: int = ALIGN) -> list[DiskSlot]:
     return [nvme.slot(Kind.STATE, n_bytes, "a state") for _ in range(n)]
 
 
@@ -44,7 +44,7 @@ def block(seed: int, n_bytes: int = ALIGN) -> memoryview:
     return buffer
 
 
-def content(nvme: Nvme, slot: Slot) -> bytes:
+def content(nvme: Nvme, slot: DiskSlot) -> bytes:
     buffer = aligned_buffer(slot.n_bytes)
     nvme.read(slot, buffer)
     return bytes(buffer)
@@ -53,7 +53,7 @@ def content(nvme: Nvme, slot: Slot) -> bytes:
 class Raw:
     """The bytes of a slot on the disk, past every check."""
 
-    def __init__(self, nvme: Nvme, slot: Slot) -> None:
+    def __init__(self, nvme: Nvme, slot: DiskSlot) -> None:
         self.fd, self.slot = slot.file.fileno(), slot
         self.buffer = aligned_buffer(slot.n_bytes)
 
@@ -143,7 +143,7 @@ def test_offsets_beyond_four_gibibytes_are_right(disk: Path) -> None:
 # -- integrity -----------------------------------------------------------------------------------
 
 
-def is_caught(nvme: Nvme, slot: Slot) -> bool:
+def is_caught(nvme: Nvme, slot: DiskSlot) -> bool:
     """Whether a slot's bytes are refused; what is not refused must be right."""
     try:
         content(nvme, slot)
@@ -521,7 +521,7 @@ class Gate:
 
 
 def test_what_somebody_waits_for_by_then_is_done_first() -> None:
-    threads, gate, waited = Threads(1), Gate(), set[str]()
+    threads, gate, waited = IoThreads(1), Gate(), set[str]()
     threads.submit(Lane.READ, 1, gate.stand, lambda: False)
     assert gate.began.wait(10)
     for name in "abcdef":
@@ -535,7 +535,7 @@ def test_what_somebody_waits_for_by_then_is_done_first() -> None:
 
 
 def test_threads_finish_what_they_were_given_before_they_end() -> None:
-    threads, gate = Threads(3), Gate()
+    threads, gate = IoThreads(3), Gate()
     for i in range(100):
         threads.submit(Lane.READ, 1, gate.note(str(i)), lambda: False)
     threads.close()
@@ -554,7 +554,7 @@ def wait_for_the_end(before: int) -> Iterator[None]:
 
 def test_threads_end_when_nobody_has_them_any_more() -> None:
     before = threading.active_count()
-    threads = Threads(4)
+    threads = IoThreads(4)
     threads.submit(Lane.READ, 1, lambda: None, lambda: False)
     assert threading.active_count() == before + 4
     del threads

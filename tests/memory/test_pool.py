@@ -54,7 +54,7 @@ from hetero.events import EventLog
 from hetero.io import ALIGN, IO, Folder, align_up, aligned_buffer
 from hetero.jobs import Job, Worker
 from hetero.memory import pool as pool_module
-from hetero.memory.extent import Extent, Extents, Request, Span, Use
+from hetero.memory.extent import Extent, Extents, PinSpan, PinUse, Request
 from hetero.memory.ledger import Ledger
 from hetero.memory.nvme import Executor, Nvme, Urgent, Work
 from hetero.memory.pool import HUGE_PAGE, Pool, open_pool
@@ -73,15 +73,15 @@ class Home(NamedTuple):
     extents: Extents
     array: Array
 
-    def needs(self, start: int, end: int, use: Use) -> Iterator[tuple[Extent, Use]]:
+    def needs(self, start: int, end: int, use: PinUse) -> Iterator[tuple[Extent, PinUse]]:
         return self.extents.needs(start, end, use)
 
-    def span(self, first: int, end: int | None = None, use: Use = Use.READ) -> Span:
+    def span(self, first: int, end: int | None = None, use: PinUse = PinUse.READ) -> PinSpan:
         """Return whole extents [first, end), one by default."""
         end = first + 1 if end is None else end
-        return Span(self, first * NUMEL, min(end * NUMEL, len(self.array)), use)
+        return PinSpan(self, first * NUMEL, min(end * NUMEL, len(self.array)), use)
 
-    def request(self, first: int, end: int | None = None, use: Use = Use.READ) -> Request:
+    def request(self, first: int, end: int | None = None, use: PinUse = PinUse.READ) -> Request:
         return Request([self.span(first, end, use)])
 
 
@@ -145,7 +145,7 @@ def make_home(pool: Pool, n_extents: float, dtype: str = "u1") -> Home:
 
 
 def state(pool: Pool, extent: Extent) -> CopyState:
-    return pool.pages.table.state(extent.id, Tier.HOST)
+    return pool.cache.table.state(extent.id, Tier.HOST)
 
 
 def states(pool: Pool, home: Home) -> list[CopyState]:
@@ -159,7 +159,7 @@ def resident(pool: Pool, home: Home) -> list[int]:
 def fill(pool: Pool, home: Home, value: int | None = None) -> None:
     """Write every extent: ``value``, or its own number from 1 on."""
     for i in range(len(home.extents.all)):
-        with pool.pin(home.request(i, use=Use.FRESH)):
+        with pool.pin(home.request(i, use=PinUse.FRESH)):
             home.array[i * NUMEL : (i + 1) * NUMEL] = i + 1 if value is None else value
 
 
@@ -173,7 +173,7 @@ def seen(pool: Pool, home: Home) -> list[int]:
     return found
 
 
-def touch(pool: Pool, home: Home, *which: int, use: Use = Use.READ) -> None:
+def touch(pool: Pool, home: Home, *which: int, use: PinUse = PinUse.READ) -> None:
     for i in which:
         with pool.pin(home.request(i, use=use)):
             pass
@@ -185,7 +185,7 @@ def flushed(pool: Pool, home: Home) -> None:
         pool._flush(pool.n_bytes)
     pool.drain()
     with pool._changed:
-        assert pool.pages.evict(pool.n_bytes, ())
+        assert pool.cache.evict(pool.n_bytes, ())
     assert not resident(pool, home)
 
 
@@ -210,20 +210,20 @@ def test_a_home_larger_than_the_pool_keeps_every_number_within_the_budget(disk: 
     home = make_home(pool, 30.3, "f4")
     wanted = np.random.default_rng(0).random(len(home.array), "f4")
     for i in range(31):
-        with pool.pin(home.request(i, use=Use.FRESH)):
+        with pool.pin(home.request(i, use=PinUse.FRESH)):
             home.array[i * NUMEL : (i + 1) * NUMEL] = wanted[i * NUMEL : (i + 1) * NUMEL]
-        assert pool.pages.used <= pool.n_bytes
+        assert pool.cache.used <= pool.n_bytes
     for i in random.Random(0).choices(range(31), k=100):
-        with pool.pin(home.request(i, use=Use.WRITE)):
+        with pool.pin(home.request(i, use=PinUse.WRITE)):
             part = slice(i * NUMEL, (i + 1) * NUMEL)
             assert np.array_equal(home.array[part], wanted[part])
             home.array[part] += 1
             wanted[part] += 1
-        assert pool.pages.used <= pool.n_bytes
+        assert pool.cache.used <= pool.n_bytes
     moved = pool.nvme.take_counts()
 
     assert moved[Lane.READ] > 20 * 4 * NUMEL and moved[Lane.WRITE] > 30 * 4 * NUMEL
-    assert pool.pages.peak == pool.n_bytes // (4 * NUMEL) * 4 * NUMEL
+    assert pool.cache.peak == pool.n_bytes // (4 * NUMEL) * 4 * NUMEL
     pool.close()
 
 
@@ -260,7 +260,7 @@ def test_what_is_all_going_to_be_written_is_not_read(disk: Path, late: Late) -> 
     flushed(pool, home)
     pool.nvme.take_counts()
 
-    with pool.pin(Request([Span(home, 10, 4 * NUMEL, Use.FRESH)])):
+    with pool.pin(Request([PinSpan(home, 10, 4 * NUMEL, PinUse.FRESH)])):
         home.array[10 : 4 * NUMEL] = 9
 
     assert pool.nvme.take_counts()[Lane.READ] == NUMEL  # the first extent is written in part
@@ -274,12 +274,12 @@ def test_the_last_extent_is_whole_where_the_home_ends(disk: Path, late: Late) ->
     home = make_home(pool, 2.5, "f4")
     end = len(home.array)
 
-    assert Request([Span(home, 2 * NUMEL, end, Use.FRESH)]).needs == {
-        home.extents.all[2]: Use.FRESH
+    assert Request([PinSpan(home, 2 * NUMEL, end, PinUse.FRESH)]).needs == {
+        home.extents.all[2]: PinUse.FRESH
     }
-    assert Request([Span(home, 0, 0)]).needs == {}
+    assert Request([PinSpan(home, 0, 0)]).needs == {}
     with pool.pin(Request([])):
-        assert pool.pages.used == 0
+        assert pool.cache.used == 0
 
 
 def test_two_uses_of_one_extent_in_a_request_read_it_and_write_it(disk: Path, late: Late) -> None:
@@ -288,7 +288,7 @@ def test_two_uses_of_one_extent_in_a_request_read_it_and_write_it(disk: Path, la
     fill(pool, home, 7)
     flushed(pool, home)
 
-    with pool.pin(Request([home.span(0), Span(home, 0, NUMEL, Use.FRESH)])):
+    with pool.pin(Request([home.span(0), PinSpan(home, 0, NUMEL, PinUse.FRESH)])):
         assert home.array[5] == 7
         home.array[5] = 8
 
@@ -303,7 +303,7 @@ def test_two_requests_may_hold_one_extent_for_different_uses(disk: Path, late: L
 
     with ExitStack() as stack:
         stack.enter_context(pool.pin(home.request(0)))
-        with pool.pin(home.request(0, use=Use.WRITE)):
+        with pool.pin(home.request(0, use=PinUse.WRITE)):
             home.array[0] = 99
         touch(pool, home, 1, 2, 3)
         assert resident(pool, home) == [0, 3]
@@ -326,13 +326,13 @@ def test_a_discarded_home_is_zero_and_costs_nothing(disk: Path, late: Late) -> N
     pool = make_pool(disk, 3, executor=late)
     home, other = make_home(pool, 4), make_home(pool, 1)
     fill(pool, home)
-    with pool.pin(other.request(0, use=Use.FRESH)):
+    with pool.pin(other.request(0, use=PinUse.FRESH)):
         other.array[:] = 5
     moved = pool.nvme.take_counts()[Lane.WRITE]
 
     pool.discard(home.extents)
 
-    assert pool.pages.used <= NUMEL
+    assert pool.cache.used <= NUMEL
     assert seen(pool, home) == [0, 0, 0, 0]
     assert pool.nvme.take_counts()[Lane.READ] == 0 and moved <= 4 * NUMEL
     assert seen(pool, other) == [5]
@@ -392,13 +392,13 @@ def test_evicted_extents_give_their_memory_back_to_the_system(
     slab = map_slab(n_bytes, huge=False)
     home = Home(pool.adopt(Kind.STATE, slab, n_bytes, 1, "x"), slab.block.numpy())
     before, most = resident_bytes(), 0
-    for use in (Use.FRESH, Use.WRITE, Use.READ):
+    for use in (PinUse.FRESH, PinUse.WRITE, PinUse.READ):
         for start in range(0, n_bytes, extent_bytes):
-            with pool.pin(Request([Span(home, start, start + extent_bytes, use)])):
-                if use is not Use.READ:
+            with pool.pin(Request([PinSpan(home, start, start + extent_bytes, use)])):
+                if use is not PinUse.READ:
                     home.array[start : start + extent_bytes] = 1 + use
             most = max(most, resident_bytes() - before)
-        assert pool.pages.used <= pool.n_bytes
+        assert pool.cache.used <= pool.n_bytes
     pool.discard(home.extents)
 
     assert 4 * mib < most <= 8 * mib + 4 * mib
@@ -448,11 +448,11 @@ def test_no_huge_page_belongs_to_two_extents(
     assert paging(home.array) in (wanted, [""] * 9)  # a system may have none
 
     numbers = np.random.default_rng(0).integers(0, 256, n_bytes, np.uint8)
-    for use in (Use.FRESH, Use.READ):
+    for use in (PinUse.FRESH, PinUse.READ):
         for start in range(0, n_bytes, extent_bytes):
             part = slice(start, min(start + extent_bytes, n_bytes))
-            with pool.pin(Request([Span(home, part.start, part.stop, use)])):
-                if use is Use.FRESH:
+            with pool.pin(Request([PinSpan(home, part.start, part.stop, use)])):
+                if use is PinUse.FRESH:
                     home.array[part] = numbers[part]
                 assert np.array_equal(home.array[part], numbers[part])
     pool.close()
@@ -470,7 +470,7 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_bytes(disk: Path, la
 
     assert failure.value.tier == "HOST" and failure.value.needed_bytes == 4 * NUMEL
     assert "raise host= by 4 KiB" in failure.value.advice
-    assert pool.pages.used == 0 and not any(extent.pins for extent in home.extents.all)
+    assert pool.cache.used == 0 and not any(extent.pins for extent in home.extents.all)
 
 
 def test_who_holds_too_much_to_get_more_is_told_at_once(disk: Path, watchdog: None) -> None:
@@ -478,7 +478,7 @@ def test_who_holds_too_much_to_get_more_is_told_at_once(disk: Path, watchdog: No
     home = make_home(pool, 6)
     fill(pool, home)
 
-    with pool.pin(home.request(0, 2, Use.WRITE)):
+    with pool.pin(home.request(0, 2, PinUse.WRITE)):
         with pytest.raises(BudgetError, match="8 KiB are pinned"), pool.pin(home.request(2, 4)):
             pass
         touch(pool, home, 5)
@@ -516,7 +516,7 @@ def test_a_thread_that_waits_for_room_goes_on_when_another_lets_go(
             time.sleep(0.05)
             assert not two.done()
         two.result()
-    assert pool.pages.used <= pool.n_bytes
+    assert pool.cache.used <= pool.n_bytes
     pool.close()
 
 
@@ -535,7 +535,7 @@ def test_a_thread_that_is_interrupted_while_it_waits_holds_nothing(disk: Path, l
         raise KeyboardInterrupt
 
     waits, pool._wait = pool._wait, interrupt  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt), pool.pin(home.request(0, 3, Use.WRITE)):
+    with pytest.raises(KeyboardInterrupt), pool.pin(home.request(0, 3, PinUse.WRITE)):
         pass
     pool._wait = waits  # type: ignore[method-assign]
 
@@ -553,7 +553,7 @@ def test_what_is_being_written_can_be_read_but_not_changed(disk: Path, late: Lat
 
     with pool.pin(home.request(0)):
         assert states(pool, home) == [FLUSHING] and home.array[0] == 1
-    with pool.pin(home.request(0, use=Use.WRITE)):
+    with pool.pin(home.request(0, use=PinUse.WRITE)):
         assert states(pool, home) == [CLEAN]
 
 
@@ -716,12 +716,12 @@ def test_what_is_announced_for_later_anew_takes_the_place_of_the_old(
 def test_a_request_again_is_without_what_was_only_read(disk: Path, late: Late) -> None:
     pool = make_pool(disk, 6, executor=late)
     home = make_home(pool, 6)
-    spans = [home.span(0), home.span(1, use=Use.WRITE), home.span(2, use=Use.FRESH)]
+    spans = [home.span(0), home.span(1, use=PinUse.WRITE), home.span(2, use=PinUse.FRESH)]
 
     again = Request(spans).again()
 
     extents = home.extents.all
-    assert again.needs == {extents[1]: Use.WRITE, extents[2]: Use.WRITE}
+    assert again.needs == {extents[1]: PinUse.WRITE, extents[2]: PinUse.WRITE}
     assert again.n_bytes == 2 * NUMEL
 
 
@@ -730,7 +730,7 @@ def test_reading_ahead_stands_still_while_somebody_waits_for_room(disk: Path, la
     home = make_home(pool, 20)
     fill(pool, home)
     flushed(pool, home)
-    touch(pool, home, 4, 5, use=Use.WRITE)
+    touch(pool, home, 4, 5, use=PinUse.WRITE)
     pool.nvme.take_counts()
     with pool.pin(home.request(0, 4)):
         pool.ahead([home.request(14), home.request(15)])
@@ -744,7 +744,7 @@ def test_dirty_extents_are_written_before_their_room_is_needed(disk: Path, late:
     pool = make_pool(disk, 9, executor=late)
     home = make_home(pool, 9)
     for i in range(9):
-        touch(pool, home, i, use=Use.FRESH)
+        touch(pool, home, i, use=PinUse.FRESH)
         assert states(pool, home).count(DIRTY) <= 3
     assert states(pool, home) == [FLUSHING] * 6 + [DIRTY] * 3
     late.finish()
@@ -756,7 +756,7 @@ def test_a_scan_finds_its_extents_in_memory(disk: Path, late: Late) -> None:
     home = make_home(pool, 60)
     fill(pool, home)
     flushed(pool, home)
-    requests = [home.request(i, use=Use.WRITE) for i in range(60)]
+    requests = [home.request(i, use=PinUse.WRITE) for i in range(60)]
     pool.ahead(requests)
     for request in requests:
         for _ in range(2):  # a drive that is as fast as who asks: a read and a write for each
@@ -771,7 +771,7 @@ def test_a_scan_finds_its_extents_in_memory(disk: Path, late: Late) -> None:
 
 def check_nothing_is_held(pool: Pool, home: Home) -> None:
     assert not any(extent.pins for extent in home.extents.all)
-    assert pool.pages.used <= pool.n_bytes
+    assert pool.cache.used <= pool.n_bytes
 
 
 def test_a_read_that_fails_is_told_and_the_next_who_asks_tries_again(
@@ -855,7 +855,7 @@ def test_a_failure_beside_what_was_to_be_written_anew_loses_nothing(disk: Path, 
 
     with (
         pytest.raises(DiskReadError),
-        pool.pin(Request([home.span(0, 3, Use.FRESH), other.span(0)])),
+        pool.pin(Request([home.span(0, 3, PinUse.FRESH), other.span(0)])),
     ):
         pass
 
@@ -894,8 +894,8 @@ def test_a_write_that_fails_keeps_the_only_copy_and_tells_who_needs_room(
     pool = make_pool(disk, 3, io=plan, executor=late)
     home = make_home(pool, 6)
     plan.fail_at("write", 0, number, times=None)
-    touch(pool, home, 0, 1, 2, use=Use.WRITE)
-    with pool.pin(home.request(0, 3, Use.WRITE)):
+    touch(pool, home, 0, 1, 2, use=PinUse.WRITE)
+    with pool.pin(home.request(0, 3, PinUse.WRITE)):
         home.array[: 3 * NUMEL] = 7
 
     for attempt in range(1, 5):
@@ -917,7 +917,7 @@ def test_with_threads_too_a_write_that_fails_for_ever_is_told_and_not_repeated_f
     plan = FaultPlan()
     pool = make_pool(disk, 3, io=plan)
     home = make_home(pool, 6)
-    with pool.pin(home.request(0, 3, Use.WRITE)):
+    with pool.pin(home.request(0, 3, PinUse.WRITE)):
         home.array[: 3 * NUMEL] = 7
     plan.fail_at("write", 0, errno.ENOSPC, times=None)
 
@@ -955,7 +955,7 @@ def test_one_extent_that_cannot_be_written_does_not_keep_the_others_in_memory(
     for i in range(20):
         for _ in range(20):
             try:
-                with pool.pin(home.request(i, use=Use.FRESH)):
+                with pool.pin(home.request(i, use=PinUse.FRESH)):
                     home.array[i * NUMEL : (i + 1) * NUMEL] = i + 1
             except DiskWriteError:
                 errors += 1
@@ -998,7 +998,7 @@ class OopsError(Exception):
     """What a block raises here."""
 
 
-def half_write(pool: Pool, home: Home, which: int, use: Use) -> None:
+def half_write(pool: Pool, home: Home, which: int, use: PinUse) -> None:
     with pytest.raises(OopsError), pool.pin(home.request(which, use=use)):
         home.array[which * NUMEL : which * NUMEL + 10] = 66
         raise OopsError
@@ -1009,11 +1009,11 @@ def test_what_was_to_be_written_anew_and_was_not_is_what_it_was(disk: Path, late
     home = make_home(pool, 4)
     fill(pool, home)
     flushed(pool, home)
-    half_write(pool, home, 1, Use.FRESH)
+    half_write(pool, home, 1, PinUse.FRESH)
 
     assert seen(pool, home) == [1, 2, 3, 4]
     empty = make_home(pool, 1)
-    half_write(pool, empty, 0, Use.FRESH)
+    half_write(pool, empty, 0, PinUse.FRESH)
     assert seen(pool, empty) == [0]
 
 
@@ -1027,7 +1027,7 @@ def test_an_older_generation_never_takes_the_place_of_a_dirty_extent(
     fill(pool, home, 2)
     assert states(pool, home) == [DIRTY]
 
-    half_write(pool, home, 0, Use.FRESH)
+    half_write(pool, home, 0, PinUse.FRESH)
 
     assert list(home.array[8:12]) == [66, 66, 2, 2]
     flushed(pool, home)
@@ -1041,7 +1041,7 @@ def test_what_a_block_wrote_before_it_raised_counts(disk: Path, late: Late) -> N
     fill(pool, home, 1)
     flushed(pool, home)
 
-    half_write(pool, home, 0, Use.WRITE)
+    half_write(pool, home, 0, PinUse.WRITE)
 
     flushed(pool, home)
     touch(pool, home, 0)
@@ -1057,12 +1057,12 @@ def program(pool: Pool, homes: Sequence[Home]) -> Iterator[Callable[[], None]]:
     """Yield what a small training loop does; each part may fail, and may be tried again."""
 
     def add(i: int) -> None:
-        with pool.pin(Request([home.span(i, use=Use.WRITE) for home in homes])):
+        with pool.pin(Request([home.span(i, use=PinUse.WRITE) for home in homes])):
             for home in homes:
                 home.array[i * NUMEL : (i + 1) * NUMEL] += 1
 
     def begin(home: Home, i: int) -> None:
-        with pool.pin(home.request(i, use=Use.FRESH)):
+        with pool.pin(home.request(i, use=PinUse.FRESH)):
             home.array[i * NUMEL : (i + 1) * NUMEL] = i
 
     for home, i in itertools.product(homes, range(N_EXTENTS)):
@@ -1129,10 +1129,10 @@ def test_transfers_that_are_all_short_change_no_number(disk: Path, got: int) -> 
     home = make_home(pool, 12, "f4")
     rng = np.random.default_rng(0)
     wanted = rng.random(len(home.array), "f4")
-    with pool.pin(home.request(0, 3, Use.FRESH)):
+    with pool.pin(home.request(0, 3, PinUse.FRESH)):
         home.array[: 3 * NUMEL] = wanted[: 3 * NUMEL]
     for i in range(3, 12):
-        with pool.pin(home.request(i, use=Use.FRESH)):
+        with pool.pin(home.request(i, use=PinUse.FRESH)):
             home.array[i * NUMEL : (i + 1) * NUMEL] = wanted[i * NUMEL : (i + 1) * NUMEL]
     for i in range(12):
         with pool.pin(home.request(i)):
@@ -1173,12 +1173,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     # -- what the machine believes ---------------------------------------------------------------
 
-    def span(self, data: st.DataObject, use: Use | None = None) -> Span:
+    def span(self, data: st.DataObject, use: PinUse | None = None) -> PinSpan:
         home = self.homes[data.draw(st.integers(0, len(self.homes) - 1))]
         numel = len(home.array)
         edges = st.sampled_from([*range(0, numel, NUMEL), numel]) | st.integers(0, numel)
         start, end = sorted((data.draw(edges), data.draw(edges)))
-        return Span(home, start, end, use or data.draw(st.sampled_from(Use)))
+        return PinSpan(home, start, end, use or data.draw(st.sampled_from(PinUse)))
 
     def index(self, home: Any) -> int:
         return next(i for i, other in enumerate(self.homes) if other is home)
@@ -1189,14 +1189,14 @@ class PoolMachine(RuleBasedStateMachine):
     def needed_bytes(self, request: Request) -> int:
         return sum(extent.n_bytes for extent in {*self.pinned(), *request.needs})
 
-    def write(self, span: Span) -> None:
+    def write(self, span: PinSpan) -> None:
         """Write numbers not seen before."""
         at = self.index(span.home)
         values = self.random.integers(1, 250, span.end - span.start, dtype=np.uint8)
         self.homes[at].array[span.start : span.end] = values
         self.model[at][span.start : span.end] = values
 
-    def right(self, span: Span) -> bool:
+    def right(self, span: PinSpan) -> bool:
         at, part = self.index(span.home), slice(span.start, span.end)
         return np.array_equal(self.homes[at].array[part], self.model[at][part])
 
@@ -1218,14 +1218,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.needed_bytes(request) <= self.pool.n_bytes
         self.held.append(Held(guard, request))
         for span in spans:
-            if span.use is not Use.FRESH and not any(self.fresh(other) for other in spans):
+            if span.use is not PinUse.FRESH and not any(self.fresh(other) for other in spans):
                 assert self.right(span)
         for span in spans:
-            if span.use is not Use.READ:
+            if span.use is not PinUse.READ:
                 self.write(span)
 
-    def fresh(self, span: Span) -> bool:
-        return span.use is Use.FRESH
+    def fresh(self, span: PinSpan) -> bool:
+        return span.use is PinUse.FRESH
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -1235,7 +1235,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def block_that_raises(self, data: st.DataObject) -> None:
-        span = self.span(data, Use.FRESH)
+        span = self.span(data, PinUse.FRESH)
         request, at = Request([span]), self.index(span.home)
         if set(request.needs) & set(self.pinned()) or not request.needs:
             return
@@ -1251,7 +1251,7 @@ class PoolMachine(RuleBasedStateMachine):
             size = self.homes[at].array.itemsize
             first = extent.page // size
             part = slice(max(first, span.start), min(first + extent.n_bytes // size, middle))
-            if part.stop > part.start and (use is Use.WRITE or was[extent] is not ABSENT):
+            if part.stop > part.start and (use is PinUse.WRITE or was[extent] is not ABSENT):
                 self.model[at][part] = 251
         with suppress(OopsError):
             guard.__exit__(OopsError, OopsError(), None)
@@ -1266,7 +1266,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin_announced(self, data: st.DataObject) -> None:
         request = self.announced.pop(data.draw(st.integers(0, min(2, len(self.announced) - 1))))
-        if any(use is not Use.READ for use in request.needs.values()):
+        if any(use is not PinUse.READ for use in request.needs.values()):
             return
         try:
             with self.pool.pin(request):
@@ -1331,9 +1331,9 @@ class PoolMachine(RuleBasedStateMachine):
         for home in self.homes:
             for extent in home.extents.all:
                 sizes[state(pool, extent)] += extent.n_bytes
-        assert sizes == Counter({s: n for s, n in pool.pages.bytes.items() if n})
-        assert pool.pages.used == sum(sizes.values()) - sizes[ABSENT]
-        assert pool.pages.used <= pool.pages.peak <= pool.n_bytes
+        assert sizes == Counter({s: n for s, n in pool.cache.bytes.items() if n})
+        assert pool.cache.used == sum(sizes.values()) - sizes[ABSENT]
+        assert pool.cache.used <= pool.cache.peak <= pool.n_bytes
 
     @invariant()
     def pins_and_states_agree(self) -> None:
@@ -1345,13 +1345,13 @@ class PoolMachine(RuleBasedStateMachine):
             for extent in home.extents.all:
                 found = state(pool, extent)
                 assert extent.pins == pinned[extent] >= 0
-                assert (extent in pool.pages.resident) == (found is not ABSENT)
+                assert (extent in pool.cache.resident) == (found is not ABSENT)
                 assert not extent.pins or found in (CLEAN, DIRTY, FLUSHING)
-                assert extent not in pool.pages.window or found is not ABSENT
+                assert extent not in pool.cache.window or found is not ABSENT
                 moving += found in (FILLING, FLUSHING)
         assert moving == pool._in_flight == len(self.late.todo)
-        kept = sum(extent.n_bytes for extent in pool.pages.window._kept)
-        assert kept == pool.pages.window.kept_bytes
+        kept = sum(extent.n_bytes for extent in pool.cache.window._kept)
+        assert kept == pool.cache.window.kept_bytes
         assert pool._n_waiting == 0 and sum(pool._holders.values()) == len(self.held)
 
     @invariant()
@@ -1442,10 +1442,10 @@ class Stress:
         self.counts = np.zeros(N_THREADS * OWN, np.uint8)
         self.errors = 0
 
-    def request(self, rng: random.Random, thread: int) -> tuple[Request, list[int], Use]:
+    def request(self, rng: random.Random, thread: int) -> tuple[Request, list[int], PinUse]:
         n = rng.randint(1, LARGEST // 2)
         first = thread * OWN + rng.randint(0, OWN - n)
-        use = rng.choice((Use.READ, Use.WRITE, Use.WRITE, Use.FRESH))
+        use = rng.choice((PinUse.READ, PinUse.WRITE, PinUse.WRITE, PinUse.FRESH))
         spans = [home.span(first, first + n, use) for home in self.homes]
         return Request(spans), list(range(first, first + n)), use
 
@@ -1459,16 +1459,16 @@ class Stress:
             if turn % 3 == 0:
                 self.patiently(partial(self.look, rng.randrange(5)))
 
-    def turn(self, request: Request, which: list[int], use: Use) -> None:
+    def turn(self, request: Request, which: list[int], use: PinUse) -> None:
         with self.pool.pin(request):
-            assert self.pool.pages.used <= self.pool.n_bytes
+            assert self.pool.cache.used <= self.pool.n_bytes
             for home, i in itertools.product(self.homes, which):
                 part = home.array[i * NUMEL : (i + 1) * NUMEL]
-                if use is not Use.FRESH:
+                if use is not PinUse.FRESH:
                     assert (part == self.counts[i]).all()
-                if use is not Use.READ:
+                if use is not PinUse.READ:
                     part[:] = self.counts[i] + 1
-            if use is not Use.READ:
+            if use is not PinUse.READ:
                 self.counts[which] += 1
 
     def look(self, i: int) -> None:
@@ -1487,7 +1487,7 @@ class Stress:
         for home in self.homes:
             assert seen(self.pool, home) == list(self.counts)
         assert not any(e.pins for home in (*self.homes, self.shared) for e in home.extents.all)
-        assert self.pool.pages.peak <= self.pool.n_bytes
+        assert self.pool.cache.peak <= self.pool.n_bytes
         self.pool.drain()
         assert not self.pool._in_flight and not self.pool._holders
         self.pool.close()
@@ -1524,7 +1524,7 @@ def test_an_update_is_helped_by_who_waits_for_it(disk: Path, watchdog: None) -> 
     stress, worker = Stress(disk, 0.02), Worker(2)
 
     def add(i: int) -> None:
-        with stress.pool.pin(Request([home.span(i, use=Use.WRITE) for home in stress.homes])):
+        with stress.pool.pin(Request([home.span(i, use=PinUse.WRITE) for home in stress.homes])):
             for home in stress.homes:
                 home.array[i * NUMEL : (i + 1) * NUMEL] += 1
         stress.counts[i] += 1
@@ -1639,7 +1639,7 @@ def test_no_transfer_is_under_way_in_a_fork(disk: Path, watchdog: None) -> None:
     for _ in range(5):
         pool.ahead([home.request(i) for i in range(60)])
         assert in_child(lambda: None) == 0
-        touch(pool, home, *range(0, 60, 7), use=Use.WRITE)
+        touch(pool, home, *range(0, 60, 7), use=PinUse.WRITE)
     looks = found[:5]
     assert len(looks) == 5
     pool.close()
@@ -1654,7 +1654,7 @@ from hetero.events import EventLog
 from hetero.io import Folder
 from hetero.memory.ledger import Ledger
 from hetero.memory.nvme import Nvme
-from hetero.memory.extent import Request, Span, Use
+from hetero.memory.extent import Request, PinSpan, PinUse
 from hetero.memory.pool import Pool
 from hetero.types import Kind
 
@@ -1668,7 +1668,8 @@ SIZE, N = 65536, 64
 nvme = Nvme([Folder.open({str(disk)!r})], SIZE * N, ledger=Ledger({{}}), log=EventLog())
 pool = Pool(nvme, 12 * SIZE, extent_numel=SIZE)
 home = Home(pool, SIZE * N)
-requests = [Request([Span(home.extents, i * SIZE, (i + 1) * SIZE, Use.WRITE)]) for i in range(N)]
+spans = [PinSpan(home.extents, i * SIZE, (i + 1) * SIZE, PinUse.WRITE) for i in range(N)]
+requests = [Request([span]) for span in spans]
 for i, request in enumerate(requests):
     with pool.pin(request):
         home.array[i * SIZE : (i + 1) * SIZE] = i

@@ -21,6 +21,7 @@ from hetero.jobs import Job
 from hetero.memory.codec import Workspace
 from hetero.memory.extent import Request
 from hetero.memory.frame import FrameMap
+from hetero.memory.homecopy import HomeEvents
 from hetero.memory.layout import Bucket, Layout
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
@@ -39,7 +40,6 @@ from hetero.train.engine.backward_updates import BackwardUpdates
 from hetero.train.engine.broken import Broken
 from hetero.train.engine.evaluation import Evaluation
 from hetero.train.engine.fitting import CopySeconds, Fitting
-from hetero.train.engine.followers import Followers
 from hetero.train.engine.frames import ArenaFrames
 from hetero.train.engine.resident import Mastered, Resident, make_activations
 from hetero.train.engine.room import Room
@@ -397,7 +397,12 @@ def make_manager(
         ledger=setup.ledger,
         link=link,
         store=setup.store,
-        events=Followers(setup.saver, setup.masters, trained.grads),
+        events=HomeEvents(
+            writing=setup.saver.wait_for,
+            overwriting=setup.masters.overwriting,
+            written=setup.masters.reset,
+            updated=trained.grads.release,
+        ),
         limit=hbm.fewest_frames,
         # A CUDA arena cannot grow in place: it leaves room for activations not yet measured.
         ceiling=min(room, 2 * hbm.fewest_frames) if device.is_cuda else room,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.jobs import Job, Worker
-from hetero.memory.extent import Use
+from hetero.memory.extent import PinUse
 from hetero.memory.layout import row
 from hetero.train.gradients.homes import GradHomes
 from hetero.train.gradients.ring import GradRing
@@ -38,7 +38,7 @@ class Addition:
         piece, home, segment = self.piece, self.slot.home, self.slot.segment
         exact = piece if self.unscale == 1.0 else piece.float() * self.unscale
         first, end = segment.offset + self.start, segment.offset + self.start + piece.numel()
-        use = Use.FRESH if self.first else Use.WRITE
+        use = PinUse.FRESH if self.first else PinUse.WRITE
         for run in home.runs(first + self.done, end, use):
             part, addend = home.part(run), exact[run.start - first : run.stop - first]
             part.copy_(addend) if self.first else part.add_(addend)

@@ -18,7 +18,7 @@ import torch
 
 from hetero.cores import Cores
 from hetero.jobs import Slice
-from hetero.memory.extent import Request, Span, Use
+from hetero.memory.extent import PinSpan, PinUse, Request
 from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket
@@ -126,13 +126,15 @@ class Bench:
         self, bucket: Bucket, piece: UpdatePiece, states: Mapping[str, Home], run: slice
     ) -> Request:
         """Return what a slice needs from disk: weights, gradients, masters and states."""
-        uses = [(self.param(bucket), Use.WRITE)]
-        uses.append((self.grads.of(bucket), Use.WRITE if self.may_write else Use.READ))
+        uses = [(self.param(bucket), PinUse.WRITE)]
+        uses.append((self.grads.of(bucket), PinUse.WRITE if self.may_write else PinUse.READ))
         if bucket.has_master:
-            uses.append((self.masters.low(bucket), Use.WRITE))
+            uses.append((self.masters.low(bucket), PinUse.WRITE))
         missing = piece.missing or ()
-        uses += [(home, Use.FRESH if key in missing else Use.WRITE) for key, home in states.items()]
-        return Request([Span(home, run.start, run.stop, use) for home, use in uses])
+        uses += [
+            (home, PinUse.FRESH if key in missing else PinUse.WRITE) for key, home in states.items()
+        ]
+        return Request([PinSpan(home, run.start, run.stop, use) for home, use in uses])
 
     def _hold(self, request: Request, work: Callable[[slice], None], run: slice) -> None:
         """Do a slice's work with all that it needs in memory: it fails before it begins."""

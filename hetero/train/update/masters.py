@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError, StateError
-from hetero.memory.extent import Use
+from hetero.memory.extent import PinUse
 from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment, row
@@ -140,7 +140,9 @@ class Masters:
         """Write fp32 numbers as working weights and what these leave of them."""
         bucket = self._layout.bucket(segment)
         home = self._home(bucket)
-        for run in self._store.runs(first, first + exact.numel(), *self._uses(bucket, Use.FRESH)):
+        for run in self._store.runs(
+            first, first + exact.numel(), *self._uses(bucket, PinUse.FRESH)
+        ):
             working = home.part(run)
             if bucket.has_master:
                 low = self.low(bucket).part(run)
@@ -153,7 +155,7 @@ class Masters:
         bucket = self._layout.bucket(segment)
         home = self._home(bucket)
         exact = home.empty(segment, torch.float32)
-        for run in self._store.runs(segment.offset, segment.end, *self._uses(bucket, Use.READ)):
+        for run in self._store.runs(segment.offset, segment.end, *self._uses(bucket, PinUse.READ)):
             part = home.part(run)
             if bucket.has_master:
                 part = join(part, self.low(bucket).part(run))
@@ -163,7 +165,7 @@ class Masters:
     def _home(self, bucket: Bucket) -> Home:
         return self._store.homes[Kind.PARAM.value, bucket.id]
 
-    def _uses(self, bucket: Bucket, use: Use) -> list[tuple[Home, Use]]:
+    def _uses(self, bucket: Bucket, use: PinUse) -> list[tuple[Home, PinUse]]:
         """Return the homes of a bucket's masters, or of its weights that have none."""
         homes = [self._home(bucket), *([self.low(bucket)] if bucket.has_master else [])]
         return [(home, use) for home in homes]
@@ -180,7 +182,7 @@ class Masters:
         bucket = self._layout.bucket(segment)
         if bucket.has_master:
             home, low = self._home(bucket), self.low(bucket)
-            uses = (home, Use.READ), (low, Use.FRESH)
+            uses = (home, PinUse.READ), (low, PinUse.FRESH)
             with host_work():
                 for run in self._store.runs(segment.offset, segment.end, *uses):
                     self._reset(home.part(run), low.part(run), None)
@@ -218,7 +220,7 @@ class Masters:
         changed = home.part(slice(start, end)).view(torch.int16) != before.view(torch.int16)
         if not changed.is_meta and bool(changed.any()):  # without bytes, nothing is written
             low = self.low(bucket)
-            for run in low.runs(start, end, Use.WRITE):
+            for run in low.runs(start, end, PinUse.WRITE):
                 where = changed[run.start - start : run.stop - start]
                 self._reset(home.part(run), low.part(run), where)
 

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterator
 from hetero.device import POISON
 from hetero.io import align_up
 from hetero.memory.chunk import CopyTable
-from hetero.memory.extent import Extent, Request, Use
+from hetero.memory.extent import Extent, PinUse, Request
 from hetero.types import CopyState, Tier
 
 AHEAD_SHARE = 3  # this part of the pool is kept for what is read ahead
@@ -63,7 +63,7 @@ class Window:
         return True
 
 
-class Pages:
+class PageCache:
     """Memory of ``n_bytes``; ``checked`` poisons what leaves it."""
 
     def __init__(self, n_bytes: int, *, checked: bool) -> None:
@@ -102,14 +102,14 @@ class Pages:
         self.bytes[old] -= extent.n_bytes
         self.bytes[state] += extent.n_bytes
 
-    def enter(self, extent: Extent, use: Use) -> bool:
+    def enter(self, extent: Extent, use: PinUse) -> bool:
         """Give an extent memory; whether its content has to be read then."""
         self.move(extent, FILLING, "fetch")
         self.resident[extent] = None
         self.peak = max(self.peak, self.used)
         self.clock += extent.n_bytes
         extent.error = None
-        extent.blank = use is Use.FRESH
+        extent.blank = use is PinUse.FRESH
         if extent.stored and not extent.blank:
             return True
         if self.checked and not extent.blank:
@@ -182,8 +182,8 @@ class Pages:
         """Return what is to be in memory for a request, where nothing sees to that yet."""
         return [e for e, use in request.needs.items() if self._is_due(e, use, request)]
 
-    def _is_due(self, extent: Extent, use: Use, request: Request) -> bool:
-        if use is Use.FRESH or self.is_kept(extent) or extent.used_at > request.asked_at:
+    def _is_due(self, extent: Extent, use: PinUse, request: Request) -> bool:
+        if use is PinUse.FRESH or self.is_kept(extent) or extent.used_at > request.asked_at:
             return False  # pinned since it was announced: that may have been this very use
         return extent.stored or self.state(extent) is not ABSENT
 
