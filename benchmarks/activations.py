@@ -170,7 +170,7 @@ def stepped(*, sliced: bool) -> Stepped:
     probe, optimizer = modelled_model(wide, size, 1 << 30)
     model_bytes = UNITS * UNIT_BYTES
     run_backward(probe, torch.randn(SLICES, FEATURES), sliced=sliced)
-    hbm = model_bytes // 4 + paged_of(probe).activations_seen()
+    hbm = model_bytes // 4 + paged_of(probe).hbm.activations_seen()
     model, optimizer = modelled_model(place, size, hbm)
     engine = engine_of(model)
     seen = []

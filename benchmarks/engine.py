@@ -315,7 +315,7 @@ def activations(backward_seconds: float) -> int:
     config = Config.load(device=device, hbm=1 << 30, chunk_bytes=4096, activations="keep")
     model, optimizer = prepare_tuned(model, optimizer, config, None)
     model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
-    return paged_of(model).activations_seen()
+    return paged_of(model).hbm.activations_seen()
 
 
 def no_schedule(trace: Any, shapes: Any, limit: int) -> Schedule:
@@ -334,7 +334,7 @@ def misses(device: str | None = None) -> Figures:
     wide = Config.load(device=device, hbm="1GiB", chunk_bytes="4KiB", activations="keep")
     probe, optimizer = prepare_tuned(copy.deepcopy(model), None, wide, None), None
     probe(tokens, tokens).backward()
-    hbm = params // 4 + paged_of(probe).activations_seen() + 2 * largest(engine_of(probe))
+    hbm = params // 4 + paged_of(probe).hbm.activations_seen() + 2 * largest(engine_of(probe))
     narrow = Config.load(device=device, hbm=hbm, chunk_bytes="4KiB", activations="keep")
     model, optimizer = prepare_tuned(model, adamw(model), narrow, None)
     per_step: list[dict[str, int]] = []

@@ -140,16 +140,16 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def stay_paged(engine: Engine) -> Any:
-    """Let a model stay paged with the frames that it has, though it would fit; returns where."""
-    residence: Any = engine.residence
-    residence._fits_whole = lambda division: False
-    residence._apply = lambda division: None
-    return residence
+    """Let a model stay paged with its frames, though it would fit; returns what divides."""
+    hbm: Any = engine.residence.hbm
+    hbm.fits_whole = lambda division: False
+    hbm.apply = lambda division: None
+    return hbm
 
 
 def keep_measuring(engine: Engine) -> None:
     """As `stay_paged`, and what the meter has seen stays seen."""
-    stay_paged(engine)._begin = lambda: None
+    stay_paged(engine).begin = lambda: None
 
 
 def note(seen: Seen, engine: Engine) -> None:
@@ -209,7 +209,7 @@ def measured(case: Case, make: MakeOptimizer, chunk_bytes: int, device: str) -> 
         keep_measuring(engine)
         one_step(case, model, optimizer, number, prepared=True)
         if engine.residence.name == "paged":
-            top = max(top, engine.residence.activations_seen())
+            top = max(top, engine.residence.hbm.activations_seen())
         optimizer.step()
         optimizer.zero_grad()
     return Budget(top + buffers, least, params)

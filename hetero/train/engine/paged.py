@@ -12,21 +12,17 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from hetero import interrupts
 from hetero.errors import too_early
 from hetero.events import What
 from hetero.jobs import Job
 from hetero.memory.codec import Workspace
-from hetero.memory.extent import Request
 from hetero.memory.frame import FrameMap
 from hetero.memory.homecopy import HomeEvents
 from hetero.memory.layout import Bucket, Layout
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
 from hetero.plan.division import Division
-from hetero.plan.hardware import find
 from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
@@ -34,15 +30,11 @@ from hetero.train.access.cursor import Cursor
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.runtime import Runtime
 from hetero.train.access.step_events import StepEvents
-from hetero.train.activations.forecast import Forecast, UnitKind
-from hetero.train.activations.meter import Keeper, Meter, make_meter
 from hetero.train.engine.backward_updates import BackwardUpdates
 from hetero.train.engine.broken import Broken
-from hetero.train.engine.evaluation import Evaluation
-from hetero.train.engine.fitting import CopySeconds, Fitting
-from hetero.train.engine.frames import ArenaFrames
+from hetero.train.engine.dividing import HbmDivision
+from hetero.train.engine.read_ahead import ReadAhead
 from hetero.train.engine.resident import Mastered, Resident, make_activations
-from hetero.train.engine.room import Room
 from hetero.train.engine.setup import Setup, StepStats
 from hetero.train.engine.trained import Trained
 from hetero.train.engine.tuning import Tuning
@@ -50,9 +42,7 @@ from hetero.train.gradients.slot import LazyGrad
 from hetero.train.model.binding import plain
 from hetero.train.model.graph import unless_gone
 from hetero.train.update.arithmetic import Update
-from hetero.types import Kind, Tier
-
-PASSING = (Kind.PARAM, Kind.GRAD)  # on disk, they go through the pool's memory in backward
+from hetero.types import Tier
 
 
 class Paged:
@@ -78,89 +68,23 @@ class Paged:
         self.manager = manager = make_manager(setup, self.link, self.trained, next_use)
         self.backward_updates = BackwardUpdates(setup, self.trained, manager)
         early = self.backward_updates.follow() if self.may_be_early else NoEarlyUpdates()
-        self.runtime = runtime = make_runtime(setup, self.trained, manager, self._events(), early)
-        self.frames = ArenaFrames(self.manager, runtime.fetches, gives_back=setup.device.is_cuda)
-        self.activations = make_activations(setup, runtime.saved, runtime.enter, runtime.leave)
-        meter = self._make_meter()
-        self.room = Room(
-            setup.budget,
-            setup.ledger,
-            frames=self.frames,
-            ring=self.trained.grads.ring,
-            ram=setup.ram,
-            live_bytes=meter.live_bytes,
-        )
-        self.fitting = self._make_fitting(meter)
-        self.evaluation = None if trains else self._make_evaluation()
-        self._again: list[Request] = []  # what the next step's updates will need from disk
-        self.trained.grads.ring.limit_bytes = 0  # until it is known what is left
-
-    # -- building --------------------------------------------------------------------------------
-
-    def _events(self) -> StepEvents:
-        return StepEvents(
+        events = StepEvents(
             before_use=unless_gone(self._before_use, None),
-            before_load=self.setup.saver.finish,
+            before_load=setup.saver.finish,
             backward_begins=unless_gone(self._backward_begins, None),
             forward_ended=unless_gone(self._forward_ended, None),
             spare=unless_gone(self._spare, 0),
             resume=unless_gone(self._resume, None),
         )
-
-    def _make_meter(self) -> Meter:
-        setup, ring = self.setup, self.trained.grads.ring
-        trains = setup.inner is not None
-        manager, runtime, budget = self.manager, self.runtime, setup.budget
-        return make_meter(
-            setup.device,
-            runtime.saved.footprint,
-            gradient_bytes=ring.most_bytes if trains else 0,
-            traced=not is_compiled(setup.model) and not (trains and setup.device.same_ram),
-            others=lambda: manager.arena.slab.n_bytes + budget.buffer_bytes,
-            passing=ring.sources,
-            ours=lambda: runtime.is_running,
-            keeper=lambda: self._keeper,
+        self.runtime = runtime = make_runtime(setup, self.trained, manager, events, early)
+        self.activations = make_activations(setup, runtime.saved, runtime.enter, runtime.leave)
+        self.hbm = hbm = HbmDivision(
+            setup, self.trained.grads.ring, self.manager, runtime, self.activations
         )
+        self.frames, self.fitting = hbm.room.frames, hbm.fitting
+        self._ahead = ReadAhead(setup.store.pool, setup.budget)
 
-    @property
-    def _keeper(self) -> Keeper:
-        """What makes room for what operations make, and refuses what has none."""
-        return self.fitting if self.evaluation is None else self.evaluation
-
-    def _make_fitting(self, meter: Meter) -> Fitting:
-        """Return what divides HBM between frames and activations."""
-        setup, plan = self.setup, self.setup.blueprint
-        layout, footprint = plan.layout, self.runtime.saved.footprint
-        weights = [sum(layout.buckets[b].n_bytes for b in needs) for needs in plan.needs]
-        modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
-        fitting = Fitting(
-            self.room,
-            meter=meter,
-            forecast=Forecast(
-                setup.device,
-                footprint,
-                names=[unit.name or "model" for unit in plan.units],
-                kinds=[UnitKind(*kind) for kind in zip(modules, weights, strict=True)],
-                may_recompute=self.activations.may_recompute,
-            ),
-            footprint=footprint,
-            choice=self.activations,
-            may_stay=self._may_stay,
-            copy_seconds=copy_seconds(setup),
-            log=setup.log,
-        )
-        self.activations.watch = fitting
-        return fitting
-
-    def _make_evaluation(self) -> Evaluation:
-        """Let every forward be a step of its own: there are no others."""
-        evaluation = Evaluation(
-            self.room,
-            meter=self.fitting.meter,
-            log=self.setup.log,
-        )
-        self.activations.forwards = evaluation
-        return evaluation
+    # -- attaching -------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Make the parameters pages, and hook the model."""
@@ -209,11 +133,7 @@ class Paged:
 
     def announce(self, begun: Sequence[Update], updates: Sequence[Update]) -> None:
         """Tell the pool what updates need from disk; those ``begun`` have told it."""
-        early, requests = (
-            [request for update in some for request in update.requests] for some in (begun, updates)
-        )
-        self.setup.store.pool.ahead(requests)
-        self._again = [request.again() for request in (*early, *requests)]
+        self._ahead.announce(begun, updates)
 
     def hand_over(self, bucket: Bucket, job: Job) -> None:
         """Leave a home to its update."""
@@ -234,10 +154,10 @@ class Paged:
 
     def _spare(self) -> int:
         # CUDA's allocator would count them in a step's peak
-        return 0 if self.setup.device.is_cuda else self.room.spare()
+        return 0 if self.setup.device.is_cuda else self.hbm.room.spare()
 
     def _resume(self) -> None:
-        self.room.resume()
+        self.hbm.room.resume()
 
     def _before_use(self) -> None:
         """The model is called: Ctrl-C waits again where the user has changed that."""
@@ -251,23 +171,15 @@ class Paged:
         stepper = self.trained.stepper
         if stepper is not None:
             stepper.backward_begins()
-        self.room.resume()
-        self._read_ahead()
-
-    def _read_ahead(self) -> None:
-        """Have states read for the next step's first updates, where backward leaves the drive."""
-        again, self._again = self._again, []
-        spill = self.setup.budget.spill
-        rests = spill is not None and not any(kind in PASSING for kind, _ in spill.on_disk)
-        if again and rests:
-            self.setup.store.pool.later(again)
+        self.hbm.room.resume()
+        self._ahead.backward_begins()
 
     def _forward_ended(self) -> None:
         """A forward of a model without an optimizer is a step."""
-        if self.evaluation is not None:
+        if self.setup.inner is None:
             self.setup.count()
             self._take_stats()
-            self.evaluation.end()
+            self.hbm.forward_ended()
 
     # -- between two steps -----------------------------------------------------------------------
 
@@ -283,26 +195,13 @@ class Paged:
         setup.store.pool.told = False
         if not self.activations.offloads:
             setup.offload.shrink()
-        fits = self._fits_whole(division)
+        fits = self.hbm.fits_whole(division)
         if fits and not self.manager.arena.held:  # else the next border tries again
             return True
         if not fits:
-            self._apply(division)
-        self._begin()
+            self.hbm.apply(division)
+        self.hbm.begin()
         return False
-
-    def _fits_whole(self, division: Division) -> bool:
-        return self._may_stay and self.setup.budget.holds_everything(division.moving_bytes)
-
-    def _apply(self, division: Division) -> None:
-        """Give frames what activations leave; where a view is held, the next border tries again."""
-        self.room.apply(division)
-
-    def _begin(self) -> None:
-        """A step begins."""
-        self.fitting.meter.restart()
-        self.fitting.begin()  # a model that trains by another method has no forward to begin one
-        self.runtime.fetches.step_ends()
 
     def stay(self, division: Division) -> Resident:
         """Make the homes the parameters themselves; updates are done.
@@ -314,7 +213,7 @@ class Paged:
         for index, (bucket, segment) in enumerate(setup.blueprint.layout.home):
             home = setup.store.homes[PARAM, bucket]
             plain(setup.params[index], home.view(segment))
-        self.room.charge(division)
+        self.hbm.room.charge(division)
         setup.log.now(What.DECISION, tier=Tier.HBM, why="everything fits: the model stays")
         if setup.has_masters:
             return Mastered(setup, self)
@@ -322,19 +221,6 @@ class Paged:
             if isinstance(param.grad, LazyGrad):
                 param.grad = param.grad.slot.keep()
         return Resident(setup, self)
-
-    def activations_seen(self) -> int:
-        """Return the bytes besides frames and buffers that this step held at its peak, and those
-        that its gradients may take on their way down."""
-        return self.fitting.meter.peak_bytes() + self.trained.grads.ring.useful_bytes
-
-    @property
-    def _may_stay(self) -> bool:
-        """Whether a model that fits the device is to stay there: its homes are what computes."""
-        setup = self.setup
-        if setup.device.is_cuda or setup.blueprint.is_coded:
-            return False
-        return setup.inner is not None and not setup.budget.spills
 
     def _take_stats(self) -> None:
         """Note what the step moved that is over."""
@@ -448,15 +334,3 @@ def plan_for(
     if tuning.schedule is not None:
         return tuning.schedule(trace, shapes, limit)
     return Planner(trace, shapes, FrameMap(limit), limit, tuning.depth).build()
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether a part of a model is compiled, which dispatch modes would disturb."""
-    return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
-
-
-def copy_seconds(setup: Setup) -> CopySeconds:
-    """Return how long copies take: by the profile where one is named, else as measured."""
-    if setup.config.profile is None:
-        return setup.device.copy_seconds
-    return find(setup.config.profile).copy_seconds

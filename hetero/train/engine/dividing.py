@@ -1,0 +1,137 @@
+"""What divides HBM of a paged model: measured, divided, applied at every border (floor 2)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hetero.memory.manager import ChunkManager
+from hetero.plan.division import Division
+from hetero.plan.hardware import find
+from hetero.train.access.runtime import Runtime
+from hetero.train.activations.forecast import Forecast, UnitKind
+from hetero.train.activations.meter import Keeper, Meter, make_meter
+from hetero.train.activations.policy import ActivationPolicies
+from hetero.train.engine.evaluation import Evaluation
+from hetero.train.engine.fitting import CopySeconds, Fitting
+from hetero.train.engine.frames import ArenaFrames
+from hetero.train.engine.room import Room
+from hetero.train.engine.setup import Setup
+from hetero.train.gradients.ring import GradRing
+
+
+class HbmDivision:
+    """The meter, the room, and who decides: `Fitting` in training, else `Evaluation`."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        ring: GradRing,
+        manager: ChunkManager,
+        runtime: Runtime,
+        activations: ActivationPolicies,
+    ) -> None:
+        self._setup = setup
+        self._ring = ring
+        self._runtime = runtime
+        self._activations = activations
+        self._trains = setup.inner is not None
+        meter = self._make_meter(manager)
+        self.room = Room(
+            setup.budget,
+            setup.ledger,
+            frames=ArenaFrames(manager, runtime.fetches, gives_back=setup.device.is_cuda),
+            ring=ring,
+            ram=setup.ram,
+            live_bytes=meter.live_bytes,
+        )
+        self.fitting = self._make_fitting(meter)
+        activations.watch = self.fitting
+        self._evaluation: Evaluation | None = None
+        if not self._trains:
+            evaluation = Evaluation(self.room, meter=meter, log=setup.log)
+            self._evaluation = activations.forwards = evaluation
+        ring.limit_bytes = 0  # until it is known what is left
+
+    def _make_meter(self, manager: ChunkManager) -> Meter:
+        setup, ring, runtime = self._setup, self._ring, self._runtime
+        return make_meter(
+            setup.device,
+            runtime.saved.footprint,
+            gradient_bytes=ring.most_bytes if self._trains else 0,
+            traced=not is_compiled(setup.model) and not (self._trains and setup.device.same_ram),
+            others=lambda: manager.arena.slab.n_bytes + setup.budget.buffer_bytes,
+            passing=ring.sources,
+            ours=lambda: runtime.is_running,
+            keeper=self._keeper,
+        )
+
+    def _keeper(self) -> Keeper:
+        """Return what makes room for what operations make, and refuses what has none."""
+        return self.fitting if self._evaluation is None else self._evaluation
+
+    def _make_fitting(self, meter: Meter) -> Fitting:
+        setup, plan = self._setup, self._setup.blueprint
+        layout, footprint = plan.layout, self._runtime.saved.footprint
+        weights = [sum(layout.buckets[b].n_bytes for b in needs) for needs in plan.needs]
+        modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
+        return Fitting(
+            self.room,
+            meter=meter,
+            forecast=Forecast(
+                setup.device,
+                footprint,
+                names=[unit.name or "model" for unit in plan.units],
+                kinds=[UnitKind(*kind) for kind in zip(modules, weights, strict=True)],
+                may_recompute=self._activations.may_recompute,
+            ),
+            footprint=footprint,
+            choice=self._activations,
+            may_stay=self._may_stay,
+            copy_seconds=copy_seconds(setup),
+            log=setup.log,
+        )
+
+    @property
+    def _may_stay(self) -> bool:
+        """Whether a model that fits the device is to stay there: its homes are what computes."""
+        setup = self._setup
+        kept = setup.device.is_cuda or setup.blueprint.is_coded
+        return self._trains and not kept and not setup.budget.spills
+
+    # -- at a border -----------------------------------------------------------------------------
+
+    def fits_whole(self, division: Division) -> bool:
+        """Whether the whole model may stay on the device, with the activations of a division."""
+        return self._may_stay and self._setup.budget.holds_everything(division.moving_bytes)
+
+    def apply(self, division: Division) -> None:
+        """Give frames what activations leave; where a view is held, the next border tries again."""
+        self.room.apply(division)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.fitting.meter.restart()
+        self.fitting.begin()  # a model that trains by another method has no forward to begin one
+        self._runtime.fetches.step_ends()
+
+    def forward_ended(self) -> None:
+        """A forward of a model that is not trained ended: it is a step."""
+        if self._evaluation is not None:
+            self._evaluation.end()
+
+    def activations_seen(self) -> int:
+        """Return the bytes besides frames and buffers that this step held at its peak, and those
+        that its gradients may take on their way down."""
+        return self.fitting.meter.peak_bytes() + self._ring.useful_bytes
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a part of a model is compiled, which dispatch modes would disturb."""
+    return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+
+
+def copy_seconds(setup: Setup) -> CopySeconds:
+    """Return how long copies take: by the profile where one is named, else as measured."""
+    if setup.config.profile is None:
+        return setup.device.copy_seconds
+    return find(setup.config.profile).copy_seconds
