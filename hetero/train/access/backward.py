@@ -17,7 +17,7 @@ from hetero.internals import NO_TASK, at_end_of_backward, graph_task
 from hetero.memory.layout import Layout
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.fetches import Fetches
-from hetero.train.access.pages import Pages
+from hetero.train.access.pages import ParameterPages
 from hetero.train.activations.held import CHANGED, GraphFootprint
 from hetero.train.activations.saved import SavedView
 from hetero.train.gradients.store import GradStore
@@ -97,7 +97,7 @@ class BackwardAccess:
         self,
         needs: Sequence[tuple[int, ...]],
         *,
-        pages: Pages,
+        pages: ParameterPages,
         fetches: Fetches,
         accesses: AccessLog,
         grads: GradStore,
@@ -172,7 +172,7 @@ class BackwardAccess:
 class SavedViews:
     """Views of parameters that graphs have saved: where they lie, and the tensors again."""
 
-    def __init__(self, pages: Pages, fetches: Fetches, backward: BackwardAccess) -> None:
+    def __init__(self, pages: ParameterPages, fetches: Fetches, backward: BackwardAccess) -> None:
         self.closed = False
         self._pages = pages
         self._fetches = fetches

@@ -62,7 +62,7 @@ class Fetches:
         late, replicas = self.late, self._manager.replicas
         missing = [b for b in buckets if b not in replicas] if late.ops else []
         with host_work():  # frames are counted as such, and what comes from disk is on HOST
-            while any(bucket in late for bucket in missing):
+            while missing and any(bucket in late for bucket in missing):
                 op = late.pop()
                 self._manager.prefetch(op.bucket, op.start, op.evict)
             self._manager.pin(buckets, why, spare)

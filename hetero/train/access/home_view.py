@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetero.memory.layout import Segment
-from hetero.train.access.pages import Pages
+from hetero.train.access.pages import ParameterPages
 from hetero.train.model.lazy import HomeSlot, shown
 
 _HOMEWARD = (torch.Tensor.detach, torch.Tensor.copy_)
@@ -23,7 +23,7 @@ class StateDictView:
         before_write: is called before a home may be written, now or through what is shown.
     """
 
-    def __init__(self, pages: Pages, *, before_write: Callable[[], None]) -> None:
+    def __init__(self, pages: ParameterPages, *, before_write: Callable[[], None]) -> None:
         self._pages = pages
         self._before_write = before_write
         self._is_open = False

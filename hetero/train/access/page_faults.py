@@ -14,7 +14,7 @@ from hetero.errors import StateError
 from hetero.internals import tree_iter
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.home_view import StateDictView
-from hetero.train.access.pages import Pages
+from hetero.train.access.pages import ParameterPages
 from hetero.train.access.step_events import StepEvents
 from hetero.train.activations.structure import leaves_of
 from hetero.train.model import faults
@@ -26,7 +26,7 @@ class Lender(Protocol):
     """The runtime whose pages they are."""
 
     @property
-    def pages(self) -> Pages: ...
+    def pages(self) -> ParameterPages: ...
 
     @property
     def state_dicts(self) -> StateDictView: ...
@@ -66,7 +66,7 @@ class PageFaults:
         self._place = place
 
     @property
-    def _pages(self) -> Pages:
+    def _pages(self) -> ParameterPages:
         return self._runtime.pages
 
     @property

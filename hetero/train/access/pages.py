@@ -16,7 +16,7 @@ from hetero.train.model.binding import Binding, version
 from hetero.train.update.masters import Masters
 
 
-class Pages:
+class ParameterPages:
     """The parameters of one model as pages: binds them to frames and notes what is written."""
 
     def __init__(

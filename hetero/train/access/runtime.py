@@ -25,7 +25,7 @@ from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.fetches import Fetches
 from hetero.train.access.home_view import StateDictView
 from hetero.train.access.page_faults import PageFaults
-from hetero.train.access.pages import Pages
+from hetero.train.access.pages import ParameterPages
 from hetero.train.access.step_events import StepEvents
 from hetero.train.activations.caches import is_cache
 from hetero.train.activations.held import GraphFootprint
@@ -79,7 +79,7 @@ class Runtime:
         place = device.torch_device
         classes = faults.paged_classes(PageFaults(self, place=place, scaling=scaling))
         binding = Binding(params, layout, place, *classes)
-        self.pages = Pages(layout, manager=manager, masters=masters, binding=binding)
+        self.pages = ParameterPages(layout, manager=manager, masters=masters, binding=binding)
         self.state_dicts = StateDictView(self.pages, before_write=events.before_load)
         footprint = GraphFootprint()
         self.accesses = AccessLog(

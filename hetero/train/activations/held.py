@@ -28,7 +28,7 @@ class Held:
         self._footprint.drop(self._key)
 
 
-class Below(Protocol):
+class WentBelow(Protocol):
     """Where a tensor is that went down."""
 
     def up(self) -> torch.Tensor:
@@ -44,9 +44,9 @@ class Kept:
         self.tensor: torch.Tensor | None = tensor
         self.version = tensor._version
         self.held: Held | None = held
-        self.below: Below | None = None
+        self.below: WentBelow | None = None
 
-    def sink(self, below: Below) -> Held | None:
+    def sink(self, below: WentBelow) -> Held | None:
         """Let go of the tensor, whose bytes are on their way down; returns its claim."""
         held, self.held = self.held, None
         self.tensor, self.below = None, below

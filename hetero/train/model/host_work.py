@@ -7,10 +7,12 @@ from typing import Any
 
 from hetero.internals import current_mode, without_modes
 
+_NOTHING = nullcontext()
+
 
 def host_work() -> AbstractContextManager[Any]:
     """Let operations on HOST inside a block count for nothing: modes that watch look away."""
     if current_mode() is None:
-        return nullcontext()
+        return _NOTHING
     manager: AbstractContextManager[Any] = without_modes()
     return manager
