@@ -12,25 +12,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from hetero.errors import OutOfMemory
 from hetero.events import EventLog, What
 from hetero.plan.division import WORTH, Division, divide
 from hetero.train.activations.forecast import tensors_of
 from hetero.train.activations.meter import Meter
-from hetero.train.engine.room import Excess, Room
+from hetero.train.engine.room import Excess, Room, Seen
 from hetero.types import Kind, Tier, format_bytes
 
 WINDOW = 16  # forwards whose largest peak is what the next one is expected to need
 AHEAD = 64  # forwards whose growth is made room for at once, up to a part of HBM
-
-
-class Seen(NamedTuple):
-    """A forward."""
-
-    input_bytes: int
-    peak_bytes: int
 
 
 class Evaluation:

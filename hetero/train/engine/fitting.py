@@ -22,7 +22,7 @@ from hetero.plan.division import Division, divide
 from hetero.train.activations.forecast import Forecast, tensors_of
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.activations.meter import Meter
-from hetero.train.engine.room import Excess, Room
+from hetero.train.engine.room import Excess, Room, Seen
 from hetero.train.model.host_work import host_work
 from hetero.types import Kind, Lane, Tier
 
@@ -69,13 +69,6 @@ class Choice(Protocol):
 
     def used(self, unit: int) -> Policy:
         """Return what held for a unit's last forward."""
-
-
-class Seen(NamedTuple):
-    """A step that was measured."""
-
-    input_bytes: int = 0
-    peak_bytes: int = 0
 
 
 class Tight(NamedTuple):

@@ -55,9 +55,6 @@ class Paged:
     updates_in_place = False
 
     def __init__(self, setup: Setup, broken: Broken) -> None:
-        def next_use(bucket: int) -> float:
-            return runtime.fetches.active.next_use(bucket)
-
         self.setup = setup
         self.broken = broken
         self.link = Link(setup.device, setup.log)
@@ -65,7 +62,9 @@ class Paged:
         is_early = trains and setup.config.updates == "backward"
         self.may_be_early = is_early and not setup.tuning.update_on_device
         self.trained = Trained.on(setup, setup.device, self.link, early=self.may_be_early)
-        self.manager = manager = make_manager(setup, self.link, self.trained, next_use)
+        self.manager = manager = make_manager(
+            setup, self.link, self.trained, lambda b: runtime.fetches.active.next_use(b)
+        )
         self.backward_updates = BackwardUpdates(setup, self.trained, manager)
         early = self.backward_updates.follow() if self.may_be_early else NoEarlyUpdates()
         events = StepEvents(

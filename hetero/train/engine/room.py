@@ -68,6 +68,13 @@ class Excess(NamedTuple):
     """That RAM holds meanwhile."""
 
 
+class Seen(NamedTuple):
+    """A step, or a forward that is one, as it was measured."""
+
+    input_bytes: int = 0
+    peak_bytes: int = 0
+
+
 class Room:
     """What HBM has for activations and the ring; frames give way to what is alive there.
 
