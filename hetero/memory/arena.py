@@ -56,16 +56,12 @@ class Arena:
         self._shells: dict[tuple[int, int], Replica] = {}
         self._vacated: list[tuple[int, int, Ticket]] = []  # freed frames that may still be read
         self._clock = 0
+        self.n_apart = 0  # frames that replicas apart stand for
 
     @property
     def limit(self) -> int:
         """How many frames there are, those of replicas apart among them."""
         return self.frames.limit + self.n_apart
-
-    @property
-    def n_apart(self) -> int:
-        """How many frames replicas apart stand for."""
-        return sum(r.bucket.granules for r in self.replicas.values() if r.is_apart)
 
     @property
     def held(self) -> bool:
@@ -138,7 +134,9 @@ class Arena:
         """Charge the frames at ``start`` (memory apart for APART), and return the replica that
         stands there now, and the last readers of what stood there."""
         self._ledger.charge(Tier.HBM, Kind.PARAM, bucket.n_bytes, f"bucket {bucket.id}")
-        if start != APART:
+        if start == APART:
+            self.n_apart += bucket.granules
+        else:
             self.frames.take(bucket.id, start, bucket.granules)
         self._note(What.ALLOC, bucket, why)
         replica = self.replicas[bucket.id] = self._shell(bucket, start)
@@ -151,6 +149,7 @@ class Arena:
         replica.exposed = False
         del self.replicas[bucket.id]
         if replica.is_apart:
+            self.n_apart -= bucket.granules
             del self.by_storage[replica.cdata]
         else:
             self.frames.drop(bucket.id)

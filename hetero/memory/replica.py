@@ -30,12 +30,13 @@ class Replica:
 
     __slots__ = (
         *("bucket", "start", "bytes", "incoming", "flat", "views", "cdata", "baseline"),
-        *("pins", "stamp", "ready", "idle", "exposed", "dirty", "_table"),
+        *("pins", "stamp", "ready", "idle", "exposed", "dirty", "is_apart", "_table"),
     )
 
     def __init__(self, bucket: Bucket, start: int, piece: torch.Tensor, table: CopyTable) -> None:
         self.bucket = bucket
         self.start = start
+        self.is_apart = start == APART  # with memory of its own, and no frames of the arena
         self.bytes = piece
         self.incoming = piece[piece.numel() - bucket.home_bytes :]
         self.flat = piece.view(bucket.dtype)
@@ -52,11 +53,6 @@ class Replica:
         self.dirty: set[int] = set()  # chunks that were written here
         self._table = table
         self.baseline = use_count(piece)
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether it has memory of its own, and no frames of the arena."""
-        return self.start == APART
 
     @property
     def leased(self) -> bool:
