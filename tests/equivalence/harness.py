@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ def raw(tensor: Tensor) -> Tensor:
 
 def stay_paged(engine: Engine) -> Any:
     """Let a model stay paged with its frames, though it would fit; returns what divides."""
-    hbm: Any = engine.residence.hbm
+    hbm: Any = getattr(engine.residence, "hbm", SimpleNamespace())  # else nothing is divided
     hbm.fits_whole = lambda division: False
     hbm.apply = lambda division: None
     return hbm
