@@ -48,8 +48,8 @@ class HomeCopy:
     """One home: the update under way, the versions that a state dict shows, what is read ahead."""
 
     __slots__ = (
-        *("_announced", "_checked", "_digest", "_exposed", "_pool", "_table"),
-        *("bucket", "home", "is_early", "unit", "update"),
+        *("_announced", "_checked", "_digest", "_pool", "_table"),
+        *("bucket", "exposed", "home", "is_early", "unit", "update"),
     )
 
     def __init__(
@@ -73,7 +73,7 @@ class HomeCopy:
         self._checked = checked
         self._announced: list[Request] | None = None  # what is read ahead for the next fetch
         self._digest: int | None = None
-        self._exposed: tuple[int, ...] | None = None  # its versions, as they were seen last
+        self.exposed: tuple[int, ...] | None = None  # versions last seen of what a state dict shows
 
     def move(self, state: CopyState, why: str) -> None:
         """Change its state, or raise StateError."""
@@ -125,29 +125,24 @@ class HomeCopy:
     # -- what a state dict shows -----------------------------------------------------------------
 
     @property
-    def is_exposed(self) -> bool:
-        """Whether a state dict shows its very tensors."""
-        return self._exposed is not None
-
-    @property
     def is_shown(self) -> bool:
         """Whether a state dict shows its tensors, or copies of them."""
-        return self.is_exposed or bool(self.home.copies)
+        return self.exposed is not None or bool(self.home.copies)
 
     def expose(self) -> None:
         """Its tensors are handed out: from now on their versions are followed."""
-        self._exposed = self.home.versions()
+        self.exposed = self.home.versions()
 
     def hide(self) -> None:
         """Follow it no longer where no state dict refers to it any more."""
         if not self.home.held:
-            self._exposed = None
+            self.exposed = None
 
     def changed(self) -> list[Segment]:
         """Return the segments that were written since they were seen last."""
-        if self._exposed is None:
+        if self.exposed is None:
             return []
-        now = zip(self.bucket.segments, self._exposed, self.home.versions(), strict=True)
+        now = zip(self.bucket.segments, self.exposed, self.home.versions(), strict=True)
         return [segment for segment, then, later in now if then != later]
 
     def rewritten(self) -> None:
@@ -155,7 +150,7 @@ class HomeCopy:
         self.note_digest()
         self.home.refresh()
         self.hide()
-        if self.is_exposed:
+        if self.exposed is not None:
             self.expose()
 
     # -- digests ---------------------------------------------------------------------------------
@@ -167,7 +162,7 @@ class HomeCopy:
 
     def check_digest(self) -> None:
         """Compare its bytes with those it had; a home that is exposed may change unseen."""
-        if self._digest is None or self.is_exposed:
+        if self._digest is None or self.exposed is not None:
             return
         if self.home.crc() != self._digest:
             raise TransferError(

@@ -96,7 +96,8 @@ class ChunkManager:
             held = self._hold(ids, why, spare)
         self.arena.touch(held)
         for replica in held:
-            self._below.wait_fetch(replica)
+            if replica.ready is not None:
+                self._below.wait_fetch(replica)
             if self._paranoid:
                 self._device.check_read(replica.bytes)
 
@@ -107,10 +108,12 @@ class ChunkManager:
         held: list[Replica] = []
         try:
             for bucket_id in ids:
-                if bucket_id in self.replicas:
+                copy = self.copies[bucket_id]
+                if copy.update is not None and bucket_id in self.replicas:
                     self.finish_update(bucket_id)
-                self._adopt_writes(bucket_id)
-                self._fetch_unseen_writes(bucket_id)
+                if copy.is_shown:
+                    self._adopt_writes(bucket_id)
+                    self._fetch_unseen_writes(bucket_id)
                 replica = self.replicas.get(bucket_id)
                 if replica is not None and replica.exposed and not replica.bucket.codec.exact:
                     self.flush_and_wait(bucket_id)  # see [Note: written codes]
@@ -148,7 +151,7 @@ class ChunkManager:
                 replica.idle = self._device.mark()
                 if replica.leased:
                     replica.exposed = True
-                if self.copies[bucket_id].is_exposed:
+                if self.copies[bucket_id].exposed is not None:
                     self.flush_and_wait(bucket_id)  # the user may read or write the home next
 
     # -- movements -------------------------------------------------------------------------------
@@ -327,7 +330,7 @@ class ChunkManager:
         Without ``held`` only copies that are not held any more are looked at, and let go of.
         """
         for copy in self.copies:
-            if held and copy.is_exposed and copy.update is None:
+            if held and copy.exposed is not None and copy.update is None:
                 self._adopt_writes(copy.bucket.id)
         for copy in self.copies:
             self._adopt_copies(copy.bucket.id, held=held)
@@ -336,7 +339,7 @@ class ChunkManager:
         """Drop a replica whose home was written through a tensor of a state dict."""
         self._adopt_copies(bucket_id)
         copy = self.copies[bucket_id]
-        if not copy.is_exposed:
+        if copy.exposed is None:
             return
         self.finish_update(bucket_id)
         if not copy.changed():
@@ -376,7 +379,7 @@ class ChunkManager:
         What numpy writes, or what is written through ``.data``, moves no version.
         """
         copy = self.copies[bucket_id]
-        if not copy.is_exposed:
+        if copy.exposed is None:
             return
         self.finish_update(bucket_id)
         copy.note_digest()

@@ -97,10 +97,10 @@ def test_what_is_written_to_exposed_tensors_is_found_segment_by_segment() -> Non
 
     assert copy.changed() == [second]
     copy.rewritten()
-    assert copy.is_exposed and copy.changed() == []
+    assert copy.exposed is not None and copy.changed() == []
     del alias
     copy.rewritten()
-    assert not copy.is_exposed
+    assert copy.exposed is None
 
 
 def test_a_home_that_changed_by_itself_is_found_out_unless_it_is_exposed() -> None:
