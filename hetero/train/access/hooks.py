@@ -257,7 +257,7 @@ def around_model(runtime: Runtime, meter: Meter, call: Call) -> Call:
 
 
 def around_encoder(runtime: Runtime, buckets: Sequence[int], call: Call) -> Call:
-    """Return the forward of an `nn.TransformerEncoder`, its first layer bound without gradients.
+    """Return the forward of an `nn.TransformerEncoder`; under no_grad its first layer is bound.
 
     It reads that layer's parameters, else unbound, to decide on nested tensors.
     """
