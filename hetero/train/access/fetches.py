@@ -71,11 +71,8 @@ class Fetches:
         self, phase: Phase, unit: int, buckets: tuple[int, ...], calls: Sequence[Phase] = ()
     ) -> None:
         """Follow the plan, unless the access is outside a step: reading weights between forwards
-        that train nothing (to average them under `no_grad`) is not planned.
-
-        Args:
-            calls: phases of the open calls of the whole model.
-        """
+        that train nothing (to average them under `no_grad`) is not planned. ``calls``: phases of
+        the open calls of the whole model."""
         stepped = self.stepped and phase is not Phase.EVAL
         if stepped or calls or phase is Phase.BACKWARD:
             self.active = self.evaluate if phase is Phase.EVAL else self.train

@@ -40,7 +40,7 @@ from hetero.types import Phase
 
 
 class Runtime:
-    """Pins what each access needs, binds its parameters and issues the planned ops.
+    """Pins the buckets of each access, binds their parameters and issues the planned ops.
 
     Args:
         params: plain, with their values at home; `Binding.page_all` makes them pages.

@@ -152,7 +152,7 @@ class Forecast:
         kind = self._kinds[unit]
         return [self.rows[other] for other in others if self._kinds[other] == kind]
 
-    # -- what comes ------------------------------------------------------------------------------
+    # -- ahead -----------------------------------------------------------------------------------
 
     def ahead(self, unit: int) -> list[int]:
         """Return the units from this one on, in the order of the last forward."""

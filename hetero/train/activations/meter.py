@@ -144,8 +144,7 @@ class LiveBytes(TorchDispatchMode):
     Storages made before, and those of ``known`` tensors, are not counted.
 
     Args:
-        grown: called with the live bytes at each new peak; returns them as counted again. It may
-            raise.
+        grown: called with the live bytes at each new peak; may raise, else returns them recounted.
         ours: whether operations belong to the model; False suspends counting.
         passing: tensors in such storages that are counted elsewhere.
     """
@@ -214,15 +213,14 @@ _meters: weakref.WeakSet[TracedMeter] = weakref.WeakSet()
 
 
 class TracedMeter:
-    """For "cpu:sim", and RAM without training: every allocation in the model's forward and in
-    backward.
+    """For "cpu:sim", and RAM without training: all allocations in forward and backward.
 
     Between the two, the program's own tensors are taken for a copy of the model's outputs.
 
     Args:
         keeper: returns the enforcer of the budget.
         ours: whether the running forward or backward is of the measured model.
-        passing: gradients on their way down. Their limit is counted instead: how many there are at
+        passing: gradients on their way down; their limit is counted instead, since their number at
             the peak is chance.
     """
 

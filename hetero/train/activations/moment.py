@@ -116,7 +116,7 @@ class Moment:
         self._caches_casts = torch.is_autocast_cache_enabled()
         self._drawn = [(source, source.get()) for source in self._sources]
 
-    # -- what there is ---------------------------------------------------------------------------
+    # -- recording -------------------------------------------------------------------------------
 
     def _note(self, kind: StateKind, holder: Any) -> Any:
         """Record a holder's state, and return it."""

@@ -1,4 +1,4 @@
-"""What each unit's forward leaves for backward: all it saved, its inputs, or slices (floor 2).
+"""Runs each unit under its activation policy: keep, offload or recompute, or in slices (floor 2).
 
 The choice changes no number. It is made when a unit's forward begins; backward passes and the
 model's own checkpoints are left as they are.

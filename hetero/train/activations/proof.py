@@ -134,8 +134,7 @@ class Proof:
     def conclude(self, path: int, reason: str | None) -> None:
         """Record a trial of this path: "" if the bits were the same, else the difference.
 
-        A path that failed once is not pure, whatever its other trials gave. None: there was no
-        room for the trial.
+        A path that failed once is not pure. None: there was no room for the trial.
         """
         if reason is None:
             self._failures += 1

@@ -42,8 +42,7 @@ class Forward:
     Args:
         name: the unit's, for errors.
         call: called inside an access of the unit.
-        saved: the owner of the saved-tensor hooks; None inside units, where they are pushed
-            already.
+        saved: the owner of the saved-tensor hooks; None inside units, which have pushed them.
     """
 
     def __init__(
@@ -120,9 +119,8 @@ class Forward:
     ) -> Any:
         """Make the call so that only its inputs stay until backward.
 
-        ``conclude`` gets the verdict on the second computation, if there is none yet.
-
-        Raises StateError, before a gradient is used, if the call cannot be repeated.
+        ``conclude`` gets the verdict on the second computation, if there is none yet. Raises
+        StateError, before a gradient is used, if the call cannot be repeated.
         """
         digests = None if conclude is None else Digests()
         self._leaves_inputs = True
@@ -170,7 +168,7 @@ class Forward:
         return found
 
     def _forget_tensors(self) -> None:
-        """Leave the inputs to autograd, from where they can go down."""
+        """Leave the inputs to autograd, so that they can go down."""
         self.distinct = [None if isinstance(x, torch.Tensor) else x for x in self.distinct]
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> list[Any]:

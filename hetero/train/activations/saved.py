@@ -113,7 +113,7 @@ class Pack:
             # sets the node again when it unpacks)
             alias = tensor.detach() if tensor.grad_fn is not None else tensor
             return Kept(alias, Held(self._footprint, key, n_bytes))
-        # An enclosing checkpoint drops what it is given in forward and keeps it in recomputation.
+        # An enclosing checkpoint drops tensors in forward and keeps them in recomputation.
         recomputed = in_backward()
         held = Held(self._footprint, key, n_bytes) if recomputed else None
         return Delegated(self.outer[1], self.outer[0](tensor), held, self._owner.again)

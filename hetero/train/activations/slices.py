@@ -373,8 +373,7 @@ def check_unit(job: Sliced) -> Checked:
 def find_cut(job: Sliced, moment: Moment) -> tuple[bool, ...]:
     """Return which tensors of a unit hold samples; see [Note: what is cut].
 
-    Raises StateError for a unit that mixes samples. It runs two samples a few times, and changes
-    nothing.
+    Raises StateError for a unit that mixes samples. Runs two samples a few times, changing nothing.
     """
     places = [at for at, candidate in enumerate(job.candidates) if candidate]
     refused: StateError | None = None
@@ -401,8 +400,7 @@ TWO, ONE = slice(0, 2), slice(0, 1)
 def keeps_apart(job: Sliced, moment: Moment) -> bool:
     """Whether a sample has the same output with any other sample, and alone.
 
-    A single row may choose other kernels, so it is compared up to rounding; not at all if the unit
-    draws random numbers.
+    A single row may choose other kernels: it is compared up to rounding, unless the unit draws.
     """
     tensors = [t.detach() for t in job.tensors]
     clean = _of_rows(job, tensors, TWO, moment)

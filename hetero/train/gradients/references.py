@@ -72,8 +72,7 @@ def _lone_uses() -> int:
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """Return the number of references to a tensor from C++ and its Python object; many if torch is
-    too old to tell."""
+    """Return a tensor's references from C++ and its Python object; many if torch cannot tell."""
     count = getattr(tensor, "_use_count", None)
     return 2**31 if count is None else int(count())
 

@@ -1,4 +1,4 @@
-"""One parameter's gradient at home, and ``p.grad``, which shows it (floor 2)."""
+"""One parameter's gradient at home, as ``p.grad`` shows it (floor 2)."""
 
 from __future__ import annotations
 
@@ -334,8 +334,7 @@ def _add(grad: LazyGrad, other: Any, *, alpha: Any = 1) -> bool:
 def _called_by_autograd() -> bool:
     """Whether an operation is the engine's own, and not of a hook that it runs.
 
-    The engine calls from C++: the nearest Python frame is then the one that started it, or none in
-    a thread of its own.
+    The engine calls from C++: the nearest Python frame then started it; its own threads have none.
     """
     if not in_backward():
         return False

@@ -126,7 +126,7 @@ def point(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def empty(param: nn.Parameter, dtype: torch.dtype) -> None:
-    """Make a parameter that came without memory plain, and again without memory."""
+    """Make a parameter that came on meta plain, and put it back there."""
     param.__class__ = nn.Parameter
     if not param.is_meta:
         blank = torch.empty_like(param, dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""The fault table: what an access to an unbound parameter does (floor 2).
+"""The fault table: the effects of access to an unbound parameter (floor 2).
 
 Metadata never fetches. ``grad`` reaches the gradient and never the weight. Detaching the parameter
 from its home is refused. Any other access pins the bytes and runs again; by then the class is that
@@ -169,7 +169,7 @@ class PreparedParameter(nn.Parameter):
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and args[0] is self and not kwargs:
-            return self  # a parametrization without a right inverse sets what it wraps to itself
+            return self  # a parametrization without a right inverse sets its original to itself
         return _refuse_to_leave(self)
 
     resize_ = resize_as_ = share_memory_ = _refuse_to_leave

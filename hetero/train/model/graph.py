@@ -1,4 +1,4 @@
-"""Questions to autograd's graphs (floor 2).
+"""Inspecting autograd's graphs (floor 2).
 
 [Note: out of gc's sight]  A graph holds parameters where gc does not look, and a module may hold a
 graph through an output that it has kept. So a parameter, its class, the runtime and all that it
@@ -49,10 +49,8 @@ def versions(values: Sequence[Any]) -> list[int]:
 
 
 def unless_gone(method: Callable[..., R], otherwise: R) -> Callable[..., R]:
-    """Return a call of a method that does not keep its object, see [Note: out of gc's sight].
-
-    It returns ``otherwise`` once the object is gone.
-    """
+    """Return a weak call of a method: ``otherwise`` once its object is gone, see
+    [Note: out of gc's sight]."""
     found = weakref.WeakMethod(method)
 
     def call(*args: Any) -> R:
