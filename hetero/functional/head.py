@@ -55,7 +55,6 @@ class LateLogits(torch.Tensor):
         return self._found is not None
 
     def logits(self) -> torch.Tensor:
-        """Return the logits themselves."""
         if self._found is None:
             self._found = self._compute(self.hidden)
         return self._found

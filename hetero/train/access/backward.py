@@ -58,13 +58,11 @@ class AccessLog:
         self._needs_bytes = [sum(layout.buckets[b].n_bytes for b in needed) for needed in needs]
 
     def begin(self, unit: int) -> Accessed:
-        """Begin an access of a unit."""
         log = self._log
         range_ = self._device.annotate(self._names[unit]) if log.annotates else None
         return Accessed(unit, log.begin_access(), log.clock(), range_)
 
     def end(self, accessed: Accessed) -> None:
-        """End an access."""
         unit, seq, began, range_ = accessed
         self._log.end_access(seq, began, unit, self._needs_bytes[unit])
         held = self._footprint.live_bytes
@@ -78,7 +76,6 @@ class AccessLog:
         return self._log.clock()
 
     def end_phase(self, began: float) -> None:
-        """End the phase that began then."""
         log = self._log
         log.add(What.PHASE, began, log.clock(), why=log.phase)
         log.phase = "between"

@@ -36,7 +36,6 @@ class Visits:
         self._backward: Counter[int] = Counter()
 
     def forward(self, unit: int) -> None:
-        """Forward entered a unit."""
         self._forward[unit] += 1
 
     def backward(self, unit: int) -> None:
@@ -86,7 +85,6 @@ class EarlyUpdates:
         self._left: list[int] = []  # units left by backward, gradients under way
 
     def entered(self, unit: int) -> None:
-        """Forward enters a unit."""
         self._visits.forward(unit)
 
     def reached(self, unit: int) -> None:
@@ -102,12 +100,10 @@ class EarlyUpdates:
         self._visits.outside(buckets)
 
     def pass_ended(self) -> None:
-        """A backward pass ended."""
         self._leave()
         self._at = NOWHERE
 
     def step_ended(self) -> None:
-        """A step was made."""
         self._left.clear()
         self._at = NOWHERE
         self._visits.end()

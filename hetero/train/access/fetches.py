@@ -28,7 +28,6 @@ class Late:
         self._of[op.bucket] += 1
 
     def pop(self) -> Op:
-        """Remove and return the first."""
         op = self.ops.popleft()
         self._of[op.bucket] -= 1
         return op

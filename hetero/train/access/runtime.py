@@ -145,7 +145,6 @@ class Runtime:
         return pushed
 
     def leave(self, unit: int, pushed: bool) -> None:
-        """End a unit's forward."""
         if pushed:
             self.saved.pop()
         self.pages.unbind(self.needs[unit])
@@ -168,7 +167,6 @@ class Runtime:
         return self.saved.push_where_differentiated()
 
     def leave_model(self, output: object, *, pushed: bool) -> None:
-        """End a call of the whole model."""
         if not is_faking():
             n_bytes = sum(t.nbytes for t in tree_iter(output, is_leaf=is_cache) if has_memory(t))
             self.saved.footprint.output_bytes = max(self.saved.footprint.output_bytes, n_bytes)

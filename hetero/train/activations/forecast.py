@@ -109,7 +109,6 @@ class Forecast:
         return self.scale > 1.0 or self._footprint.live_bytes > row.held_bytes
 
     def enter(self, unit: int, inputs: list[torch.Tensor]) -> None:
-        """Begin a unit's forward."""
         first = unit not in self.rows
         self.open = OpenUnit(
             unit,

@@ -199,7 +199,6 @@ class Moment:
             self._look_into(value, kind, depth)
 
     def _look_into(self, value: Any, kind: type, depth: int) -> None:
-        """Record a container, a generator or an object."""
         if isinstance(value, TABLES):
             self._look_at_table(value, depth)
         elif isinstance(value, tuple):
@@ -303,7 +302,6 @@ class Moment:
 
     @contextmanager
     def _casting(self) -> Iterator[None]:
-        """Restore autocast inside a block."""
         caches = self._caches_casts
         with ExitStack() as stack:
             for kind, enabled, dtype in self._casts:
@@ -319,7 +317,6 @@ class Moment:
 
 
 def _draw_from(sources: Sequence[tuple[RandomSource, Any]]) -> None:
-    """Set generators to these states."""
     for source, state in sources:
         source.set(state)
 

@@ -209,7 +209,6 @@ class Offload:
         return FlushCandidate(flat.set_(kept[0][1].untyped_storage()), kept, candidate.inside)
 
     def _send(self, candidates: list[FlushCandidate]) -> None:
-        """Flush storages as one group."""
         claims: list[Held | None] = []
         # 1. queue the copies; without room, nothing has happened
         group = OffloadedGroup(self._n_groups, len(candidates), self._orphans)

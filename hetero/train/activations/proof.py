@@ -56,7 +56,6 @@ class Digests:
         self._later: list[torch.Tensor] = []  # digests computed on a device
 
     def saw(self, tensor: torch.Tensor) -> None:
-        """Digest a tensor that autograd saves."""
         if tensor.is_nested:  # it has no shape, which torch's checkpoint asks for
             self._is_nested = True
             return

@@ -221,7 +221,6 @@ class Forward:
         return self._saved.watched(digests, self if self._leaves_inputs else None)
 
     def refusal(self, what: str) -> StateError:
-        """Return the error of a unit that cannot be recomputed."""
         kind = type(self._module).__name__
         return StateError(
             f"unit {self.name!r}, a {kind}, cannot be computed again: it {what}", advice=ADVICE

@@ -191,7 +191,6 @@ class SavedTensors:
         push_saved_hooks(self._pack(), self._unpack)
 
     def pop(self) -> None:
-        """Take our hooks off again."""
         pop_saved_hooks()
 
     def _pack(self) -> Pack:

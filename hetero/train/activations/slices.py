@@ -132,7 +132,6 @@ class Sliced:
 
     @property
     def caches(self) -> list[Any]:
-        """The caches among the arguments."""
         return [leaf for leaf in self._leaves if is_cache(leaf)]
 
     def evaluated(self) -> Any:

@@ -21,8 +21,6 @@ absent: Any = object()
 
 
 class RandomSource(NamedTuple):
-    """A generator of random numbers."""
-
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     same: Callable[[Any, Any], bool]
@@ -78,7 +76,6 @@ def _same_bits(first: torch.Tensor | None, second: torch.Tensor) -> bool:
 
 
 def _put(space: MutableMapping[Any, Any], values: dict[Any, Any]) -> None:
-    """Set a table's entries, in place."""
     if _is_same(space, values):
         return
     for name, value in values.items():
@@ -192,7 +189,6 @@ SETTING = StateKind(lambda switch: switch.get(), _switch)
 
 
 def common_sources() -> list[RandomSource]:
-    """Return the generators of Python, numpy and torch."""
     return [
         RandomSource(random.getstate, random.setstate, operator.eq),
         RandomSource(np.random.get_state, np.random.set_state, _same_state),

@@ -89,8 +89,6 @@ def whole_norm(grad: torch.Tensor, ord: float, *, in_fp32: bool) -> torch.Tensor
 
 
 class GradOwner(Protocol):
-    """The store that a gradient belongs to."""
-
     early: EarlyReads
     homes: GradHomes
     jobs: dict[int, Job]

@@ -94,7 +94,6 @@ class Binding:
         return found
 
     def count(self, bucket: int) -> int:
-        """Return how many parameters a bucket has."""
         return len(self._of_bucket[bucket])
 
     def _tampered(self, bucket: int, position: int) -> StateError:

@@ -254,7 +254,6 @@ def _copied(param: nn.Parameter) -> nn.Parameter:
 
 
 def read_data(param: nn.Parameter) -> torch.Tensor:
-    """Return the plain ``data`` of a bound parameter."""
     data: torch.Tensor = _get_data(param)
     return data
 
