@@ -1,9 +1,9 @@
 """A causal language model's head that leaves its logits to the loss (floor 2).
 
-`LateLogits` stands where the head's output would: a tensor of the right shape that computes itself
-when somebody looks at its numbers. The loss that Hugging Face's causal models share does not: it
-goes from the hidden states to the number with `linear_cross_entropy`. A model that does anything
-else with its logits gets them, and the loss it has.
+`LateLogits` replaces the head's output: a tensor of the right shape that is computed when its
+numbers are read. The loss shared by Hugging Face's causal models does not read them: it is computed
+from the hidden states with `linear_cross_entropy`. A model that uses its logits otherwise gets
+them, and its own loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hetero.errors import ConfigError
 from hetero.functional.loss import linear_cross_entropy
 from hetero.internals import make_wrapper, tree_map, without_torch_function
 
-LOSS = "ForCausalLMLoss"  # of transformers; models that share it name no other
+LOSS = "ForCausalLMLoss"  # of transformers, shared by its causal models
 _METADATA = {
     *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "__len__")),
     *(
@@ -32,7 +32,7 @@ _METADATA = {
 
 
 class LateLogits(torch.Tensor):
-    """Logits [..., V] that are computed when they are looked at, and then once."""
+    """Logits [..., V], computed when first read."""
 
     hidden: torch.Tensor
     _compute: Callable[[torch.Tensor], torch.Tensor]
@@ -42,7 +42,7 @@ class LateLogits(torch.Tensor):
     def of(
         hidden: torch.Tensor, size: int, compute: Callable[[torch.Tensor], torch.Tensor]
     ) -> LateLogits:
-        """Return ``compute(hidden)``, of ``size`` columns, for later."""
+        """Return ``compute(hidden)``, with ``size`` columns, for later."""
         made: LateLogits = make_wrapper(
             LateLogits, (*hidden.shape[:-1], size), dtype=hidden.dtype, device=hidden.device
         )
@@ -51,11 +51,10 @@ class LateLogits(torch.Tensor):
 
     @property
     def computed(self) -> bool:
-        """Whether somebody looked."""
+        """Whether the logits were read."""
         return self._found is not None
 
     def logits(self) -> torch.Tensor:
-        """Return the logits themselves."""
         if self._found is None:
             self._found = self._compute(self.hidden)
         return self._found
@@ -115,7 +114,7 @@ def late(head: nn.Linear, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def causal_loss(head: nn.Linear, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the loss of a causal model, from hidden states where its logits are still late."""
+    """Return a causal model's loss, computed from hidden states while its logits are late."""
     return partial(_causal_loss, head, call)
 
 

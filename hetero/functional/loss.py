@@ -1,8 +1,8 @@
 """Cross entropy of a linear head without its logits (floor 2).
 
 The logits of T tokens over a vocabulary of V are 4 T V bytes, and an eager head holds them three
-times in backward. Here a few tokens at a time are multiplied, reduced to their losses and, where a
-gradient is wanted, turned into their part of it: what stays is as large as the inputs.
+times in backward. Here a few tokens at a time are multiplied, reduced to their losses and, if a
+gradient is wanted, turned into their part of it: only tensors as large as the inputs stay.
 
 With ``l`` the logits of a token, ``y`` its label, ``s`` the label smoothing and ``z`` the weight of
 the z-loss, the loss is that of `torch.nn.functional.cross_entropy` plus the z-loss (PaLM,
@@ -28,7 +28,7 @@ LOGITS_BYTES = 64 * 2**20  # of one chunk, in the dtype of the softmax
 
 
 class Terms(NamedTuple):
-    """What the loss is made of, beside its tensors."""
+    """The options of the loss."""
 
     ignore_index: int
     label_smoothing: float
@@ -118,7 +118,7 @@ class _Chunk(NamedTuple):
     rows: slice
     logits: torch.Tensor
     counts: torch.Tensor
-    """[t] bool: whose label is not ignored."""
+    """[t] bool: False where the label is ignored."""
     labels: torch.Tensor
     """[t], with 0 for those ignored."""
     lse: torch.Tensor
@@ -162,12 +162,12 @@ def into_gradient(chunk: _Chunk, factors: torch.Tensor, terms: Terms) -> torch.T
         d.sub_(s / d.shape[-1])
     less = torch.full_like(chunk.lse, s - 1)
     d.scatter_add_(-1, chunk.labels[:, None], less[:, None])
-    # not a product: what is ignored may be infinite
+    # not a product: ignored rows may be infinite
     return d.mul_(factors[:, None]).masked_fill_(~chunk.counts[:, None], 0)
 
 
 class _Sums:
-    """Gradients of a head's inputs, filled chunk by chunk; None for what needs none."""
+    """Gradients of a head's inputs, filled chunk by chunk; None if not wanted."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""What hangs on modules and parameters in place of what was there, and how it comes off (floor 2).
+"""Hooks and replaced attributes on modules and parameters, and their removal (floor 2).
 
 [Note: brackets stay]  A user may patch a forward that we bracketed: the patch holds our bracket and
-calls it. So there is one bracket for each call of a module, from `prepare` to `release`; what it
-does changes while it stands (the model becomes resident), and it is taken off only where it is
-still what the module has. Elsewhere it goes on as the call that it was put around.
+calls it. So each call of a module has one bracket from `prepare` to `release`. Its effect may
+change meanwhile (the model becomes resident). It is removed only if the module still has it; if a
+patch holds it, it stays and only calls the original.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ EAGER = "hetero fetches what a unit computes with: compile what is inside a unit
 
 
 class Attachments:
-    """Everything of ours that hangs on a model, and how to take it off again."""
+    """All that we attach to a model, and its removal."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
         self._brackets: dict[tuple[int, str], Bracket] = {}
-        self._replaced: dict[tuple[int, str], tuple[Any, Any]] = {}  # what it is, and was
+        self._replaced: dict[tuple[int, str], tuple[Any, Any]] = {}  # (our value, the one before)
 
     def remove(self) -> None:
         """Take everything off, newest first."""
@@ -43,7 +43,7 @@ class Attachments:
         self._brackets.clear()
 
     def rest(self) -> None:
-        """Take everything off but brackets in a user's patch, which do nothing from here on."""
+        """Take everything off; brackets held by a user's patch stay, without effect."""
         while self._undo:
             self._undo.pop()()
         for key, bracket in list(self._brackets.items()):
@@ -51,14 +51,14 @@ class Attachments:
                 del self._brackets[key]
 
     def mend(self) -> None:
-        """Put brackets back that went with a patch which the user has deleted."""
+        """Put back brackets that were lost when the user deleted a patch."""
         for bracket in self._brackets.values():
             bracket.place()
 
     def gradients(
         self, params: Sequence[nn.Parameter], arrived: Callable[[nn.Parameter], None]
     ) -> None:
-        """Hear of every gradient that autograd has accumulated."""
+        """Call ``arrived`` for every gradient that autograd has accumulated."""
         listener = weakref.WeakMethod(arrived)  # autograd holds hooks where gc does not look
 
         def notify(param: Any) -> None:
@@ -72,7 +72,7 @@ class Attachments:
                     self.keep(param.register_post_accumulate_grad_hook(notify))
 
     def surround_forward(self, module: nn.Module, around: Callable[[Call], Call]) -> None:
-        """Put something around a module's forward."""
+        """Wrap a module's forward in ``around``."""
         # Around forward and not as hooks: torch skips hooks on KeyboardInterrupt, and some modules
         # (the transformer layers' fast path) compute differently when hooks hang on them. A module
         # compiled in place is bracketed around its compiled callable, so that ours is not traced.
@@ -82,7 +82,7 @@ class Attachments:
         self.bracket(module, COMPILED if is_compiled else FORWARD, around)
 
     def _following(self, module: nn.Module, call: Call) -> Call:
-        """Return a module's ``compile`` that leaves what we put around it out of compiled code."""
+        """Return a module's ``compile`` that keeps our wrappers out of the compiled code."""
 
         def compile(*args: Any, **kwargs: Any) -> None:
             call(*args, **kwargs)
@@ -95,7 +95,7 @@ class Attachments:
         return compile
 
     def bracket(self, module: nn.Module, name: str, around: Callable[[Call], Call]) -> None:
-        """Put something around a call of a module, and around what is there already."""
+        """Wrap a call of a module, and its present wrappers, in ``around``."""
         bracket = self._brackets.get((id(module), name))
         if bracket is None:
             bracket = self._brackets[id(module), name] = Bracket(module, name)
@@ -103,11 +103,11 @@ class Attachments:
         bracket.place()
 
     def keep(self, handle: RemovableHandle) -> None:
-        """Take a hook of torch's off with the rest."""
+        """Remove a hook of torch's with the rest."""
         self._undo.append(handle.remove)
 
     def replace(self, module: nn.Module, name: str, value: Any) -> None:
-        """Give a module an attribute, in place of one of its own or of its class's."""
+        """Set an attribute of a module, over its own or its class's."""
         old = module.__dict__.get(name, ABSENT)
         self._replaced[id(module), name] = value, old
         object.__setattr__(module, name, value)
@@ -120,7 +120,7 @@ class Attachments:
         self._undo.append(undo)
 
     def without_ours(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a module's state with what stood there before us in place of what is ours."""
+        """Return a module's state with our attributes replaced by those before them."""
         found = {}
         for name, value in state.items():
             bracket = self._brackets.get((id(module), name))
@@ -133,9 +133,9 @@ class Attachments:
 
 
 class Bracket:
-    """One call of one module, in whose place ``run`` is called (see [Note: brackets stay]).
+    """Replaces one call of one module by ``run`` (see [Note: brackets stay]).
 
-    A copy of the module that has this for a call, or a pickle of it, has the call alone.
+    Copies and pickles of the module have the original call.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -165,22 +165,22 @@ class Bracket:
         return self._found.__reduce_ex__(protocol)
 
     def place(self) -> None:
-        """Stand where nothing stands: the user has deleted a patch."""
+        """Put this back if the user has deleted a patch over it."""
         if self._name not in self._module.__dict__:
             put(self._module, self._name, self._stand_in)
 
     @property
     def is_placed(self) -> bool:
-        """Whether this is what the module has, and not a patch of the user's."""
+        """Whether the module has this, and not a user's patch."""
         return self._module.__dict__.get(self._name) is self._stand_in
 
     def add(self, around: Callable[[Call], Call]) -> None:
-        """Put something around what is called."""
+        """Wrap the present call in ``around``."""
         self.layers.append(around)
         self.run = around(self.run)
 
     def remove(self) -> bool:
-        """Be the call that was there before, for a patch that holds this; without one be gone."""
+        """Call only the original from now on; leave the module too, unless a patch holds this."""
         self.layers.clear()
         self.run = self.call
         is_placed = self.is_placed
@@ -190,7 +190,7 @@ class Bracket:
 
 
 def put(module: nn.Module, name: str, value: Any) -> None:
-    """Give a module an attribute past its own ``__setattr__``, or take it off: ABSENT."""
+    """Set a module's attribute past its own ``__setattr__``; ABSENT deletes it."""
     if value is ABSENT:
         module.__dict__.pop(name, None)
     else:
@@ -199,7 +199,7 @@ def put(module: nn.Module, name: str, value: Any) -> None:
 
 @contextmanager
 def thawed(param: nn.Parameter) -> Iterator[None]:
-    """Let a parameter take hooks: torch allows it only where it trains, and it may thaw later."""
+    """Allow hooks on a frozen parameter, which may be unfrozen later; torch refuses them."""
     trains = param.requires_grad
     param.requires_grad_(True)
     try:

@@ -1,4 +1,4 @@
-"""The access of backward, and the views of parameters that graphs have saved (floor 2)."""
+"""The access of backward, and views of parameters saved by graphs (floor 2)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hetero.train.gradients.store import GradStore
 from hetero.train.model.binding import version, without_faults
 from hetero.types import Kind, Phase, Tier
 
-WHY = {phase: phase.value for phase in Phase}  # asked of an enum it costs two calls
+WHY = {phase: phase.value for phase in Phase}  # `phase.value` costs two calls
 NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.EVAL: "eval"}
 _offset_of = attrgetter("offset")
 
 
 class Accessed(NamedTuple):
-    """An access that is under way, for the event log."""
+    """An open access, for the event log."""
 
     unit: int
     seq: int
@@ -40,7 +40,7 @@ class Accessed(NamedTuple):
 
 
 class AccessLog:
-    """Writes accesses and phases to the event log, and to the vendor's profiler."""
+    """Writes accesses and phases to the event log and the vendor's profiler."""
 
     def __init__(
         self,
@@ -58,13 +58,11 @@ class AccessLog:
         self._needs_bytes = [sum(layout.buckets[b].n_bytes for b in needed) for needed in needs]
 
     def begin(self, unit: int) -> Accessed:
-        """An access of a unit begins."""
         log = self._log
         range_ = self._device.annotate(self._names[unit]) if log.annotates else None
         return Accessed(unit, log.begin_access(), log.clock(), range_)
 
     def end(self, accessed: Accessed) -> None:
-        """It is over."""
         unit, seq, began, range_ = accessed
         self._log.end_access(seq, began, unit, self._needs_bytes[unit])
         held = self._footprint.live_bytes
@@ -73,24 +71,23 @@ class AccessLog:
             self._device.end_annotation(range_)
 
     def begin_phase(self, phase: Phase) -> float:
-        """A phase of the step begins; returns when."""
+        """Begin a phase of the step; return the time."""
         self._log.phase = NAMES[phase]
         return self._log.clock()
 
     def end_phase(self, began: float) -> None:
-        """It is over."""
         log = self._log
         log.add(What.PHASE, began, log.clock(), why=log.phase)
         log.phase = "between"
 
 
 class BackwardAccess:
-    """The access of the unit that backward is at; at most one is open.
+    """The access of the unit that backward has reached; at most one is open.
 
-    It opens when a saved weight is unpacked, and closes when another unit's is, or the pass ends.
+    It opens when a saved weight is unpacked, and closes when another unit's is or the pass ends.
 
     Args:
-        begins: is called when a backward pass comes to the model.
+        begins: called when a backward pass reaches the model.
     """
 
     def __init__(
@@ -105,9 +102,9 @@ class BackwardAccess:
         begins: Callable[[], None],
     ) -> None:
         self.task = NO_TASK
-        """Of the pass through this model that is under way."""
+        """The graph task of the current pass through this model."""
         self.buckets: tuple[int, ...] = ()
-        """What the open access has pinned."""
+        """The buckets that the open access has pinned."""
         self._needs = needs
         self._pages = pages
         self._fetches = fetches
@@ -134,12 +131,12 @@ class BackwardAccess:
         self._fetches.follow(Phase.BACKWARD, unit, buckets)
 
     def gradient_arrived(self, param: nn.Parameter) -> None:
-        """A gradient is complete; its flush starts at the next event."""
+        """Note a complete gradient; its flush starts at the next event."""
         self._grads.arrived(param)
         self._hear_of_pass()
 
     def _hear_of_pass(self) -> None:
-        """Note the backward pass that runs, and when it ends."""
+        """Note the running backward pass, and be called when it ends."""
         task = graph_task()
         if task != NO_TASK and task != self.task:
             self.task = task
@@ -170,7 +167,7 @@ class BackwardAccess:
 
 
 class SavedViews:
-    """Views of parameters that graphs have saved: where they lie, and the tensors again."""
+    """Turns tensors that graphs save into locations in parameters, and back."""
 
     def __init__(self, pages: ParameterPages, fetches: Fetches, backward: BackwardAccess) -> None:
         self.closed = False
@@ -179,9 +176,9 @@ class SavedViews:
         self._backward = backward
 
     def locate(self, tensor: torch.Tensor, cdata: int) -> SavedView | None:
-        """Return where a tensor lies in a parameter's frame or placeholder (see saved.py)."""
+        """Return the position of a tensor in a parameter's frame or placeholder (see saved.py)."""
         if tensor.is_conj() or tensor.is_neg():
-            return None  # the bits would be lost: its storage is a lease
+            return None  # a location has no such bit: its storage is a lease
         binding = self._pages.binding
         replica = self._pages.manager.arena.by_storage.get(cdata)
         if replica is None:
@@ -191,7 +188,7 @@ class SavedViews:
             spec = self._pages.layout.home[index][1].spec
             return SavedView(index, 0, spec.shape, spec.stride, version(binding.params[index]))
         if tensor.dtype != replica.bucket.dtype:
-            return None  # a view of other bytes: its storage is a lease
+            return None  # a view under another dtype: its storage is a lease
         with without_faults():
             offset, size, stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
         segments = replica.bucket.segments
@@ -200,7 +197,7 @@ class SavedViews:
         return SavedView(segment.index, offset - segment.offset, tuple(size), tuple(stride), then)
 
     def resolve(self, saved: SavedView) -> torch.Tensor:
-        """Return a saved view of a parameter; in backward this is what opens an access."""
+        """Return a saved view of a parameter; in backward this opens an access."""
         if self.closed:
             raise StateError(
                 "this graph was made before hetero.release; the frames it refers to are gone",

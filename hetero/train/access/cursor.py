@@ -1,7 +1,7 @@
-"""The tracer and the cursor: what a step did, and where in its plan the next one stands (floor 2).
+"""The tracer and cursor: records a step's accesses and follows the plan through them (floor 2).
 
-[Note: second sight]  The first trace ever seen is planned for at once. A different one is planned
-for only when it comes twice in a row, so that one odd step does not cost the plan of the usual one.
+[Note: second sight]  The first trace is planned at once. A different one is planned only when it
+comes twice in a row, so one odd step does not cost the plan of the usual one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hetero.plan.planner import next_use
 from hetero.plan.schedule import Op, Schedule
 from hetero.plan.trace import Access, Trace
 
-LONGEST = 20_000  # accesses of one step that are remembered
+LONGEST = 20_000  # accesses recorded of one step
 
 
 class Cursor:
@@ -22,17 +22,17 @@ class Cursor:
     def __init__(self, build: Callable[[Trace], Schedule]) -> None:
         self.deviations = 0
         self._schedule: Schedule | None = None
-        self._is_stale = False  # planned for other limits
+        self._is_stale = False  # made for other limits
         self._build = build
         self._seen: list[Access] = []
         self._before: tuple[Access, ...] = ()
         self._uses: dict[int, list[int]] = {}
-        self._places: dict[Access, list[int]] = {}  # of equal ones, in the schedule
+        self._places: dict[Access, list[int]] = {}  # positions in the schedule
         self._at = -1
 
     @property
     def schedule(self) -> Schedule | None:
-        """What is followed; where limits changed, however often, it is planned when it is asked."""
+        """The schedule to follow; after a change of limits it is planned anew on the next read."""
         if self._is_stale and self._schedule is not None:
             self.plan(self._schedule.trace)
         return self._schedule
@@ -40,7 +40,7 @@ class Cursor:
     def observe(self, access: Access) -> tuple[Op, ...]:
         """Record an access and return the ops to issue, none when off plan."""
         if len(self._seen) == LONGEST:
-            self._seen.clear()  # passes without a step: nothing here is worth planning for
+            self._seen.clear()  # passes without a step are not planned
         self._seen.append(access)
         schedule = self.schedule
         if schedule is None:
@@ -52,7 +52,7 @@ class Cursor:
         return self._resynchronise(schedule, access)
 
     def border(self) -> tuple[Op, ...]:
-        """End the step: plan for its trace where that is due, return the ops of the border."""
+        """End the step: plan its trace if that is due, return the ops of the border."""
         trace = Trace(tuple(self._seen))
         self._seen.clear()
         self._at = -1
@@ -65,13 +65,13 @@ class Cursor:
         return schedule.at(-1) if schedule else ()
 
     def plan(self, trace: Trace) -> None:
-        """Follow a new schedule from the next step on."""
+        """Make the schedule of a trace, and follow it from the next step on."""
         self._schedule, self._is_stale = self._build(trace), False
         self._uses = trace.uses()
         self._places = {}
 
     def order(self) -> dict[int, int]:
-        """Return for every bucket of this step, or of the planned one, which comes how early."""
+        """Return the rank by first use of every bucket of the planned step, else of this one."""
         accesses = self._schedule.trace.accesses if self._schedule else tuple(self._seen)
         found: dict[int, int] = {}
         for access in accesses:
@@ -80,17 +80,17 @@ class Cursor:
         return found
 
     def replan(self) -> None:
-        """The limits changed: what is followed is planned anew before it is followed further."""
+        """The limits changed: plan anew before the schedule is read again."""
         self._is_stale = True
 
     def next_use(self, bucket: int) -> float:
-        """Return how far away a bucket's next use is; 0 when nothing is planned (then: LRU)."""
+        """Return the distance to a bucket's next use; 0 without a plan (then: LRU)."""
         if self._schedule is None:
             return 0.0
         return next_use(self._uses.get(bucket, ()), self._at) - self._at
 
     def _resynchronise(self, schedule: Schedule, access: Access) -> tuple[Op, ...]:
-        """Jump forward to the access, with the skipped ops; stay when it is not there."""
+        """Jump forward to the access and return the skipped ops; stay if it is not ahead."""
         self.deviations += 1
         if not self._places:
             for at, other in enumerate(schedule.trace.accesses):

@@ -1,4 +1,4 @@
-"""Fetches: those that an access needs now, and those that the plan knows will come (floor 2)."""
+"""Fetches: those that an access needs now, and those that the plan expects (floor 2)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero.types import Phase
 
 
 class Late:
-    """Planned fetches whose homes are not ready yet, in order, and the buckets that they are of."""
+    """Planned fetches whose homes are not ready yet, in order, and their buckets."""
 
     def __init__(self) -> None:
         self.ops: deque[Op] = deque()
@@ -28,7 +28,6 @@ class Late:
         self._of[op.bucket] += 1
 
     def pop(self) -> Op:
-        """Return the first, which is late no more."""
         op = self.ops.popleft()
         self._of[op.bucket] -= 1
         return op
@@ -39,10 +38,10 @@ class Late:
 
 
 class Fetches:
-    """Brings buckets to HBM: on demand, and ahead of it along the plan.
+    """Brings buckets to HBM: on demand, and ahead of demand along the plan.
 
     Args:
-        train: the cursor of steps; where nothing is trained, of forwards with gradients.
+        train: the cursor of steps; if nothing is trained, of forwards with gradients.
         evaluate: the cursor of forwards without gradients.
         stepped: whether an optimizer's step ends a trace.
     """
@@ -58,10 +57,10 @@ class Fetches:
         self._manager = manager
 
     def pin(self, buckets: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0) -> None:
-        """Pin buckets, after the late fetches among which theirs are: the plan knew a place."""
+        """Pin buckets; if their fetches are late, issue those up to theirs first, as planned."""
         late, replicas = self.late, self._manager.replicas
         missing = [b for b in buckets if b not in replicas] if late.ops else []
-        with host_work():  # frames are counted as such, and what comes from disk is on HOST
+        with host_work():  # meters must count neither frames nor buffers on HOST
             while missing and any(bucket in late for bucket in missing):
                 op = late.pop()
                 self._manager.prefetch(op.bucket, op.start, op.evict)
@@ -70,12 +69,9 @@ class Fetches:
     def follow(
         self, phase: Phase, unit: int, buckets: tuple[int, ...], calls: Sequence[Phase] = ()
     ) -> None:
-        """Follow the plan, unless this is no part of a step: who reads weights between forwards
-        that train nothing (an average of them under `no_grad`) is not planned for.
-
-        Args:
-            calls: phases of the calls of the whole model that are open.
-        """
+        """Follow the plan, unless the access is outside a step: reading weights between forwards
+        that train nothing (to average them under `no_grad`) is not planned. ``calls``: phases of
+        the open calls of the whole model."""
         stepped = self.stepped and phase is not Phase.EVAL
         if stepped or calls or phase is Phase.BACKWARD:
             self.active = self.evaluate if phase is Phase.EVAL else self.train
@@ -86,26 +82,26 @@ class Fetches:
         return phase is Phase.EVAL or not self.stepped
 
     def forward_begins(self, phase: Phase) -> None:
-        """A forward begins that is a step of its own."""
+        """Begin a forward that is a step of its own."""
         cursor = self.evaluate if phase is Phase.EVAL else self.train
         self._issue(cursor.border())
 
     def step_ends(self) -> None:
-        """A step was made: what is late belongs to the old one; begin to prefetch for the next."""
+        """End a step: drop its late fetches and begin to prefetch for the next."""
         self.late.clear()
         self._issue(self.train.border())
 
     def replan(self) -> None:
-        """The frames are others: what was planned for the old ones is planned again."""
+        """The frames changed: drop late fetches and plan anew."""
         self.late.clear()
         self.train.replan()
         self.evaluate.replan()
 
     def _issue(self, ops: Sequence[Op]) -> None:
-        """Carry out planned ops; one that does not fit any more is skipped (it is advice).
+        """Carry out planned ops; one that no longer fits is skipped (it is advice).
 
-        A fetch whose home is still being updated, or read from disk, is late, and those after it
-        wait with it, in order: the addresses of a plan are right only in its own order.
+        A fetch whose home is still being updated or read from disk is late, and so are those after
+        it: the addresses of a plan are right only in its own order.
         """
         late, manager = self.late, self._manager
         for op in ops:
@@ -113,5 +109,5 @@ class Fetches:
                 late.add(op)
         while late.ops and not manager.is_busy(late.ops[0].bucket):
             op = late.pop()
-            with host_work():  # who leaves may be coded, on HOST
+            with host_work():  # eviction may encode the bytes, on HOST
                 manager.prefetch(op.bucket, op.start, op.evict)

@@ -1,4 +1,4 @@
-"""Homes as a state dict shows and loads them (floor 2)."""
+"""Reads and writes of homes by state dicts (floor 2)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _HOMEWARD = (torch.Tensor.detach, torch.Tensor.copy_)
 
 
 class StateDictView:
-    """Carries out what a state dict does to unbound parameters on their homes, while it is open.
+    """While open, carries out a state dict's operations on unbound parameters at their homes.
 
     Args:
-        before_write: is called before a home may be written, now or through what is shown.
+        before_write: called before a home may be written, now or through a tensor that shows it.
     """
 
     def __init__(self, pages: ParameterPages, *, before_write: Callable[[], None]) -> None:
@@ -30,7 +30,7 @@ class StateDictView:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Let ``detach`` and ``copy_`` of unbound parameters reach the homes."""
+        """Inside a block, let ``detach`` and ``copy_`` of unbound parameters reach the homes."""
         before, self._is_open = self._is_open, True
         try:
             yield
@@ -38,7 +38,7 @@ class StateDictView:
             self._is_open = before
 
     def takes(self, func: Callable[..., Any]) -> bool:
-        """Whether a function is carried out on homes at this moment."""
+        """Whether a function is carried out on homes now."""
         return self._is_open and func in _HOMEWARD
 
     def carry_out(self, func: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
@@ -54,7 +54,7 @@ class StateDictView:
         if not home.shows:
             return self._lazily(param, bucket, segment)
         manager.flush_and_wait(bucket)
-        self._before_write()  # what is shown can be written unseen
+        self._before_write()  # writes to the result go unnoticed
         manager.copies[bucket].expose()
         return home.view(segment).detach()
 
@@ -68,7 +68,7 @@ class StateDictView:
         return param
 
     def _lazily(self, param: nn.Parameter, bucket: int, segment: Segment) -> torch.Tensor:
-        """Return what a state dict shows of a parameter that memory does not hold as it is."""
+        """Return a lazy tensor for a parameter whose home is on disk or encoded."""
         manager = self._pages.manager
 
         def read() -> torch.Tensor:
@@ -76,7 +76,7 @@ class StateDictView:
             return manager.home(bucket).read(segment)
 
         def keep() -> torch.Tensor:
-            self._before_write()  # what is shown can be written unseen
+            self._before_write()  # writes to the result go unnoticed
             manager.adopt_home_writes(held=False)
             manager.flush_and_wait(bucket)
             return manager.home(bucket).alias(segment)

@@ -1,8 +1,8 @@
-"""The only place that hangs anything on modules and parameters (floor 2).
+"""The only place that attaches anything to modules and parameters (floor 2).
 
-Brackets stand around each unit's forward and the whole model's, a hook on each parameter hears of
-its gradient, and the methods that would move or copy parameters unseen are guarded; all
-per instance, and put back on `remove`.
+Brackets wrap each unit's forward and the whole model's, a hook on each parameter reports its
+gradient, and methods that would move or copy parameters unseen are guarded; all per instance, and
+undone by `remove`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hetero.train.model.units import PART, Unit, has_params
 
 
 class Hooks(Attachments):
-    """What hangs on a prepared model: brackets and guards."""
+    """The brackets and guards of a prepared model."""
 
     def watch(
         self,
@@ -42,7 +42,7 @@ class Hooks(Attachments):
         activations: ActivationPolicies,
         meter: Meter,
     ) -> None:
-        """Bracket every unit's forward, and the model's around them."""
+        """Bracket every unit's forward, and the whole model's."""
         index_of = {id(unit.module): i for i, unit in enumerate(units) if unit.module is not None}
         self.shape(model, units, activations)
         for module in model.modules():
@@ -52,14 +52,14 @@ class Hooks(Attachments):
                     lend = functools.partial(around_encoder, runtime, runtime.needs[first])
                     self.surround_forward(module, lend)
         self.surround_forward(model, functools.partial(around_model, runtime, meter))
-        for module in filter(has_params, model.modules()):  # asked by torch.jit.script
+        for module in filter(has_params, model.modules()):  # called by torch.jit.script
             refuse = functools.partial(_refuse, "torch.jit.script")
             self.replace(module, "__prepare_scriptable__", refuse)
 
     def shape(
         self, model: nn.Module, units: Sequence[Unit], activations: ActivationPolicies
     ) -> None:
-        """Let every unit's forward leave for backward what its policy says."""
+        """Run every unit's forward under its activation policy."""
         for index, unit in enumerate(units):
             if unit.module is not None:
                 around = functools.partial(around_unit, activations, index)
@@ -67,11 +67,11 @@ class Hooks(Attachments):
         self.surround_forward(model, functools.partial(around_batch, activations))
 
     def save_through(self, model: nn.Module, saved: SavedTensors) -> None:
-        """Let what the whole model's forward saves pass through our pair of hooks."""
+        """Let tensors saved by the whole model's forward pass through our pair of hooks."""
         self.surround_forward(model, functools.partial(around_saving, saved))
 
     def tile(self, units: Sequence[Unit], size: int) -> int:
-        """Let the MLPs of blocks take ``size`` positions at a time; returns how many there are."""
+        """Let the MLPs of blocks take ``size`` positions at a time; return how many there are."""
         found = [m for unit in units if unit.module is not None for m in mlps(unit.module)]
         for module in found:
             before = module.__dict__.get(TILE)
@@ -83,7 +83,7 @@ class Hooks(Attachments):
         return len(found)
 
     def fuse_loss(self, model: nn.Module) -> None:
-        """Let a causal language model's head leave its logits to its loss."""
+        """Let a causal language model's loss compute without its head's logits."""
         head = head_of(model)
         loss: Any = model.loss_function
         self.bracket(head, "forward", functools.partial(late, head))
@@ -92,7 +92,7 @@ class Hooks(Attachments):
     def before_gradients(
         self, params: Mapping[int, nn.Parameter], arriving: Callable[[int], None]
     ) -> None:
-        """Hear, by its number, of every parameter to which autograd is about to add."""
+        """Call ``arriving`` with a parameter's number before autograd adds to its gradient."""
         listener = weakref.WeakMethod(arriving)
 
         class Notify(OurHook):
@@ -119,7 +119,7 @@ class Hooks(Attachments):
         for module in model.modules():
             self._mark(module)
             if not has_params(module):
-                continue  # it may be part of other models too
+                continue  # it may be part of other models, too
             self.replace(module, "__deepcopy__", functools.partial(_copied, self, module, fits))
             self.bracket(module, "_apply", functools.partial(_guarding, module))
             if any(p is not None for p in module._parameters.values()):
@@ -127,7 +127,7 @@ class Hooks(Attachments):
                     self.bracket(module, name, functools.partial(_at_home, reading))
 
     def refuse_forwards(self, model: nn.Module, check: Callable[[], None]) -> None:
-        """Let no module of a model compute: ``check`` raises, and says why."""
+        """Let no module of a model compute: ``check`` raises, with the reason."""
 
         def around(call: Call) -> Call:
             @functools.wraps(call)
@@ -138,7 +138,7 @@ class Hooks(Attachments):
             return forward
 
         for module in model.modules():
-            if has_params(module):  # any other may be part of a model that may be used
+            if has_params(module):  # others may be shared with usable models
                 self.surround_forward(module, around)
 
     def _mark(self, module: nn.Module) -> None:
@@ -156,7 +156,7 @@ class Hooks(Attachments):
 def _copied(
     ours: Attachments, module: nn.Module, fits: Callable[[int], None], memo: dict[int, Any]
 ) -> nn.Module:
-    """Return a deep copy of a module as it would be without us."""
+    """Return a deep copy of a module without our attachments."""
     with without_faults():
         fits(sum(p.nbytes for p in module.parameters() if id(p) not in memo))
     own = getattr(type(module), "__deepcopy__", None)
@@ -182,7 +182,7 @@ def _unmark(module: nn.Module) -> None:
 
 
 def before_next_forward(module: nn.Module, call: Callable[[], None]) -> Callable[[], None]:
-    """Call ``call`` before a module's next forward; returns what cancels that."""
+    """Call ``call`` before a module's next forward; return a function that cancels that."""
 
     def once(*_: Any) -> None:
         handle.remove()
@@ -193,7 +193,7 @@ def before_next_forward(module: nn.Module, call: Callable[[], None]) -> Callable
 
 
 def before_forward(module: nn.Module, call: Callable[[], None]) -> Callable[[], None]:
-    """Call ``call`` before every forward of a module; returns what ends that."""
+    """Call ``call`` before every forward of a module; return a function that ends that."""
     return module.register_forward_pre_hook(lambda *_: call()).remove
 
 
@@ -213,7 +213,7 @@ def around_unit(activations: ActivationPolicies, unit: int, call: Call) -> Call:
 
 
 def around_batch(activations: ActivationPolicies, call: Call) -> Call:
-    """Return the whole model's forward, of which it is told how large the batch is."""
+    """Return the whole model's forward, whose batch is passed to ``activations``."""
 
     @functools.wraps(call)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -224,7 +224,7 @@ def around_batch(activations: ActivationPolicies, call: Call) -> Call:
 
 
 def around_saving(saved: SavedTensors, call: Call) -> Call:
-    """Return the whole model's forward, whose saved tensors pass through our pair of hooks."""
+    """Return the whole model's forward inside our pair of saved-tensor hooks."""
 
     @functools.wraps(call)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -239,7 +239,7 @@ def around_saving(saved: SavedTensors, call: Call) -> Call:
 
 
 def around_model(runtime: Runtime, meter: Meter, call: Call) -> Call:
-    """Return the whole model's forward between its begin and its end."""
+    """Return the whole model's forward between `Runtime.enter_model` and `leave_model`."""
 
     @functools.wraps(call)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -257,9 +257,9 @@ def around_model(runtime: Runtime, meter: Meter, call: Call) -> Call:
 
 
 def around_encoder(runtime: Runtime, buckets: Sequence[int], call: Call) -> Call:
-    """Return the forward of an `nn.TransformerEncoder` with its first layer bound, when in eval.
+    """Return the forward of an `nn.TransformerEncoder`; under no_grad its first layer is bound.
 
-    It asks that layer's parameters, unbound at that point, whether nested tensors may be used.
+    It reads that layer's parameters, else unbound, to decide on nested tensors.
     """
 
     @functools.wraps(call)
@@ -296,7 +296,7 @@ def _guarding(module: nn.Module, _: Call) -> Call:
 def _guarded_apply(
     module: nn.Module, func: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Let a ``.to()`` that changes nothing pass, and refuse one that would move or convert."""
+    """Refuse a ``.to()`` that would move or convert; let one that changes nothing pass."""
     with without_faults():
         tensors = [*module.parameters(), *module.buffers()]
         kinds = {(t.dtype, t.device, min(t.dim(), 4)) for t in tensors}

@@ -1,4 +1,4 @@
-"""Hearing what a model does that stays plain (floor 2)."""
+"""Observing a model that stays plain (floor 2)."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ MANY = 256  # prune hooks of dead graphs once there are this many
 
 
 class Listener(Protocol):
-    """Hears what a plain model does; a block is open for as long as it goes on."""
+    """Observes a plain model; a block is open while its event lasts."""
 
     def forward(self) -> AbstractContextManager[None]:
         """The whole model's forward."""
 
     def access(self, unit: int) -> AbstractContextManager[None]:
-        """A unit's forward, which may be one that backward computes again."""
+        """A unit's forward, perhaps recomputed in backward."""
 
     def backward(self) -> AbstractContextManager[None]:
         """A backward pass."""
 
     def reached(self, unit: int) -> None:
-        """A backward pass arrives at what a unit made."""
+        """A backward pass reaches the outputs of a unit."""
 
     def gradient(self, param: nn.Parameter) -> None:
         """Autograd has accumulated a gradient."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Some optimizer, not only the model's, begins a step."""
+        """An optimizer, of this model or not, begins a step."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """It made it."""
+        """That step ended."""
 
 
 class Listening(Attachments):
-    """What hangs on a plain model so that a listener hears of it; no value of it changes."""
+    """Hooks on a plain model that call a listener; no value changes."""
 
     def __init__(self, listener: Listener) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Listening(Attachments):
         self._many = MANY
 
     def listen(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        """Let the listener hear of a model, and of all optimizers."""
+        """Call the listener for events of a model and of all optimizers."""
         listener = self._listener
         self._undo.append(self._forget_nodes)
         for index, unit in enumerate(units):
@@ -92,13 +92,13 @@ class Listening(Attachments):
         watched.install()
 
         def undo() -> None:
-            made[0].block = nullcontext  # other code that replaced it may call it still
+            made[0].block = nullcontext  # code that replaced it may still call it
             watched.uninstall()
 
         self._undo.append(undo)
 
     def _await(self, unit: int, output: Any) -> None:
-        """Hear of the backward pass that arrives at one of a unit's outputs."""
+        """Call the listener when a backward pass reaches one of a unit's outputs."""
         for tensor in tree_iter(output):
             node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
             if node is not None:
@@ -113,9 +113,9 @@ class Listening(Attachments):
 
 
 class Within:
-    """A call inside a block, which then sees what was made.
+    """A call inside a block; ``made`` gets its result.
 
-    A copy of the module that has this for a forward, or a pickle of it, has the call alone.
+    Copies and pickles of a module with this as its forward have the original call.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Within:
         self.made = made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a function around it, which is to stay what it is
+        if torch.compiler.is_compiling():  # keep our code out of the graph
             return self.call(*args, **kwargs)
         with self.block():
             found = theirs(self.call, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Page faults: what code outside of an access does to parameters that are pages (floor 2)."""
+"""Page faults: operations on paged parameters outside an access (floor 2)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hetero.train.update.masters import Scaling
 
 
 class Lender(Protocol):
-    """The runtime whose pages they are."""
+    """The runtime that owns the pages."""
 
     @property
     def pages(self) -> ParameterPages: ...
@@ -38,7 +38,7 @@ class Lender(Protocol):
     def early(self) -> EarlyUpdates | NoEarlyUpdates: ...
 
     def lend(self, buckets: Sequence[int], why: str) -> AbstractContextManager[None]:
-        """Hold buckets and bind their parameters for the length of a block."""
+        """Hold buckets and bind their parameters inside a block."""
 
     def call_with(
         self,
@@ -47,14 +47,14 @@ class Lender(Protocol):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Call a function on parameters of buckets, as an access of their own."""
+        """Call a function on parameters of buckets, in an access of its own."""
 
     def quiesce(self) -> None:
         """Bring every gradient and every written parameter home."""
 
 
 class PageFaults:
-    """What the classes of paged parameters ask (see `faults.Faults`), and `hetero.gathered`.
+    """Serves the classes of paged parameters (see `faults.Faults`), and `hetero.gathered`.
 
     Args:
         scaling: of the loss, under precision="fp16".
@@ -85,7 +85,7 @@ class PageFaults:
         places = (index.get(id(value), -1) for value in leaves_of((args, dict(kwargs))))
         buckets = tuple(dict.fromkeys(home[i][0] for i in places if i >= 0))
         if not buckets:
-            with without_faults():  # only the class took part, no parameter's bytes
+            with without_faults():  # only the class is an argument, no parameter
                 return func(*args, **kwargs)
         found = self._runtime.call_with(buckets, func, args, kwargs)
         if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_iter(found)):
@@ -93,7 +93,7 @@ class PageFaults:
         return found
 
     def alias(self, param: nn.Parameter) -> torch.Tensor:
-        """Return ``param.data`` of a bound parameter; writes through it leave no trace."""
+        """Return ``param.data`` of a bound parameter; writes through it are not counted."""
         self._pages.manager.replicas[self._pages.home(param)[0]].exposed = True
         return faults.read_data(param)
 
@@ -122,8 +122,8 @@ class PageFaults:
                 )
             view.copy_(value)
             self._pages.note_write(segment)
-        # torch would alias the two from here on; a later write to `value` must not go unseen, nor
-        # a graph that saved the old bytes
+        # torch would alias the two: detect later writes to `value`, and graphs that saved the
+        # old bytes
         torch.autograd.graph.increment_version(param)
         self._pages.assigned(param, value)
 
@@ -138,7 +138,7 @@ class PageFaults:
 
     @contextmanager
     def gathered(self, params: Sequence[nn.Parameter], *, write: bool) -> Iterator[None]:
-        """Hold parameters, full and current, for the length of a block."""
+        """Hold parameters, full and current, inside a block."""
         self._runtime.events.before_use()
         manager, versions = self._pages.manager, self._pages.versions
         homes = {self.index[id(p)]: self._pages.home(p) for p in params}

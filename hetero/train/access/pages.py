@@ -1,4 +1,4 @@
-"""Pages: the parameters of a model, bound where they are pinned, and what was written (floor 2)."""
+"""Pages: the parameters of a model, bound while pinned, and the writes to them (floor 2)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetero.train.update.masters import Masters
 
 
 class ParameterPages:
-    """The parameters of one model as pages: binds them to frames and notes what is written."""
+    """The parameters of one model as pages: binds them to frames and notes writes."""
 
     def __init__(
         self, layout: Layout, *, manager: ChunkManager, masters: Masters, binding: Binding
@@ -26,15 +26,15 @@ class ParameterPages:
         self.manager = manager
         self.masters = masters
         self.binding = binding
-        self._watched: dict[int, dict[int, int]] = {}  # versions since when writes are looked for
+        self._watched: dict[int, dict[int, int]] = {}  # versions that writes are compared with
         self._sources: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def home(self, param: nn.Parameter) -> tuple[int, Segment]:
-        """Return the bucket that a parameter is of, and its place there."""
+        """Return a parameter's bucket and its segment there."""
         return self.layout.home[self.binding.index[id(param)]]
 
     def bind(self, buckets: Sequence[int]) -> None:
-        """Bind pinned buckets' parameters; where one cannot be, none is, and they are unpinned."""
+        """Bind the parameters of pinned buckets; if one cannot be bound, unbind and unpin all."""
         if self._sources:
             self._check_sources()
         done = []
@@ -49,14 +49,14 @@ class ParameterPages:
             raise
 
     def unbind(self, buckets: Sequence[int]) -> None:
-        """Take parameters off their frames, note what was written to them, and unpin."""
+        """Take parameters off their frames, note writes to them, and unpin."""
         for bucket in buckets:
             for position in self.binding.unbind(bucket):
                 self.note_write(self.layout.buckets[bucket].segments[position])
         self.manager.unpin(buckets)
 
     def watch(self, buckets: Sequence[int]) -> None:
-        """Look for views that outlived the block in which buckets were bound."""
+        """Look for views that outlived the block that bound these buckets."""
         self.manager.watch(bucket for bucket in buckets if not self.binding.bound[bucket])
 
     def note_write(self, segment: Segment) -> None:
@@ -78,7 +78,7 @@ class ParameterPages:
 
     @contextmanager
     def not_stepped(self, before: dict[int, int]) -> Iterator[None]:
-        """Inside a block, let `step` raise these versions as well as the parameters'."""
+        """Inside a block, let `step` raise these versions with the parameters'."""
         self._watched[id(before)] = before
         try:
             yield
@@ -86,7 +86,7 @@ class ParameterPages:
             del self._watched[id(before)]
 
     def flush(self) -> None:
-        """Bring every written parameter home; those that are bound stay so."""
+        """Bring every written parameter home; bound ones stay bound."""
         if self._sources:
             self._check_sources()
         for bucket, replica in list(self.manager.replicas.items()):
@@ -101,7 +101,7 @@ class ParameterPages:
         self._sources[self.binding.index[id(param)]] = weakref.ref(value), value._version
 
     def _check_sources(self) -> None:
-        """Refuse when a tensor that was assigned to ``p.data`` was written afterwards."""
+        """Raise StateError if a tensor assigned to ``p.data`` was written afterwards."""
         for index, (source, then) in list(self._sources.items()):
             value = source()
             if value is not None and value._version == then:

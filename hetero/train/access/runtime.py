@@ -1,7 +1,7 @@
-"""The runtime: where the model's accesses meet memory and plan (floor 2).
+"""The runtime: serves the model's accesses from memory, along the plan (floor 2).
 
-An access of a unit is the hot path of the library: demand first (correctness), then look ahead
-(speed). Accesses of forward nest with module calls; those of backward follow each other.
+An access of a unit is the hot path of the library: fetch on demand first (correctness), then look
+ahead (speed). Accesses of forward nest with module calls; those of backward follow each other.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from hetero.types import Phase
 
 
 class Runtime:
-    """Pins what each access needs, binds its parameters and issues the planned ops.
+    """Pins the buckets of each access, binds their parameters and issues the planned ops.
 
     Args:
-        params: plain ones, whose homes hold their values; `Binding.page_all` makes them pages.
+        params: plain, with their values at home; `Binding.page_all` makes them pages.
         needs: the buckets of each unit.
-        train, evaluate: cursors of forwards with gradients, and of those without.
+        train, evaluate: cursors of forwards with and without gradients.
         stepped: whether an optimizer's step ends a trace.
         scaling: of the loss, under precision="fp16".
     """
@@ -70,7 +70,7 @@ class Runtime:
         faults.guard_compiler()
         undo = install((*faults.GUARDS, *SAVING, *METERING))
         self.unguard = weakref.finalize(self, undo)
-        """Takes off what torch does otherwise while parameters are pages."""
+        """Removes our guards from torch's functions."""
         self.unguard.atexit = False
         self.needs = needs
         self.early = early
@@ -97,27 +97,27 @@ class Runtime:
         self.views = SavedViews(self.pages, self.fetches, self.backward)
         self.saved = SavedTensors(self.views, footprint)
         self._grads = grads
-        self._entered: list[Accessed] = []  # accesses, which nest
-        self._calls: list[Phase] = []  # of the whole model, which nest
-        self._began = 0.0  # the outermost of them
+        self._entered: list[Accessed] = []  # open accesses, which nest
+        self._calls: list[Phase] = []  # open calls of the whole model, which nest
+        self._began = 0.0  # when the outermost call began
 
     @property
     def is_running(self) -> bool:
-        """Whether the model is inside its forward, or inside a backward pass through it."""
+        """Whether the model is inside its forward or a backward pass through it."""
         return self._is_running(graph_task())
 
     @property
     def evaluates(self) -> bool:
-        """Whether a forward runs that is a step of its own: this model is not trained."""
+        """Whether a forward of a model that is not trained runs: it is a step of its own."""
         return not self.fetches.stepped and bool(self._calls)
 
     def close(self) -> None:
-        """Refuse graphs that refer to frames, and let torch do as it did before."""
+        """Refuse graphs that refer to frames from now on, and remove our guards from torch."""
         self.views.closed = True
         self.unguard()
 
     def enter(self, unit: int) -> bool:
-        """Begin a unit's forward: pin, bind, look ahead. Returns whether hooks were pushed."""
+        """Begin a unit's forward: pin, bind, look ahead. Return whether hooks were pushed."""
         faults.refuse_transforms()
         buckets, task = self.needs[unit], graph_task()
         if task == NO_TASK or self.backward.buckets != buckets:
@@ -145,14 +145,13 @@ class Runtime:
         return pushed
 
     def leave(self, unit: int, pushed: bool) -> None:
-        """End a unit's forward."""
         if pushed:
             self.saved.pop()
         self.pages.unbind(self.needs[unit])
         self.accesses.end(self._entered.pop())
 
     def enter_model(self) -> bool:
-        """Begin a call of the whole model: decide the phase, see what is saved between units."""
+        """Begin a call of the whole model: choose the phase, pack tensors saved between units."""
         self.events.before_use()
         faults.refuse_transforms()
         self.backward.settle()
@@ -168,7 +167,6 @@ class Runtime:
         return self.saved.push_where_differentiated()
 
     def leave_model(self, output: object, *, pushed: bool) -> None:
-        """End a call of the whole model."""
         if not is_faking():
             n_bytes = sum(t.nbytes for t in tree_iter(output, is_leaf=is_cache) if has_memory(t))
             self.saved.footprint.output_bytes = max(self.saved.footprint.output_bytes, n_bytes)
@@ -182,7 +180,7 @@ class Runtime:
 
     @contextmanager
     def lend(self, buckets: Sequence[int], why: str) -> Iterator[None]:
-        """Hold buckets and bind their parameters for the length of a block."""
+        """Hold buckets and bind their parameters inside a block."""
         self.fetches.pin(buckets, why, self._spare)
         self.pages.bind(buckets)
         try:
@@ -198,7 +196,7 @@ class Runtime:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Call a function on parameters of buckets, as an access of their own."""
+        """Call a function on parameters of buckets, in an access of its own."""
         phase = self._phase(graph_task())
         if phase is Phase.BACKWARD:  # unpin the previous unit: backward has reached this one
             self.backward.touch(buckets[0])
@@ -235,6 +233,6 @@ class Runtime:
 
 
 def has_memory(value: object) -> bool:
-    """Whether a value is a tensor with memory of its own, not logits for later."""
+    """Whether a value is a tensor with memory; late logits have none."""
     late = isinstance(value, LateLogits) and not value.computed
     return isinstance(value, torch.Tensor) and not late

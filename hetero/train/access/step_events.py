@@ -1,4 +1,4 @@
-"""What the runtime tells of a step, and asks in between (floor 2)."""
+"""Events of a step that the runtime reports, and its questions in between (floor 2)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class StepEvents:
     """Calls at points of a step; they keep no module alive (see [Note: out of gc's sight])."""
 
     before_use: Callable[[], None]
-    """The model is used; raises where it must not be."""
+    """Before a use of the model; raises if it must not be used."""
     before_load: Callable[[], None]
-    """A state dict replaces a value at home, or shows it so that it may be written."""
+    """Before a state dict writes a value at home, or shows it writably."""
     backward_begins: Callable[[], None]
-    """A backward pass comes to the model."""
+    """A backward pass reaches the model."""
     forward_ended: Callable[[], None]
-    """A forward ended that is a step of its own."""
+    """A forward that is a step of its own ended."""
     spare: Callable[[], int]
-    """Returns how many frames there may be apart from the others, between steps."""
+    """Returns how many extra frames there may be between steps."""
     resume: Callable[[], None]
-    """Gives those frames back: the model computes."""
+    """Gives the extra frames back: the model computes."""

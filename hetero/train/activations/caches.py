@@ -1,10 +1,9 @@
-"""Caches of keys and values, as transformers has them: row by row, and copied (floor 2).
+"""Caches of keys and values of transformers: cut into rows, and copied (floor 2).
 
-A unit writes to a cache as it goes, so that a slice of the batch needs a cache of its own rows. A
-`DynamicCache` of plain layers has such rows: its tensors have the batch in front, and a layer that
-is extended gets new tensors. A static cache is made for one size of batch when it is first used,
-windows and quantized layers keep more than rows, and what other caches do nobody knows: with these
-a unit takes the whole batch.
+A unit extends a cache in its forward, so a slice of the batch needs a cache of its own rows. A
+`DynamicCache` of plain layers can be cut: its tensors have the batch first, and extending a layer
+makes new tensors. A static cache is made for one batch size, windowed and quantized layers keep
+more than rows, and other caches are unknown: with these a unit takes the whole batch.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ TENSORS = ("keys", "values")
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a value is a cache of keys and values, as transformers has: forwards add to it."""
+    """Whether a value is a transformers cache of keys and values, which forwards extend."""
     return not isinstance(value, (torch.Tensor, nn.Module, type)) and all(
         callable(getattr(value, name, None)) for name in ("update", "get_seq_length")
     )
 
 
 def has_rows(cache: Any) -> bool:
-    """Whether a cache can be taken apart along the batch, and put together again."""
+    """Whether a cache can be cut along the batch, and put together again."""
     layers = getattr(cache, "layers", None)
-    later = getattr(cache, "layer_class_to_replicate", None)  # of layers that are still to come
+    later = getattr(cache, "layer_class_to_replicate", None)  # of layers added later
     kinds = [type(layer).__name__ for layer in layers or ()]
     if later is not None:
         kinds.append(later.__name__)
@@ -50,7 +49,7 @@ def rows_of(cache: Any, rows: slice) -> Any:
 
 
 def put_together(cache: Any, parts: Sequence[Any]) -> None:
-    """Let a cache have what its rows, taken apart, have come to."""
+    """Update a cache from the caches of its rows."""
     for index in range(max(len(part.layers) for part in parts)):
         layers = [part.layers[index] for part in parts]
         if index < len(cache.layers) and _is_as_it_was(cache.layers[index], layers[0]):
@@ -67,7 +66,7 @@ def put_together(cache: Any, parts: Sequence[Any]) -> None:
 
 
 def _is_as_it_was(before: Any, after: Any) -> bool:
-    """Whether nothing extended a layer."""
+    """Whether a layer was not extended."""
     if before.keys is None or after.keys is None:
         return before.keys is after.keys
     same: bool = before.keys.shape[1:] == after.keys.shape[1:]
@@ -75,7 +74,7 @@ def _is_as_it_was(before: Any, after: Any) -> bool:
 
 
 def twin(cache: Any) -> Any:
-    """Return a copy of a cache that holds the same tensors, and is added to by itself."""
+    """Return a copy of a cache with the same tensors, to be extended by itself."""
     return copy.deepcopy(cache, {id(tensor): tensor for tensor in tensors_in(cache, set())})
 
 

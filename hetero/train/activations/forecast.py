@@ -1,6 +1,4 @@
-"""What each unit's forward left on the device when it was seen, and what the next one will leave
-(floor 2).
-"""
+"""Forecasts the bytes that each unit's forward leaves on the device (floor 2)."""
 
 from __future__ import annotations
 
@@ -21,15 +19,15 @@ from hetero.types import format_bytes
 
 @dataclass(slots=True)
 class UnitLeft:
-    """What a unit's forward left when it was seen last."""
+    """Bytes that a unit's forward left when last seen."""
 
     policy: Policy
     input_bytes: int
     left_bytes: int
     saved_bytes: int
-    """All that autograd saves; guessed from others of its kind where it was never kept."""
+    """All bytes that autograd saves; guessed from others of its kind if never kept."""
     held_bytes: int
-    """By graphs, when it began."""
+    """Held by graphs when it began."""
     seconds: float
 
 
@@ -44,20 +42,20 @@ class OpenUnit(NamedTuple):
 
 
 class UnitKind(NamedTuple):
-    """What units that are alike have in common."""
+    """A kind of units that are alike."""
 
     module: type | None
     weight_bytes: int
-    """Of the parameters that its access pins."""
+    """Of the parameters pinned by its access."""
 
 
 class Forecast:
-    """What units left, and in proportion to their inputs what they will leave.
+    """Bytes that units left, and, in proportion to their inputs, will leave.
 
     Args:
         names: of the units.
         kinds: of the units; those of one kind are expected to save alike.
-        may_recompute: whether it is proven that a unit can be computed again.
+        may_recompute: whether a unit is proven to be recomputable.
     """
 
     def __init__(
@@ -73,29 +71,29 @@ class Forecast:
         """By unit."""
         self.open: OpenUnit | None = None
         self.scale = 1.0
-        """Of what this forward leaves, by what the last one left."""
+        """Bytes that this forward leaves, relative to the last one."""
         self.beside_bytes = 0
-        """On the device at the peak, beside what units left."""
+        """On the device at the peak, on top of those that units left."""
         self.end_bytes = 0
-        """On the device after the last unit's forward, beside what graphs held there."""
+        """On the device after the last unit's forward, on top of those held by graphs."""
         self.between_bytes = 0
-        """Saved between units, which stays where nothing goes down."""
+        """Saved between units; they stay on the device if no unit offloads."""
         self._device = device
         self._footprint = footprint
         self._names = names
         self._kinds = kinds
         self._may_recompute = may_recompute
         self._order: list[int] = []  # units of the last forward
-        self._places: dict[int, int] = {}  # of each among these, the first
-        self._ahead: dict[float, list[int]] = {}  # by scale: the peak from each of them on
-        self._now: list[int] = []  # and of this one, so far
+        self._places: dict[int, int] = {}  # the first of each unit in this order
+        self._ahead: dict[float, list[int]] = {}  # by scale: the peak from each place on
+        self._now: list[int] = []  # units of this forward, so far
         self._stamps: dict[int, tuple[Ticket, Ticket]] = {}  # of units seen for the first time
         self._held_bytes = 0  # by graphs, when the last unit's forward ended
 
     # -- a forward -------------------------------------------------------------------------------
 
     def begin(self, *, anew: bool) -> None:
-        """A forward of the whole model begins; ``anew`` after one that came to nothing."""
+        """Begin a forward of the whole model; ``anew`` after one that was abandoned."""
         if self._now and not anew:
             self._order = self._now
             places = zip(reversed(self._order), reversed(range(len(self._order))), strict=True)
@@ -104,14 +102,13 @@ class Forecast:
         self._ahead.clear()
 
     def grows(self, unit: int, input_bytes: int) -> bool:
-        """Whether this forward leaves more than the last one did, as a known unit's inputs show."""
+        """Whether this forward leaves more than the last one, by a known unit's inputs."""
         row = self.rows[unit]
         if row.input_bytes:
             self.scale = max(self.scale, input_bytes / row.input_bytes)
         return self.scale > 1.0 or self._footprint.live_bytes > row.held_bytes
 
     def enter(self, unit: int, inputs: list[torch.Tensor]) -> None:
-        """A unit's forward begins."""
         first = unit not in self.rows
         self.open = OpenUnit(
             unit,
@@ -122,7 +119,7 @@ class Forecast:
         )
 
     def note(self, policy: Policy) -> None:
-        """The open unit's forward is done: write down what it left under its policy."""
+        """End the open unit's forward: record the bytes it left under its policy."""
         if self.open is None:
             return
         seen, unit = self.open, self.open.unit
@@ -131,7 +128,7 @@ class Forecast:
         saved = self._saved(unit, n_bytes) if policy.recompute else left
         if row is None:
             seconds = 0.0
-            if seen.began is not None:  # told when the step is over: nothing is waited for here
+            if seen.began is not None:  # read when the step is over, without waiting here
                 self._stamps[unit] = seen.began, self._device.stamp()
         else:
             seconds = row.seconds
@@ -144,7 +141,7 @@ class Forecast:
         self._held_bytes = self._footprint.live_bytes
 
     def _saved(self, unit: int, input_bytes: int) -> int:
-        """Return what a unit would save, by what it did or what those of its kind did."""
+        """Return the bytes a unit would save, by its last forward or by its kind."""
         row = self.rows.get(unit)
         alike = [row] if row is not None else self._of_kind(unit, self.rows)
         known = [r for r in alike if r.input_bytes]
@@ -154,15 +151,15 @@ class Forecast:
         kind = self._kinds[unit]
         return [self.rows[other] for other in others if self._kinds[other] == kind]
 
-    # -- what comes ------------------------------------------------------------------------------
+    # -- ahead -----------------------------------------------------------------------------------
 
     def ahead(self, unit: int) -> list[int]:
-        """Return the units from this one on, as the last forward had them."""
+        """Return the units from this one on, in the order of the last forward."""
         at = self._places.get(unit)
         return [unit] if at is None else self._order[at:]
 
     def use(self, unit: int) -> Use:
-        """Return what a unit is expected to leave in a forward of the present scale."""
+        """Return a unit's expected `Use` in a forward of the present scale."""
         row, scale = self.rows[unit], max(1.0, self.scale)
         return Use(
             int(scale * row.saved_bytes),
@@ -173,14 +170,14 @@ class Forecast:
         )
 
     def working_bytes(self, *, goes_down: bool) -> int:
-        """Return what is expected at the peak beside what units leave.
+        """Return the bytes expected at the peak on top of those that units leave.
 
-        ``goes_down`` says whether any unit's goes down, and what is saved between units with it.
+        ``goes_down``: whether any unit offloads; tensors saved between units then go down, too.
         """
         return self._scaled(self.beside_bytes, goes_down=goes_down)
 
     def behind_bytes(self, *, goes_down: bool) -> int:
-        """Return what is expected after the last unit's forward beside what units left."""
+        """Return the bytes expected after the last unit's forward on top of those units left."""
         return self._scaled(self.end_bytes, goes_down=goes_down)
 
     def _scaled(self, n_bytes: int, *, goes_down: bool) -> int:
@@ -190,13 +187,13 @@ class Forecast:
     def peak_bytes(
         self, units: Sequence[int], policies: Mapping[int, Policy], *, overlaps: bool = True
     ) -> int:
-        """Return what units are expected to have on the device at once."""
+        """Return the bytes that units are expected to have on the device at once."""
         return self._peaks(units, policies, overlaps=overlaps)[0]
 
     def peak_ahead(self, unit: int, policies: Mapping[int, Policy]) -> int:
-        """Return `peak_bytes` of the units from this one on, as long as policies do not change.
+        """Return `peak_bytes` of the units from this one on, while policies do not change.
 
-        All units ask it one after another: it is found for all at once.
+        Units ask in turn, so it is computed for all at once.
         """
         at = self._places.get(unit)
         if at is None:
@@ -206,7 +203,7 @@ class Forecast:
         return self._ahead[self.scale][at]
 
     def chosen(self) -> None:
-        """Policies are others from here on."""
+        """Policies have changed."""
         self._ahead.clear()
 
     def _peaks(
@@ -222,7 +219,7 @@ class Forecast:
     def close(
         self, peak: int, end: int, policies: Mapping[int, Policy], *, overlaps: bool
     ) -> list[int]:
-        """A step is over; returns its units.
+        """End a step and return its units.
 
         ``peak`` bytes were on the device, ``end`` of them after the last unit's forward.
         """
@@ -243,7 +240,7 @@ class Forecast:
         return [unit for unit in self._now or self._order if unit in self.rows]
 
     def where(self) -> str:
-        """Return the unit whose forward runs, for an error."""
+        """Return the running unit, for an error."""
         return "" if self.open is None else f" in unit {self._names[self.open.unit]!r}"
 
     def largest(self) -> str:
@@ -257,8 +254,8 @@ class Forecast:
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the distinct strided tensors in a value.
 
-    What caches of keys and values hold is not among them (older transformers let pytrees see it):
-    it grows from unit to unit, and what a unit leaves does not grow with it.
+    Tensors of caches of keys and values are left out (pytrees see them in older transformers):
+    they grow from unit to unit, and the bytes that a unit leaves do not grow with them.
     """
     leaves = leaves_of(value, is_cache)
     found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""What autograd graphs hold, counted (floor 2)."""
+"""Counts the bytes that autograd graphs hold (floor 2)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHANGED = (
 
 
 class Held:
-    """What a graph keeps: counted in the footprint for as long as the graph holds it."""
+    """A graph's claim on a storage, counted in the footprint while the graph holds it."""
 
     __slots__ = ("_footprint", "_key")
 
@@ -29,14 +29,14 @@ class Held:
 
 
 class WentBelow(Protocol):
-    """Where a tensor is that went down."""
+    """The place of an offloaded tensor."""
 
     def up(self) -> torch.Tensor:
         """Return it, on the device again."""
 
 
 class Kept:
-    """What a graph has of a tensor: an alias of it and the version it had, or where it went."""
+    """A tensor saved by a graph: an alias and its version, or its place once offloaded."""
 
     __slots__ = ("__weakref__", "below", "held", "tensor", "version")
 
@@ -47,13 +47,13 @@ class Kept:
         self.below: WentBelow | None = None
 
     def sink(self, below: WentBelow) -> Held | None:
-        """Let go of the tensor, whose bytes are on their way down; returns its claim."""
+        """Drop the tensor, whose bytes are being flushed; return its claim."""
         held, self.held = self.held, None
         self.tensor, self.below = None, below
         return held
 
     def get(self) -> torch.Tensor:
-        """Return the tensor; raises torch's own error where it was written since."""
+        """Return the tensor; raise torch's own error if it was written since."""
         if self.tensor is None:
             if self.below is None:
                 raise StateError("a saved tensor is neither on the device nor below it")
@@ -79,21 +79,20 @@ class GraphFootprint:
         self.largest_bytes = 0
         self.output_bytes = 0
         self.between_bytes = 0
-        """What was saved outside of units, and went down: it stays where no unit's goes."""
+        """Saved outside units, and offloaded; they stay on the device if no unit offloads."""
 
     @property
     def bound_bytes(self) -> int:
         """Bytes held at the peak, with a bound on temporaries.
 
-        Measured: storages that graphs hold, those recomputed in backward among them, and the
-        model's outputs. Bounded: two tensors of the largest size in flight in backward, and the
-        loss's copy and gradient of the outputs (a head's float upcast peaks at three times its
-        logits).
+        Measured: storages that graphs hold, also those recomputed in backward, and the model's
+        outputs. Bounded: two tensors of the largest size in flight in backward, and the loss's
+        copy and gradient of the outputs (a head's float upcast peaks at three times its logits).
         """
         return self.peak_bytes + 2 * self.largest_bytes + 3 * self.output_bytes
 
     def hold(self, key: int, n_bytes: int) -> None:
-        """A graph holds a storage once more."""
+        """Count one more hold of a graph on a storage."""
         row = self._uses.get(key)
         if row is not None:
             row[0] += 1
@@ -104,7 +103,7 @@ class GraphFootprint:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def drop(self, key: int) -> None:
-        """A graph lets go of a storage."""
+        """Drop one hold on a storage."""
         row = self._uses[key]
         row[0] -= 1
         if row[0] == 0:
@@ -112,6 +111,6 @@ class GraphFootprint:
             del self._uses[key]
 
     def restart(self) -> None:
-        """Begin a new measurement; what is held stays counted."""
+        """Begin a new measurement; held storages stay counted."""
         self.peak_bytes = self.live_bytes
         self.largest_bytes = self.output_bytes = self.between_bytes = 0

@@ -1,6 +1,4 @@
-"""How many bytes are on the device beside frames: the allocator's count, a traced one, or a bound
-(floor 2).
-"""
+"""Bytes on the device apart from frames: allocator's count, traced count, or bound (floor 2)."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from hetero.train.model.binding import without_faults
 from hetero.types import noop
 
 MADE_BY = "hetero_meter"  # in the metadata of graph nodes
-MARGIN = 0.05  # of a measured peak: segments are not perfectly reused, nor copies equally fast
+MARGIN = 0.05  # of a measured peak: segments are not reused perfectly, nor are copies equally fast
 
 
 class Meter(Protocol):
@@ -30,43 +28,42 @@ class Meter(Protocol):
         """Measure inside the block: the model's forward, or a backward."""
 
     def unit_done(self) -> None:
-        """A unit's forward ended; what comes now is the model's end, if no other unit comes."""
+        """A unit's forward ended; if no other follows, the model's end comes now."""
 
     def made(self, output: Any) -> None:
-        """The model's forward made this: a backward pass from it is to be measured."""
+        """The model's forward returned ``output``: measure backward passes from it."""
 
     def peak_bytes(self) -> int:
-        """Return the most bytes there were at once since `restart`, with margins."""
+        """Return the peak since `restart`, with margins."""
 
     def seen_bytes(self) -> int:
-        """Return it without margins."""
+        """Return the peak without margins."""
 
     def live_bytes(self) -> int:
-        """Return how many bytes there are now."""
+        """Return the present bytes."""
 
     def end_bytes(self) -> int:
-        """Return the most bytes after the last unit of the last forward; 0 where it is unknown."""
+        """Return the peak after the last unit of the last forward; 0 if unknown."""
 
     def restart(self) -> None:
         """Begin a new measurement."""
 
 
 class Keeper(Protocol):
-    """Who answers for a budget while operations are counted."""
+    """Enforces a budget while operations are counted."""
 
     def fits(self, live_bytes: int) -> bool:
-        """Whether so many bytes may be alive, with room made for them."""
+        """Whether so many bytes may be alive, after making room."""
 
     def passed(self, live_bytes: int) -> None:
-        """They may not; where this raises, the operation does."""
+        """So many bytes may not be alive; an error raised here ends the operation."""
 
     def forward_done(self) -> None:
-        """The model's forward is done; may raise."""
+        """The model's forward ended; may raise."""
 
 
 class BoundMeter:
-    """For RAM, as models train: what graphs hold, with a bound on temporaries and on gradients that
-    are made."""
+    """For RAM in training: bytes held by graphs, with bounds on temporaries and new gradients."""
 
     def __init__(self, footprint: GraphFootprint, gradient_bytes: int) -> None:
         self._footprint = footprint
@@ -96,9 +93,9 @@ class BoundMeter:
 
 
 class AllocatorMeter:
-    """For CUDA: torch's allocator counts, without synchronising. ``others`` is what is not ours.
+    """For CUDA: the count of torch's allocator, without synchronising, less ``others()``.
 
-    It cannot tell gradients that are on their way down from others: they are counted twice.
+    Gradients on their way down cannot be told apart there: they are counted twice.
     """
 
     def __init__(
@@ -142,15 +139,14 @@ class AllocatorMeter:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make, for as long as they live.
+    """Counts the bytes of storages made by operations, while they live.
 
-    What lives already, and ``known`` tensors, are not counted.
+    Storages made before, and those of ``known`` tensors, are not counted.
 
     Args:
-        grown: called with the bytes alive whenever they are more than ever; returns how many are,
-            once it has looked. It may raise.
+        grown: called with the live bytes at each new peak; may raise, else returns them recounted.
         ours: whether operations belong to the model; False suspends counting.
-        passing: parts of storages that others count.
+        passing: tensors in such storages that are counted elsewhere.
     """
 
     def __init__(
@@ -163,7 +159,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
         self.live = 0
         self.peak = 0
-        self.recent = 0  # the peak since it was set back
+        self.recent = 0  # the peak since the last reset
         self._grown = grown
         self._ours = ours
         self._passing = passing
@@ -171,7 +167,7 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the guard against compiling would cost more than the counting
+        return False  # dynamo's guard would cost more than the counting
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -179,14 +175,14 @@ class LiveBytes(TorchDispatchMode):
         found = func(*args, **kwargs) if kwargs else func(*args)
         if func.is_view:
             return found
-        with without_faults():  # a parameter that is not bound would be fetched for the question
+        with without_faults():  # else this would fetch an unbound parameter
             for tensor in tensors_in(found):
                 storage = tensor.untyped_storage()
                 key = storage._cdata
                 if key not in self._seen:
                     given = (*args, *kwargs.values()) if kwargs else args
                     shared = (t.untyped_storage()._cdata for t in tensors_in(given))
-                    if key not in shared:  # or it is a view, or written in place
+                    if key not in shared:  # else a view, or a write in place
                         self._note(storage, key)
         return found
 
@@ -208,7 +204,7 @@ class LiveBytes(TorchDispatchMode):
         self.recent = max(self.recent, counted)
 
     def counted(self) -> int:
-        """Return the bytes that are alive, without those that others count."""
+        """Return the live bytes without those counted elsewhere."""
         seen, passing = self._seen, self._passing()
         return self.live - sum(t.nbytes for t in passing if t.untyped_storage()._cdata in seen)
 
@@ -217,16 +213,15 @@ _meters: weakref.WeakSet[TracedMeter] = weakref.WeakSet()
 
 
 class TracedMeter:
-    """For "cpu:sim", and for RAM where nothing is trained: every allocation of an operation in the
-    model's forward and in backward.
+    """For "cpu:sim", and RAM without training: all allocations in forward and backward.
 
-    What a program computes between the two, by itself, is taken for a copy of the model's outputs.
+    Between the two, the program's own tensors are taken for a copy of the model's outputs.
 
     Args:
-        keeper: returns who answers for the budget.
-        ours: whether this forward or backward is of the model that is measured.
-        passing: gradients on their way down, which are counted by what may be held of them: how
-            many are at the peak is chance.
+        keeper: returns the enforcer of the budget.
+        ours: whether the running forward or backward is of the measured model.
+        passing: gradients on their way down; their limit is counted instead, since their number at
+            the peak is chance.
     """
 
     def __init__(
@@ -301,12 +296,12 @@ def make_meter(
     ours: Callable[[], bool],
     keeper: Callable[[], Keeper],
 ) -> Meter:
-    """Return what measures activations on a device.
+    """Return the meter of activations for a device.
 
     Args:
-        gradient_bytes: of the largest gradients that are made at once.
-        traced: whether a mode may watch operations, where the device cannot count.
-        others: returns the allocated bytes that are no activations; for the rest see the meters.
+        gradient_bytes: of the largest gradients made at once.
+        traced: whether a mode may watch operations if the device cannot count.
+        others: returns allocated bytes that are no activations; for the rest see the meters.
     """
     if device.allocated_peak() is not None:
         return AllocatorMeter(device, footprint, others)
@@ -316,7 +311,7 @@ def make_meter(
 
 
 def _for_passes(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Have backward passes watched: a mode holds for a pass only where it is on as it begins."""
+    """Watch backward passes: a mode holds for a pass only if it is on at the start."""
 
     @functools.wraps(run)
     def watched(roots: Any, *args: Any, **kwargs: Any) -> Any:
@@ -331,7 +326,7 @@ def _for_passes(run: Callable[..., Any]) -> Callable[..., Any]:
 def meters_of(roots: Sequence[Any]) -> list[TracedMeter]:
     """Return the meters of the models whose outputs a graph leads to.
 
-    Others' graphs are left alone: compiled code runs as other code under any mode.
+    Other graphs are left alone: compiled code runs differently under any mode.
     """
     found: dict[int, TracedMeter] = {}
     n_there = len(_meters)
@@ -368,4 +363,4 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 GUARDS: tuple[Replacement, ...] = (RUN_BACKWARD.replaced(_for_passes),)
-"""What torch has to do otherwise while a meter watches passes."""
+"""Replaced functions of torch while a meter watches passes."""

@@ -1,14 +1,14 @@
-"""What a unit's forward reads and writes beside the tensors it is given, as it stood (floor 2).
+"""The state that a unit's forward reads and writes, apart from its tensor arguments (floor 2).
 
-A forward that is computed again has to find what it found: generators, autocast, torch's own
-switches, the attributes, buffers and containers of its modules, and the names outside of them that
-its code reads. What it changes then is put back: a side effect happens once.
+A recomputed forward must find the same state: generators, autocast, torch's switches, the
+attributes, buffers and containers of its modules, and the outside names that its code reads. Its
+changes are then undone: a side effect happens once.
 
-[Note: what code can reach]  Python has no list of what a function reads. Followed are the
-attributes of the unit's modules, of their classes and hooks, what these and the arguments hold, and
-the globals, closures and defaults of each function that is met, far as it may lie. Code of
-installed packages is taken to keep no state outside of its objects. A moment that met something
-else, as an iterator or a lock, is not *whole*: to try such a unit could change it.
+[Note: what code can reach]  Python does not list what a function reads. We follow the attributes of
+the unit's modules, their classes and hooks, the objects that these and the arguments hold, and the
+globals, closures and defaults of each function met, however far away. Code of installed packages is
+assumed to keep no state outside its objects. A moment that met anything else, such as an iterator
+or a lock, is not *whole*: trying such a unit could change it.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from hetero.train.activations.state_kinds import (
     switches,
 )
 
-TABLES = (dict, list, set, deque)  # and what derives from them
+TABLES = (dict, list, set, deque)  # and subclasses
 PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
-MANY = 4096  # entries of a container, or objects in all, that are looked at; no vocabulary is state
-FEW = 32  # modules of one that is held outside of the unit
-DEPTH = 3  # containers and objects inside each other
-STATELESS = ("torch", "transformers", "hetero", "logging")  # whose objects keep no such state
-CONSTANT = (  # what code cannot change in place, or has no reason to
+MANY = 4096  # most entries of a container, or objects in all, to look at; no vocabulary is state
+FEW = 32  # most modules in one held outside the unit
+DEPTH = 3  # of nested containers and objects
+STATELESS = ("torch", "transformers", "hetero", "logging")  # their objects keep no such state
+CONSTANT = (  # code cannot change these in place, or has no reason to
     *(ModuleType, BuiltinFunctionType, Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.nn.Parameter),
     *(complex, frozenset, range, slice, np.generic, np.dtype, re.Pattern, PurePath),
@@ -69,17 +69,17 @@ TABLES_OF_HOOKS = frozenset(
 )
 HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 SHORT = frozenset((list, tuple, OrderedDict))
-OWN = ("_parameters", "_buffers", "_modules")  # of a module's attributes, the tables
+OWN = ("_parameters", "_buffers", "_modules")  # a module's tables
 
 
 class Moment:
-    """The state that a forward begins with, to be had again.
+    """The state that a forward begins with, to be restored.
 
     Args:
-        module: whose forward it is.
+        module: the owner of the forward.
         place: the device it computes on.
-        reach: what the code of the modules names, which is looked up once.
-        given: arguments that are no tensors: objects that it may write to.
+        reach: the names in the code of modules, looked up once.
+        given: arguments that are not tensors; the forward may write to them.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class Moment:
     ) -> None:
         self._reach = reach
         self._found: list[tuple[StateKind, Any, Any]] = []
-        """What holds state, and the state that it had."""
-        self._empty: list[dict[Any, Any]] = []  # tables of hooks
-        self._tuples: list[tuple[Any, ...]] = []  # that have tensors
+        """(kind, holder, its state)."""
+        self._empty: list[dict[Any, Any]] = []  # tables of hooks, empty then
+        self._tuples: list[tuple[Any, ...]] = []  # that hold tensors
         self._params: list[nn.Parameter] = []
         self._tensors: dict[int, Buffer] = {}
         self._sources = [*common_sources(), *device_source(place)]
         self._seen: set[int] = set()
         self.is_whole = True
-        """Whether all that the code may change was taken down."""
+        """Whether all state that the code may change was recorded."""
         owners = (module, *(value for value in given if isinstance(value, nn.Module)))
         parts = {id(part): part for owner in owners for part in owner.modules()}
         self._seen.update(parts)
@@ -116,10 +116,10 @@ class Moment:
         self._caches_casts = torch.is_autocast_cache_enabled()
         self._drawn = [(source, source.get()) for source in self._sources]
 
-    # -- what there is ---------------------------------------------------------------------------
+    # -- recording -------------------------------------------------------------------------------
 
     def _note(self, kind: StateKind, holder: Any) -> Any:
-        """Note what holds state, and return the state."""
+        """Record a holder's state, and return it."""
         state = kind.read(holder)
         self._found.append((kind, holder, state))
         return state
@@ -138,7 +138,7 @@ class Moment:
         self._look_at_class(type(module))
 
     def _look_at_class(self, kind: type) -> None:
-        """Note the attributes of a class of the user's, and what its methods reach."""
+        """Record the attributes of a user's class, and the state that its methods reach."""
         if id(kind) in self._seen:
             return
         self._seen.add(id(kind))
@@ -153,13 +153,13 @@ class Moment:
                 self._look_at(value, depth)
 
     def _look_at_code(self, value: Any, depth: int) -> None:
-        """Note what a function, or what stands for one, reads outside of its own frame."""
+        """Record the state that a function, or a wrapper of one, reads outside its frame."""
         if not isinstance(value, FunctionType):
             parts = [getattr(value, name, None) for name in PARTS]
             parts.append(value() if isinstance(value, weakref.ref) else None)
             for part in parts:
                 self._look_at(part, depth)
-                self.is_whole &= not _has_tensors(part)  # which could not be lent there
+                self.is_whole &= not _has_tensors(part)  # no copy could be lent there
             return
         if id(value) in self._seen:
             return
@@ -179,7 +179,7 @@ class Moment:
                 self.is_whole &= not _has_tensors(default)
 
     def _look_at(self, value: Any, depth: int) -> None:
-        """Note what a value holds that code may change in place."""
+        """Record the parts of a value that code may change in place."""
         kind: Any = type(value)
         if kind in PLAIN or value is absent or id(value) in self._seen:
             return
@@ -199,7 +199,6 @@ class Moment:
             self._look_into(value, kind, depth)
 
     def _look_into(self, value: Any, kind: type, depth: int) -> None:
-        """Note what a container, a generator or an object holds."""
         if isinstance(value, TABLES):
             self._look_at_table(value, depth)
         elif isinstance(value, tuple):
@@ -235,7 +234,7 @@ class Moment:
             self._look_at_class(type(table))
 
     def _look_at_other(self, module: nn.Module) -> None:
-        """Note the state of a module that is none of the unit's; a whole model is too much."""
+        """Record the state of a module outside the unit; a whole model is too much."""
         parts = list(islice(module.modules(), FEW + 1))
         if len(parts) > FEW:
             self.is_whole = False
@@ -248,19 +247,17 @@ class Moment:
     # -- after the forward -----------------------------------------------------------------------
 
     def close(self) -> None:
-        """The forward is done: forget generators that were not drawn from, and copies of buffers
-        that were not written."""
+        """End the forward: forget unused generators, and copies of buffers not written."""
         self._drawn = [(s, state) for s, state in self._drawn if not s.same(state, s.get())]
         for buffer in self._tensors.values():
             buffer.close()
 
     def has_drawn(self) -> bool:
-        """Whether any generator moved on since."""
+        """Whether any generator was drawn from since."""
         return any(not source.same(state, source.get()) for source, state in self._drawn)
 
     def path(self) -> list[Any]:
-        """Return what tells one way through the unit's code from another: the switches among the
-        attributes of its modules, and their hooks."""
+        """Return a key of the way through the unit's code: its modules' switches and hooks."""
         found: list[Any] = [self._casts]
         for how, _, values in self._found:
             for name, value in values.items() if how is SPACE else ():
@@ -275,10 +272,9 @@ class Moment:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Let a block find what the forward found; afterwards all stands as it does now.
+        """Restore the forward's state for a block, and the present state after it.
 
-        Copies stand in for buffers and for other tensors that modules have, since they may be
-        written.
+        Copies stand in for buffers and other tensors of modules, since they may be written.
         """
         now = [(kind, holder, kind.read(holder)) for kind, holder, _ in self._found]
         now += [(TABLE, table, contents(table)) for table in self._empty if table]
@@ -306,7 +302,6 @@ class Moment:
 
     @contextmanager
     def _casting(self) -> Iterator[None]:
-        """Let autocast be as it was, inside a block."""
         caches = self._caches_casts
         with ExitStack() as stack:
             for kind, enabled, dtype in self._casts:
@@ -322,13 +317,12 @@ class Moment:
 
 
 def _draw_from(sources: Sequence[tuple[RandomSource, Any]]) -> None:
-    """Let generators have these states."""
     for source, state in sources:
         source.set(state)
 
 
 def _said(values: Any) -> Any:
-    """Return what a short container says of a path: its words, or how many hooks it has."""
+    """Return a short container's part of a path: its strings and flags, or its length."""
     if isinstance(values, dict):
         return len(values)
     return tuple(v for v in values if v is None or type(v) in (bool, str))
@@ -340,7 +334,7 @@ def _is_constant(kind: type) -> bool:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Whether a tensor stands where no other can be put in its place."""
+    """Whether a value is a tensor without gradient, or a tuple that holds one."""
     if isinstance(value, tuple):
         return any(_has_tensors(inner) for inner in value)
     return type(value) is torch.Tensor and not value.requires_grad

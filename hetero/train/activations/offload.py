@@ -1,9 +1,9 @@
-"""What graphs hold of a unit goes down after its forward, and up before its backward (floor 2).
+"""Offloads a unit's saved tensors after its forward, and fetches them for its backward (floor 2).
 
-[Note: nobody else]  A storage goes down when only graphs of ours refer to it: then no one else
-can write to it any more, its bytes are final, and copying them needs no further order. A storage
-that other code still holds (the unit's output, a tensor that a user keeps) stays, and is checked
-again at the next border of units.
+[Note: nobody else]  A storage goes down once only our graphs refer to it: then no other code can
+write to it, its bytes are final, and copying them needs no further order. A storage that other code
+still holds (the unit's output, a tensor kept by the user) stays, and is checked again at the next
+border of units.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hetero.internals import NO_TASK, graph_task, in_backward
 from hetero.memory.parcel import Parcel, ParcelStore
 from hetero.train.activations.held import GraphFootprint, Held, Kept
 
-MIN_BYTES = 16 * 2**10  # smaller storages stay: a transfer's launch costs more than they weigh
-PATIENCE = 4  # borders after which a storage that others still have stays for good
+MIN_BYTES = 16 * 2**10  # smaller storages stay: a transfer's launch would cost more
+PATIENCE = 4  # borders after which a storage held elsewhere stays for good
 NOBODY = -1
 
 
 class OffloadedGroup:
-    """A parcel, and its storages on the device while they are."""
+    """A parcel, and its storages while they are on the device."""
 
     __slots__ = (
         *("__weakref__", "_orphans", "claims", "number", "parcel", "storages", "ticket", "uses"),
@@ -37,13 +37,13 @@ class OffloadedGroup:
         self.parcel: Parcel | None = None
         self.storages: list[torch.Tensor | None] = [None] * n_storages
         self.claims: list[Held | None] = [None] * n_storages
-        self.uses = [0] * n_storages  # by what graphs keep
-        self.ticket: Ticket | None = None  # of the fetch that was not waited for yet
+        self.uses = [0] * n_storages  # references from graphs
+        self.ticket: Ticket | None = None  # of a fetch not waited for yet
         self._orphans = orphans
 
     @property
     def is_up(self) -> bool:
-        """Whether it was fetched, and not let go since."""
+        """Whether it was fetched, and not released since."""
         return any(storage is not None for storage in self.storages)
 
     def release(self, position: int) -> None:
@@ -56,13 +56,13 @@ class OffloadedGroup:
             self.storages[position] = self.claims[position] = None
 
     def __del__(self) -> None:
-        # on any thread, at any time: who comes next through here gives the memory back
+        # on any thread, at any time: the next call of `Offload` gives the memory back
         if self.parcel is not None:
             self._orphans.append(Orphan(self.parcel, self.storages, self.ticket))
 
 
 class Orphan(NamedTuple):
-    """What is left of a group that no graph needs any more."""
+    """The memory of a group that no graph needs any more."""
 
     parcel: Parcel
     storages: list[torch.Tensor | None]
@@ -70,7 +70,7 @@ class Orphan(NamedTuple):
 
 
 class StorageRef:
-    """Where a tensor lies in a group."""
+    """The position of a tensor in a group."""
 
     __slots__ = ("_geometry", "_group", "_offload", "_position")
 
@@ -95,7 +95,7 @@ class StorageRef:
 
 
 class Candidate:
-    """What graphs keep of a storage that somebody else may have too, and for how many borders."""
+    """A storage that other code may hold, too: the tensors kept in it, and the borders passed."""
 
     __slots__ = ("borders", "inside", "kept")
 
@@ -106,7 +106,7 @@ class Candidate:
 
 
 class FlushCandidate(NamedTuple):
-    """A storage (1-D, uint8) that goes down, and what graphs keep of it."""
+    """A storage (1-D, uint8) that goes down, and the tensors that graphs keep in it."""
 
     storage: torch.Tensor
     kept: list[tuple[Kept, torch.Tensor]]
@@ -114,14 +114,14 @@ class FlushCandidate(NamedTuple):
 
 
 class Offload:
-    """Sends down what graphs hold, and has it on the device when backward comes to it.
+    """Sends saved tensors down, and fetches them before backward needs them.
 
-    At any time the device holds the storages of two groups at most beside what never went down: in
-    forward one on its way and one that is being made, in backward one in use and the next.
+    Apart from storages that never go down, the device holds those of two groups at most: in forward
+    one on its way and one being made, in backward one in use and the next.
 
     Args:
-        required: whether it is an error that there is no room below.
-        min_bytes: storages that are smaller stay.
+        required: whether lack of room below is an error.
+        min_bytes: smaller storages stay.
     """
 
     def __init__(
@@ -134,13 +134,13 @@ class Offload:
     ) -> None:
         self.store = store
         self.footprint = GraphFootprint()
-        """Where what is fetched is counted."""
+        """Counts fetched storages."""
         self.active = False
-        """Whether what is saved now may go down."""
+        """Whether tensors saved now may go down."""
         self.inside = False
-        """Whether it is a unit that saves it."""
+        """Whether a unit is saving them."""
         self.overlaps = True
-        """Whether transfers of one unit's overlap with the next one's compute; if not, the device
+        """Whether one unit's transfers overlap with the next one's compute; if not, the device
         holds the storages of one group at most."""
         self.required = required
         self._device = device
@@ -149,11 +149,11 @@ class Offload:
         self._groups: dict[int, weakref.ref[OffloadedGroup]] = {}  # by number, oldest first
         self._n_groups = 0
         self._orphans: deque[Orphan] = deque()
-        self._in_use = NOBODY  # number of the group that backward is at
-        self._pass = NO_TASK  # the backward pass that was begun last
+        self._in_use = NOBODY  # number of the group that backward has reached
+        self._pass = NO_TASK  # the latest backward pass
 
     def wants(self, tensor: torch.Tensor, n_bytes: int) -> bool:
-        """Whether a tensor that is saved now may go down."""
+        """Whether a tensor being saved may go down."""
         return (
             self.active
             and n_bytes >= self._min_bytes
@@ -164,7 +164,7 @@ class Offload:
         )
 
     def keep(self, tensor: torch.Tensor, key: int, held: Held) -> Kept:
-        """Return what a graph keeps of a tensor for now; ``key`` is its storage's."""
+        """Return a graph's handle on a tensor; ``key`` is its storage's."""
         kept = Kept(tensor.detach(), held)
         candidate = self._kept.setdefault(key, Candidate(self.inside))
         candidate.kept.append(weakref.ref(kept))
@@ -173,7 +173,7 @@ class Offload:
     # -- down ------------------------------------------------------------------------------------
 
     def border(self) -> None:
-        """Between two units of a forward: send down what nobody else holds."""
+        """Between two units of a forward: send down the storages held only by our graphs."""
         if not (self._kept or self._orphans) or in_backward():
             return
         self._discard_orphans()
@@ -185,36 +185,35 @@ class Offload:
         except BudgetError:
             if self.required:
                 raise
-            # there is no room below: what graphs hold stays where it is
+            # there is no room below: the storages stay on the device
         if not self.overlaps:
             self.store.transfers.finish()
 
     def _final(self, key: int) -> FlushCandidate | None:
-        """Return what graphs keep of a storage that nobody else has, and forget it."""
+        """Return a storage held only by our graphs, as a candidate, and forget it; else None."""
         candidate = self._kept[key]
         found = [(k, k.tensor) for ref in candidate.kept if (k := ref()) is not None]
         kept = [(k, tensor) for k, tensor in found if tensor is not None]
         candidate.borders += 1
-        if not kept:  # and the key may be another storage's soon
+        if not kept:  # another storage may get this key
             del self._kept[key]
             return None
         if use_count(kept[0][1]) > ALONE - 1 + len(kept):  # [Note: nobody else]
-            if candidate.borders == PATIENCE:  # a parameter, or what the user keeps
+            if candidate.borders == PATIENCE:  # a parameter, or a tensor kept by the user
                 del self._kept[key]
             return None
         del self._kept[key]
         if any(tensor._version != k.version for k, tensor in kept):
-            return None  # backward, if it comes to it, raises as torch does
+            return None  # backward, if it gets there, raises as torch does
         flat = torch.empty(0, dtype=torch.uint8, device=self._device.torch_device)
         return FlushCandidate(flat.set_(kept[0][1].untyped_storage()), kept, candidate.inside)
 
     def _send(self, candidates: list[FlushCandidate]) -> None:
-        """Flush storages as one group."""
         claims: list[Held | None] = []
-        # 1. queue the copies; where there is no room nothing has happened
+        # 1. queue the copies; without room, nothing has happened
         group = OffloadedGroup(self._n_groups, len(candidates), self._orphans)
         group.parcel = self.store.flush([one.storage for one in candidates], claims)
-        # 2. graphs refer to the group from here on; what they claim goes when it has landed
+        # 2. let graphs refer to the group; their claims end when the copies have landed
         for position, one in enumerate(candidates):
             for kept, tensor in one.kept:
                 claims.append(kept.sink(StorageRef(self, group, position, tensor)))
@@ -225,20 +224,20 @@ class Offload:
     # -- up --------------------------------------------------------------------------------------
 
     def awake(self) -> None:
-        """Something is unpacked; where a pass begins with it, fetch what was made last."""
+        """A tensor is being unpacked; if a pass begins with it, fetch the latest group."""
         task = graph_task()
         if task in (NO_TASK, self._pass):
             return
         self._pass = task
         self._discard_orphans()
-        self.store.transfers.finish()  # what is still on its way down would be a third group
+        self.store.transfers.finish()  # a group still on its way down would be the third
         last = next(reversed(self._groups.values()), None)
         group = None if last is None else last()
         if group is not None and self.overlaps:
             self._fetch(group)
 
     def storage(self, group: OffloadedGroup, position: int) -> torch.Tensor:
-        """Return a group's storage on the device, fetched by now; the next group is begun."""
+        """Return a group's storage on the device, and begin to fetch the next group."""
         if self._in_use != group.number:
             self._discard_orphans()
             self._turn_to(group)
@@ -251,7 +250,7 @@ class Offload:
         return storage
 
     def _turn_to(self, group: OffloadedGroup) -> None:
-        """Backward comes to a group: let go of the others, and begin to fetch the one before it."""
+        """Backward reaches a group: free the others, and begin to fetch the one before it."""
         before = [n for n in self._groups if n < group.number]
         following = [self._groups[n]() for n in sorted(before, reverse=True)[:2]]
         near = [found for found in following if found is not None and self.overlaps]
@@ -259,7 +258,7 @@ class Offload:
             other = ref()
             if other is not None and other is not group and other not in near[:1]:
                 self._free(other)
-        self._in_use = NOBODY  # where a fetch fails, the next who asks begins anew
+        self._in_use = NOBODY  # if a fetch fails, the next request begins anew
         self._fetch(group)
         for other in near[:1]:
             self._fetch(other)
@@ -282,15 +281,15 @@ class Offload:
             self.store.announce(group.parcel)
 
     def _free(self, group: OffloadedGroup) -> None:
-        """Free a group's storages on the device; its parcel has the bytes for who comes again."""
+        """Free a group's storages on the device; its parcel keeps the bytes for later passes."""
         if group.ticket is not None:
-            self.store.wait(group.ticket)  # memory is torch's again only after its last writer
+            self.store.wait(group.ticket)  # torch may reuse the memory only after its last writer
             group.ticket = None
         for position in range(len(group.uses)):
             group.storages[position] = group.claims[position] = None
 
     def _discard_orphans(self) -> None:
-        """Take back the memory of groups that no graph needs."""
+        """Free the memory of groups that no graph needs."""
         while self._orphans:
             orphan = self._orphans.popleft()
             if orphan.ticket is not None:
@@ -299,11 +298,11 @@ class Offload:
         self._groups = {n: ref for n, ref in self._groups.items() if ref() is not None}
 
     def shrink(self) -> None:
-        """Nothing goes down any more: give HOST back what is free."""
+        """Give free memory back to HOST: nothing goes down any more."""
         self._discard_orphans()
         self.store.shrink()
 
     def close(self) -> None:
-        """Give everything back; graphs that are still there have lost what went down."""
+        """Give everything back; live graphs lose their offloaded tensors."""
         self._discard_orphans()
         self.store.close()

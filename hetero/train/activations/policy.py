@@ -1,7 +1,7 @@
-"""What each unit's forward leaves for backward: all it saved, its inputs, or slices (floor 2).
+"""Runs each unit under its activation policy: keep, offload or recompute, or in slices (floor 2).
 
-The choice changes no number. It is made for a unit when its forward begins; inside a backward pass,
-and inside a checkpoint of the model's own, everything is as the model says.
+The choice changes no number. It is made when a unit's forward begins; backward passes and the
+model's own checkpoints are left as they are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHOICES = {"auto": KEEP, "keep": KEEP, "recompute": RECOMPUTE, "offload": OFFLOA
 
 
 class Policies(UserDict[int, Policy]):
-    """The policy of every unit; whether any lets something go down is counted as they change."""
+    """The policy of every unit; units that offload are counted as policies change."""
 
     def __init__(self, policies: Mapping[int, Policy]) -> None:
         self.n_offload = 0
@@ -46,17 +46,17 @@ class Policies(UserDict[int, Policy]):
 
 
 class Watch(Protocol):
-    """Who looks at what units leave, and may change policies before one runs."""
+    """Measures the bytes that units leave, and may change policies before one runs."""
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
 
     def around(self, unit: int, args: Any, kwargs: Any) -> AbstractContextManager[None]:
-        """A unit's forward with these arguments runs inside the block."""
+        """Run a unit's forward with these arguments inside the block."""
 
 
 class Forwards(Protocol):
-    """Follows forwards where each is a step of its own."""
+    """Follows forwards that are steps of their own."""
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A forward of the whole model begins, on these arguments."""
@@ -82,11 +82,11 @@ class ActivationPolicies:
     Args:
         choice: "keep", "recompute", "offload", or "auto", which may be changed unit by unit.
         micro_batch: samples that a unit takes at once; None: all of them.
-        saved: the owner of the hooks that see what units save.
-        offload: what sends down.
-        enter, leave: begin and end a unit's access; `enter` returns what `leave` takes.
-        before_node: has something called before a node of a graph runs.
-        trains: whether there are steps, at whose end what was measured counts.
+        saved: the owner of the saved-tensor hooks.
+        offload: sends saved tensors down.
+        enter, leave: begin and end a unit's access; `leave` takes the result of `enter`.
+        before_node: registers a call before a node of a graph runs.
+        trains: whether there are steps, at whose ends measurements are used.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class ActivationPolicies:
         self.watch: Watch = Unwatched()
         self.forwards: Forwards = Unwatched()
         self.proofs = {unit: Proof() for unit in named}
-        """Of units that may be computed again."""
+        """By unit: whether it may be recomputed."""
         self._tries = False
-        self._trials: set[ProofTrial] = set()  # that wait for backward
+        self._trials: set[ProofTrial] = set()  # waiting for backward
         self.learned = False
-        """Whether a proof came out since this was set to False."""
+        """Whether a proof was concluded since this was set to False."""
         self.reach = Reach()
         self._saved = saved
         self._units = units
@@ -125,24 +125,24 @@ class ActivationPolicies:
         self._before_node = before_node
         self._calls: Counter[int] = Counter()  # of each unit in this forward
         self._latest = max(named, default=-1), 1  # unit, and which of its calls
-        self._final = self._latest  # what comes last would be computed again at once
+        self._final = self._latest  # kept: backward would recompute the last call at once
         self._used: dict[int, Policy] = {}
         self._batch = 0
         self._checked: dict[tuple[Any, ...], Checked] = {}
 
     @property
     def tries(self) -> bool:
-        """Whether units are to be computed again, where their policies do not, for a proof."""
+        """Whether units that are not recomputed are tried, for a proof."""
         return self._tries
 
     @tries.setter
     def tries(self, tries: bool) -> None:
         self._tries = tries
-        self._trials.clear()  # of graphs that backward did not come to
+        self._trials.clear()  # of graphs that backward never reached
 
     @property
     def shapes(self) -> bool:
-        """Whether any unit does not just keep what autograd saves."""
+        """Whether any unit is sliced, recomputed or offloaded."""
         return bool(self._micro_batch) or any(p != KEEP for p in self.policies.values())
 
     @property
@@ -152,7 +152,7 @@ class ActivationPolicies:
 
     @property
     def overlaps(self) -> bool:
-        """Whether what goes down or comes up for one unit does so while the next one computes."""
+        """Whether one unit's transfers overlap with the next one's compute."""
         return self._offload.overlaps
 
     @overlaps.setter
@@ -160,29 +160,29 @@ class ActivationPolicies:
         self._offload.overlaps = overlaps
 
     def policy_of(self, unit: int) -> Policy:
-        """Return what is chosen for a unit's next forward."""
+        """Return the policy of a unit's next forward."""
         return KEEP if (unit, self._calls[unit] + 1) == self._final else self.policies[unit]
 
     def used(self, unit: int) -> Policy:
-        """Return what held for a unit's last forward."""
+        """Return the policy of a unit's last forward."""
         return self._used.get(unit, KEEP)
 
     @property
     def is_trying(self) -> bool:
-        """Whether a unit is computed again at this moment, for a proof."""
+        """Whether a unit is being recomputed for a proof."""
         digests = self._saved.digests
         return digests is not None and not digests.keeps
 
     def is_open(self, unit: int) -> bool:
-        """Whether it is still to be proven that a unit can be computed again."""
+        """Whether a unit still needs a proof."""
         return self.proofs[unit].is_open
 
     def may_recompute(self, unit: int) -> bool:
-        """Whether it is proven that a unit computed again gives the same bits."""
+        """Whether a unit is proven to give the same bits when recomputed."""
         return self.proofs[unit].holds
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """A call of the whole model begins, on this batch."""
+        """Begin a call of the whole model, on this batch."""
         if in_backward() or is_faking():
             return
         self._batch = batch_of(args, kwargs) if self._micro_batch else 0
@@ -195,7 +195,7 @@ class ActivationPolicies:
             self.watch.begin()
 
     def run(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Carry out a unit's forward under its policy."""
+        """Run a unit's forward under its policy."""
         if is_faking():
             return self._access(index, call, args, kwargs)
         self._offload.border()
@@ -212,7 +212,7 @@ class ActivationPolicies:
 
     @property
     def _is_cut(self) -> bool:
-        """Whether units take this batch slice by slice."""
+        """Whether this batch is cut into slices."""
         return bool(self._micro_batch) and self._batch > (self._micro_batch or 0)
 
     def _run(
@@ -236,7 +236,7 @@ class ActivationPolicies:
     def _run_proven(
         self, index: int, module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Compute a unit so that it can be computed again, where that gives the same bits."""
+        """Run a unit so that it is recomputed if proven, and tried if a proof is open."""
         forward = Forward(
             self._units[index].name or "model",
             module,
@@ -252,7 +252,7 @@ class ActivationPolicies:
         conclude = partial(self._conclude, proof, path)
         if policy.recompute and (proof.holds or not self.may_change):
             return forward.recomputed(args, kwargs, None if proof.holds else conclude)
-        if policy.recompute:  # chosen for a path that the unit does not take
+        if policy.recompute:  # chosen for another path than this
             self._used[index], self._offload.active = OFFLOAD, True
             self.learned = True
         if proof.is_open and not forward.is_whole:

@@ -1,9 +1,9 @@
-"""Whether computing a unit again gives what its forward gave (floor 2).
+"""Whether recomputing a unit gives the bits of its forward (floor 2).
 
-Only the bits can say so: code may read what no snapshot holds. A unit's saved tensors are digested
-as its forward saves them, and again when backward computes it once more; the unit is pure where all
-digests are equal. The verdict holds for one path through the unit's code. Where a switch of its
-modules, a hook or the kind of an argument is another, the proof is made anew.
+Only the bits can tell: code may read state that no snapshot holds. A unit's saved tensors are
+digested in its forward and again when backward recomputes it; it is pure if all digests are equal.
+The verdict holds for one path through the unit's code: a changed switch of its modules, hook or
+kind of argument needs a new proof.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 from hetero.crc import crc32
 
-MOST_PATHS = 8  # of a unit that are tried; one that takes a new path at each step is not pure
-PATIENCE = 4  # computations for which there was no room
-MOST_KNOWN = 64  # paths whose verdict is remembered
-PIECE = 2**18  # elements of a device's tensor that are digested at once
+MOST_PATHS = 8  # tried of a unit; one with a new path at each step is not pure
+PATIENCE = 4  # trials that found no room
+MOST_KNOWN = 64  # most paths with a remembered verdict
+PIECE = 2**18  # elements digested at once on a device
 ODD = 0x1E3779B97F4A7C15  # a multiplier without a short period
 
 
@@ -31,7 +31,7 @@ class Located(Protocol):
 
     @property
     def offset(self) -> int:
-        """Of its first element, in the parameter."""
+        """Of its first element in the parameter."""
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -43,7 +43,7 @@ class Located(Protocol):
 
 
 class Digests:
-    """What a forward saved, in the order in which it did.
+    """Digests of the tensors that a forward saved, in order.
 
     Args:
         keeps: whether autograd gets the tensors; if not, nothing can be differentiated.
@@ -53,10 +53,9 @@ class Digests:
         self.keeps = keeps
         self._seen: list[tuple[Any, ...]] = []
         self._is_nested = False
-        self._later: list[torch.Tensor] = []  # digests that a device computes
+        self._later: list[torch.Tensor] = []  # digests computed on a device
 
     def saw(self, tensor: torch.Tensor) -> None:
-        """Digest a tensor that autograd saves."""
         if tensor.is_nested:  # it has no shape, which torch's checkpoint asks for
             self._is_nested = True
             return
@@ -67,7 +66,7 @@ class Digests:
         self._seen.append((saved.param, saved.offset, saved.size, saved.stride))
 
     def difference(self, other: Digests) -> str:
-        """Return what the second computation did otherwise; "" where it did the same."""
+        """Return how the second computation differs; "" if it does not."""
         if self._is_nested:
             return "saved a nested tensor"
         if len(self._seen) != len(other._seen):
@@ -83,21 +82,21 @@ class Digests:
     def _digest(self, tensor: torch.Tensor) -> int:
         if tensor.layout is not torch.strided:
             return 0
-        if tensor.dtype == torch.uint8:  # a library's workspace, parts of which nothing wrote
+        if tensor.dtype == torch.uint8:  # a library's workspace, partly unwritten
             return 0
         flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
         if not flat.numel():
             return 0
         flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         if flat.device.type in ("cpu", "meta"):
-            data = flat.view(torch.uint8)  # a rehearsal, which has no bytes, takes the same steps
+            data = flat.view(torch.uint8)  # a rehearsal has no bytes, and takes the same steps
             return 0 if data.is_meta else crc32(memoryview(data.numpy()))
         self._later.append(_sums(flat))
         return 0
 
 
 def _sums(flat: torch.Tensor) -> torch.Tensor:
-    """Return a digest of a 1-D tensor's bits on its device, which is not waited for."""
+    """Return a digest of a 1-D tensor's bits on its device, without waiting."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = flat.view(sizes[flat.dtype.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -109,33 +108,32 @@ def _sums(flat: torch.Tensor) -> torch.Tensor:
 
 
 class Proof:
-    """What is known of one unit."""
+    """The verdicts on one unit."""
 
     def __init__(self) -> None:
-        self._found: dict[int, str] = {}  # by path: "" where it is pure, else why it is not
+        self._found: dict[int, str] = {}  # by path: "" if pure, else the reason
         self._path = 0
         self._failures = 0  # of memory
 
     def take(self, path: Sequence[Any]) -> int:
-        """The unit's forward takes this path; returns its number."""
+        """Note the path of the unit's forward; return its number."""
         self._path = hash(tuple(path))
         return self._path
 
     @property
     def holds(self) -> bool:
-        """Whether the unit is pure on the path that it took last."""
+        """Whether the unit is pure on its latest path."""
         return self._found.get(self._path) == ""
 
     @property
     def is_open(self) -> bool:
-        """Whether it is not known yet, and worth asking."""
+        """Whether the latest path has no verdict, and may be tried."""
         return self._path not in self._found and len(self._found) < MOST_PATHS
 
     def conclude(self, path: int, reason: str | None) -> None:
-        """One computation of this path was repeated: it was the same (""), or why it was not.
+        """Record a trial of this path: "" if the bits were the same, else the difference.
 
-        A path that failed once is not pure, whatever its other calls gave. None: there was no room
-        to repeat it.
+        A path that failed once is not pure. None: there was no room for the trial.
         """
         if reason is None:
             self._failures += 1

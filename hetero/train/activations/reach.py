@@ -1,6 +1,6 @@
-"""What code can reach outside of its own frame, which is looked up once (floor 2).
+"""Names that code can reach outside its frame, looked up once (floor 2).
 
-Code of installed packages is taken to keep no state outside of its objects.
+Code of installed packages is assumed to keep no state outside its objects.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Names = tuple[dict[str, Any], tuple[str, ...]]
 
 
 class Reach:
-    """What the code of the user's classes and functions names, which is looked up once."""
+    """The names in the code of the user's classes and functions, looked up once."""
 
     def __init__(self) -> None:
         self._of: dict[type, tuple[tuple[type, tuple[Any, ...]], ...]] = {}
         self._named: dict[CodeType, tuple[Names, ...]] = {}
 
     def of(self, kind: type) -> tuple[tuple[type, tuple[Any, ...]], ...]:
-        """Return the classes of the user's that a class is made of, and their code."""
+        """Return the user's classes among a class and its bases, with their code."""
         found = self._of.get(kind)
         if found is None:
             bases = [base for base in kind.__mro__ if not _is_of_a_library(base)]
@@ -50,7 +50,7 @@ class Reach:
         return found
 
     def named(self, function: FunctionType) -> tuple[Names, ...]:
-        """Return the globals that a function names, and what it names of modules of the user's."""
+        """Return the names a function reads in its globals, and in the user's modules there."""
         found = self._named.get(function.__code__)
         if found is None and is_trusted(function):
             found = self._named[function.__code__] = ()
@@ -95,7 +95,7 @@ def _is_of_a_library(kind: type) -> bool:
 
 
 def is_trusted(function: FunctionType) -> bool:
-    """Whether a function is a package's, and not of the program that trains."""
+    """Whether a function belongs to an installed package, and not to the training program."""
     return _is_library("", function.__code__.co_filename) or (
         _is_library(function.__module__ or "", "") and not hasattr(function, "__wrapped__")
     )
@@ -114,7 +114,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 class Attributes(MutableMapping[str, Any]):
-    """Attributes that lie in no dictionary: the data of a class, or an object's slots."""
+    """Attributes without a dictionary, as a mapping: a class's data, or an object's slots."""
 
     def __init__(self, owner: Any, slots: Sequence[str] = ()) -> None:
         self._owner = owner
@@ -148,7 +148,7 @@ def _is_data(name: str, value: Any) -> bool:
 
 
 def spaces_of(value: Any) -> Iterator[MutableMapping[str, Any]]:
-    """Yield where an object has its attributes."""
+    """Yield the mappings that hold an object's attributes."""
     if hasattr(value, "__dict__"):
         yield vars(value)
     kind: Any = type(value)

@@ -1,8 +1,8 @@
-"""Computing a unit again in backward, from its inputs (floor 2).
+"""Recomputing a unit in backward, from its inputs (floor 2).
 
-Torch's own non-reentrant checkpoint at the unit's border keeps the inputs. What else the forward
-read is taken down as a `Moment` and had again, and what the second forward changes is put back, so
-that it moves no buffer, draws from no generator and adds to no container a second time.
+Torch's non-reentrant checkpoint at the unit's border keeps the inputs. A `Moment` restores the
+other state for the second forward and undoes its changes, so that it moves no buffer, draws from no
+generator and adds to no container a second time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hetero.train.model.graph import versions
 
 Call = Callable[..., Any]
 BeforeNode = Callable[[Any, Callable[..., None]], None]
-"""Has something called before a node of a graph runs."""
+"""Registers a call before a node of a graph runs."""
 ADVICE = (
     "use activations='auto', which computes again only what gave the same bits, or keep what such"
     " units save with activations='keep' or 'offload'"
@@ -37,13 +37,12 @@ ADVICE = (
 
 
 class Forward:
-    """One call of a unit, which can be made again.
+    """One call of a unit, which can be repeated.
 
     Args:
         name: the unit's, for errors.
-        call: what is called, inside an access of the unit.
-        saved: the owner of the hooks that see what is saved; None inside of units, where they do
-            already.
+        call: called inside an access of the unit.
+        saved: the owner of the saved-tensor hooks; None inside units, which have pushed them.
     """
 
     def __init__(
@@ -68,8 +67,8 @@ class Forward:
             at: twin(value) for at, value in enumerate(self.distinct) if is_cache(value)
         }
         self.written = ""
-        """What the call changed of what it was given: it cannot be made again."""
-        self._leaves_inputs = False  # and nothing else, for backward
+        """How the call changed its inputs or parameters, which forbids repeating it; else ""."""
+        self._leaves_inputs = False  # alone, for backward
         tensors = enumerate(self.distinct)
         self._tensors_at = {at for at, leaf in tensors if isinstance(leaf, torch.Tensor)}
         given = [
@@ -79,11 +78,11 @@ class Forward:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the call can be tried without a trace."""
+        """Whether the call can be tried without side effects."""
         return self._moment.is_whole
 
     def path(self) -> list[Any]:
-        """Return what tells this call's way through the unit's code from another's."""
+        """Return a key of this call's way through the unit's code."""
         kinds = [
             (leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.layout, leaf.is_nested)
             if isinstance(leaf, torch.Tensor)
@@ -97,7 +96,7 @@ class Forward:
     # -- the first time --------------------------------------------------------------------------
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any], digests: Digests | None) -> Any:
-        """Make the call; ``digests`` takes down what it saves. Inputs have to stay as they are."""
+        """Make the call, and note in ``written`` whether it changes its inputs or parameters."""
         weights = [] if digests is None else list(self._module.parameters())
         before = versions(self.distinct), versions(weights)
         with self._watched(digests):
@@ -120,13 +119,12 @@ class Forward:
     ) -> Any:
         """Make the call so that only its inputs stay until backward.
 
-        ``conclude`` is told how the second computation went, where that is not known yet.
-
-        Raises StateError, before a gradient is used, where the call cannot be made again.
+        ``conclude`` gets the verdict on the second computation, if there is none yet. Raises
+        StateError, before a gradient is used, if the call cannot be repeated.
         """
         digests = None if conclude is None else Digests()
         self._leaves_inputs = True
-        first = [(args, kwargs)]  # taken out once: backward is not to hold the tensors among them
+        first = [(args, kwargs)]  # popped: backward must not hold these tensors
 
         def run(*distinct: Any) -> Any:
             if first:
@@ -134,7 +132,7 @@ class Forward:
             return self._verified(distinct, digests, conclude)
 
         early = nullcontext() if digests is None else set_checkpoint_early_stop(False)
-        with early:  # a proof looks at the outputs, too
+        with early:  # a proof digests the outputs, too
             found = checkpoint(run, *self.distinct, use_reentrant=False, preserve_rng_state=False)
         if self.written:
             raise self.refusal(f"{self.written}: what it was given is gone")
@@ -150,10 +148,9 @@ class Forward:
         trials: set[ProofTrial],
         conclude: Callable[[str | None], None],
     ) -> Any:
-        """Make the call as ever, and once more when backward comes to it, to compare the bits.
+        """Make the call, and repeat it when backward reaches it, to compare the bits.
 
-        ``conclude`` is told "" or what differed, or None where there was no room. No number depends
-        on it.
+        ``conclude`` gets "" or the difference, or None without room. No number depends on it.
         """
         inputs = [leaf for leaf in self.distinct if isinstance(leaf, torch.Tensor)]
         asks = [tensor.requires_grad for tensor in inputs]
@@ -171,18 +168,18 @@ class Forward:
         return found
 
     def _forget_tensors(self) -> None:
-        """Inputs stay where autograd keeps them, and can go down from there."""
+        """Leave the inputs to autograd, so that they can go down."""
         self.distinct = [None if isinstance(x, torch.Tensor) else x for x in self.distinct]
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the arguments, each once, with these tensors among them."""
+        """Return the distinct arguments, with these tensors among them."""
         given = iter(tensors)
         return [next(given) if at in self._tensors_at else x for at, x in enumerate(self.distinct)]
 
     # -- once more -------------------------------------------------------------------------------
 
     def again(self, distinct: Sequence[Any], digests: Digests | None) -> Any:
-        """Make the call a second time, with the tensors of ``distinct`` among its arguments."""
+        """Repeat the call with the arguments ``distinct``."""
         given = [_apart(value) for value in distinct]
         leaves = [
             twin(self._caches[at]) if at in self._caches else given[at] for at in self._places
@@ -199,7 +196,7 @@ class Forward:
         first: Digests | None,
         conclude: Callable[[str | None], None] | None,
     ) -> Any:
-        """Make the call a second time; raise StateError where it did not save the same."""
+        """Repeat the call; raise StateError if it saves other bits."""
         if first is None or conclude is None:
             return self.again(distinct, None)
         second = Digests()
@@ -224,7 +221,6 @@ class Forward:
         return self._saved.watched(digests, self if self._leaves_inputs else None)
 
     def refusal(self, what: str) -> StateError:
-        """Return the error of a unit that cannot be computed again."""
         kind = type(self._module).__name__
         return StateError(
             f"unit {self.name!r}, a {kind}, cannot be computed again: it {what}", advice=ADVICE
@@ -232,14 +228,14 @@ class Forward:
 
 
 def _apart(value: Any) -> Any:
-    """Return an input without the graph that made it: a hook on it would be there twice."""
+    """Return an input detached from its graph: a hook on it would be there twice."""
     if type(value) is not torch.Tensor or not value.requires_grad:
         return value
     return value.detach().requires_grad_()
 
 
 def _digest_outputs(found: Any, digests: Digests | None) -> None:
-    """Take down what a call returned: state may show there alone."""
+    """Digest a call's outputs: state may show there alone."""
     if digests is not None:
         for leaf in flatten(found)[0]:
             if isinstance(leaf, torch.Tensor):
@@ -247,10 +243,10 @@ def _digest_outputs(found: Any, digests: Digests | None) -> None:
 
 
 class ProofTrial:
-    """A unit's call, to be made again once, when backward comes to it.
+    """A unit's call, to be repeated once, when backward reaches it.
 
-    What it knows of the call may lead to the graph that it waits for, so that the graph does not
-    hold it: ``waiting`` does, until it ran or that set is cleared. See `due`.
+    It may lead to the graph that it waits for, so the graph must not hold it: ``waiting`` does,
+    until it has run or that set is cleared. See `due`.
     """
 
     def __init__(
@@ -268,18 +264,18 @@ class ProofTrial:
 
     @property
     def is_due(self) -> bool:
-        """Whether it did not run, and is still wanted."""
+        """Whether it has not run, and is still wanted."""
         return self in self._waiting
 
     def run(self, saved: SavedTensors, packed: Sequence[Any], asks: Sequence[bool]) -> None:
-        """Make the call with the inputs that were packed; conclude what differed."""
+        """Repeat the call with the packed inputs, and conclude."""
         self._waiting.discard(self)
         self._conclude(self._reason(saved, packed, asks))
 
     def _reason(
         self, saved: SavedTensors, packed: Sequence[Any], asks: Sequence[bool]
     ) -> str | None:
-        """Return what differed, "" where nothing did, None where memory did not suffice."""
+        """Return the difference, "" if there is none, None if memory did not suffice."""
         second = Digests(keeps=False)
         try:
             given = saved.unpack(packed)
@@ -289,7 +285,7 @@ class ProofTrial:
                 self._forward.again(self._forward.with_tensors(given), second)
         except (BudgetError, torch.OutOfMemoryError):
             return None
-        except Exception as error:  # the call's own, which it did not raise in forward
+        except Exception as error:  # by the call, which did not raise in forward
             return f"raised {type(error).__name__}"
         return self._first.difference(second)
 
@@ -297,9 +293,9 @@ class ProofTrial:
 def due(
     trial: weakref.ref[ProofTrial], saved: SavedTensors, packed: list[Any], asks: list[bool]
 ) -> Callable[..., None]:
-    """Return a hook before the first node of a unit's backward, where the trial is due.
+    """Return a hook for the nodes of a unit's outputs that runs the trial if it is due.
 
-    It has nothing but the inputs, see [Note: out of gc's sight].
+    It holds only the inputs, see [Note: out of gc's sight].
     """
 
     def hook(*_: Any) -> None:

@@ -2,8 +2,8 @@
 
 A saved tensor that lies in a frame is packed as (parameter, offset, shape, stride, version) and
 unpacked through a pin, so frames may be reused between forward and backward and transposed views
-are right. Everything else is delegated to the enclosing pair of hooks (torch applies only the
-innermost pair), or kept, with torch's own check against in-place changes.
+are right. Others are delegated to the enclosing pair of hooks (torch applies only the innermost
+pair), or kept, with torch's own check against in-place changes.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ class SavedView(NamedTuple):
 
 
 class Delegated(NamedTuple):
-    """What the enclosing hooks made of a tensor, and how they read it back."""
+    """A tensor packed by the enclosing hooks, and their unpack hook."""
 
     unpack: Callable[[Any], torch.Tensor]
     packed: Any
     held: Held | None
     again: Again | None
-    """The unit's call that is made again to read it back."""
+    """The unit's call that is repeated to unpack it."""
 
 
 class Again(Protocol):
-    """A unit's call that backward makes again."""
+    """A unit's call that backward repeats."""
 
     def refusal(self, what: str) -> StateError:
         """Return the error that names the unit."""
 
 
 class Views(Protocol):
-    """What packing asks of the runtime."""
+    """The runtime's part in packing."""
 
     def locate(self, tensor: torch.Tensor, cdata: int) -> SavedView | None:
-        """Return where a tensor with storage ``cdata`` lies in a frame, None for any other."""
+        """Return the position of a tensor with storage ``cdata`` in a frame; None if in none."""
 
     def resolve(self, saved: SavedView) -> torch.Tensor:
-        """Return the saved view, pinned in again."""
+        """Return the saved view, its bucket pinned again."""
 
 
 class Pack:
-    """The pack hook; an instance knows the pair that encloses it."""
+    """The pack hook; an instance knows its enclosing pair."""
 
     __slots__ = ("_footprint", "_offload", "_owner", "_views", "outer")
 
@@ -85,7 +85,7 @@ class Pack:
         self.outer = outer
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        if tensor.layout is not torch.strided or tensor.is_nested:  # nothing to look at by strides
+        if tensor.layout is not torch.strided or tensor.is_nested:  # it has no strides
             if tensor.is_nested and self._owner.again is not None:  # torch's checkpoint asks shapes
                 raise self._owner.again.refusal("saves a nested tensor")
             if self._owner.digests is not None:
@@ -109,18 +109,18 @@ class Pack:
             offload = self._offload
             if offload is not None and offload.wants(tensor, n_bytes):
                 return offload.keep(tensor, key, Held(self._footprint, key, n_bytes))
-            # not the tensor itself: an output that its own node saves would never go (autograd puts
-            # the node back when it unpacks)
+            # not the tensor itself: an output saved by its own node would never be freed (autograd
+            # sets the node again when it unpacks)
             alias = tensor.detach() if tensor.grad_fn is not None else tensor
             return Kept(alias, Held(self._footprint, key, n_bytes))
-        # An enclosing checkpoint drops what it is given in forward and keeps it in recomputation.
+        # An enclosing checkpoint drops tensors in forward and keeps them in recomputation.
         recomputed = in_backward()
         held = Held(self._footprint, key, n_bytes) if recomputed else None
         return Delegated(self.outer[1], self.outer[0](tensor), held, self._owner.again)
 
 
 class NoViews:
-    """What packing asks of a model whose parameters stay where they are."""
+    """`Views` of a model whose parameters stay in place."""
 
     def locate(self, tensor: torch.Tensor, cdata: int) -> None:
         """No tensor lies in a frame."""
@@ -131,27 +131,27 @@ class NoViews:
 
 
 class SavedTensors:
-    """Pushes and pops our pair of hooks around whatever differentiates parameters."""
+    """Pushes and pops our pair of hooks around code that differentiates parameters."""
 
     def __init__(self, views: Views, footprint: GraphFootprint | None = None) -> None:
         self.footprint = footprint or GraphFootprint()
         self.views = views
         self.digests: Digests | None = None
-        """What takes down the bits of all that is saved, for a proof."""
+        """Digests all saved tensors, for a proof."""
         self.again: Again | None = None
-        """The unit's call that runs, where only its inputs stay."""
+        """The unit's running call, if only its inputs stay."""
         self._offload: Offload | None = None
         self._plain = Pack(self, None)
 
     def lower(self, offload: Offload) -> None:
-        """Let what graphs hold go down, as far as ``offload`` wants it."""
+        """Let the saved tensors that ``offload`` wants go down."""
         self._offload = offload
         offload.footprint = self.footprint
         self._plain = Pack(self, None, offload)
 
     @contextmanager
     def watched(self, digests: Digests | None, again: Again | None = None) -> Iterator[None]:
-        """Let a block's saved tensors pass through our pair; ``digests`` takes them down."""
+        """Let a block's saved tensors pass through our pair; ``digests`` records them."""
         before = self.digests, self.again
         self.digests, self.again = digests, again
         pushed = self.push_where_differentiated()
@@ -163,18 +163,17 @@ class SavedTensors:
             self.digests, self.again = before
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Return what a graph would keep of tensors: they may go down."""
+        """Return tensors packed as a graph keeps them: they may go down."""
         return [self._plain(tensor) for tensor in tensors]
 
     def unpack(self, packed: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the tensors that were packed, detached; raises torch's error for a written one."""
+        """Return packed tensors, detached; raise torch's error for a written one."""
         return [self._unpack(one).detach() for one in packed]
 
     def push_where_differentiated(self) -> bool:
-        """Make our hooks the innermost pair where gradients are enabled; False where they are not.
+        """Push our hooks if gradients are enabled; return whether they were pushed.
 
-        What fake tensors save (torch.export) has no bytes. Raises StateError where torch allows no
-        such hooks.
+        Fake tensors (torch.export) need none. Raises StateError where torch disables such hooks.
         """
         if not torch.is_grad_enabled() or is_faking():
             return False
@@ -192,7 +191,6 @@ class SavedTensors:
         push_saved_hooks(self._pack(), self._unpack)
 
     def pop(self) -> None:
-        """Take our hooks off again."""
         pop_saved_hooks()
 
     def _pack(self) -> Pack:
@@ -221,18 +219,18 @@ class SavedTensors:
             return packed.unpack(packed.packed)
         try:
             return packed.unpack(packed.packed)
-        except RuntimeError as error:  # torch's, of inputs that were written, or of other tensors
+        except RuntimeError as error:  # torch's: inputs were written, or tensors differ
             if isinstance(error, (HeteroError, torch.OutOfMemoryError)):
                 raise
             raise packed.again.refusal(f"ended in {str(error).splitlines()[0]!r}") from error
 
 
 def inside_foreign_hooks() -> bool:
-    """Return whether somebody else's saved-tensor hooks are innermost.
+    """Return whether the innermost saved-tensor hooks are not ours.
 
     [Note: consistent counting]  A checkpoint counts the tensors its own hooks see, in forward and
-    again in recomputation. A fault inside such a region must leave its pair alone both times; the
-    aliases it keeps are leases.
+    again in recomputation. A fault inside it must leave its pair alone both times; the aliases it
+    keeps are leases.
     """
     top = top_saved_hooks(True)
     return top is not None and not isinstance(top[0], Pack)
@@ -241,8 +239,8 @@ def inside_foreign_hooks() -> bool:
 def _for_aliases(enter: Callable[[Any], None]) -> Callable[[Any], None]:
     """Hand the user's own saved-tensor hooks an alias of a paged parameter, not the parameter.
 
-    A pack hook that keeps what it is given would keep the Parameter object, which is a placeholder
-    by the time it is unpacked. The alias keeps its frame as a lease.
+    A pack hook may keep its argument, and the parameter is a placeholder by the time it is
+    unpacked. The alias keeps its frame as a lease.
     """
 
     def guarded(self: Any) -> None:
@@ -261,4 +259,4 @@ def _for_aliases(enter: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 GUARDS: tuple[Replacement, ...] = (SAVED_HOOKS_ENTER.replaced(_for_aliases),)
-"""What torch has to do otherwise while parameters are pages."""
+"""Replaced functions of torch while parameters are pages."""

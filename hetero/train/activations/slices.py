@@ -1,21 +1,21 @@
 """Layer-major micro-batching: a unit takes a large batch slice by slice (floor 2).
 
-A unit's forward runs under no_grad on a few samples at a time and keeps nothing but its inputs; its
-backward computes one slice again, differentiates it, and goes on to the next. Weights are pinned
-once for all slices, so that a step fetches each of them twice, however many slices there are.
+A unit's forward runs under no_grad on a few samples at a time and keeps only its inputs; its
+backward recomputes and differentiates one slice after the other. Weights are pinned once for all
+slices, so a step fetches each of them twice, however many slices there are.
 
 [Note: order of sums]  The gradient of a parameter is ``((g0 + g1) + g2) + ...`` over the slices of
 a unit in the order of the batch, summed in fp32 for 2-byte parameters and rounded once; the first
 addend is a copy. For parameters of 4 bytes and more these are the bits of plain gradient
 accumulation over the same slices.
 
-[Note: one batch]  To the user there is one batch: one loss over all samples. A unit in which
-samples meet (batch norm in training, an auxiliary loss) has no such slices and is refused. It is
-found by tainting: with other values in all other samples, the outputs of a slice must not change.
+[Note: one batch]  To the user there is one batch: one loss over all samples. A unit that mixes
+samples (batch norm in training, an auxiliary loss) cannot be sliced and is refused. Tainting finds
+it: with other values in all other samples, the outputs of a slice must not change.
 
-[Note: what is cut]  A first dimension as long as the batch may be one by chance: a causal mask of
-as many positions. A tensor whose other rows change a slice's outputs is no tensor of samples, and
-is given whole; what is left has to give a sample the same output in company and alone.
+[Note: what is cut]  A first dimension may equal the batch by chance: a causal mask of as many
+positions. A tensor whose other rows change a slice's outputs does not hold samples, and is given
+whole; with the rest cut, a sample must have the same output in company and alone.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from hetero.train.model.graph import leaves_of, users_hooks, versions
 from hetero.train.model.units import makes_anew
 
 Call = Callable[..., Any]
-NEAR = {1: 0.2, 2: 0.05, 4: 1e-3, 8: 1e-8}  # of the largest output, by bytes of a number
+NEAR = {1: 0.2, 2: 0.05, 4: 1e-3, 8: 1e-8}  # tolerance by item size, times the largest output
 
 
 def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """Return the first dimension of the first tensor among arguments; 0 where there is none."""
+    """Return the first dimension of the first tensor among arguments; 0 without one."""
     leaves, _ = flatten((tuple(args), kwargs))
     sizes = (leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
     return int(next(sizes, 0))
@@ -55,8 +55,8 @@ class Sliced:
     Args:
         name: the unit's, for messages.
         around: a context in which the unit's parameters are bound.
-        reach: what the code of modules names outside of itself.
-        size: samples of a slice; batch: samples of all.
+        reach: the names in the code of modules, looked up once.
+        batch, size: samples of the batch, and of a slice.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class Sliced:
         self.cut = self.candidates
         """Which tensors are given slice by slice."""
         self.differentiable: tuple[bool, ...] = ()
-        """Which outputs a gradient comes back through, as `check_unit` found."""
+        """Which outputs pass a gradient back, as `check_unit` found."""
         self.draws = False
-        """Whether the unit draws random numbers, as it was tried last."""
+        """Whether the unit drew random numbers in its last trial."""
         self._outputs: Structure
         self._constants: list[Any]
 
@@ -103,7 +103,7 @@ class Sliced:
         return [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
 
     def moment(self) -> Moment:
-        """Return what the unit's forward would find now."""
+        """Return the state that the unit's forward would find now."""
         plain = [leaf.value if isinstance(leaf, _Plain) else leaf for leaf in self._leaves]
         given = [leaf for leaf in plain if not (isinstance(leaf, torch.Tensor) or is_cache(leaf))]
         return Moment(self.module, self._place, self._reach, given)
@@ -117,14 +117,14 @@ class Sliced:
             )
 
     def parts(self, tensors: Sequence[torch.Tensor], rows: slice) -> list[torch.Tensor]:
-        """Return rows of the tensors that are cut, and the others whole."""
+        """Return rows of the cut tensors, and the others whole."""
         pairs = zip(tensors, self.cut, strict=True)
         return [tensor[rows] if cut else tensor for tensor, cut in pairs]
 
     def __call__(self) -> Any:
         """Return the unit's output for the whole batch."""
         tensors = self.tensors
-        # arguments stay with the graph as saved tensors, where hooks see them, not in this object
+        # the graph keeps arguments as saved tensors, which hooks see; this object does not
         self._leaves = [None if isinstance(x, torch.Tensor) else _Plain(x) for x in self._leaves]
         found = _Slices.apply(self, len(self.params), *self.params, *tensors)  # type: ignore[no-untyped-call]
         outputs = iter(found)
@@ -132,11 +132,10 @@ class Sliced:
 
     @property
     def caches(self) -> list[Any]:
-        """The caches among the arguments."""
         return [leaf for leaf in self._leaves if is_cache(leaf)]
 
     def evaluated(self) -> Any:
-        """Return the unit's output for the whole batch, nothing of which is differentiated.
+        """Return the unit's output for the whole batch, without gradients.
 
         Caches among the arguments are extended row by row.
         """
@@ -167,7 +166,7 @@ class Sliced:
     def tried(
         self, tensors: Sequence[torch.Tensor], moment: Moment, rows: slice | None = None
     ) -> list[torch.Tensor]:
-        """Call the unit as at a moment, for its outputs alone: nothing is left of it.
+        """Return the unit's outputs in the state of a moment, without side effects.
 
         Caches among the arguments are given as copies, or as their ``rows``.
         """
@@ -187,7 +186,7 @@ class Sliced:
             self._leaves = kept
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Call the unit with these tensors among its arguments; returns the output's tensors."""
+        """Call the unit with these tensors among its arguments; return its output's tensors."""
         given = iter(tensors)
         distinct = [next(given) if leaf is None else leaf.value for leaf in self._leaves]
         args, kwargs = self._structure.build(distinct[place] for place in self._places)
@@ -199,7 +198,7 @@ class Sliced:
         return [x for x in found if isinstance(x, torch.Tensor)]
 
     def check_rows(self, outputs: Sequence[torch.Tensor], rows: slice) -> None:
-        """Refuse an output that is not of the batch."""
+        """Refuse an output without one row for each sample."""
         for output in outputs:
             if output.dim() == 0 or output.shape[0] != rows.stop - rows.start:
                 raise self.refusal(
@@ -216,7 +215,7 @@ class Sliced:
 
 
 class _Plain(NamedTuple):
-    """An argument or output that is no tensor."""
+    """An argument or output that is not a tensor."""
 
     value: Any
 
@@ -248,7 +247,7 @@ class _Slices(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        tensors = ctx.saved_tensors  # first: torch's own error for a graph that is gone
+        tensors = ctx.saved_tensors  # first: raises torch's own error for a freed graph
         job: Sliced = ctx.job
         wanted = ctx.needs_input_grad[2:]
         sums = [_Sum(p) for p in job.params]
@@ -292,9 +291,9 @@ class _Slices(torch.autograd.Function):
 
 
 def laid_out_like(output: torch.Tensor, batch: int) -> torch.Tensor:
-    """Return memory for a batch of which ``output`` is a slice, with its dimensions in its order.
+    """Return memory for a batch with the dimension order of its slice ``output``.
 
-    What comes next may choose its arithmetic by strides, and is to choose as it would for a slice.
+    Later operations may choose their arithmetic by strides, and must choose as for a slice.
     """
     strides: tuple[int, ...] = output.stride()
     order = sorted(range(output.dim()), key=lambda d: (-strides[d], d))
@@ -321,7 +320,7 @@ class _Sum:
 
 
 class _Gathered:
-    """An argument's gradient, put together from slices, or summed where it was not sliced."""
+    """An argument's gradient, put together from slices, or summed if it was not sliced."""
 
     def __init__(self, tensor: torch.Tensor, *, sliced: bool) -> None:
         self._sliced = sliced
@@ -339,16 +338,16 @@ class _Gathered:
 
 
 class Checked(NamedTuple):
-    """How a unit can be cut into slices."""
+    """How a unit is cut into slices."""
 
     cut: tuple[bool, ...]
-    """Which of its tensors are of the batch."""
+    """Which of its tensors hold samples."""
     differentiable: tuple[bool, ...] = ()
-    """Which outputs gradients go through."""
+    """Which outputs pass a gradient back."""
 
 
 def check_unit(job: Sliced) -> Checked:
-    """Refuse a unit that cannot be cut into slices, or say how it is; changes nothing."""
+    """Return how a unit is cut into slices, or refuse it; changes nothing."""
     if makes_anew(job.module):
         raise job.refusal("makes its parameters anew in each forward, which would be many")
     if any(users_hooks(param) for param in job.params):
@@ -371,10 +370,9 @@ def check_unit(job: Sliced) -> Checked:
 
 
 def find_cut(job: Sliced, moment: Moment) -> tuple[bool, ...]:
-    """Return which tensors of a unit are of the batch; see [Note: what is cut].
+    """Return which tensors of a unit hold samples; see [Note: what is cut].
 
-    Raises StateError for a unit in which samples meet. It runs two samples a few times, and changes
-    nothing.
+    Raises StateError for a unit that mixes samples. Runs two samples a few times, changing nothing.
     """
     places = [at for at, candidate in enumerate(job.candidates) if candidate]
     refused: StateError | None = None
@@ -392,17 +390,16 @@ def find_cut(job: Sliced, moment: Moment) -> tuple[bool, ...]:
 
 
 class Shapes(Exception):
-    """Tensors do not belong together: some were cut that are not of the batch."""
+    """Shapes do not fit: a tensor was cut that does not hold samples."""
 
 
 TWO, ONE = slice(0, 2), slice(0, 1)
 
 
 def keeps_apart(job: Sliced, moment: Moment) -> bool:
-    """Whether a unit gives a sample the same output whatever the other one is, and without it.
+    """Whether a sample has the same output with any other sample, and alone.
 
-    One row in place of two may choose other kernels, so that these are compared by size; those of a
-    unit that draws random numbers are others in any case.
+    A single row may choose other kernels: it is compared up to rounding, unless the unit draws.
     """
     tensors = [t.detach() for t in job.tensors]
     clean = _of_rows(job, tensors, TWO, moment)
@@ -443,7 +440,7 @@ def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def changed_outside(tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
-    """Return a tensor with other values in all samples but some; None where there are none."""
+    """Return a tensor with other values outside ``rows``; None if none can be found."""
     if tensor.is_meta:
         return None
     found = tensor.clone()
@@ -453,7 +450,7 @@ def changed_outside(tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
         found[outside] = float("nan")
     elif tensor.dtype == torch.bool:
         found[outside] = ~found[outside]
-    elif tensor.numel():  # a value that is there already: an index stays in its range
+    elif tensor.numel():  # a value of the tensor: an index stays in its range
         for value in (tensor.flatten()[0], tensor.flatten()[-1], 0):
             found[outside] = value
             if not torch.equal(found, tensor):
@@ -462,7 +459,7 @@ def changed_outside(tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
 
 
 def is_near(few: torch.Tensor, all_: torch.Tensor) -> bool:
-    """Whether outputs are the same up to the rounding of other kernels."""
+    """Whether outputs are equal up to the rounding of other kernels."""
     if few.shape != all_.shape:
         return False
     if not few.is_floating_point() or few.is_meta:
@@ -475,7 +472,7 @@ def is_near(few: torch.Tensor, all_: torch.Tensor) -> bool:
 def check_leaves(
     job: Sliced, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse a unit that uses parameters of another: their gradients would be lost."""
+    """Refuse a unit that uses another unit's parameters: their gradients would be lost."""
     own = {id(leaf) for leaf in (*job.params, *given)}
     if any(id(leaf) not in own for leaf in leaves_of(outputs)):
         raise job.refusal("uses a parameter that is not its own")

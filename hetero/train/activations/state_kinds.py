@@ -15,14 +15,12 @@ import torch
 from hetero.device import accelerator_rng, set_accelerator_rng
 from hetero.train.activations.reach import Names
 
-SMALL = 2**20  # bytes of a buffer on a device that are kept without asking whether it was written
+SMALL = 2**20  # bytes up to which a device buffer's copy is kept, written or not
 absent: Any = object()
-"""What stands for the value of a name that has none."""
+"""The value of a name that has none."""
 
 
 class RandomSource(NamedTuple):
-    """A generator of random numbers."""
-
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     same: Callable[[Any, Any], bool]
@@ -36,7 +34,7 @@ class Switch(NamedTuple):
 
 
 class Buffer:
-    """A tensor that a module has, as it was before a forward."""
+    """A module's tensor as it was before a forward."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -44,10 +42,10 @@ class Buffer:
         self._version = _version(tensor)
 
     def close(self) -> None:
-        """Forget the copy where the forward did not write the tensor.
+        """Forget the copy if the forward did not write the tensor.
 
-        On a CPU its bits say so: versions do not see what is written through ``.data``. To ask a
-        device for bits would stop it: there a small copy stays.
+        On a CPU bits are compared, since versions miss writes through ``.data``. On a device that
+        would synchronise: there a small copy stays.
         """
         tensor = self._tensor
         if _version(tensor) != self._version:
@@ -59,7 +57,7 @@ class Buffer:
             self._before = None
 
     def copy(self) -> torch.Tensor:
-        """Return a tensor of the forward's value that may be written."""
+        """Return a writable copy of the value before the forward."""
         return (self._tensor if self._before is None else self._before).clone()
 
 
@@ -78,7 +76,6 @@ def _same_bits(first: torch.Tensor | None, second: torch.Tensor) -> bool:
 
 
 def _put(space: MutableMapping[Any, Any], values: dict[Any, Any]) -> None:
-    """Let a table have these entries, in place."""
     if _is_same(space, values):
         return
     for name, value in values.items():
@@ -101,7 +98,7 @@ def contents(table: Any) -> Any:
 
 
 def _refill(table: Any, values: Any) -> None:
-    """Let a container have these contents, in place and in their order."""
+    """Set a container's contents, in place and in order."""
     if not (table or values):
         return
     if isinstance(table, dict):
@@ -117,7 +114,7 @@ def _refill(table: Any, values: Any) -> None:
 
 
 def _fill(cell: CellType, value: Any) -> None:
-    """Let a closure's variable have a value, or none."""
+    """Set a closure's variable, or clear it."""
     if value is not absent:
         cell.cell_contents = value
     elif content(cell) is not absent:
@@ -137,7 +134,7 @@ def _named(names: Names) -> dict[str, Any]:
 
 
 def _assign(names: Names, values: dict[str, Any]) -> None:
-    """Let some names have these values, or none."""
+    """Set the values of some names, or delete them."""
     space, _ = names
     for name, value in values.items():
         if value is absent:
@@ -147,7 +144,7 @@ def _assign(names: Names, values: dict[str, Any]) -> None:
 
 
 def _with_lent(table: Any, lent: dict[int, Any]) -> Any:
-    """Return a container's contents with copies in place of tensors, and of tuples of them."""
+    """Return a container's contents with copies in place of tensors and tuples of them."""
     values = table.values() if isinstance(table, dict) else table
     if not lent or lent.keys().isdisjoint(map(id, values)):
         return table
@@ -157,7 +154,7 @@ def _with_lent(table: Any, lent: dict[int, Any]) -> Any:
 
 
 def stand_in(value: Any, lent: dict[int, Any]) -> Any:
-    """Return what stands in for a tensor, or for a tuple that has it."""
+    """Return the copy of a tensor, or a tuple with copies of its tensors."""
     if not isinstance(value, tuple):
         return lent.get(id(value), value)
     return tuple.__new__(type(value), [stand_in(inner, lent) for inner in value])
@@ -173,14 +170,14 @@ def _switch(switch: Switch, value: Any) -> None:
 
 
 class StateKind(NamedTuple):
-    """A kind of state that something holds."""
+    """A kind of state, by its operations."""
 
     read: Callable[[Any], Any]
-    """Returns the present state of what holds it."""
+    """Returns a holder's present state."""
     write: Callable[[Any, Any], None]
-    """Lets it have a state again, in place."""
+    """Restores a holder's state, in place."""
     lend: Callable[[Any, dict[int, Any]], Any] = _as_it_was
-    """Returns a state with what is in ``lent`` in place of tensors, and of tuples of them."""
+    """Returns a state with the copies in ``lent`` in place of tensors and tuples of them."""
 
 
 SPACE = StateKind(dict, _put, _with_lent)
@@ -192,7 +189,6 @@ SETTING = StateKind(lambda switch: switch.get(), _switch)
 
 
 def common_sources() -> list[RandomSource]:
-    """Return the generators of Python, numpy and torch."""
     return [
         RandomSource(random.getstate, random.setstate, operator.eq),
         RandomSource(np.random.get_state, np.random.set_state, _same_state),
@@ -201,7 +197,7 @@ def common_sources() -> list[RandomSource]:
 
 
 def device_source(place: torch.device) -> list[RandomSource]:
-    """Return the generator of a device; none where it has none of its own."""
+    """Return the generator of a device, if it has one."""
     if accelerator_rng(place) is None:
         return []
     get, put = functools.partial(accelerator_rng, place), set_accelerator_rng
@@ -233,7 +229,7 @@ def _same_state(first: Any, second: Any) -> bool:
 
 @functools.cache
 def switches() -> tuple[Switch, ...]:
-    """Return torch's settings that choose between ways to compute the same."""
+    """Return torch's settings that choose between ways to compute a result."""
     sdp, cudnn = torch.backends.cuda, torch.backends.cudnn
     found = [
         Switch(sdp.flash_sdp_enabled, sdp.enable_flash_sdp),

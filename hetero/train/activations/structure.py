@@ -1,4 +1,4 @@
-"""Arguments and outputs as leaves, and the structure that they stood in (floor 2)."""
+"""Arguments and outputs as leaves and a structure (floor 2)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class _Fields(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """How leaves stand in arguments or outputs, dataclasses that torch does not know included."""
+    """The structure of arguments or outputs, including dataclasses unknown to torch."""
 
     spec: TreeSpec
     inner: tuple[tuple[_Fields, Structure] | None, ...]
 
     def build(self, leaves: Iterator[Any]) -> Any:
-        """Return the structure, in containers of its own, with ``leaves`` in it."""
+        """Return the structure, in new containers, with ``leaves`` in it."""
         found = []
         for inner in self.inner:
             if inner is None:
@@ -44,7 +44,7 @@ class Structure(NamedTuple):
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """Return the leaves of nested containers and dataclasses, and how they stood."""
+    """Return the leaves of nested containers and dataclasses, and their structure."""
     outer, spec = tree_flatten(value, is_leaf=is_cache)
     leaves: list[Any] = []
     inner: list[tuple[_Fields, Structure] | None] = []
@@ -61,7 +61,7 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
 
 
 def leaves_of(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Return what torch's pytrees find in a value; in usual values without them, for speed."""
+    """Return the leaves torch's pytrees find in a value; usual values take a faster way."""
     found: list[Any] = []
     _add_leaves(value, found, is_leaf)
     return found
@@ -82,7 +82,7 @@ def _add_leaves(value: Any, found: list[Any], is_leaf: Callable[[Any], bool] | N
 
 
 def told_apart(leaves: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """Return each object once, and the place of every leaf among them.
+    """Return the distinct objects, and every leaf's place among them.
 
     Aliasing among arguments is preserved: attention checks whether ``query is key``.
     """

@@ -19,20 +19,20 @@ from hetero.train.activations.recompute import Forward
 
 M = TypeVar("M", bound=nn.Module)
 TILE = "_hetero_tile"
-MLP = re.compile(r"(?i)mlp|feed_?forward|ffn")  # classes of blocks' position-wise parts
-MIXES = re.compile(r"(?i)moe|expert|sparse|router|conv|attention")  # or sees more than a position
+MLP = re.compile(r"(?i)mlp|feed_?forward|ffn")  # class names of position-wise parts of blocks
+MIXES = re.compile(r"(?i)moe|expert|sparse|router|conv|attention")  # or mixes positions
 
 
 def tile(module: M, dim: int = 1, *, size: int) -> M:
-    """Let a position-wise module, as an MLP or a norm, take ``size`` positions at a time.
+    """Let a position-wise module, such as an MLP or a norm, take ``size`` positions at a time.
 
-    What it makes between its input and its output then exists for one tile only, in forward and in
-    backward, where each tile is computed again. The module is changed in place and returned; tile
-    it before `hetero.prepare`. Numbers are those of the module called on the tiles: gradients of
-    its parameters are sums over tiles, which may differ from one product in the last bits.
+    Its intermediate tensors then exist for one tile only, in forward and in backward, which
+    recomputes each tile. The module is changed in place and returned; tile it before
+    `hetero.prepare`. Numbers are those of the module called on the tiles: gradients of its
+    parameters are sums over tiles, which may differ from one product in the last bits.
 
     Args:
-        module: maps a tensor to one with the same size in ``dim``, each position by itself. Other
+        module: maps a tensor to one of the same size in ``dim``, each position by itself. Other
             arguments are passed on as they are.
         dim: the dimension of positions, 1 for [batch, sequence, features].
         size: positions of a tile, 1 or more.
@@ -53,18 +53,18 @@ def tile(module: M, dim: int = 1, *, size: int) -> M:
 
 
 def untile(module: nn.Module, before: tuple[int, int] | None) -> None:
-    """Let a module take as many positions as before; None: all at once."""
+    """Let a module take as many positions at a time as before; None: all."""
     found = module.__dict__.get("forward")
     if before is None and isinstance(found, MethodType) and found.__func__ is _tiled:
         del module.__dict__["forward"], module.__dict__[TILE]
-    else:  # with None, a patch of the user's holds what is tiled
+    else:  # with None, a user's patch holds the tiled forward
         object.__setattr__(module, TILE, before or (1, sys.maxsize))
 
 
 def mlps(block: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules of a block that are MLPs by the name of their class.
+    """Yield the outermost modules of a block that are MLPs by their class name.
 
-    Two linear layers or more make one; what routes, convolves or attends is none.
+    One has two linear layers or more, and nothing that routes, convolves or attends.
     """
     for child in block.children():
         names = [type(part).__name__ for part in child.modules()]
@@ -83,7 +83,7 @@ def _tiled(module: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any
         return theirs(call, x, *args, **kwargs)
     outputs, reach = [], Reach()
     for part in x.split(size, dim):
-        if torch.is_grad_enabled():  # while the block around it is computed again, too
+        if torch.is_grad_enabled():  # also while the enclosing block is recomputed
             name = f"tiled {type(module).__name__}"
             given, place = (part, *args), part.device
             forward = Forward(

@@ -1,4 +1,4 @@
-"""Gradients that updates which began in backward may have read, see [Note: early updates]."""
+"""Guards gradients that early updates may have read, see [Note: early updates]."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class EarlyReads:
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
-        self._fired: set[int] = set()  # parameters whose gradients came since the last step
-        self._begun: set[int] = set()  # buckets whose update belongs to a step not made yet
+        self._fired: set[int] = set()  # parameters with a gradient since the last step
+        self._begun: set[int] = set()  # buckets whose early update has begun
 
     def arrive(self, bucket: int, segment: Segment) -> None:
-        """A gradient came; StateError where the update of its bucket has begun."""
+        """Note a gradient; StateError if its bucket's update has begun."""
         if self._enabled:
             self.check_addend(bucket, segment)
             self._fired.add(segment.index)
@@ -25,11 +25,11 @@ class EarlyReads:
         return segment.index in self._fired
 
     def begin(self, bucket: Bucket) -> None:
-        """The update of a step that is not made yet reads a bucket's gradients."""
+        """Note that an early update reads a bucket's gradients."""
         self._begun.add(bucket.id)
 
     def seal(self) -> None:
-        """The step of early updates is made: gradients are the user's again."""
+        """End the step of early updates: gradients are the user's again."""
         self._begun.clear()
         self._fired.clear()
 

@@ -1,4 +1,4 @@
-"""The homes of gradients: in their own dtype, or wide where they add up for a master (floor 2)."""
+"""The homes of gradients: in their own dtype, or wide where a master needs the sum (floor 2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GRAD, WIDE = Kind.GRAD.value, "grad32"
 
 
 class GradHomes:
-    """One home a bucket, made when a gradient comes: in the parameters' dtype, or in fp32.
+    """One home a bucket, made for its first gradient, in the parameters' dtype or in fp32.
 
     A bucket with masters begins narrow, and is made fp32 when a second gradient is added.
     """
@@ -24,12 +24,12 @@ class GradHomes:
     def __init__(self, store: HomeStore, layout: Layout, device: Device) -> None:
         self.store = store
         self.expects_sums = False
-        """Whether gradients will add up, so that homes of buckets with masters begin in fp32."""
+        """Whether gradients will be summed: homes of buckets with masters then begin in fp32."""
         self.layout = layout
         self._may_drop = device.cheap_slabs
 
     def has_master(self, segment: Segment) -> bool:
-        """Whether a parameter's gradients add up in fp32."""
+        """Whether a parameter's gradients are summed in fp32."""
         return self.layout.bucket(segment).has_master
 
     def narrow(self, bucket: Bucket) -> Home | None:
@@ -37,16 +37,16 @@ class GradHomes:
         return self.store.homes.get((GRAD, bucket.id))
 
     def wide(self, bucket: Bucket) -> Home:
-        """Return the home of a bucket's gradients in fp32, made where there is none."""
+        """Return the home of a bucket's gradients in fp32; make it if there is none."""
         return self.store.get(Kind.GRAD, WIDE, bucket, torch.float32)
 
     def of(self, bucket: Bucket) -> Home:
-        """Return the home that a bucket's gradients are in."""
+        """Return the home of a bucket's gradients, wide or narrow."""
         wide = self.store.homes.get((WIDE, bucket.id))
         return wide or self.store.homes[GRAD, bucket.id]
 
     def make(self, bucket: Bucket, *, wide: bool) -> Home:
-        """Return the home for a gradient that comes; the caller has widened it if it must be."""
+        """Return the home for a new gradient; the caller has widened it if needed."""
         there = self.store.homes.get((WIDE, bucket.id))
         sums = bucket.has_master and self.expects_sums and self.narrow(bucket) is None
         if bucket.has_master and (wide or there is not None or sums):
@@ -58,11 +58,11 @@ class GradHomes:
         return home.value(segment)
 
     def write(self, home: Home, segment: Segment, grad: torch.Tensor) -> None:
-        """Write a gradient home, where it is not the home's own tensor."""
+        """Write a gradient home, unless it is the home's own tensor."""
         home.write(segment, grad)
 
     def drop(self, bucket: Bucket) -> None:
-        """Give the memory of a bucket's gradients back where that is cheap."""
+        """Free the memory of a bucket's gradients if that is cheap."""
         for name in (GRAD, WIDE):
             home = self.store.homes.get((name, bucket.id))
             if home is not None and (self._may_drop or not home.stays):

@@ -1,4 +1,4 @@
-"""Who else refers to a gradient that autograd made (floor 2).
+"""References to autograd's gradients by other code (floor 2).
 
 [Note: gradient leases]  A gradient that the user's code holds, as an object or through a view (a
 preset flat buffer), stays where it is, so that writes through the alias count; the step copies it.
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 
 
 class References:
-    """Tells the references of a user from autograd's own, which differ by release of torch."""
+    """Tells a user's references from autograd's own, which differ by release of torch."""
 
     def __init__(self) -> None:
         probe = torch.zeros(())
@@ -29,25 +29,25 @@ class References:
         self._of_addend = _lone_uses()
 
     def is_held(self, param: torch.Tensor, storage: int, n_siblings: int) -> bool:
-        """Whether the user's code refers to ``param.grad``, or to bytes of its storage, which it
-        shares with other gradients: ``n_siblings`` with itself."""
+        """Whether the user's code refers to ``param.grad``, or to its storage, which ``n_siblings``
+        gradients share."""
         uses = storage_uses(storage)
         return _holders(param) > self._of_object or uses > ALONE - 1 + n_siblings
 
     def may_change(self, addend: torch.Tensor) -> bool:
-        """Whether autograd, or a user, may write to an addend after it was given."""
+        """Whether autograd or a user may still write to an addend."""
         return _uses(addend) > self._of_addend or use_count(addend) > ALONE
 
 
 def storage_of(grad: torch.Tensor | None) -> int | None:
-    """Return the storage of a gradient with bytes on the device."""
+    """Return the id of a gradient's storage; None without strided bytes."""
     if grad is None or grad.layout is not torch.strided:
         return None
     return int(grad.untyped_storage()._cdata)
 
 
 class _Counting(torch.Tensor):
-    """A gradient that tells how many refer to what autograd adds to it."""
+    """A gradient that counts the references to autograd's addend."""
 
     uses = 0
 
@@ -62,7 +62,7 @@ class _Counting(torch.Tensor):
 
 
 def _lone_uses() -> int:
-    """Return the references to an addend that autograd alone refers to."""
+    """Return the number of references to an addend that only autograd holds."""
     with torch.inference_mode(False), torch.enable_grad():
         probe = torch.zeros(2, requires_grad=True)
         grad = make_wrapper(_Counting, probe.shape)
@@ -72,13 +72,12 @@ def _lone_uses() -> int:
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """Return the references to a tensor from C++ and its Python object; many where torch is too
-    old to tell."""
+    """Return a tensor's references from C++ and its Python object; many if torch cannot tell."""
     count = getattr(tensor, "_use_count", None)
     return 2**31 if count is None else int(count())
 
 
 def _holders(param: torch.Tensor) -> int:
-    """Return how many references there are to the object ``param.grad``."""
+    """Return the number of references to the object ``param.grad``."""
     grad = get_grad(param)
     return sys.getrefcount(grad)

@@ -1,7 +1,7 @@
 """Gradients on their way down from the device to HOST (floor 2).
 
-A source is held until its copy has landed, and held bytes are bounded. A copy either goes straight
-to its home, or is staged in a small ring and handed, piece by piece, to a job that adds it there.
+A source is held until its copy has landed, and held bytes are bounded. A copy goes straight to its
+home, or through a small ring, piece by piece, to jobs that add it there.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class RingStage:
 
 
 class GradRing:
-    """Gradients on the D2H lane, oldest first, and the ring that stages those that are added.
+    """Gradients on the D2H lane, oldest first, and the ring that stages those to be added.
 
     Args:
         sizes_bytes: of the tensors that may come.
-        most_bytes: of sources that are held, where there is room for so many; `limit_bytes` may
-            be set lower, and 0 waits for every copy.
+        most_bytes: of held sources, if there is room; `limit_bytes` may be set lower, and 0 waits
+            for every copy.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class GradRing:
         self._link = link
         self._ledger = ledger
         self._copies: Transfers[torch.Tensor] = Transfers()
-        self._reads: Transfers[None] = Transfers()  # by jobs, of sources where they are
+        self._reads: Transfers[None] = Transfers()  # by jobs, of sources in place
         self._stages: deque[RingStage] = deque()
 
     def copy(
@@ -94,7 +94,7 @@ class GradRing:
     def hand(self, source: torch.Tensor, consume: Consume, *, bucket: int) -> int:
         """Give a 1-D tensor to jobs on HOST: ``consume(piece, first element)`` makes each job.
 
-        Returns how many there are, or will be after the copies have landed.
+        Returns how many jobs there will be once the copies have landed.
         """
         if self._device.same_ram:
             self._link.count(Lane.D2H, source.nbytes, kind=Kind.GRAD, bucket=bucket, why="gradient")
@@ -110,16 +110,16 @@ class GradRing:
 
     @property
     def useful_bytes(self) -> int:
-        """The limit that lets copies overlap with compute; 0 where nothing ever goes down."""
+        """The limit that lets copies overlap with compute; 0 if nothing went down."""
         return self.most_bytes if self._was_used else 0
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of sources that are held now, as far as is known."""
+        """Bytes of held sources, as last polled."""
         return self._copies.bytes_in_flight + self._reads.bytes_in_flight
 
     def sources(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that are held on the device because their copies have not landed."""
+        """Yield the tensors held on the device until their copies have landed."""
         return self._copies.kept()
 
     def _stage_piece(self, part: torch.Tensor, start: int, consume: Consume, bucket: int) -> None:
@@ -134,12 +134,12 @@ class GradRing:
         self.copy(piece, part.view(torch.uint8), bucket=bucket, then=landed)
 
     def poll(self) -> None:
-        """Let go of what has landed, and wait for the oldest while too much is held."""
+        """Release landed sources, and wait for the oldest while too much is held."""
         self._copies.poll(self.limit_bytes)
         self._reads.poll(self.limit_bytes)  # of a device whose copies are immediate
 
     def finish(self) -> None:
-        """Wait until everything has landed, and every job has been given."""
+        """Wait until every copy has landed and every job is submitted."""
         self._copies.finish()
 
     def _free_stage(self) -> RingStage:

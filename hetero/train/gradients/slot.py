@@ -1,4 +1,4 @@
-"""One parameter's gradient at home, and what ``p.grad`` shows of it (floor 2)."""
+"""One parameter's gradient at home, as ``p.grad`` shows it (floor 2)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LEGAL = frozenset(
 
 
 class Factors(NamedTuple):
-    """The numbers by which a stored gradient is still to be multiplied, in this order."""
+    """The factors still to be applied to a stored gradient, in this order."""
 
     unscale: float = 1.0
     """1 / loss scale: a power of two."""
@@ -79,7 +79,7 @@ class GradNorm(NamedTuple):
 
 
 def whole_norm(grad: torch.Tensor, ord: float, *, in_fp32: bool) -> torch.Tensor:
-    """Return the norm torch takes of a whole tensor: of fp32 numbers where a master is."""
+    """Return torch's norm of a whole tensor, ``in_fp32`` for a parameter with a master."""
     if in_fp32 and grad.device.type == "cpu":
         grad = grad.float()  # the same bits as dtype=, and vectorised
     norm: torch.Tensor = torch.linalg.vector_norm(
@@ -89,8 +89,6 @@ def whole_norm(grad: torch.Tensor, ord: float, *, in_fp32: bool) -> torch.Tensor
 
 
 class GradOwner(Protocol):
-    """The store that a gradient belongs to."""
-
     early: EarlyReads
     homes: GradHomes
     jobs: dict[int, Job]
@@ -107,10 +105,10 @@ class GradOwner(Protocol):
 
 
 class GradSlot:
-    """One parameter's gradient: on HOST, or taken back by a reader who needs it whole.
+    """One parameter's gradient: on HOST, or taken back by a reader that needs it whole.
 
-    It keeps neither its store nor its job: a parameter holds its gradient where gc does not look,
-    and would keep itself, and its model with files and threads, through them.
+    It refers to neither its store nor its job: a parameter holds its gradient where gc does not
+    look, and would keep itself and its model alive through them.
     """
 
     __slots__ = (
@@ -124,7 +122,7 @@ class GradSlot:
         self.home = home
         self.state = GradState.ARRIVING
         self.landing: Landing | None = None
-        """The end of the copy that writes it home as it is."""
+        """The end of the copy that writes it home unchanged."""
         self.n_flying = 0
         """Pieces on their way to jobs."""
         self.value: torch.Tensor | None = None
@@ -132,7 +130,7 @@ class GradSlot:
         self.factors = NONE
         self.norm: GradNorm | None = None
         self.summed = False
-        """Whether it was added up at home, where its norm is then taken."""
+        """Whether it was summed at home; its norm is then taken there."""
         owner.jobs.pop(segment.index, None)
 
     @property
@@ -167,19 +165,19 @@ class GradSlot:
 
     @property
     def is_landed(self) -> bool:
-        """Whether all copies of a gradient that nothing changed have landed; jobs may go on."""
+        """Whether an unchanged gradient's copies have all landed; jobs may still run."""
         if self.state is GradState.TAKEN or self.factors != NONE or self.n_flying:
             return False
         return self.landing is None or self.landing.done
 
     def land_copy(self) -> None:
-        """Return when the copy that writes it home, if there is one, has landed."""
+        """Wait for the copy that writes it home, if there is one."""
         if self.landing is not None:
             self.landing.wait()
             self.landing = None
 
     def land(self) -> None:
-        """Return when the bytes have arrived at home and everything is added; factors pend."""
+        """Wait until all bytes are home and added; factors still pend."""
         if self.state in (GradState.HOME, GradState.TAKEN):
             return
         self.land_copy()
@@ -192,13 +190,13 @@ class GradSlot:
         self.become(GradState.HOME, "land")
 
     def lend(self, job: Job) -> None:
-        """Let an update read it; a later change waits for that."""
+        """Let an update read it; later changes wait for the update."""
         if self.state is not GradState.TAKEN:
             self.owner.jobs[self.segment.index] = job
             self.become(GradState.LENT, "lend")
 
     def abandon(self) -> None:
-        """Wait for no job any more: it has failed."""
+        """Stop waiting for its job, which has failed."""
         self.owner.jobs.pop(self.segment.index, None)
         if self.state in (GradState.ARRIVING, GradState.LENT) and not self.n_flying:
             self.become(GradState.HOME, "abandon")
@@ -211,7 +209,7 @@ class GradSlot:
         return self.owner.homes.read(self.home, self.segment)
 
     def read(self) -> torch.Tensor:
-        """Return what ``p.grad`` shows, on the device, for one operation that does not write."""
+        """Return the value of ``p.grad``, on the device, for one operation that does not write."""
         held = self.value
         if held is None:
             held = self.stored().to(self.owner.place)
@@ -220,16 +218,16 @@ class GradSlot:
         return held.to(self.segment.spec.dtype)
 
     def exact(self) -> torch.Tensor:
-        """Return the gradient itself, on the device, for one operation of a user that writes it."""
+        """Return the gradient itself, on the device, for one user's operation that writes it."""
         self.owner.early.check_write(self.segment)
         return self.writable()
 
     def writable(self) -> torch.Tensor:
-        """Return the gradient itself, on the device; what is written to it goes to `store`."""
+        """Return the gradient itself, on the device; `store` takes it once written."""
         if self.value is not None:
             return self.value
         self.land()
-        if self.has_master:  # what is written must not depend on history
+        if self.has_master:  # the written value must not depend on history
             self.owner.widen(self.segment)
         home = self.stored()
         if self.factors != NONE:
@@ -239,12 +237,12 @@ class GradSlot:
         return home.to(self.owner.place)
 
     def store(self, written: torch.Tensor) -> None:
-        """Write back what an in-place operation left in the tensor that `exact` gave."""
+        """Write back the tensor of `exact` after an in-place operation."""
         if self.state is not GradState.TAKEN:
             self.owner.homes.write(self.home, self.segment, written)
 
     def keep(self) -> torch.Tensor:
-        """Return a private tensor that aliases may refer to; it replaces the HOST bytes."""
+        """Return a private tensor that may be aliased; it replaces the HOST bytes."""
         if self.value is None:
             home = self.stored()
             dtype = torch.float32 if self.has_master else home.dtype
@@ -258,7 +256,7 @@ class GradSlot:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the user wrote to the gradient through an alias, since it was taken home."""
+        """Whether the user changed the gradient since it was taken home."""
         if self.factors != NONE:
             return True
         if self.value is None:
@@ -271,18 +269,18 @@ class GradSlot:
 
     @property
     def deferrable(self) -> bool:
-        """Whether a multiplication may wait for the update and round as it would now."""
+        """Whether a multiplication may wait for the update and round the same."""
         fp32 = self.segment.spec.dtype is torch.float32 or self.has_master
         return fp32 and self.value is None and self.factors.clip is None
 
     def unscale_stored(self) -> None:
-        """The stored numbers were multiplied by 1 / loss scale: it does not pend any more."""
+        """Note that the stored numbers were multiplied by 1 / loss scale."""
         if self.norm is not None:
             self.norm = self.norm._replace(value=self.norm.value * self.factors.unscale)
         self.factors = self.factors._replace(unscale=1.0)
 
     def norm_of(self, ord: float) -> torch.Tensor:
-        """Return the tensor's norm as torch would have it from ``p.grad``, on the device."""
+        """Return the norm that torch would take of ``p.grad``, on the device."""
         owner, in_fp32 = self.owner, self.has_master
         if self.value is not None or self.factors.clip is not None:
             owner.norm_ord = ord
@@ -323,7 +321,7 @@ class LazyGrad(Lazy):
 
 
 def _add(grad: LazyGrad, other: Any, *, alpha: Any = 1) -> bool:
-    """Add what autograd accumulates on HOST, while backward goes on; False: not this way."""
+    """Add autograd's addend on HOST while backward goes on; False: not this way."""
     plain = isinstance(other, torch.Tensor) and not isinstance(other, LazyGrad)
     if not plain or alpha != 1 or other.layout is not torch.strided or not _called_by_autograd():
         return False
@@ -332,10 +330,9 @@ def _add(grad: LazyGrad, other: Any, *, alpha: Any = 1) -> bool:
 
 
 def _called_by_autograd() -> bool:
-    """Whether an operation is the engine's own, and not one of a hook that it runs.
+    """Whether an operation is the engine's own, and not of a hook that it runs.
 
-    The engine calls from C++: the nearest Python frame is then the one that started it, or none in
-    a thread of its own.
+    The engine calls from C++: the nearest Python frame then started it; its own threads have none.
     """
     if not in_backward():
         return False

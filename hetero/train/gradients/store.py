@@ -1,15 +1,15 @@
-"""Gradients: flushed to HOST as they are produced, and still torch's to look at (floor 2).
+"""Gradients: flushed to HOST as they are produced, and still readable in torch (floor 2).
 
-A gradient that autograd has accumulated is flushed at the *next* hetero event, so hooks of the
-user's that run after ours still see ``p.grad``. What they see later is a `LazyGrad`: a tensor
-subclass whose bytes are fetched, one tensor at a time, when an operation uses it. ``p.grad``
-itself is the only truth: None means no gradient, as in torch.
+An accumulated gradient is flushed at the *next* hetero event, so the user's hooks that run after
+ours still see ``p.grad``. Afterwards it is a `LazyGrad`: a tensor subclass whose bytes are fetched,
+one tensor at a time, when an operation uses it. ``p.grad`` itself is the only truth: None means no
+gradient, as in torch.
 
-A first gradient goes down in its own dtype. Later ones are added to it on HOST by the worker, in
-the order in which autograd fired, and in fp32 where the parameter has an fp32 master: its bucket's
-gradients are *wide* then. Norms are torch's, of whole tensors: a single gradient's is taken on the
-device as it leaves, a sum's on HOST after the last addition. The factors of a clip and of loss
-scaling pend until the update applies them; a reader before that sees them applied.
+A first gradient goes down in its own dtype. The worker adds later ones on HOST, in the order in
+which autograd fired, and in fp32 if the parameter has an fp32 master: its bucket's gradients are
+*wide* then. Norms are torch's, of whole tensors: a single gradient's is taken on the device as it
+leaves, a sum's on HOST after the last addition. The factors of a clip and of loss scaling pend
+until the update applies them; a reader before that sees them applied.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class LossScaling(NamedTuple):
     """How the losses of backward passes are scaled."""
 
     unscale: float = 1.0
-    """1 / loss scale of the pass under way."""
+    """1 / loss scale of the running pass."""
     is_required: bool = False
     """Whether every pass has to be scaled (precision="fp16")."""
     is_under_way: bool = False
-    """Whether a pass whose loss was scaled is under way."""
+    """Whether a pass with a scaled loss is running."""
 
 
 class GradStore:
@@ -74,7 +74,7 @@ class GradStore:
         self.homes = GradHomes(store, layout, device)
         self.early = EarlyReads(enabled=early)
         self.place = device.torch_device
-        self.norm_ord: float | None = None  # what is asked for every step is taken as they leave
+        self.norm_ord: float | None = None  # the norm in use, taken as gradients leave
         self.scaling = LossScaling()
         self._params = params
         self._layout = layout
@@ -83,7 +83,7 @@ class GradStore:
         self.jobs = self._sums.jobs
         self._references = References()
         self._pending: dict[int, None] = {}
-        self._leased: set[int] = set()  # gradients that the user's code holds
+        self._leased: set[int] = set()  # gradients held by the user's code
         self._slots: dict[int, weakref.ref[GradSlot]] = {}
         self._updates: dict[int, Job] = {}  # bucket -> the update that still reads its gradients
         self._has_added = False  # whether gradients were added since the last step
@@ -91,10 +91,10 @@ class GradStore:
     # -- on their way down -----------------------------------------------------------------------
 
     def arriving(self, index: int) -> None:
-        """Before autograd accumulates: what it adds to must not be a 2-byte sum.
+        """Before autograd accumulates: flush a pending gradient, to avoid a 2-byte sum.
 
         A parameter fires twice before an event of ours in a pass inside a pass (a reentrant
-        checkpoint), or where the pass before failed.
+        checkpoint), or after a failed pass.
         """
         if index in self._pending:
             self.flush_pending()
@@ -112,12 +112,12 @@ class GradStore:
         self._pending[index] = None
 
     def flush_pending(self) -> None:
-        """Start the way home of every gradient that has arrived."""
+        """Start to flush every gradient that has arrived."""
         if self._pending:
             pending, self._pending = self._pending, {}
             indices = list(dict.fromkeys((*pending, *self._leased)))
             self._leased.clear()
-            # Siblings made in one piece (the halves of a concatenation) hold each other's storage.
+            # Siblings made in one piece (halves of a concatenation) share a storage.
             storages = [self._storage(index) for index in indices]
             siblings = Counter(storages)
             held = [
@@ -125,7 +125,7 @@ class GradStore:
                 and self._references.is_held(self._params[index], storage, siblings[storage])
                 for index, storage in zip(indices, storages, strict=True)
             ]
-            with host_work():  # what is made here is made on HOST
+            with host_work():  # allocations here are on HOST
                 for index, is_held in zip(indices, held, strict=True):
                     self._flush(index, held=is_held)
         self.ring.poll()
@@ -147,7 +147,7 @@ class GradStore:
         elif grad.requires_grad or grad.layout is not torch.strided:
             if self.scaling.is_required and grad.requires_grad:
                 raise scaled_graph(self._layout.home[index][1].spec.name)
-            return  # a graph hangs on it (create_graph): the step takes a copy
+            return  # it has a graph (create_graph): the step takes a copy
         elif held and not self.scaling.is_required:
             self._leased.add(index)
             return  # [Note: gradient leases]
@@ -158,14 +158,14 @@ class GradStore:
         set_grad(param, LazyGrad(slot, spec.shape, spec.stride, spec.dtype, self.place))
 
     def take_plain(self) -> None:
-        """Take the gradients that a user put there: a scaled backward pass must not add to them."""
+        """Flush gradients set by the user: a scaled backward pass must not add to them."""
         for index, param in enumerate(self._params):
             grad = get_grad(param)
             if grad is not None and not isinstance(grad, LazyGrad):
                 self._flush(index, held=True, scaled=False)
 
     def accumulate(self, slot: GradSlot, grad: torch.Tensor) -> None:
-        """Add one more gradient of autograd's, on HOST where the worker may do it."""
+        """Add one more gradient of autograd's, on HOST if the worker may do it."""
         segment, unscale = slot.segment, self.scaling.unscale
         master, dtype = self.homes.has_master(segment), segment.spec.dtype
         self.early.check_addend(*self._layout.home[segment.index])
@@ -191,20 +191,20 @@ class GradStore:
         bucket_id, segment = self._layout.home[index]
         bucket = self._layout.buckets[bucket_id]
         assert_dense(grad, segment.spec.name)
-        # 1. a holder of the last gradient of this parameter keeps its numbers
+        # 1. keep the numbers of this parameter's last gradient for its holder
         old = self._slot(segment)
         if old is not None:
             old.keep()
         if bucket_id in self._updates:
             self._updates[bucket_id].wait()
             del self._updates[bucket_id]
-        # 2. bring it into the home's geometry, which is the parameter's own
+        # 2. bring it into the home's geometry, the parameter's own
         exact = grad.dtype is torch.float32 and bucket.has_master
         grad = shaped(segment, grad, torch.float32 if exact else segment.spec.dtype)
         if exact:
             self.widen(segment)
         home = self.homes.make(bucket, wide=exact)
-        # 3. queue the way down after the compute that made it, and its norm
+        # 3. take its norm, and queue the way down after the compute that made it
         slot = GradSlot(self, segment, home)
         self._slots[index] = weakref.ref(slot)
         slot.factors = Factors(self.scaling.unscale if scaled else 1.0)
@@ -212,7 +212,7 @@ class GradStore:
             norm = whole_norm(grad, self.norm_ord, in_fp32=bucket.has_master)
             slot.norm = GradNorm(self.norm_ord, norm)
         converts = home.item_dtype is not grad.dtype
-        if converts or not home.stays:  # what lies on disk is written by jobs
+        if converts or not home.stays:  # jobs write to disk
             unscale = slot.factors.unscale if converts else 1.0
             if converts:
                 slot.unscale_stored()
@@ -242,7 +242,7 @@ class GradStore:
         self.homes.store.drop(GRAD, bucket.id)
 
     def _slot(self, segment: Segment) -> GradSlot | None:
-        """Return the gradient that was taken home last, while anyone refers to it."""
+        """Return the gradient taken home last, while references to it exist."""
         found = self._slots.get(segment.index)
         return None if found is None else found()
 
@@ -252,8 +252,7 @@ class GradStore:
     # -- updates before the step (see [Note: early updates]) -------------------------------------
 
     def landed(self, bucket: Bucket) -> list[GradSlot] | None:
-        """Return all gradients of a bucket, where each came in this step and is at home as it came;
-        None where one is missing, is under way or was changed."""
+        """Return a bucket's gradients if all came in this step, home and unchanged; else None."""
         trained = [s for s in bucket.segments if self._params[s.index].requires_grad]
         slots = [slot for segment in trained if (slot := self._shown(segment)) is not None]
         ready = len(slots) == len(trained) and all(
@@ -262,27 +261,27 @@ class GradStore:
         return slots if ready else None
 
     def _shown(self, segment: Segment) -> GradSlot | None:
-        """Return the gradient that ``p.grad`` shows, where it is the one taken home last."""
+        """Return the gradient that ``p.grad`` shows, if it is the one taken home last."""
         grad = get_grad(self._params[segment.index])
         if isinstance(grad, LazyGrad) and grad.slot is self._slot(segment):
             return grad.slot
         return None
 
     def is_as_lent(self, slot: GradSlot) -> bool:
-        """Whether ``p.grad`` is still the gradient that an update was lent, and unchanged."""
+        """Whether ``p.grad`` is still the gradient lent to an update, and unchanged."""
         return self._shown(slot.segment) is slot and not slot.is_changed
 
     # -- at the end of a step --------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Bring every gradient home: what is held outside is copied, what is added has been."""
+        """Wait for every copy home; expect sums in the next step if this one had any."""
         self.ring.finish()
         self.homes.expects_sums, self._has_added = self._has_added, False
 
     def closed(self, index: int) -> GradSlot | None:
         """Return a gradient with its bytes at home, factors pending; None when there is none.
 
-        The home is kept for as long as the slot is.
+        The home is kept as long as the slot.
         """
         grad = get_grad(self._params[index])
         if grad is None:
@@ -297,7 +296,7 @@ class GradStore:
         return slot
 
     def norms(self) -> list[float]:
-        """Return the 2-norm of every gradient there is; waits for the device once."""
+        """Return the 2-norm of every gradient; waits for the device once."""
         grads = [g for g in map(get_grad, self._params) if g is not None]
         wide = (g if isinstance(g, LazyGrad) else g.float() for g in grads)
         norms = [torch.linalg.vector_norm(grad, 2.0) for grad in wide]
@@ -310,7 +309,7 @@ class GradStore:
         return [job for job in jobs if job is not None and not job.done]
 
     def lend(self, bucket: Bucket, job: Job, written: Iterable[int]) -> None:
-        """An update reads a bucket's gradients; to the ``written`` ones it applies the factors."""
+        """Let an update read a bucket's gradients; it applies factors to the ``written`` ones."""
         self._updates[bucket.id] = job
         for slot in self._slots_in(bucket):
             slot.lend(job)
@@ -318,7 +317,7 @@ class GradStore:
                 slot.factors, slot.norm = NONE, None
 
     def release(self, bucket: Bucket) -> None:
-        """Give a bucket's gradient home back when no gradient is in it any more."""
+        """Free a bucket's gradient home once no gradient is in it."""
         job = self._updates.get(bucket.id)
         if job is not None and not job.done:
             return
@@ -336,7 +335,7 @@ class GradStore:
                 slot.abandon()
 
     def reset(self) -> None:
-        """Forget arrivals and finish what is under way (after an error, or at the end)."""
+        """Forget arrivals and finish transfers (after an error, or at the end)."""
         self._pending.clear()
         self.ring.close()
 

@@ -1,4 +1,4 @@
-"""Gradients that jobs on HOST write home, or add to what is there (floor 2)."""
+"""Jobs on HOST that write gradients home, or add them there (floor 2)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hetero.train.gradients.slot import GradNorm, GradSlot, GradState, whole_nor
 
 @dataclass(slots=True)
 class Addition:
-    """Work of one job: a piece of a gradient, and the element of the parameter that it begins at.
+    """Work of one job: a piece of a gradient, which begins at the parameter's element ``start``.
 
-    A disk may fail between two runs of it; the rest is tried again later.
+    A disk may fail between two runs; the rest is tried again later.
     """
 
     homes: GradHomes
@@ -26,10 +26,10 @@ class Addition:
     piece: torch.Tensor
     start: int
     first: bool
-    """Whether it is written, and not added to what is at home."""
+    """Whether it is written, and not added."""
     unscale: float
     norm_ord: float | None
-    """Of the norm that is taken of the whole sum after its last piece."""
+    """Of the norm of the whole sum, taken after its last piece."""
     n_threads: int
     done: int = 0
 
@@ -51,7 +51,7 @@ class Addition:
 
 
 class GradSums:
-    """Adds gradients at home in the order in which they came, a job a piece."""
+    """Adds gradients at home in order of arrival, a job a piece."""
 
     def __init__(self, homes: GradHomes, ring: GradRing, worker: Worker) -> None:
         self.jobs: dict[int, Job] = {}
@@ -83,10 +83,10 @@ class GradSums:
 
         bucket = self._homes.layout.bucket(slot.segment)
         n_jobs = self._ring.hand(row(grad), consume, bucket=bucket.id)
-        slot.n_flying += n_jobs  # some of them have come already
+        slot.n_flying += n_jobs  # some of them have run already
 
 
 def _same_threads(n_threads: int) -> None:
-    """Let torch use as many threads here as it does there: a norm's bits depend on it."""
+    """Let torch use as many threads as in the submitting thread: a norm's bits depend on it."""
     if torch.get_num_threads() != n_threads:
         torch.set_num_threads(n_threads)

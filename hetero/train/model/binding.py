@@ -1,7 +1,7 @@
 """Binding parameters to frames: the only place that assigns ``param.data`` (floor 2).
 
 A bound parameter is a view into its replica. An unbound one is a single NaN, expanded to the
-parameter's shape, under a class whose ``__torch_function__`` faults the bytes in (fault.py). The
+parameter's shape, under a class whose ``__torch_function__`` faults the bytes in (faults.py). The
 class follows the binding, not residency, so nothing outside an access reads a frame.
 """
 
@@ -17,7 +17,7 @@ from hetero.internals import version_of, without_torch_function
 from hetero.memory.layout import Layout
 from hetero.memory.replica import Replica
 
-_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # typed as what it gives
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # typed as its value
 without_faults = without_torch_function
 
 
@@ -31,7 +31,7 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 class Binding:
-    """The parameters of one model, by bucket, and how each stands: bound, or a placeholder."""
+    """The parameters of one model, by bucket, each bound or a placeholder."""
 
     def __init__(
         self,
@@ -94,7 +94,6 @@ class Binding:
         return found
 
     def count(self, bucket: int) -> int:
-        """Return how many parameters a bucket has."""
         return len(self._of_bucket[bucket])
 
     def _tampered(self, bucket: int, position: int) -> StateError:
@@ -111,7 +110,7 @@ class Binding:
         )
 
     def page_all(self) -> None:
-        """Make all plain parameters unbound ones, for the first time; homes hold their values."""
+        """Make all plain parameters unbound, for the first time; homes hold their values."""
         for param, empty in zip(self.params, self._placeholders, strict=True):
             _set_data(param, empty)
             param.__class__ = self._classes[0]
@@ -119,14 +118,14 @@ class Binding:
 
 def point(param: nn.Parameter, value: torch.Tensor) -> None:
     """Point a plain parameter at ``value``, which holds its numbers."""
-    if param.is_meta:  # its data cannot become another device's, but the whole tensor can
+    if param.is_meta:  # its data cannot change device, but the whole tensor can
         torch.utils.swap_tensors(param, nn.Parameter(value, param.requires_grad))
         return
     _set_data(param, value)
 
 
 def empty(param: nn.Parameter, dtype: torch.dtype) -> None:
-    """Make a parameter that had no memory one without memory again."""
+    """Make a parameter that came on meta plain, and put it back there."""
     param.__class__ = nn.Parameter
     if not param.is_meta:
         blank = torch.empty_like(param, dtype=dtype, device="meta")
@@ -134,7 +133,7 @@ def empty(param: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def plain(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Make a parameter a plain one, whatever it was, with ``value`` as its data."""
+    """Make any parameter plain, with ``value`` as its data."""
     param.__class__ = nn.Parameter
     _set_data(param, value)
 

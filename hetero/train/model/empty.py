@@ -17,7 +17,7 @@ from hetero.internals import make_subclass
 
 PATCHING = threading.Lock()
 FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
-PLACE = "hetero_place"  # on an empty parameter that knows where its value is
+PLACE = "hetero_place"  # attribute of an empty parameter: the place of its value
 
 
 class FilePlace(NamedTuple):
@@ -28,12 +28,12 @@ class FilePlace(NamedTuple):
 
 
 def promise(param: nn.Parameter, place: FilePlace) -> None:
-    """Let an empty parameter know where its value is, for `prepare`."""
+    """Note on an empty parameter where its value is, for `prepare`."""
     setattr(param, PLACE, place)
 
 
 def promised(param: nn.Parameter) -> FilePlace | None:
-    """Return where an empty parameter's value is; None where that is unknown."""
+    """Return where an empty parameter's value is; None if unknown."""
     place: FilePlace | None = getattr(param, PLACE, None) if param.is_meta else None
     return place
 
@@ -51,20 +51,20 @@ def empty_parameters() -> Iterator[None]:
 
 
 class Build:
-    """One open context: who builds in it, and what became of the parameters."""
+    """One open context: its thread, and the parameters that it replaced."""
 
     def __init__(self) -> None:
         self.open = True
         self.before: Callable[..., None] = nn.Module.register_parameter
         self._thread = threading.get_ident()
-        # by identity, so that a parameter that is registered twice stays one
+        # by identity: a parameter registered twice stays one
         self._known: Any = WeakIdKeyDictionary()
 
     def patch(self) -> None:
-        """Put ourselves before `nn.Module.register_parameter`."""
+        """Wrap `nn.Module.register_parameter`."""
         with PATCHING:
             self.before = before = nn.Module.register_parameter
-            if outer := self._outer(before):  # the same build: ties reach across
+            if outer := self._outer(before):  # the same build: parameters stay tied across both
                 self._known = outer._known
 
             @functools.wraps(before)
@@ -75,14 +75,14 @@ class Build:
             nn.Module.register_parameter = register_parameter  # type: ignore[assignment, method-assign]
 
     def undo(self) -> None:
-        """Let go; threads that overlap close in any order, so the last one takes all away."""
+        """Close; overlapping threads close in any order, so the last one removes all wrappers."""
         self.open = False
         with PATCHING:
             while (top := _build_of(nn.Module.register_parameter)) and not top.open:
                 nn.Module.register_parameter = top.before  # type: ignore[method-assign]
 
     def emptied(self, param: Any) -> Any:
-        """Return the meta parameter that stands for ``param``, or what it is where none can."""
+        """Return the meta parameter in place of ``param``, or ``param`` if it is not replaced."""
         if not self.open or threading.get_ident() != self._thread or not _holds_memory(param):
             return param
         if param not in self._known:
@@ -99,7 +99,7 @@ def _build_of(function: Callable[..., None]) -> Build | None:
 
 
 def _holds_memory(param: Any) -> bool:
-    """Whether a value is a plain dense parameter off meta; prepared ones are somebody's already."""
+    """Whether a value is a plain dense parameter off meta, and not of a prepared model."""
     return (
         isinstance(param, nn.Parameter)
         and not isinstance(param, nn.parameter.UninitializedParameter)
@@ -120,9 +120,9 @@ def _on_meta(param: nn.Parameter) -> nn.Parameter:
 
 
 class BeyondMemory(TorchFunctionMode):
-    """Makes a new tensor on meta where the machine has not even the address space for it.
+    """Makes a new tensor on meta if the machine lacks the address space for it.
 
-    Only a parameter is ever that large, and it would go to meta when it is registered.
+    Only a parameter is that large, and it would go to meta when registered.
     """
 
     def __torch_function__(

@@ -1,8 +1,8 @@
-"""The fault table: what an access to an unbound parameter does (floor 2).
+"""The fault table: the effects of access to an unbound parameter (floor 2).
 
-Metadata never fetches. ``grad`` reaches the gradient and never the weight. What would detach the
-parameter from its home is refused. Everything else pins the bytes and tries again; by then the
-class is that of a bound parameter, whose ``__torch_function__`` is switched off.
+Metadata never fetches. ``grad`` reaches the gradient and never the weight. Detaching the parameter
+from its home is refused. Any other access pins the bytes and runs again; by then the class is that
+of a bound parameter, whose ``__torch_function__`` is switched off.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TRACING = (
 
 
 class Faults(Protocol):
-    """What the classes ask of the runtime they belong to."""
+    """The runtime, as its parameter classes call it."""
 
     def fault(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -49,7 +49,7 @@ class Faults(Protocol):
         """Pin every unbound parameter among the arguments and call ``func``."""
 
     def alias(self, param: nn.Parameter) -> torch.Tensor:
-        """Return ``param.data`` of a bound parameter, noting that it was shown."""
+        """Return ``param.data`` of a bound parameter, noting that it is exposed."""
 
     def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Carry out ``param.data = value``."""
@@ -124,7 +124,7 @@ _METHODS = [
 
 
 def metadata_functions() -> frozenset[Any]:
-    """Return every function that concerns a parameter but not its bytes."""
+    """Return every function that needs a parameter but not its bytes."""
     found: set[Any] = {torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed}
     for name in _PROPERTIES:
         descriptor = getattr(T, name, None)
@@ -148,7 +148,7 @@ def _refuse_to_leave(param: PreparedParameter, *_: Any, **__: Any) -> NoReturn:
 
 
 class PreparedParameter(nn.Parameter):
-    """A parameter of a prepared model, bound or not: what it may not do."""
+    """A parameter of a prepared model, bound or not, with the operations it refuses."""
 
     hetero_runtime: Faults
 
@@ -169,14 +169,14 @@ class PreparedParameter(nn.Parameter):
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and args[0] is self and not kwargs:
-            return self  # a parametrization without a right inverse sets what it wraps to itself
+            return self  # a parametrization without a right inverse sets its original to itself
         return _refuse_to_leave(self)
 
     resize_ = resize_as_ = share_memory_ = _refuse_to_leave
 
 
 class BoundParameter(PreparedParameter):
-    """A parameter whose ``data`` lies in a frame that is held."""
+    """A parameter whose ``data`` lies in a pinned frame."""
 
     __torch_function__ = no_torch_function
 
@@ -190,7 +190,7 @@ class BoundParameter(PreparedParameter):
 
 
 class UnboundParameter(PreparedParameter):
-    """A parameter whose bytes are fetched when something needs them."""
+    """A parameter whose bytes are fetched when needed."""
 
     hetero_paged = True
 
@@ -223,8 +223,8 @@ class UnboundParameter(PreparedParameter):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Never called; a class that has it is not traced by torch.compile, which would guard
-        the placeholder's geometry: the graph breaks where an unbound parameter comes in."""
+        """Never called. Its presence keeps torch.compile from tracing the class and guarding the
+        placeholder's geometry: the graph breaks at an unbound parameter."""
         return func(*args, **(kwargs or {}))
 
 
@@ -241,7 +241,7 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
 
 
 def _shown(param: nn.Parameter) -> str:
-    """Return what a bound parameter looks like in torch."""
+    """Return torch's repr of a bound parameter."""
     with without_faults():
         return repr(nn.Parameter(_get_data(param), param.requires_grad))
 
@@ -254,13 +254,12 @@ def _copied(param: nn.Parameter) -> nn.Parameter:
 
 
 def read_data(param: nn.Parameter) -> torch.Tensor:
-    """Return the plain ``data`` of a bound parameter."""
     data: torch.Tensor = _get_data(param)
     return data
 
 
 def refuse_transforms() -> None:
-    """Raise StateError inside of what does not see paged parameters: transforms and tracers."""
+    """Raise StateError inside transforms and tracers, which do not see paged parameters."""
     if functorch_level() is not None:
         raise StateError(FUNCTORCH[0], advice=FUNCTORCH[1])
     traces_real = get_proxy_mode() is not None and not is_faking()  # torch.export's are fake
@@ -270,7 +269,7 @@ def refuse_transforms() -> None:
 
 @functools.cache
 def guard_compiler() -> None:
-    """Make compiled functions break their graph where they touch an unbound parameter."""
+    """Make compiled functions break their graph at an unbound parameter."""
     break_graphs_at(__name__)
 
 
@@ -305,4 +304,4 @@ GUARDS: tuple[Replacement, ...] = (
     SCRIPT_CALL.replaced(_for_scripts),
     *(place.replaced(_for_transforms) for place in WRAPPERS),
 )
-"""What torch has to do otherwise while parameters are pages."""
+"""Replaced functions of torch while parameters are pages."""

@@ -1,9 +1,10 @@
-"""What autograd's graphs and passes look like from outside (floor 2).
+"""Inspecting autograd's graphs (floor 2).
 
 [Note: out of gc's sight]  A graph holds parameters where gc does not look, and a module may hold a
-graph: it has kept an output. So a parameter, its class, the runtime and all that it leads to lead
-to no module; else such a model would keep itself, with its files and threads. They call the engine
-through weak references, and do without it where only parameters or a graph are left of a model.
+graph through an output that it has kept. So a parameter, its class, the runtime and all that it
+refers to must not refer to a module; else such a model would keep itself alive, with its files and
+threads. They call the engine through weak references, and do without it once only parameters or a
+graph of the model are left.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ R = TypeVar("R")
 
 
 class OurHook:
-    """A hook on a parameter that is ours: it changes no gradient, and may be called again."""
+    """Our hook on a parameter: it changes no gradient, and may be called again."""
 
 
 def users_hooks(param: torch.Tensor) -> list[Any]:
@@ -28,7 +29,7 @@ def users_hooks(param: torch.Tensor) -> list[Any]:
 
 
 def leaves_of(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the leaves that gradients of tensors flow to, nearest branches first."""
+    """Yield the leaves that gradients of ``outputs`` flow to, nearest branches first."""
     seen: set[Any] = set()
     stack: list[Any] = [output.grad_fn for output in outputs]
     while stack:
@@ -48,10 +49,8 @@ def versions(values: Sequence[Any]) -> list[int]:
 
 
 def unless_gone(method: Callable[..., R], otherwise: R) -> Callable[..., R]:
-    """Return a call of a method that does not keep its object, see [Note: out of gc's sight].
-
-    It returns ``otherwise`` once the object is gone.
-    """
+    """Return a weak call of a method: ``otherwise`` once its object is gone, see
+    [Note: out of gc's sight]."""
     found = weakref.WeakMethod(method)
 
     def call(*args: Any) -> R:

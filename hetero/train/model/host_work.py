@@ -11,7 +11,7 @@ _NOTHING = nullcontext()
 
 
 def host_work() -> AbstractContextManager[Any]:
-    """Let operations on HOST inside a block count for nothing: modes that watch look away."""
+    """Hide a block's operations on HOST from modes that count."""
     if current_mode() is None:
         return _NOTHING
     manager: AbstractContextManager[Any] = without_modes()

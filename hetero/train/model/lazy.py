@@ -1,4 +1,4 @@
-"""Tensors that are at home elsewhere, and fetched when an operation uses them (floor 2)."""
+"""Tensors whose bytes are elsewhere, and fetched when an operation uses them (floor 2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 
 
 class LazySlot(Protocol):
-    """Where the bytes of a lazy tensor are; all tensors are on the lazy tensor's device."""
+    """Access to the bytes of a lazy tensor, as tensors on its device."""
 
     def read(self) -> torch.Tensor:
         """Return the value for one operation that does not write."""
@@ -25,10 +25,10 @@ class LazySlot(Protocol):
         """Return the value for one operation that writes it."""
 
     def store(self, written: torch.Tensor) -> None:
-        """Write back what an operation left in the tensor that `exact` gave."""
+        """Write back the tensor of `exact` after an operation has written it."""
 
     def keep(self) -> torch.Tensor:
-        """Return a tensor that aliases may refer to: what is written to them counts."""
+        """Return a tensor that may be aliased: writes through aliases count."""
 
 
 class Lazy(torch.Tensor):
@@ -101,7 +101,7 @@ class Lazy(torch.Tensor):
 
 
 def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run one operation on fetched tensors and write back what it changed."""
+    """Run one operation on fetched tensors and write back its changes."""
     views = any(
         r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
     )
@@ -125,7 +125,7 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
     }
     flags = list(places.values())
-    # what is written comes first: a read of the same tensor must see that very one
+    # written arguments first: a read of the same tensor must get the same fetched one
     args = [tree_map(write, a) if flags[i] else a for i, a in enumerate(args)]
     named = {k: tree_map(write, v) if places.get(k) else v for k, v in kwargs.items()}
     out = func(*tree_map(read, args), **tree_map(read, named))
@@ -137,10 +137,9 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class HomeSlot:
-    """A tensor that is at home on disk, or in code: read, and written back, as a whole.
+    """A tensor whose home is on disk or encoded: read and written back as a whole.
 
-    ``keep`` gives an alias of the copy that stands for it (see [Note: copies that are shown] in
-    home.py).
+    ``keep`` returns an alias of the home's copy (see [Note: copies that are shown] in home.py).
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class HomeSlot:
         keep: Callable[[], torch.Tensor],
         write: Callable[[torch.Tensor], None],
     ) -> None:
-        self.view = view  # which part of a home it is
+        self.view = view  # its part of the home
         self.read = read
         self.exact = read
         self.keep = keep
@@ -159,14 +158,13 @@ class HomeSlot:
 
 
 class ShownTensor(Lazy):
-    """A parameter or a state, in a state dict, that is read, or decoded, when it is used."""
+    """A parameter or a state in a state dict, read or decoded when used."""
 
     slot: HomeSlot
 
 
 def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
-    """Return a home's part for a state dict: its own tensor where it shows the value, else one that
-    reads itself."""
+    """Return a segment for a state dict: the home's tensor if it shows the value, else lazy."""
     view = home.view(segment)
     if home.shows:
         return view
@@ -187,12 +185,12 @@ def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
 
 
 def shown(slot: HomeSlot, segment: Segment) -> Lazy:
-    """Return a tensor of a slot, with the geometry of its segment."""
+    """Return a slot's lazy tensor, with the geometry of its segment."""
     spec, view = segment.spec, slot.view
     return ShownTensor(slot, spec.shape, spec.stride, view.dtype, view.device)
 
 
 def is_handle(value: torch.Tensor, home: Home, segment: Segment) -> bool:
-    """Whether a tensor is what `handle` returns of a home's part, and not a copy of it."""
+    """Whether a tensor is the one that `handle` returns for a segment, and not a copy of it."""
     view = home.view(segment)
     return value is view or (isinstance(value, ShownTensor) and value.slot.view is view)

@@ -1,4 +1,4 @@
-"""Finding the units of a model: what is fetched as a whole (floor 2)."""
+"""Finding the units of a model: modules that are fetched as a whole (floor 2)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 from hetero.errors import ConfigError
 
 MARK = "_hetero_engine"  # on a prepared model
-PART = "_hetero_part"  # on every module of one: how many it is part of
+PART = "_hetero_part"  # on every module of prepared models: how many have it
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """A module whose parameters are fetched together; ``module`` is None for parameters that
-    belong to a container and are fetched when they are touched."""
+    """A module whose parameters are fetched together; ``module`` is None for a container's own
+    parameters, which are fetched when touched."""
 
     name: str
     module: nn.Module | None
@@ -30,7 +30,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
 
     The repeated blocks of ModuleLists and Sequentials are units, then each remaining subtree.
     ``patterns`` (module names or globs) overrides that; parameters outside every named module are
-    fetched when they are touched.
+    fetched when touched.
     """
     if patterns is not None:
         return named_units(model, patterns)
@@ -59,7 +59,7 @@ def inside(name: str, outer: str) -> bool:
 
 
 def makes_anew(module: nn.Module) -> bool:
-    """Whether a module has other parameters whenever it is listed; see [Note: made anew]."""
+    """Whether listing a module's parameters makes new ones each time; see [Note: made anew]."""
     first = list(module.parameters())
     return any(one is not other for one, other in zip(first, module.parameters(), strict=True))
 
@@ -69,7 +69,7 @@ def has_params(module: nn.Module) -> bool:
 
 
 def repeated(parent: nn.Module) -> set[type]:
-    """Return the classes that stand at least twice among a list's children with parameters."""
+    """Return the classes that appear at least twice among a list's children with parameters."""
     if not isinstance(parent, LISTS):
         return set()
     counts = Counter(type(child) for child in parent.children() if has_params(child))
@@ -96,7 +96,7 @@ def split(module: nn.Module, name: str) -> Iterator[Unit]:
 
 
 def unique(units: Iterator[Unit]) -> Iterator[Unit]:
-    """Drop second appearances of a module that stands in several places."""
+    """Drop second appearances of a module."""
     seen: set[int] = set()
     for unit in units:
         if id(unit.module) not in seen:
@@ -134,7 +134,7 @@ def assign(model: nn.Module, units: list[Unit]) -> tuple[list[Unit], dict[str, i
 def _unit_at(
     name: str, by_name: dict[str, int], of_module: dict[int, int], modules: dict[str, nn.Module]
 ) -> int:
-    """Return the unit whose module stands at a name, also under its second name; else -1."""
+    """Return the unit whose module has a name, also as its second one; else -1."""
     found = by_name.get(name)
     return found if found is not None else of_module.get(id(modules[name]), -1)
 
