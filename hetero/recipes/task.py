@@ -81,7 +81,7 @@ def count(batch: Batch) -> int:
 
 
 def demo(options: TrainOptions) -> Task:
-    """Return a byte-level GPT, drawn from the global generator seeded afresh, with its bytes."""
+    """Return a byte-level GPT with its bytes, drawn from the global generator, seeded afresh."""
     if options.task != "pretrain" or options.lora_rank is not None or options.tokenizer:
         raise ConfigError(
             "gpt learns bytes as they are: it takes no sft, adapters or tokenizer",
