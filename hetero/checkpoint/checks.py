@@ -117,10 +117,7 @@ def check_rng(engine: Engine, rng: Mapping[str, Any]) -> None:
 
 
 def check_values(engine: Engine, saved: SavedValues) -> None:
-    """Raise one of `WRONG` for values that an optimizer or a loss scaler would not have saved.
-
-    They would fail in the middle of a step.
-    """
+    """Raise one of `WRONG` for values that an optimizer or a loss scaler would not have saved."""
     if engine.scaler is not None and saved.scaler is not None:
         LossScaler().load_state_dict(saved.scaler)
     if engine.optimizer is None:
@@ -137,10 +134,7 @@ def check_values(engine: Engine, saved: SavedValues) -> None:
 
 
 def check_schedule(engine: Engine, scheduler: HasState | None, saved: Any) -> None:
-    """Raise one of `WRONG` for a state that a scheduler takes, but fails on at its next step.
-
-    A copy of the scheduler makes that step, with a copy of the groups.
-    """
+    """Raise one of `WRONG` for a scheduler's state if a copy of the scheduler fails to step."""
     if not isinstance(scheduler, LRScheduler):
         return
     if not alike(scheduler.state_dict(), saved):
@@ -189,7 +183,6 @@ def value_shape(value: Any) -> tuple[int, ...] | None:
 
 
 def name_of(entry: SavedTensor) -> Name:
-    """Return the name of an entry's tensor."""
     return Name(entry.kind, entry.name, entry.key)
 
 
@@ -209,7 +202,6 @@ class Values:
         self._taken: set[int] = set()
 
     def take(self, path: str) -> torch.Tensor:
-        """Return the tensor saved under a path."""
         reader, number = self._reader, self._reader.find("extra", path)
         if number is None or number in self._taken:
             problem = "that is not there" if number is None else "twice"

@@ -31,8 +31,6 @@ TRIES = 8  # names tried for one attempt: each fails only if a sweep comes at th
 
 
 class CheckpointName(NamedTuple):
-    """A directory with a checkpoint's name."""
-
     step: int
     name: str
 
@@ -176,10 +174,7 @@ def hide(root: Folder, name: str) -> str:
 
 
 def remove(root: Folder, name: str, folder: Folder) -> None:
-    """Remove a save's files from an unfinished checkpoint, and then the directory, if empty.
-
-    It opens nothing, so it works when a process has no descriptor left.
-    """
+    """Remove a save's files, and the directory if empty, without opening any descriptor."""
     for ours in OURS:
         try:
             folder.unlink(ours)
@@ -190,10 +185,7 @@ def remove(root: Folder, name: str, folder: Folder) -> None:
 
 
 def sweep(root: Folder) -> None:
-    """Remove the remains of this user's killed saves in ``root``. [Note: live attempts]
-
-    Raises StorageError only if the directory's sync fails.
-    """
+    """Remove this user's killed saves; raises only if the sync fails. [Note: live attempts]"""
     left = []
     for found in named(root):
         if found.unfinished:

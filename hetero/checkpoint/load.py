@@ -194,15 +194,11 @@ def adapted(model: nn.Module, reader: CheckpointReader) -> set[str] | None:
 
 
 def overrides(module: nn.Module, method: str) -> bool:
-    """Whether a module's class overrides a method of `nn.Module`."""
     return getattr(type(module), method) is not getattr(nn.Module, method)
 
 
 def adapt(engine: Engine, reader: CheckpointReader) -> None:
-    """Let the model's own methods load the buffers; they see its parameters, loaded already.
-
-    Raises CheckpointMismatch if they leave a buffer with another shape.
-    """
+    """Let the model's own methods load the buffers; CheckpointMismatch if a shape differs then."""
     numbered = enumerate(reader.entries)
     buffers = {e.name: tensor_at(reader, n) for n, e in numbered if e.kind == "buffer"}
     model = engine.setup.model

@@ -110,7 +110,6 @@ class CheckpointReader:
         return reader
 
     def find(self, kind: str, name: str, key: str = "") -> int | None:
-        """Return the number of an entry, or None."""
         return self._numbers.get((kind, name, key))
 
     def read(self, entry: int, start: int, into: memoryview) -> None:

@@ -49,10 +49,7 @@ class HasState(Protocol):
 
 
 class Save:
-    """A checkpoint that is written, or about to be; a path-like object.
-
-    ``step`` is its number and ``path`` its future directory.
-    """
+    """Checkpoint ``step``, written or about to be; a path-like of its future directory ``path``."""
 
     def __init__(self, step: int, path: Path, done: Future[Path]) -> None:
         self.step = step

@@ -93,10 +93,7 @@ class GatherBuffer:
         self._pieces: list[tuple[int, memoryview]] = []
 
     def add(self, offset: int, piece: memoryview) -> int:
-        """Copy bytes meant for ``offset`` of the file, or the first of them; returns how many.
-
-        Zeros pad them to a multiple of `ALIGN`.
-        """
+        """Copy bytes for ``offset`` of the file, padded, or the first of them; returns how many."""
         room = self.buffer[self._used : self._used + align_up(len(piece))]
         n_bytes = min(len(room), len(piece))
         copy(room[:n_bytes], piece[:n_bytes])
@@ -197,10 +194,7 @@ class ShardWriter:
             raise afresh(self._failure)
 
     def _send(self, entry: int, start: int, piece: memoryview, writes: list[Future[None]]) -> None:
-        """Queue the write of a piece, and compute its CRCs meanwhile.
-
-        Adds the write to ``writes`` if it reads ``piece`` itself.
-        """
+        """Queue the write of a piece, or stage it, and compute its CRCs meanwhile."""
         first = self._blocks[entry] + start // BLOCK
         self._claim(entry, first, -(-len(piece) // BLOCK))
         offset = self._offsets[entry] + start
@@ -308,10 +302,7 @@ class ShardReader:
             )
 
     def read(self, entry: int, start: int, into: memoryview) -> None:
-        """Fill ``into`` with whole blocks of an entry; raises CheckpointCorrupt or StorageError.
-
-        After an error ``into`` is undefined.
-        """
+        """Fill ``into`` with whole blocks; raises CheckpointCorrupt or StorageError."""
         check_range(self._entries[entry], start, len(into))
         for at in range(0, len(into), PIECE):
             self._read(entry, start + at, into[at : at + PIECE])

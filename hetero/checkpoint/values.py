@@ -93,10 +93,7 @@ def _mapping(value: Mapping[Any, Any], path: str, keep: Keep, within: tuple[Any,
 
 
 def decode(value: Any, find: Find) -> Any:
-    """Invert `encode`; ``find(path)`` returns its tensors.
-
-    Raises CheckpointCorrupt for data that `encode` does not write.
-    """
+    """Invert `encode`, with tensors from ``find(path)``; CheckpointCorrupt for other data."""
     if isinstance(value, list):
         return [decode(item, find) for item in value]
     if not isinstance(value, dict):

@@ -117,10 +117,7 @@ class Writer:
         return Path(self._attempt.root.path) / self._attempt.final
 
     def abandon(self) -> None:
-        """Remove the attempt's files if possible; never raises.
-
-        No effect when called again, or after commit: a commit that fails abandons itself.
-        """
+        """Remove the attempt's files if possible, unless committed or removed; never raises."""
         with contextlib.suppress(CheckpointError):
             self._leave_open(SavePhase.ABANDONED)
             self._remove()

@@ -422,7 +422,6 @@ def is_in(thing: object, those: Iterable[object]) -> bool:
 
 
 def is_unprepared(thing: Any) -> bool:
-    """Whether something is an unprepared optimizer."""
     known = (AcceleratedOptimizer, Optimizer)
     return isinstance(thing, torch.optim.Optimizer) and not isinstance(thing, known)
 

@@ -15,7 +15,6 @@ from hetero.train.model.units import MARK
 
 
 def is_prepared(thing: Any) -> bool:
-    """Whether something is a prepared model."""
     return isinstance(thing, nn.Module) and MARK in thing.__dict__
 
 
@@ -31,10 +30,7 @@ def plain_again(model: nn.Module) -> None:
 
 
 def load_states(folder: str | Path, model: nn.Module, kinds: Collection[str] = KINDS) -> Any:
-    """Load a model and its optimizer; returns the save's ``extra``.
-
-    Generators are unchanged: the framework restores them from its own file, or not at all.
-    """
+    """Load a model and its optimizer but no generators; returns the save's ``extra``."""
     engine = engine_of(model)
     with same_generators(engine):
         return load_checkpoint(folder, model, engine.optimizer, kinds=kinds)

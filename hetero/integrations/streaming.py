@@ -37,8 +37,6 @@ Load = Callable[..., Any]
 
 
 class InFile(NamedTuple):
-    """A tensor of a file."""
-
     place: FilePlace
     shape: tuple[int, ...]
 

@@ -51,10 +51,7 @@ class JsonLines(GeneralTracker):  # type: ignore[misc]  # accelerate has no type
 def trackers(
     names: Sequence[str], folder: Path, config: Mapping[str, Any]
 ) -> Iterator[Callable[[Mapping[str, float], int], None]]:
-    """Open trackers by name; yields a function that logs the figures of a step to all.
-
-    Raises ConfigError if one is not installed.
-    """
+    """Open trackers by name (else ConfigError); yields a function that logs a step to all."""
     known = [str(getattr(each, "value", each)) for each in get_available_trackers()]
     missing = [name for name in names if name not in (*known, JsonLines.name)]
     if missing:

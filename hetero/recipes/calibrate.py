@@ -72,15 +72,12 @@ SYSTEM, SPEC = "sys", "spec"  # keys of sources
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRun:
-    """How a calibration went."""
-
     pace: Pace
     seconds: float
     cliff: Cliff | None = None
 
 
 def profile_of(facts: MachineFacts, readings: Readings, run: CalibrationRun) -> MachineProfile:
-    """Return the profile made of readings."""
     profile = MachineProfile(
         name=facts.name,
         kind="measured",
@@ -305,8 +302,6 @@ GROUPS: dict[str, Group] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateOptions:
-    """Options of a calibration."""
-
     pace: Pace = QUICK
     device: str | None = None
     output: Path | None = None
@@ -328,8 +323,6 @@ class FigureRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The result of a calibration."""
-
     path: str
     profile: MachineProfile
     problems: tuple[str, ...]

@@ -64,7 +64,6 @@ class Examination:
 
     @property
     def healthy(self) -> bool:
-        """Return whether nothing is red."""
         return all(check.level is not Level.RED for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:

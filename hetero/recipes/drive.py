@@ -67,7 +67,6 @@ def burn_in(path: Path, n_bytes: int, window_bytes: int = GIB) -> Cliff | None:
 
 
 def written(file: File, n_bytes: int) -> float:
-    """Return the rate of one write of a file."""
     file.reserve(n_bytes)
     return raw(file, PinUse.FRESH, N_THREADS, n_bytes)
 

@@ -24,10 +24,7 @@ KINDS = {  # of options whose field has too general a type
 
 
 def option(*names: Any) -> Callable[..., Any]:
-    """Return an option that is None when not given: names, type, text, and maybe a default.
-
-    The default is help text: the effect of leaving the option out.
-    """
+    """Return an option, None if not given: names, type, text, and maybe the default to show."""
     first = next(i for i, part in enumerate(names) if not str(part).startswith("--"))
     kind, text, *rest = names[first:]
     said = f"{text}  [default: {rest[0]}]" if rest else text

@@ -41,10 +41,7 @@ CALL = {"use_cache": False}  # training looks at every position once
 
 
 def language_task(options: TrainOptions, config: Config) -> Task:
-    """Return a causal language model with its data.
-
-    Raises ConfigError if the model, its tokenizer or the data cannot be used.
-    """
+    """Return a causal language model with its data; ConfigError if one cannot be used."""
     if options.model.startswith((".", "/", "~")) and not Path(options.model).is_dir():
         raise ConfigError(
             f"--model {options.model} is no directory", advice="name one, a preset or a Hub name"

@@ -300,7 +300,6 @@ def attentions(rig: Rig) -> Iterator[Probe]:
 
 
 def attention_work(on_cpu: bool, *, backward: bool) -> float:
-    """Return the operations of the timed attention."""
     batch, heads, tokens, width = CPU_ATTENTION if on_cpu else GPU_ATTENTION
     sizes = batch, heads, tokens, tokens, 2 * width
     return attention_flops(*sizes, causal=True, backward=backward)

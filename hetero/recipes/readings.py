@@ -18,15 +18,12 @@ Watch = Callable[[str, str, int, int], None]
 
 
 class Samples(NamedTuple):
-    """The samples of one probe."""
-
     key: str
     at: tuple[int, ...]
     samples: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """Return the median, to `DIGITS` digits."""
         return rounded(statistics.median(self.samples))
 
     @property

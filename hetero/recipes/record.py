@@ -28,7 +28,6 @@ class Recording:
         self.problem = ""
         """Why there is no report; empty if nothing failed."""
         self.steps = 0
-        """Recorded so far."""
         self._model = model
         self._open = ExitStack()
 

@@ -74,7 +74,6 @@ class Progress:
         return len(self.losses)
 
     def saved(self) -> dict[str, Any]:
-        """Return the fields for a checkpoint."""
         found = {name: getattr(self, name) for name in ("losses", "seconds", "tokens")}
         return {**found, "evaluations": [tuple(each) for each in self.evaluations]}
 

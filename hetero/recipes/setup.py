@@ -83,7 +83,6 @@ def record_folder(options: TrainOptions, folder: Path) -> Path | None:
 
 
 def optimizer_of(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-    """Return the optimizer of a model's trainable parameters."""
     params = [param for param in model.parameters() if param.requires_grad]
     kind, more = OPTIMIZERS[options.optimizer]
     made: torch.optim.Optimizer = kind(

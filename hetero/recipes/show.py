@@ -351,7 +351,6 @@ def numbered(count: int) -> str:
 
 
 def plan_tiers(plan: Plan) -> Table:
-    """Return the most that each tier holds."""
     table = Table("tier", "budget", "peak", "most of")
     for row in plan.tiers:
         kinds = sorted(row.kinds.items(), key=lambda item: -item[1])

@@ -60,12 +60,10 @@ class Task:
         return self.targets[self.targets != IGNORED]
 
     def digest(self) -> int:
-        """Return a checksum of the targets."""
         return crc32(self.targets.contiguous().numpy().data)
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in a model's output."""
     loss: torch.Tensor = getattr(output, "loss", output)
     return loss
 

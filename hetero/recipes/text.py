@@ -60,7 +60,6 @@ def read(file: Path) -> Iterator[Row]:
 
 
 def parsed(line: str, where: str) -> Row:
-    """Return a row of a .jsonl file."""
     try:
         row = json.loads(line)
         if "\\u" in line:  # an escape may be half of a surrogate pair
@@ -156,7 +155,6 @@ class Batches:
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Go to a position that ``state_dict`` returned."""
         self._generator.set_state(checked_rng(state["generator"]))
 
 

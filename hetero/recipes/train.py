@@ -174,10 +174,7 @@ class TrainRun:
         return None
 
     def step(self) -> tuple[float, float]:
-        """Make one step, as any PyTorch loop does; returns the next learning rate and the norm.
-
-        Every token has the same weight, in whichever pass it is.
-        """
+        """Make one step, all tokens weighing alike; returns the next learning rate and the norm."""
         passes = [next(self.task.batches) for _ in range(self.options.accumulate)]
         counts = [count(batch) for batch in passes]
         losses = []
@@ -288,7 +285,6 @@ def check_run(folder: Path, here: Mapping[str, Any]) -> None:
 
 
 def conclude(run: TrainRun, signal: int | None, page: Path | None, out: str | None) -> TrainResult:
-    """Return the result of a finished run."""
     done, task = run.progress, run.task
     tail = done.losses[-SMOOTHED:]
     learned = task.learned()

@@ -151,7 +151,6 @@ def figure(key: str, value: float) -> Markup | str:
 
 
 def listed(values: Mapping[str, object], form: str) -> str:
-    """Return names and values in one line."""
     return ", ".join(form.format(name, value) for name, value in values.items())
 
 

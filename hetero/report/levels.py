@@ -50,7 +50,6 @@ class Timeline:
         return self.totals.index(max(self.totals))
 
     def keep(self, rows: Iterable[int]) -> Timeline:
-        """Return the timeline with only the given rows."""
         chosen = sorted(set(rows))
         return Timeline(
             self.tier,

@@ -60,7 +60,6 @@ def report(run_or_model: Any, path: str | Path) -> Summary:
 
 
 def examine(run_or_model: Any) -> RunReport:
-    """Return the figures of a run; see `report`."""
     measured = measure(run_of(run_or_model))
     advice = advise(measured)
     said = (verdict(measured), *(each.text for each in advice))
@@ -70,7 +69,6 @@ def examine(run_or_model: Any) -> RunReport:
 
 
 def folder_of(run_or_model: Any) -> Path | None:
-    """Return the directory of a run, if it has one."""
     if isinstance(run_or_model, (str, Path)):
         return Path(run_or_model)
     directory = getattr(run_or_model, "directory", None)

@@ -67,7 +67,6 @@ class Measured:
         return sum(ns for part, ns in self.parts.items() if part.startswith("wait_"))
 
     def per_step(self, amount: float) -> float:
-        """Return the mean per steady step of an amount."""
         return amount / self.steady_count if self.steady_count else 0.0
 
     def lane(self, name: str) -> LaneUse | None:
@@ -116,8 +115,6 @@ def measure(run: Run) -> Measured:
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """A tier at its peak."""
-
     peak_bytes: int
     budget_bytes: int | None
     unattributed_bytes: int

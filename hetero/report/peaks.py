@@ -51,7 +51,6 @@ class Peak:
 
     @property
     def free_bytes(self) -> int | None:
-        """Unused bytes of the budget."""
         return None if self.budget_bytes is None else self.budget_bytes - self.n_bytes
 
 
@@ -150,8 +149,7 @@ def release(held: dict[int, int], unit: int, n_bytes: int) -> None:
 def shares_of(categories: dict[str, int], owned: dict[tuple[str, str], int]) -> tuple[Share, ...]:
     """Return a peak's categories by module; the rest of each has no module.
 
-    If owners claim more than a category has (a tier that holds only some parameters), the log does
-    not know the owners, and no module is named.
+    If owners claim more than a category has (a tier with only some parameters), none is named.
     """
     shares = []
     for category, n_bytes in categories.items():

@@ -171,7 +171,6 @@ def residency(measured: Measured, begin_ns: int, end_ns: int) -> Iterator[Row]:
 
 
 def names(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the names of processes and tracks."""
     for pid, name in ((RUN, "run"), (MEMORY, "memory"), (RESIDENCY, "residency on HBM")):
         yield {
             "ph": "M",

@@ -115,7 +115,6 @@ class Watcher:
             self._storages.forget()
 
     def meta(self) -> Meta:
-        """Return the description of the run."""
         params = list(self._model.parameters())
         sizes = Counter[torch.dtype]()
         for param in params:

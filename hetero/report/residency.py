@@ -104,7 +104,6 @@ class Residency:
 
 
 def residency_of(events: Sequence[Event], meta: Meta) -> Residency:
-    """Return the stays of every bucket."""
     accesses = tuple(
         AccessSpan(e.seq, e.unit, e.phase, e.step, e.t_ns, e.t_ns + e.dur_ns)
         for e in events
@@ -136,10 +135,7 @@ def waits_of(events: Sequence[Event]) -> dict[int, Stack]:
 
 
 def histories(events: Iterable[Event], count: int) -> dict[int, list[Event]]:
-    """Return the events of each of ``count`` buckets' replicas, in the order of their decisions.
-
-    That is the order of ``seq``: the mapping of clocks may put a copy's begin before its ALLOC.
-    """
+    """Return the events of each bucket's replicas, ordered by ``seq``: clocks may disagree."""
     found: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         moved = event.what == What.MOVE.value and (event.lane, event.category) == ("h2d", "param")
@@ -152,8 +148,6 @@ def histories(events: Iterable[Event], count: int) -> dict[int, list[Event]]:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The events of one stay."""
-
     alloc: Event
     move: Event | None
     free: Event | None

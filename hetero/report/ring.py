@@ -16,11 +16,7 @@ from hetero.types import Kind
 
 
 def kept_run(model: nn.Module) -> Run:
-    """Return the last events of a prepared model as a run; they stay where they are.
-
-    Raises:
-        ConfigError: this is no prepared model.
-    """
+    """Return a prepared model's last events as a run; ConfigError if it is not prepared."""
     engine: Engine | None = getattr(model, "__dict__", {}).get(MARK)
     if engine is None:
         raise ConfigError(

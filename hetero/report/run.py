@@ -89,10 +89,7 @@ class Meta:
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> Meta:
-        """Return the result of `as_json`, of this version or of a later one with more keys.
-
-        Raises Unparsable for any other data.
-        """
+        """Return the result of `as_json`, also of a later version; Unparsable for other data."""
         rows = data.get("buckets", [])
         buckets = [known(BucketMeta, row) for row in rows] if isinstance(rows, list) else rows
         columns = data.get("columns", COLUMNS)
@@ -245,10 +242,7 @@ def storing(path: str | Path) -> Iterator[None]:
 
 
 class Recorder:
-    """Writes a log's events to a directory, from a thread, until it is closed.
-
-    A failed write is raised as StorageError by the constructor or by `close`.
-    """
+    """Writes a log's events from a thread; opening and `close` raise StorageError."""
 
     def __init__(self, log: EventLog, directory: str | Path, meta: Meta) -> None:
         self.directory = Path(directory)

@@ -182,8 +182,8 @@ def stay_columns(
 def thinned(measured: Measured, rows: Sequence[T], owner: Callable[[T], int]) -> list[T]:
     """Return all stays or accesses, or, of too many, those that a screen can tell apart.
 
-    Outside the typical step, one that begins within a pixel of the last one shown of its owner (a
-    bucket or a unit) is left out.
+    Outside the typical step, those within a pixel of the last one shown of their owner are left
+    out.
     """
     if len(rows) <= STAYS:
         return list(rows)

@@ -23,8 +23,7 @@ class Interval(NamedTuple):
 def flatten(spans: Iterable[Interval]) -> list[Interval]:
     """Return disjoint spans in order: where several overlap, the one that began first counts.
 
-    A span inside another vanishes; one that outlasts it counts from the other's end. The union is
-    unchanged.
+    A span inside another vanishes; one that outlasts it counts from the other's end.
     """
     flat: list[Interval] = []
     end_ns = 0

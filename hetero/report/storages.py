@@ -51,9 +51,7 @@ class LiveStorage:
 
 
 class Storages(TorchDispatchMode):
-    """Logs a LEVEL whenever bytes of a category come, go, or change category.
-
-    A change of category is two events at the same time: one loses, the other gains.
+    """Logs a LEVEL whenever bytes of a category come, go, or move to another (two events at once).
 
     Args:
         place: storages on other devices do not count.
@@ -185,10 +183,7 @@ class Storages(TorchDispatchMode):
         self._post(Change(row.category, grown))
 
     def _post(self, *changes: Change) -> None:
-        """Apply changes one after the other: a storage may be freed on any thread meanwhile.
-
-        If the lock is taken, perhaps by this very thread, its holder applies the change.
-        """
+        """Apply changes one by one; the lock's holder also applies those that come meanwhile."""
         self._coming.append(changes)
         while self._coming and self._lock.acquire(blocking=False):
             try:

@@ -16,8 +16,6 @@ LABEL_WIDTH, LABEL_HEIGHT = 55.0, 24.0  # the least room for a label, in units o
 
 
 class BarPiece(NamedTuple):
-    """A part of a bar."""
-
     begin: float
     """As a part of the whole, as is ``length``."""
     length: float
@@ -99,7 +97,6 @@ class Leaf(NamedTuple):
 
 
 def plane_height(leaves: Sequence[Leaf]) -> float:
-    """Return the height of the plane of a treemap of leaves."""
     return HIGH if len(leaves) > FEW else LOW
 
 

@@ -165,7 +165,6 @@ def doubts(measured: Measured) -> Iterator[Text]:
 
 
 def show_verdicts(console: Console, verdicts: Iterable[ClaimVerdict]) -> None:
-    """Print each claim with its measured value."""
     for verdict_ in verdicts:
         colour = "green" if verdict_.holds else "red"
         console.print(Text(str(verdict_), style=colour), soft_wrap=True)

@@ -25,8 +25,6 @@ WARMUP = 2  # steps: the first is traced, the second confirms it; from then on t
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step and its parts."""
-
     number: int
     begin_ns: int
     end_ns: int
@@ -54,11 +52,9 @@ class Steps:
 
     @property
     def end_ns(self) -> int:
-        """The end of the last one."""
         return self.steady[-1].end_ns if self.steady else 0
 
     def at(self, t_ns: int) -> StepTime | None:
-        """Return the step at a time."""
         place = bisect_right(self.all, t_ns, key=lambda step: step.begin_ns) - 1
         found = self.all[place] if place >= 0 else None
         return found if found is not None and t_ns < found.end_ns else None

@@ -173,7 +173,6 @@ class Bound:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes per step."""
         again = beyond(self.frozen_bytes, self.forward_room_bytes)
         again += beyond(self.backward_bytes, self.backward_room_bytes)
         return self.trainable_bytes + int(self.moved_share * again)
@@ -202,7 +201,6 @@ def bound_of(meta: Meta, residency: Residency, hbm: Timeline | None, steps: Step
 
 
 def first_of_steps(accesses: Sequence[AccessSpan]) -> list[int]:
-    """Return the begin of the first access of each step."""
     first: dict[int, int] = {}
     for access in accesses:
         first.setdefault(access.step, access.begin_ns)

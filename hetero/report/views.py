@@ -116,15 +116,12 @@ def charged(line: Timeline) -> list[str]:
 
 
 class StepLevel(NamedTuple):
-    """The peak of a tier in a step."""
-
     step: int
     n_bytes: int
     by_category: list[int]
 
 
 def by_step(measured: Measured, line: Timeline) -> list[StepLevel]:
-    """Return a tier's peak in each step."""
     columns = [column for column in line.columns if any(column)]
     rows, row = [], 0
     for step in measured.steps.all:
@@ -181,7 +178,6 @@ def refetches(measured: Measured) -> float:
 
 
 def peak_colours(measured: Measured, peak: Peak) -> list[tuple[str, str]]:
-    """Return (colour, category) of each category in a peak."""
     names = charged(measured.timelines[peak.tier])
     rows = ((f"cat-{peak.tier}-{i}", name) for i, name in enumerate(names))
     return [(colour, name) for colour, name in rows if name in peak.categories]
