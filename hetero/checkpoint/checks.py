@@ -1,4 +1,4 @@
-"""What a checkpoint says, understood and held against a model before anything changes (floor 4)."""
+"""Checks of a checkpoint against a model, before anything changes (floor 4)."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from hetero.train.engine.snapshot import Name
 from hetero.train.engine.state_dict import Scalars, parts_of
 from hetero.train.update.masters import LossScaler
 
-SHOWN = 10  # differences that a message lists
-MAX_VALUE_BYTES = 2**30  # of one tensor that the user's own values hold
+SHOWN = 10  # differences listed in a message
+MAX_VALUE_BYTES = 2**30  # of one tensor among the user's own values
 WRONG = (
     *(KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError),
-    *(ArithmeticError, AssertionError),  # numbers that overflow; what torch's rules assert
+    *(ArithmeticError, AssertionError),  # overflows; assertions of torch's rules
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SavedValues:
-    """What a checkpoint says apart from the model's tensors."""
+    """The values of a checkpoint, apart from the model's tensors."""
 
     extra: Any
     scheduler: Any
@@ -57,13 +57,13 @@ DECODED = ("extra", "scheduler", "data", "rng", "groups", "scaler")
 
 
 def understood(engine: Engine, reader: CheckpointReader) -> SavedValues:
-    """Return the values of a checkpoint; CheckpointCorrupt where no save wrote them."""
+    """Return the values of a checkpoint; CheckpointCorrupt if no save wrote them."""
     meta, take = reader.meta, Values(reader, engine.setup.blueprint.layout.param_bytes).take
     with only_saved(reader):
         found = SavedValues(
             **{key: decode(meta[key], take) for key in DECODED},
             **{key: meta[key] for key in ("precision", "optimizer", "members")},
-            frozen=meta.get("frozen", "keep"),  # older checkpoints do not say
+            frozen=meta.get("frozen", "keep"),  # older checkpoints have no such key
             scalars=decode_scalars(meta["scalars"]),
             steps=count_of(meta["steps"]),
         )
@@ -75,7 +75,7 @@ def understood(engine: Engine, reader: CheckpointReader) -> SavedValues:
 
 
 def count_of(steps: Any) -> int:
-    """Return a count of steps; ValueError for what is none."""
+    """Return a count of steps; ValueError for anything else."""
     if type(steps) is not int or not 0 <= steps <= MAX_STEP:
         raise ValueError(f"{steps!r} steps were made")
     return steps
@@ -83,7 +83,7 @@ def count_of(steps: Any) -> int:
 
 @contextmanager
 def only_saved(reader: CheckpointReader) -> Iterator[None]:
-    """Raise CheckpointCorrupt where a block that looks at saved values goes wrong."""
+    """Raise CheckpointCorrupt if a block that reads saved values fails."""
     try:
         yield
     except CheckpointError:
@@ -96,10 +96,9 @@ def only_saved(reader: CheckpointReader) -> Iterator[None]:
 
 
 def check_rng(engine: Engine, rng: Mapping[str, Any]) -> None:
-    """Try generators' states on generators of our own; raises one of `WRONG`.
+    """Load generators' states into spare generators; raises one of `WRONG`.
 
-    Generators believe the position that a state names: beyond the state they would read memory
-    of others.
+    Generators trust the position in a state: one beyond its end would make them read other memory.
     """
     torch.Generator().set_state(checked_rng(rng["torch"]))
     random.Random().setstate(rng["python"])
@@ -118,10 +117,7 @@ def check_rng(engine: Engine, rng: Mapping[str, Any]) -> None:
 
 
 def check_values(engine: Engine, saved: SavedValues) -> None:
-    """Raise one of `WRONG` for values that an optimizer or a loss scaler would not have saved.
-
-    They would be found out in the middle of a step.
-    """
+    """Raise one of `WRONG` for values that an optimizer or a loss scaler would not have saved."""
     if engine.scaler is not None and saved.scaler is not None:
         LossScaler().load_state_dict(saved.scaler)
     if engine.optimizer is None:
@@ -138,10 +134,7 @@ def check_values(engine: Engine, saved: SavedValues) -> None:
 
 
 def check_schedule(engine: Engine, scheduler: HasState | None, saved: Any) -> None:
-    """Raise one of `WRONG` for what torch's schedulers would take, and break on at their next step.
-
-    A copy of the scheduler makes that step, with a copy of the groups.
-    """
+    """Raise one of `WRONG` for a scheduler's state if a copy of the scheduler fails to step."""
     if not isinstance(scheduler, LRScheduler):
         return
     if not alike(scheduler.state_dict(), saved):
@@ -151,7 +144,7 @@ def check_schedule(engine: Engine, scheduler: HasState | None, saved: Any) -> No
         hasattr(each, "lr_lambdas") or type(each).__module__ != lr_scheduler.__name__
         for each in inside
     ):
-        return  # functions and classes of the user's own cannot be tried unseen
+        return  # functions and classes of the user's own may have side effects
     groups = [] if engine.optimizer is None else engine.optimizer.param_groups
     stand_in = SGD([torch.zeros(1)], lr=1.0)
     stand_in.param_groups = [
@@ -159,13 +152,13 @@ def check_schedule(engine: Engine, scheduler: HasState | None, saved: Any) -> No
     ]
     twin = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it misses the steps of an optimizer
+        warnings.simplefilter("ignore")  # it expects steps of an optimizer
         twin.load_state_dict(copy.deepcopy(saved))
         twin.step(0.0) if isinstance(twin, ReduceLROnPlateau) else twin.step()
 
 
 def alike(mine: Any, saved: Any) -> bool:
-    """Whether a setting is of the kind of another: what is off may have been on."""
+    """Whether two settings are of one kind; one that is off (None) matches a number."""
     if mine is None or saved is None:
         return mine is saved or isinstance(saved if mine is None else mine, (bool, int, float))
     if isinstance(mine, Mapping):
@@ -190,19 +183,17 @@ def value_shape(value: Any) -> tuple[int, ...] | None:
 
 
 def name_of(entry: SavedTensor) -> Name:
-    """Return what an entry is of."""
     return Name(entry.kind, entry.name, entry.key)
 
 
 def dtype_of(entry: SavedTensor) -> torch.dtype:
-    """Return an entry's dtype."""
     return dtype_named(entry.dtype)
 
 
 class Values:
-    """The tensors that stand among a checkpoint's values, each read once.
+    """The tensors among a checkpoint's values, each read once.
 
-    So they take no more memory than the shard has bytes, most of which are no holes.
+    So they take no more memory than the shard has bytes, and `check_size` bounds its holes.
     """
 
     def __init__(self, reader: CheckpointReader, limit_bytes: int) -> None:
@@ -211,7 +202,6 @@ class Values:
         self._taken: set[int] = set()
 
     def take(self, path: str) -> torch.Tensor:
-        """Return the tensor that was saved under a path."""
         reader, number = self._reader, self._reader.find("extra", path)
         if number is None or number in self._taken:
             problem = "that is not there" if number is None else "twice"
@@ -268,7 +258,7 @@ def check_entries(
     kinds: Collection[str],
     adapting: Collection[str] | None = None,
 ) -> None:
-    """Refuse tensors of other names, shapes or dtypes than the model has, listing the first.
+    """Refuse tensors whose names, shapes or dtypes differ from the model's, listing the first.
 
     Args:
         adapting: names of buffers whose shapes the model itself will change.
@@ -300,7 +290,7 @@ def check_entries(
 
 
 def check_given(saved: SavedValues, **given: HasState | None) -> None:
-    """Refuse to restore what was not saved."""
+    """Refuse to restore objects that were not saved."""
     for name, thing in given.items():
         if thing is not None and getattr(saved, name) is None:
             raise CheckpointMismatch(

@@ -1,12 +1,12 @@
-"""Directories of checkpoints: their names, who holds one, and how one goes.
+"""Directories of checkpoints: their names, locks and removal.
 
 [Note: live attempts]  A save writes into ``step-N.<uuid>.tmp`` and holds a lock (flock) on that
-directory for life; the kernel frees it with the process. A directory of such a name whose lock can
-be had was left behind, once it is known that the name still leads to what was locked: its owner may
-have renamed it meanwhile. Where a file system has no locks, nothing is swept.
+directory until it ends; the kernel frees it with the process. If a sweep can take the lock, and the
+name still leads to the locked directory (its owner may have renamed it meanwhile), the directory
+is abandoned. On a file system without locks nothing is swept.
 
-[Note: names before contents]  What once was visible as ``step-N`` loses that name durably before
-any file in it goes, so no crash leaves a visible checkpoint with less in it.
+[Note: names before contents]  A directory that was visible as ``step-N`` loses that name durably
+before any of its files is removed, so no crash leaves a visible checkpoint with files missing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 TMP = re.compile(r"step-(0|[1-9][0-9]{0,17})\.[0-9a-f]{32}\.tmp")
 MANIFEST_TMP = f"{MANIFEST}.tmp"
 OURS = (MANIFEST_TMP, MANIFEST, *SHARDS.values())
-TRIES = 8  # names for one attempt: each is lost only to a sweep at that very moment
+TRIES = 8  # names tried for one attempt: each fails only if a sweep comes at that very moment
 
 
 class CheckpointName(NamedTuple):
-    """A directory whose name is one of ours."""
-
     step: int
     name: str
 
@@ -46,13 +44,13 @@ def final_name(step: int) -> str:
 
 
 def named(root: Folder) -> list[CheckpointName]:
-    """Return what has a name of ours in ``root``, by step; looks at nothing else."""
+    """Return the checkpoint names in ``root``, by step; other names are not looked at."""
     matches = [(STEP.fullmatch(name) or TMP.fullmatch(name)) for name in root.names()]
     return sorted(CheckpointName(int(match[1]), match[0]) for match in matches if match)
 
 
 def leads_to(root: Folder, name: str, folder: Folder) -> bool:
-    """Whether ``name`` is still the directory that is open as ``folder``."""
+    """Whether ``name`` is still the directory open as ``folder``."""
     try:
         found = root.stat(name)
     except StorageError as error:
@@ -65,8 +63,8 @@ def leads_to(root: Folder, name: str, folder: Folder) -> bool:
 def check_safe(folder: Folder, name: str, *, is_folder: bool = False) -> None:
     """Raise UnsafeCheckpoint unless a name is a plain directory, or a regular file of its own.
 
-    Links, devices and pipes are refused before anything is opened, and so are files with a
-    second name, through which others may change them. What is missing is a CheckpointCorrupt.
+    Links, devices and pipes are refused before anything is opened, and so are files with a second
+    name, which may change through it. A missing name is a CheckpointCorrupt.
     """
     try:
         found = folder.stat(name)
@@ -107,13 +105,13 @@ class Attempt:
         self._pid = os.getpid()
 
     def publish(self) -> None:
-        """Let the directory be ``step-N``, durably."""
+        """Rename the directory to ``step-N``, durably."""
         check_free(self.root, self.final)
         self.root.rename(self.tmp, self.final)
         self.root.sync()
 
     def discard(self) -> None:
-        """Remove the directory as far as that works; a forked child leaves its parent's alone."""
+        """Remove the directory if possible; a forked child leaves its parent's alone."""
         if self._pid != os.getpid():
             return
         with contextlib.suppress(StorageError):
@@ -150,10 +148,10 @@ def claim(root: Folder, final: str) -> tuple[str, Folder]:
 
 
 def held(root: Folder, name: str, folder: Folder) -> bool:
-    """Take the lock of a directory just made; False where a sweep was faster."""
+    """Lock a directory just made; False if a sweep was faster."""
     try:
         mine = folder.lock()
-    except StorageError:  # a file system without locks: nobody sweeps there
+    except StorageError:  # a file system without locks: no sweeps either
         return True
     return mine and leads_to(root, name, folder)
 
@@ -176,10 +174,7 @@ def hide(root: Folder, name: str) -> str:
 
 
 def remove(root: Folder, name: str, folder: Folder) -> None:
-    """Remove our files from an unfinished checkpoint, and itself when nothing else is in it.
-
-    It opens nothing, so that it works where a process has no descriptor left.
-    """
+    """Remove a save's files, and the directory if empty, without opening any descriptor."""
     for ours in OURS:
         try:
             folder.unlink(ours)
@@ -190,10 +185,7 @@ def remove(root: Folder, name: str, folder: Folder) -> None:
 
 
 def sweep(root: Folder) -> None:
-    """Remove what killed saves of this user left in ``root``. [Note: live attempts]
-
-    Raises StorageError only where the directory's sync fails.
-    """
+    """Remove this user's killed saves; raises only if the sync fails. [Note: live attempts]"""
     left = []
     for found in named(root):
         if found.unfinished:
@@ -208,7 +200,7 @@ def sweep(root: Folder) -> None:
 
 
 def abandoned(root: Folder, name: str) -> list[tuple[str, Folder]]:
-    """Return the directory with its lock, or nothing where it is somebody's."""
+    """Return the directory with its lock, or nothing if another user or a live save has it."""
     if root.stat(name).st_uid != os.geteuid():
         return []
     folder = root.folder(name)

@@ -51,7 +51,7 @@ from hetero.train.engine.state_dict import (
 )
 from hetero.train.update.optimizer import Optimizer
 
-LOAD_THREADS = 2  # one reads while another checks
+LOAD_THREADS = 2  # one reads while the other checks
 
 
 def load_checkpoint(
@@ -67,16 +67,16 @@ def load_checkpoint(
 ) -> Any:
     """Load a checkpoint into a prepared model and optimizer; returns the ``extra`` it was given.
 
-    Budgets, chunk size, tiers and device may be others than those of the save; training goes on bit
+    Budgets, chunk size, tiers and device may differ from those of the save; training goes on bit
     for bit. The states of torch's, Python's and numpy's generators are set.
 
     Args:
-        directory: of checkpoints, of which the newest is loaded, or one ``step-N`` itself.
+        directory: a directory of checkpoints, whose newest is loaded, or one ``step-N`` itself.
         model, optimizer: as `hetero.prepare` returned them, at the precision of the checkpoint.
-        scheduler, data: get the state that was saved of theirs.
+        scheduler, data: get their saved states.
         step: which checkpoint; None: the newest.
-        kinds: which parts are loaded, of `KINDS`; others stay, whether or not they were saved.
-        io: the door to files; tests pass one that goes wrong.
+        kinds: the kinds of parts to load, of `KINDS`; others stay as they are.
+        io: the access to files; tests pass one that fails.
 
     Raises:
         NoCheckpoint: there is none; CheckpointCorrupt: it is damaged, and the advice names the
@@ -86,7 +86,7 @@ def load_checkpoint(
     engine = engine_of(model)
     check_pair(engine, optimizer)
     with CheckpointReader.open(directory, step, io) as reader:
-        # 1. everything that can be refused is refused before anything is touched
+        # 1. refuse before anything changes
         saved = understood(engine, reader)
         check_meta(engine, saved)
         adapting = None
@@ -101,7 +101,7 @@ def load_checkpoint(
             check_states(engine, saved.groups, states, saved.scalars)
             check_schedule(engine, scheduler, saved.scheduler)
         read_all(reader)
-        if {"param", "state"} <= set(kinds):  # all that early updates have changed comes anew
+        if {"param", "state"} <= set(kinds):  # the load replaces all that early updates changed
             engine.void_early()
         settle(engine)
         empty = empty_states(engine, states)
@@ -110,7 +110,7 @@ def load_checkpoint(
                 scheduler.load_state_dict(saved.scheduler)
             if data is not None:
                 data.load_state_dict(saved.data)
-        # 2. the tensors; until all are there the model is of no use to anybody
+        # 2. load the tensors; until all are loaded the model is unusable
         engine.broken.begin_load(reader.path)
         begin_again(engine, empty)
         given = [kind for kind in kinds if kind != "buffer" or adapting is None]
@@ -123,7 +123,7 @@ def load_checkpoint(
         if adapting is not None:
             with engine.broken.loads_itself():
                 adapt(engine, reader)
-        # 3. all other values
+        # 3. load all other values
         take_scalars(engine, saved.scalars)
         restore(engine, saved)
         engine.broken.end_load()
@@ -132,7 +132,7 @@ def load_checkpoint(
 
 @contextmanager
 def all_or_none(*things: HasState | None) -> Iterator[None]:
-    """Give objects back the states they had where one of them does not take its new one."""
+    """Give objects back their former states if one of them refuses its new one."""
     before = [(thing, copy.deepcopy(thing.state_dict())) for thing in things if thing is not None]
     try:
         yield
@@ -145,8 +145,8 @@ def all_or_none(*things: HasState | None) -> Iterator[None]:
 def read_weights(directory: str | Path) -> tuple[dict[str, torch.Tensor], Any]:
     """Return the newest checkpoint's parameters and buffers by name, and its ``extra``.
 
-    They are in RAM as a whole, and are what `model.state_dict` showed when they were saved: working
-    weights without what these leave of masters. Raises CheckpointError for weights in code.
+    They are in RAM as a whole, as `model.state_dict` showed them when saved: working weights,
+    without the remainder of their masters. Raises CheckpointError for weights in code.
     """
     with CheckpointReader.open(directory) as reader:
         weights: dict[str, torch.Tensor] = {}
@@ -165,7 +165,7 @@ def read_weights(directory: str | Path) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def matched(parts: Sequence[Part], reader: CheckpointReader) -> Iterator[tuple[Part, int]]:
-    """Yield every part of the model with the number of its entry."""
+    """Yield each part of the model with the number of its entry."""
     for part in parts:
         number = reader.find(*part.name)
         if number is None:
@@ -177,10 +177,10 @@ def matched(parts: Sequence[Part], reader: CheckpointReader) -> Iterator[tuple[P
 
 
 def adapted(model: nn.Module, reader: CheckpointReader) -> set[str] | None:
-    """Return the buffers whose shapes a model's own methods of loading may change, by name.
+    """Return the names of buffers whose shapes a model's own methods of loading may change.
 
-    None where it has none of its own: its buffers are read where they are. A ``load_state_dict`` of
-    the model's is called as stock loops do, that of a module for its own buffers.
+    None: the buffers are read in place. A ``load_state_dict`` of the model's own is always called
+    and may change any buffer; a ``_load_from_state_dict`` of a module's own, that module's.
     """
     own = overrides(model, "load_state_dict")
     found: set[str] = set()
@@ -194,15 +194,11 @@ def adapted(model: nn.Module, reader: CheckpointReader) -> set[str] | None:
 
 
 def overrides(module: nn.Module, method: str) -> bool:
-    """Whether a module's class has a method of its own in place of torch's."""
     return getattr(type(module), method) is not getattr(nn.Module, method)
 
 
 def adapt(engine: Engine, reader: CheckpointReader) -> None:
-    """Let the model's own methods load the buffers; its parameters are loaded, and shown as well.
-
-    Raises CheckpointMismatch where they leave a buffer of another shape.
-    """
+    """Let the model's own methods load the buffers; CheckpointMismatch if a shape differs then."""
     numbered = enumerate(reader.entries)
     buffers = {e.name: tensor_at(reader, n) for n, e in numbered if e.kind == "buffer"}
     model = engine.setup.model
@@ -220,14 +216,14 @@ def restore(engine: Engine, saved: SavedValues) -> None:
             for key, value in settings.items():
                 mine = group.get(key)
                 if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
-                    mine.copy_(value)  # a schedule may hold it
+                    mine.copy_(value)  # a scheduler may hold it
                 else:
                     group[key] = value
     set_generators(engine, saved.rng)
 
 
 def set_generators(engine: Engine, states: Mapping[str, Any]) -> None:
-    """Set the generators that a training loop draws from to what `rng_state` returned."""
+    """Set the generators of a training loop to the result of `rng_state`."""
     torch.set_rng_state(states["torch"])
     if states["device"] is not None:
         set_accelerator_rng(engine.setup.device.torch_device, states["device"])
@@ -237,7 +233,7 @@ def set_generators(engine: Engine, states: Mapping[str, Any]) -> None:
 
 @contextmanager
 def same_generators(engine: Engine) -> Iterator[None]:
-    """Leave the generators as they were, whatever a load in the block sets them to."""
+    """Restore the generators after a block, whatever a load in it sets them to."""
     states = rng_state(engine)
     try:
         yield

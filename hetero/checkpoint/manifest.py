@@ -1,16 +1,16 @@
-"""What a checkpoint says about itself: values, their JSON, and every check of it (no I/O).
+"""The manifest of a checkpoint: values, their JSON, and every check of it (no I/O).
 
-[Note: format]  A checkpoint is a directory ``step-N`` with `MANIFEST` and one shard, a file of
-safetensors. Its header is a function of the entries (`header_of`), of a multiple of `ALIGN` bytes,
-and compared as a whole. Entries lie after it in their order, each padded with zeros to a multiple
-of `ALIGN` (the padding is a tensor of the file as well), and tile it. A CRC covers each `BLOCK` of
-an entry's padded bytes, seeded with the numbers of entry and block, so every byte of the shard is
-checked in one way, and valid bytes in the wrong place are refused. In format 1 a shard was these
-tiles alone, under another name.
+[Note: format]  A checkpoint is a directory ``step-N`` with `MANIFEST` and one shard, a safetensors
+file. The shard's header is a function of the entries (`header_of`), has a multiple of `ALIGN`
+bytes, and is compared as a whole. The entries follow it in order and without gaps, each padded with
+zeros to a multiple of `ALIGN` (the padding is a tensor of the file as well). A CRC covers each
+`BLOCK` of an entry's padded bytes, seeded with the numbers of entry and block, so every byte of the
+shard is checked in one way, and valid bytes in the wrong place are refused. In format 1 a shard had
+no header, and another name.
 
-The manifest is one line of ASCII JSON, and its first member is the CRC of all bytes after it; that
-head stays in later versions. CRCs are eight hexadecimal digits a block in one string: 96 GB take
-0.8 MB, and parsing makes no object a block. Numbers outside JSON are Python's own tokens (NaN,
+The manifest is one line of ASCII JSON. Its first member is the CRC of all bytes after it; later
+versions keep that head. CRCs are eight hexadecimal digits per block in one string: 96 GB take 0.8
+MB, and parsing makes no object per block. Numbers outside JSON are Python's own tokens (NaN,
 Infinity, -Infinity), and floats come back bit for bit, except the payload of a NaN.
 """
 
@@ -38,15 +38,15 @@ MANIFEST = "MANIFEST.json"
 SHARD = "model-0.safetensors"
 SHARDS = {1: "r00000.bin", 2: SHARD}  # by version
 
-# Limits of what a load believes. A save keeps them too: it reads its own manifest back.
-MAX_MANIFEST_BYTES = 64 * 2**20  # at 8 digits a MiB it still describes 8 TB
+# Limits of a load. A save keeps them too: it reads its own manifest back.
+MAX_MANIFEST_BYTES = 64 * 2**20  # with 8 digits per MiB enough for 8 TB
 MAX_ENTRIES = 2**17
 MAX_STEP = 10**18 - 1
 MAX_NAME = 4096  # characters of a parameter's name
 MAX_KEY = 256
 MAX_BYTES = 2**50  # of one entry, and of a shard
 
-PAIRS = {"complex32": "float16", "complex128": "float64"}  # which safetensors does not have
+PAIRS = {"complex32": "float16", "complex128": "float64"}  # dtypes missing in safetensors
 ITEM_BYTES = tensorfile.ITEM_BYTES | {
     dtype: 2 * tensorfile.ITEM_BYTES[half] for dtype, half in PAIRS.items()
 }
@@ -59,17 +59,17 @@ UNSAFE = "no save of hetero writes this: do not use a checkpoint from there"
 
 
 class Unfit(Exception):
-    """A value breaks a rule of the format; the text says which."""
+    """A value breaks a rule of the format; the text names the rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One tensor of a checkpoint, whole: what it is of, and what its bytes are."""
+    """One tensor of a checkpoint, whole: its name and its layout."""
 
     kind: str
     """A short word: "param", "state", "master", "buffer", "tensor"."""
     name: str
-    """The parameter's own name, any string; it is never the name of a file."""
+    """The parameter's own name, any string; never a file's name."""
     key: str
     """Which state, as "exp_avg"; "" otherwise."""
     dtype: str
@@ -90,36 +90,36 @@ class SavedTensor:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """The tensor's name in messages."""
         return " ".join(part[:80] for part in (self.kind, self.name, self.key) if part)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything a checkpoint says: entries in shard order, their CRCs, and ``meta``."""
+    """All that a checkpoint declares: entries in shard order, their CRCs, and ``meta``."""
 
     step: int
     entries: tuple[SavedTensor, ...]
     crcs: tuple[str, ...]
-    """For each entry eight hexadecimal digits a block."""
+    """For each entry, eight hexadecimal digits per block."""
     meta: dict[str, Any]
     version: int = VERSION
 
     @property
     def shard(self) -> str:
-        """Name of the file that has the bytes."""
+        """Name of the shard's file."""
         return SHARDS[self.version]
 
     @property
     def header(self) -> bytes:
-        """What the file begins with."""
+        """The first bytes of the shard."""
         return header_of(self.entries) if self.version > 1 else b""
 
 
 def header_of(entries: Iterable[SavedTensor]) -> bytes:
     """Return the header of a shard: entries and padding as tensors of safetensors.
 
-    Its bytes are a part of the format: another choice is another version.
+    Its bytes are part of the format: to change them is to change the version.
     """
     rows: dict[str, tuple[str, tuple[int, ...]]] = {}
     for number, entry in enumerate(entries):
@@ -136,12 +136,12 @@ def header_of(entries: Iterable[SavedTensor]) -> bytes:
 
 
 def layout(entries: Iterable[SavedTensor]) -> list[int]:
-    """Return the byte after the header at which each entry starts, and last where they end."""
+    """Return each entry's first byte after the header, and last the end of all."""
     return list(accumulate((align_up(entry.n_bytes) for entry in entries), initial=0))
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return a manifest's bytes; raises Unfit where a load would not give it back as it is."""
+    """Return a manifest's bytes; raises Unfit if a load would return something else."""
     offsets = layout(manifest.entries)
     record = {
         "format": FORMAT,
@@ -166,7 +166,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def entry_record(entry: SavedTensor, offset: int, crcs: str) -> dict[str, Any]:
-    """Return what the index says of an entry; later, ranks add slices of their own."""
+    """Return an entry's record in the index; later, ranks add slices of their own."""
     piece = {"shard": 0, "offset": offset, "slice": whole(entry.shape), "crcs": crcs}
     return {
         "kind": entry.kind,
@@ -179,15 +179,15 @@ def entry_record(entry: SavedTensor, offset: int, crcs: str) -> dict[str, Any]:
 
 
 def whole(shape: Sequence[int]) -> str:
-    """Return the slice that is all of a tensor: ``(3, 4) -> "0:3,0:4"``."""
+    """Return the slice of a whole tensor: ``(3, 4) -> "0:3,0:4"``."""
     return ",".join(f"0:{size}" for size in shape)
 
 
 def plain(value: Any, depth: int = 2) -> Any:
-    """Return ``value`` as JSON gives it back: tuples are lists, subclasses their base.
+    """Return ``value`` as JSON returns it: tuples are lists, subclasses their base.
 
-    Raises Unfit for a key that is no string, for nesting beyond `MAX_DEPTH`, and for what JSON
-    does not have.
+    Raises Unfit for a key that is no string, for nesting beyond `MAX_DEPTH`, and for values outside
+    JSON.
     """
     if depth > MAX_DEPTH:
         raise Unfit(f"meta is nested deeper than {MAX_DEPTH - 2}")
@@ -212,8 +212,8 @@ def plain(value: Any, depth: int = 2) -> Any:
 def decode(raw: bytes, where: str) -> Manifest:
     """Return the manifest in the bytes of the file ``where``; nothing in them is trusted.
 
-    Raises CheckpointCorrupt where the bytes are not those that were saved, CheckpointTooNew for a
-    later format, UnsafeCheckpoint where they declare what no save of ours declares.
+    Raises CheckpointCorrupt if the bytes are not those saved, CheckpointTooNew for a later format,
+    UnsafeCheckpoint if they declare values that no save declares.
     """
     try:
         check_crc(raw)
@@ -230,7 +230,7 @@ def decode(raw: bytes, where: str) -> Manifest:
 
 
 def check_crc(raw: bytes) -> None:
-    """Raise Unfit unless the first member of the JSON is the CRC of all that follows."""
+    """Raise Unfit unless the first member of the JSON is the CRC of all bytes after it."""
     if len(raw) <= HEAD_BYTES or raw[:10] != HEAD[:10]:
         raise Unfit(f"at byte 0, it does not begin as a manifest does but with {raw[:16]!r}")
     expected = HEAD % crc32(memoryview(raw)[HEAD_BYTES:])
@@ -260,7 +260,7 @@ def _decode(raw: bytes) -> Manifest:
 
 
 def parse(raw: bytes) -> Any:
-    """Return the JSON, after checks of what parsing it can take; refuses duplicate keys."""
+    """Return the JSON, after bounding the cost of parsing it; refuses duplicate keys."""
     try:
         return json_of(raw)
     except Unparsable as error:
@@ -283,7 +283,7 @@ def check_version(record: Any) -> int:
 
 
 def fields(what: str, record: Any, kinds: Mapping[str, type]) -> list[Any]:
-    """Return the values of an object that has exactly these keys and types, in their order."""
+    """Return the values of an object with exactly these keys and types, in their order."""
     if type(record) is not dict:
         raise Unfit(f"{what} is no object")
     if record.keys() != kinds.keys():
@@ -300,7 +300,7 @@ SLICE_FIELDS = {"shard": int, "offset": int, "slice": str, "crcs": str}
 
 
 def index_entry(what: str, record: Any, end: int) -> tuple[SavedTensor, str]:
-    """Return an entry of the index and its CRCs; it has to start at byte ``end`` of the shard."""
+    """Return an entry of the index and its CRCs; it must start at byte ``end`` of the shard."""
     kind, name, key, dtype, shape, slices = fields(what, record, ENTRY_FIELDS)
     entry = SavedTensor(kind, name, key, dtype, tuple(shape))
     check_entry(what, entry)
@@ -320,7 +320,7 @@ def index_entry(what: str, record: Any, end: int) -> tuple[SavedTensor, str]:
 
 
 def check_entry(what: str, entry: SavedTensor) -> None:
-    """Raise Unfit unless an entry's words, shape and size are what a checkpoint may have."""
+    """Raise Unfit unless a checkpoint may have an entry of this kind, name, shape and size."""
     if not KIND.fullmatch(entry.kind):
         raise Unfit(f"{what}: the kind {entry.kind[:80]!r} is no short lower-case word")
     if len(entry.name) > MAX_NAME or len(entry.key) > MAX_KEY:
@@ -347,7 +347,7 @@ def check_shards(shards: list[Any], name: str, n_bytes: int) -> None:
 
 
 def check_unique(entries: Sequence[SavedTensor]) -> None:
-    """Raise Unfit where two entries have the same kind, name and key."""
+    """Raise Unfit if two entries have the same kind, name and key."""
     seen: set[tuple[str, str, str]] = set()
     for entry in entries:
         key = (entry.kind, entry.name, entry.key)
@@ -357,5 +357,5 @@ def check_unique(entries: Sequence[SavedTensor]) -> None:
 
 
 def clip(number: int) -> str:
-    """Return a number for a message, however long it is."""
+    """Return a number for a message, in few digits."""
     return str(number) if abs(number) < 10**20 else f"about 2^{number.bit_length() - 1}"

@@ -1,9 +1,9 @@
-"""Loading: which checkpoint, whether it may be believed, and its bytes.
+"""Loading: the choice of a checkpoint, its validation, and its bytes.
 
-[Note: order of belief]  Names and types of files, before anything is opened; size of the manifest,
-before it is read; its CRC, before it is parsed; its version; every declared value, before anything
-is allocated by it; the shard's size; its header; and the CRC of each block before its bytes are
-given out. Unknown files in a checkpoint are never opened.
+[Note: order of belief]  Names and types of files are checked before any is opened; the manifest's
+size before it is read; its CRC before it is parsed; its version; every declared value before
+anything is allocated by it; the shard's size; its header; and the CRC of each block before its
+bytes are returned. Unknown files in a checkpoint are never opened.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hetero.errors import (
 from hetero.io import IO, File, Folder
 from hetero.types import format_bytes
 
-FOREIGN_NAMES = {  # endings of what other tools write: never opened
+FOREIGN_NAMES = {  # file name endings of other tools: never opened
     ".metadata": "torch.distributed.checkpoint (DCP)",
     ".distcp": "torch.distributed.checkpoint (DCP)",
     ".safetensors": "safetensors",
@@ -47,7 +47,7 @@ SAVE_AGAIN = "only a finished save is loaded"
 
 
 class State(Enum):
-    """What a name in a root leads to."""
+    """The state of a checkpoint's directory."""
 
     COMPLETE = "complete"
     DAMAGED = "damaged"
@@ -55,7 +55,7 @@ class State(Enum):
 
 
 class Found(NamedTuple):
-    """One name of ours in a root; ``problem`` says why it is not complete."""
+    """A checkpoint's name in a root; ``problem`` says why it is not complete."""
 
     step: int
     name: str
@@ -64,10 +64,10 @@ class Found(NamedTuple):
 
 
 class CheckpointReader:
-    """An open checkpoint: what is in it, and its bytes, verified as they are read."""
+    """An open checkpoint: its contents, with bytes verified as they are read."""
 
     def __init__(self, folder: Folder, root: Folder | None = None) -> None:
-        """Believe what ``folder`` holds, in the order of [Note: order of belief]."""
+        """Check ``folder`` in the order of [Note: order of belief]."""
         self._folder, self._root = folder, root
         manifest = read_manifest(folder)
         self.step = manifest.step
@@ -84,9 +84,9 @@ class CheckpointReader:
     ) -> CheckpointReader:
         """Open a checkpoint, or the newest one in a directory of them, or that of ``step``.
 
-        Never falls back in silence: where the newest is damaged, the error's advice names the
-        newest good one. Raises NoCheckpoint, CheckpointCorrupt, CheckpointTooNew, UnsafeCheckpoint,
-        plain CheckpointError for another program's checkpoint, StorageError where a read fails.
+        Never falls back silently: if the newest is damaged, the error's advice names the newest
+        good one. Raises NoCheckpoint, CheckpointCorrupt, CheckpointTooNew, UnsafeCheckpoint, plain
+        CheckpointError for another program's checkpoint, StorageError if a read fails.
         """
         root = open_folder(path, io)
         if root.has(MANIFEST):
@@ -110,15 +110,14 @@ class CheckpointReader:
         return reader
 
     def find(self, kind: str, name: str, key: str = "") -> int | None:
-        """Return the number of an entry, or None."""
         return self._numbers.get((kind, name, key))
 
     def read(self, entry: int, start: int, into: memoryview) -> None:
-        """Fill ``into`` with bytes [start, start + len(into)) of an entry, by its number.
+        """Fill ``into`` with bytes [start, start + len(into)) of the entry with this number.
 
         ``start`` is a multiple of `BLOCK`, and so is the end unless it is the entry's own. Any
-        thread may. Raises CheckpointCorrupt for bytes that are not those that were saved,
-        StorageError where the drive fails; ``into`` then holds nothing of use.
+        thread may call this. Raises CheckpointCorrupt for bytes that are not those saved,
+        StorageError if the drive fails; ``into`` is then undefined.
         """
         if not 0 <= entry < len(self.entries):
             raise CheckpointError(f"there is no entry {entry} of {len(self.entries)}")
@@ -129,7 +128,7 @@ class CheckpointReader:
             raise CheckpointCorrupt(error.args[0], advice=advice) from None
 
     def close(self) -> None:
-        """Let the files go; again is no error."""
+        """Close the files; closing twice is no error."""
         self._shard.close()
         self._folder.close()
         self._root = None
@@ -142,7 +141,7 @@ class CheckpointReader:
 
 
 def open_in(root: Folder, found: CheckpointName) -> CheckpointReader:
-    """Open one of the checkpoints in ``root``; its name has to be that of its step."""
+    """Open one of the checkpoints in ``root``; its name must match its step."""
     check_safe(root, found.name, is_folder=True)
     reader = CheckpointReader(root.folder(found.name), root)
     if reader.step != found.step:
@@ -155,7 +154,7 @@ def open_in(root: Folder, found: CheckpointName) -> CheckpointReader:
 
 
 def steps(root: Folder | str | Path) -> list[Found]:
-    """Return what has a name of ours in a directory of checkpoints, by step.
+    """Return the checkpoints in a directory, by step.
 
     COMPLETE means a valid manifest and a shard of its size; `verify` reads the bytes too.
     """
@@ -175,7 +174,7 @@ def found_at(root: Folder, found: CheckpointName) -> Found:
 
 
 def newest_good(root: Folder | None, step: int) -> str:
-    """Return advice: the newest checkpoint that can be opened, that of ``step`` aside."""
+    """Return advice: the newest checkpoint that can be opened, other than that of ``step``."""
     others = [found_at(root, n) for n in named(root) if n.step != step] if root else []
     for found in reversed(others):
         if found.state is State.COMPLETE:
@@ -184,7 +183,7 @@ def newest_good(root: Folder | None, step: int) -> str:
 
 
 def read_manifest(folder: Folder) -> Manifest:
-    """Return what a checkpoint declares; nothing is allocated by it before it is checked."""
+    """Return a checkpoint's manifest; nothing is allocated by it before it is checked."""
     refuse_foreign(folder, folder.names())
     check_safe(folder, MANIFEST)
     with folder.file(MANIFEST) as file:
@@ -198,17 +197,16 @@ def read_manifest(folder: Folder) -> Manifest:
 
 
 def read_bytes(file: File, n_bytes: int) -> bytes:
-    """Return the first bytes of a file."""
     raw = bytearray(n_bytes)
     file.read(0, memoryview(raw))
     return bytes(raw)
 
 
-# -- what is no checkpoint of ours ---------------------------------------------------------------
+# -- foreign directories -------------------------------------------------------------------------
 
 
 def open_folder(path: str | Path, io: IO | None) -> Folder:
-    """Open the directory that a user named; raises NoCheckpoint where there is none."""
+    """Open a user's directory; raises NoCheckpoint if there is none."""
     try:
         return Folder.open(path, io)
     except ValueError:  # a NUL in the path
@@ -222,7 +220,7 @@ def open_folder(path: str | Path, io: IO | None) -> Folder:
 
 
 def foreign_file(path: str | Path, io: IO | None) -> CheckpointError:
-    """Return the refusal of a path that is no directory."""
+    """Return the error for a path that is no directory."""
     where = Path(path)
     with Folder.open(where.parent, io) as folder, folder.file(where.name) as file:
         found = foreign_bytes(read_bytes(file, min(16, file.size())))
@@ -230,14 +228,14 @@ def foreign_file(path: str | Path, io: IO | None) -> CheckpointError:
 
 
 def foreign_bytes(head: bytes) -> str:
-    """Return what a file of other programs is by its first bytes, "" when that is unknown."""
+    """Return the type of another program's file by its first bytes; "" if unknown."""
     if head[8:9] == b"{":
         return "safetensors file"
     return next((name for magic, name in FOREIGN_BYTES.items() if head.startswith(magic)), "")
 
 
 def refuse_foreign(folder: Folder, names: Sequence[str]) -> None:
-    """Raise CheckpointError for a directory that other programs wrote, judged by names alone."""
+    """Raise CheckpointError for another program's directory, judged by names alone."""
     if MANIFEST in names:
         return
     for ending, program in FOREIGN_NAMES.items():
@@ -249,7 +247,7 @@ def refuse_foreign(folder: Folder, names: Sequence[str]) -> None:
 
 
 def nothing(root: Folder, step: int | None) -> NoCheckpoint:
-    """Return the refusal of a directory without what was asked for, saying what is in it."""
+    """Return the error for a directory without the checkpoint, with a list of its contents."""
     names = root.names()
     refuse_foreign(root, names)
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"

@@ -33,39 +33,36 @@ from hetero.train.engine.state_dict import Scalars, counted_at_close, parts_of, 
 from hetero.train.update.optimizer import Optimizer, unwrapped
 from hetero.version import __version__
 
-SAVE_THREADS = 2  # one checksums and copies while another writes
-KINDS = ("param", "master", "state", "buffer")  # of parts of a model
-STATES = ("state",)  # the optimizer's alone: a script keeps the weights by itself
+SAVE_THREADS = 2  # one checksums and copies while the other writes
+KINDS = ("param", "master", "state", "buffer")  # of a model's parts
+STATES = ("state",)  # the optimizer's alone, for a script that saves the weights itself
 
 
 class HasState(Protocol):
-    """A scheduler, a dataloader, a sampler: anything with torch's two methods."""
+    """A scheduler, a dataloader, a sampler: any object with torch's two methods."""
 
     def state_dict(self) -> Any:
-        """Return what `load_state_dict` takes."""
+        """Return the state."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Continue where ``state_dict`` was taken."""
+        """Take a state that ``state_dict`` returned."""
 
 
 class Save:
-    """A checkpoint that is written, or about to be; a path-like object.
-
-    ``step`` is its step and ``path`` the directory it will have.
-    """
+    """Checkpoint ``step``, written or about to be; a path-like of its future directory ``path``."""
 
     def __init__(self, step: int, path: Path, done: Future[Path]) -> None:
         self.step = step
         self.path = path
-        self.told = False  # whether the caller heard what came of it
+        self.told = False  # whether the caller knows the result
         self._done = done
 
     def wait(self) -> Path:
-        """Return the directory once the checkpoint is durable; raises what the save raised."""
+        """Return the directory once the checkpoint is durable; raises the save's error."""
         try:
             return interrupts.finished(self._done)
         finally:
-            self.told = self._done.done()  # an interrupted wait has told nobody anything
+            self.told = self._done.done()  # not if the wait was interrupted
 
     @property
     def done(self) -> bool:
@@ -95,7 +92,7 @@ def save_checkpoint(
 ) -> Save:
     """Write ``directory/step-N``: parameters, masters, states, buffers, loss scale, RNG states.
 
-    What a save reported done is loadable after any crash, and loads bit for bit at any budget,
+    A checkpoint reported as saved is loadable after any crash, and loads bit for bit at any budget,
     chunk size, set of tiers and device. Gradients are not saved: save between steps.
 
     Args:
@@ -104,28 +101,28 @@ def save_checkpoint(
         extra: numbers, strings, bytes, lists, tuples, dicts, tensors; `load_checkpoint` returns it.
         scheduler, data: objects with ``state_dict``: a learning-rate scheduler, a dataloader.
         step: N; None: the optimizer steps made.
-        keep_last: how many checkpoints stay in ``directory``; None: all of them.
+        keep_last: number of checkpoints to keep in ``directory``; None: all of them.
         asynchronous: return at once, and write while training goes on; errors come from `wait`.
-            One save is under way at a time: another begins when it is done.
-        kinds: which parts are saved, of `KINDS`.
-        io: the door to files; tests pass one that goes wrong.
+            One save runs at a time: another begins when it is done.
+        kinds: the kinds of parts to save, of `KINDS`.
+        io: the access to files; tests pass one that fails.
 
-    Raises CheckpointError where ``step-N`` exists, DiskFull and other StorageErrors; older
-    checkpoints are then as they were. ConfigError for an ``extra`` that is none of the above.
+    Raises CheckpointError if ``step-N`` exists, DiskFull and other StorageErrors; older checkpoints
+    are then unchanged. ConfigError for an ``extra`` of other types.
     """
     engine = engine_of(model)
     check_pair(engine, optimizer)
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"keep_last={keep_last}", advice="keep_last takes a positive number")
     if engine.setup.saver.last is not None and not engine.setup.saver.last.told:
-        engine.setup.saver.last.wait()  # one at a time; its error is said now if it was not before
-    # 1. everything that is small is taken now
+        engine.setup.saver.last.wait()  # one at a time; raises its error unless `wait` did
+    # 1. take all small values now
     engine.refuse_broken()
     engine.residence.quiesce()  # updates may go on
     extras: list[Part] = []
     meta = meta_of(engine, extra, scheduler, data, extras)
     number = engine.setup.steps if step is None else step
-    # 2. the tensors are read bucket by bucket, each after its update and before its next one
+    # 2. read the tensors bucket by bucket, each after its update and before its next one
     parts = [part for part in parts_of(engine, as_now=True) if part.name.kind in kinds]
     writing = Writing(engine, io, Path(directory), number, [*parts, *extras], meta)
     executor = ThreadPoolExecutor(1, "hetero-save")
@@ -147,24 +144,24 @@ def save_latest(
     *,
     kinds: Collection[str] = KINDS,
 ) -> Save:
-    """Save as the one checkpoint of a directory; it replaces what is there once it is durable."""
+    """Save the only checkpoint of a directory; it replaces the others once it is durable."""
     step = newest_step(directory) + 1
     return save_checkpoint(directory, model, optimizer, extra, step=step, keep_last=1, kinds=kinds)
 
 
 def newest_step(directory: str | Path) -> int:
-    """Return the number of the newest checkpoint in a directory; -1 where there is none."""
+    """Return the number of the newest checkpoint in a directory, or -1."""
     names = (path.name for path in Path(directory).glob("step-*"))
     return max((int(found[1]) for name in names if (found := STEP.fullmatch(name))), default=-1)
 
 
 def before_exit(call: Callable[[], None]) -> None:
-    """Have a call made when the interpreter ends, while threads can still be started."""
+    """Make a call when the interpreter ends, while threads can still be started."""
     getattr(threading, "_register_atexit", atexit.register)(call)
 
 
 def finish_at_exit(reference: weakref.ref[Save]) -> None:
-    """Wait for a save that was not waited for, and say what became of it where it failed."""
+    """Wait for a save that was never waited for, and warn if it failed."""
     save = reference()
     if save is not None and not save.told:
         try:
@@ -174,7 +171,7 @@ def finish_at_exit(reference: weakref.ref[Save]) -> None:
 
 
 def check_pair(engine: Engine, optimizer: Optimizer | None) -> None:
-    """Refuse an optimizer that was not prepared with the model, and a missing one."""
+    """Refuse any optimizer but the one prepared with the model, and a missing one."""
     if unwrapped(optimizer) is not engine.optimizer:
         raise StateError(
             "the optimizer was not prepared with this model"
@@ -191,7 +188,7 @@ def meta_of(
     data: HasState | None,
     extras: list[Part],
 ) -> dict[str, Any]:
-    """Return what a checkpoint says beside tensors; tensors in it are added to ``extras``."""
+    """Return a checkpoint's values; the tensors among them are added to ``extras``."""
 
     def keep(path: str, tensor: torch.Tensor) -> None:
         extras.append(of_tensor(Name("extra", path), tensor.detach().cpu().clone()))
@@ -220,14 +217,14 @@ def meta_of(
 
 
 def members_of(engine: Engine) -> list[list[str]]:
-    """Return the names of each group's parameters; what the model has no more has none."""
+    """Return the names of each group's parameters, without those no longer in the model."""
     names = {id(param): name for name, param in engine.setup.model.named_parameters()}
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
 
 
 def rng_state(engine: Engine) -> dict[str, Any]:
-    """Return the states of the generators that a training loop draws from."""
+    """Return the states of the generators of a training loop."""
     return {
         "torch": torch.get_rng_state(),
         "device": accelerator_rng(engine.setup.device.torch_device),
@@ -237,7 +234,7 @@ def rng_state(engine: Engine) -> dict[str, Any]:
 
 
 class Writing:
-    """One save: what is written, and the commit after it."""
+    """One save: the reading of its parts, then the commit."""
 
     def __init__(
         self,
@@ -274,7 +271,7 @@ class Writing:
             self._scalars.update(scalars_of(engine, buckets[bucket]))
 
     def run(self, keep_last: int | None) -> Path:
-        """Read everything, commit, and remove what is older than ``keep_last``."""
+        """Read everything, commit, and remove all but the last ``keep_last``."""
         with self._root, self._writer:
             self._read()
             if self._saving.error is not None:
@@ -285,7 +282,7 @@ class Writing:
         return path
 
     def _read(self) -> None:
-        """Read everything, on as many threads as it takes to keep a drive busy."""
+        """Read everything, on enough threads to keep a drive busy."""
         with ThreadPoolExecutor(SAVE_THREADS, "hetero-save") as executor:
             readers = [executor.submit(self._saving.run) for _ in range(SAVE_THREADS)]
         errors = [reader.exception() for reader in readers]
@@ -293,7 +290,7 @@ class Writing:
 
 
 def encode_scalars(scalars: Scalars) -> Any:
-    """Return step counts and the like as JSON: a tensor of one number as dtype and number."""
+    """Return step counts and the like as JSON; a scalar tensor as its dtype and number."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -305,7 +302,7 @@ def encode_scalars(scalars: Scalars) -> Any:
 
 
 def decode_scalars(saved: Mapping[str, Mapping[str, Any]]) -> Scalars:
-    """Return what `encode_scalars` was given."""
+    """Invert `encode_scalars`."""
 
     def made(value: Mapping[str, Any]) -> Any:
         if "dtype" in value:
@@ -316,7 +313,7 @@ def decode_scalars(saved: Mapping[str, Mapping[str, Any]]) -> Scalars:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return a dtype of the format's table; KeyError for any other name."""
+    """Return a dtype of the format; KeyError for any other name."""
     if name not in ITEM_BYTES:
         raise KeyError(name)
     dtype: torch.dtype = getattr(torch, name)
@@ -324,7 +321,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def refuse(path: str, *_: Any) -> Any:
-    """There are no tensors here."""
+    """Refuse a tensor among scalars."""
     raise CheckpointCorrupt(
         f"{path} names a tensor where none is saved",
         advice="use another checkpoint; hetero verify lists them",

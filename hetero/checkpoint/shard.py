@@ -1,8 +1,8 @@
-"""The file that holds a checkpoint's bytes: aligned pieces in and out, a CRC on every block.
+"""The file of a checkpoint's bytes: aligned pieces in and out, a CRC for every block.
 
-Writing is a pipeline of two: one thread of the shard writes, and callers stage and sum pieces
-meanwhile, so one stream of large direct writes reaches the drive while CRCs are computed. What is
-staged is gathered: pieces share a buffer, and neighbours in the file go to it in one call.
+Writing is a pipeline of two: the shard's own thread writes while callers stage and checksum pieces,
+so that one stream of large direct writes reaches the drive. Staged pieces share a buffer, and those
+adjacent in the file are written in one call.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hetero.io import ALIGN, File, Folder, align_up, aligned_buffer
 from hetero.tensorfile import BLOCK, block_crcs
 from hetero.types import format_bytes
 
-PIECE = 8 * 2**20  # bytes of one call: eight blocks
+PIECE = 8 * 2**20  # bytes per call: eight blocks
 BUFFERS = 2  # for staging: one is filled while the other is written
-SLACK_BYTES = 64 * 2**20  # of holes that no shard is refused for
-GATHERED = 4 * 2**20  # bytes of a piece that is written alone, from where it lies
-UNWRITTEN, CLAIMED = -1, -2  # in place of a CRC
-CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL)  # file systems that allocate as one writes
+SLACK_BYTES = 64 * 2**20  # of holes that are always accepted
+GATHERED = 4 * 2**20  # bytes of a piece that is written alone, without a copy
+UNWRITTEN, CLAIMED = -1, -2  # instead of a CRC
+CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL)  # file systems that allocate on write
 
 
 def check_range(entry: SavedTensor, start: int, n_bytes: int) -> None:
@@ -46,12 +46,12 @@ def check_range(entry: SavedTensor, start: int, n_bytes: int) -> None:
 
 
 def flat(memory: memoryview) -> memoryview:
-    """Return contiguous memory as bytes, of whatever type and shape it is."""
+    """Return contiguous memory as bytes, whatever its type and shape."""
     return memory.cast("B") if memory.nbytes else memoryview(b"")
 
 
 def fits(file: File, memory: memoryview) -> bool:
-    """Whether memory may go to a file as it is. [Note: direct I/O]"""
+    """Whether memory may be written to a file without a copy. [Note: direct I/O]"""
     if len(memory) % ALIGN:
         return False  # padding follows
     return not file.direct or (not memory.readonly and address(memory) % ALIGN == 0)
@@ -62,7 +62,7 @@ def address(memory: memoryview) -> int:
 
 
 class Buffers:
-    """A few aligned buffers of `PIECE` bytes; who wants one waits for it."""
+    """A few aligned buffers of `PIECE` bytes; `take` waits for a free one."""
 
     def __init__(self) -> None:
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
@@ -85,7 +85,7 @@ class Buffers:
 
 
 class GatherBuffer:
-    """A buffer that pieces are copied to, to be written together."""
+    """A buffer that collects pieces, to write them together."""
 
     def __init__(self, buffer: memoryview) -> None:
         self.buffer = buffer
@@ -93,10 +93,7 @@ class GatherBuffer:
         self._pieces: list[tuple[int, memoryview]] = []
 
     def add(self, offset: int, piece: memoryview) -> int:
-        """Copy bytes that go to ``offset`` of the file, or the first of them; returns how many.
-
-        Zeros pad them to a multiple of `ALIGN`.
-        """
+        """Copy bytes for ``offset`` of the file, padded, or the first of them; returns how many."""
         room = self.buffer[self._used : self._used + align_up(len(piece))]
         n_bytes = min(len(room), len(piece))
         copy(room[:n_bytes], piece[:n_bytes])
@@ -107,7 +104,7 @@ class GatherBuffer:
         return n_bytes
 
     def runs(self) -> Iterator[tuple[int, list[memoryview]]]:
-        """Yield (offset, pieces that follow each other in the file from there on)."""
+        """Yield (offset, pieces adjacent in the file from there on)."""
         run: list[memoryview] = []
         begin = end = 0
         for offset, piece in sorted(self._pieces, key=itemgetter(0)):
@@ -121,9 +118,9 @@ class GatherBuffer:
 
 
 class ShardWriter:
-    """A new shard, reserved whole; every block of it is written once, in any order.
+    """A new shard, fully reserved; every block is written once, in any order.
 
-    A failure of the drive is raised by a later call: by the last one, `finish`, at the latest.
+    A later call raises a failure of the drive, `finish` at the latest.
     """
 
     def __init__(self, folder: Folder, entries: Sequence[SavedTensor]) -> None:
@@ -135,7 +132,7 @@ class ShardWriter:
         self._buffers = Buffers()
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="hetero-checkpoint")
         self._lock = threading.Lock()  # of counts and claims
-        self._placing = threading.Lock()  # who holds it may wait for a buffer
+        self._placing = threading.Lock()  # its holder may wait for a buffer
         self._stage: GatherBuffer | None = None
         self._stopped = False
         self._failure: BaseException | None = None
@@ -174,14 +171,14 @@ class ShardWriter:
         return tuple("".join(digits[first:last]) for first, last in ends)
 
     def stop(self) -> None:
-        """Write nothing more, and let the file go when the write that is under way has ended."""
+        """Write nothing more, and close the file after the write under way."""
         self._stopped = True
         self._lane.shutdown()
         with suppress(OSError):
             self._file.close()
 
     def check_complete(self) -> None:
-        """Raise CheckpointError where a block was never written."""
+        """Raise CheckpointError if a block was never written."""
         block = next((n for n, crc in enumerate(self._crcs) if crc < 0), None)
         if block is None:
             return
@@ -197,10 +194,7 @@ class ShardWriter:
             raise afresh(self._failure)
 
     def _send(self, entry: int, start: int, piece: memoryview, writes: list[Future[None]]) -> None:
-        """Let a piece be written, and compute its CRCs meanwhile.
-
-        Adds to ``writes`` what reads it until it is done.
-        """
+        """Queue the write of a piece, or stage it, and compute its CRCs meanwhile."""
         first = self._blocks[entry] + start // BLOCK
         self._claim(entry, first, -(-len(piece) // BLOCK))
         offset = self._offsets[entry] + start
@@ -221,7 +215,7 @@ class ShardWriter:
             self._crcs[first : first + n_blocks] = array("q", [CLAIMED]) * n_blocks
 
     def _gather(self, offset: int, piece: memoryview) -> None:
-        """Copy a piece to a buffer that is written when it is full, or when all is there."""
+        """Copy a piece to a buffer that is written when full, or by `finish`."""
         done = 0
         with self._placing:
             while done < len(piece):
@@ -244,7 +238,7 @@ class ShardWriter:
     def _submit(self, put: Callable[..., None], *what: Any) -> Future[None]:
         try:
             return self._lane.submit(put, *what)
-        except RuntimeError as error:  # the lane is shut
+        except RuntimeError as error:  # the lane is shut down
             raise CheckpointError(f"this save is over: {error}") from None
 
     def _put(self, offset: int, *pieces: memoryview) -> None:
@@ -264,7 +258,7 @@ class ShardWriter:
 
 
 def copy(to: memoryview, source: memoryview) -> None:
-    """Copy bytes while other threads run: a memoryview's own assignment would hold them up."""
+    """Copy bytes while other threads run: a memoryview's own assignment would block them."""
     if source.readonly or not len(source):
         to[:] = source
     else:
@@ -272,7 +266,7 @@ def copy(to: memoryview, source: memoryview) -> None:
 
 
 def check_size(file: File, declared: int) -> None:
-    """Raise where a file is not as long as declared, or most of it is not on its drive."""
+    """Raise if a file is not as long as declared, or has too many holes."""
     size = file.size()
     if size != declared:
         raise CheckpointCorrupt(
@@ -286,10 +280,10 @@ def check_size(file: File, declared: int) -> None:
 
 
 class ShardReader:
-    """The shard of a manifest, of the size that it declares; gives out verified bytes only."""
+    """The shard of a manifest; returns verified bytes only."""
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
-        """Open the shard; check that the drive holds as much as is declared, and its header."""
+        """Open the shard and check its size on the drive, and its header."""
         first = manifest.header
         self._entries = manifest.entries
         self._offsets = [len(first) + at for at in layout(manifest.entries)]
@@ -308,10 +302,7 @@ class ShardReader:
             )
 
     def read(self, entry: int, start: int, into: memoryview) -> None:
-        """Fill ``into`` with whole blocks of an entry; raises CheckpointCorrupt or StorageError.
-
-        After an error ``into`` holds nothing of use.
-        """
+        """Fill ``into`` with whole blocks; raises CheckpointCorrupt or StorageError."""
         check_range(self._entries[entry], start, len(into))
         for at in range(0, len(into), PIECE):
             self._read(entry, start + at, into[at : at + PIECE])

@@ -1,8 +1,8 @@
-"""Values beside tensors, as JSON and back, with no code in them (floor 4).
+"""Values other than tensors, as JSON and back, without code in them (floor 4).
 
-JSON has no tuples, no bytes, no keys but strings and no tensors. Each of them is an object with one
-reserved key; tensors of one element or more are entries of the checkpoint, and the object names the
-entry. What is none of these is refused by the path that leads to it.
+JSON has no tuples, no bytes, no keys but strings and no tensors: each becomes an object with one
+reserved key. Tensors of one element or more are entries of the checkpoint, named in the object.
+Values of other types are refused, by the path to them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Find = Callable[[str], torch.Tensor]
 def encode(value: Any, path: str, keep: Keep, within: tuple[Any, ...] = ()) -> Any:
     """Return a value as JSON; its tensors go to ``keep(path, tensor)``.
 
-    ``within`` are the containers around it, outermost first. Raises ConfigError for what is neither
-    a number, a string, bytes, a container nor a tensor, for a container that contains itself, and
-    for nesting beyond `MAX_DEPTH`.
+    ``within`` are the containers around it, outermost first. Raises ConfigError for any value but a
+    number, a string, bytes, a container or a tensor, for a container that contains itself, and for
+    nesting beyond `MAX_DEPTH`.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return _plain(value)
@@ -67,7 +67,7 @@ def _plain(value: Any) -> Any:
 
 
 def _entered(value: Any, path: str, within: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the containers around what a container holds, or refuse it by its path."""
+    """Return the containers around the items of a container, or refuse it by its path."""
     if any(value is one for one in within):
         raise ConfigError(
             f"{path} is a {type(value).__name__} that contains itself",
@@ -93,10 +93,7 @@ def _mapping(value: Mapping[Any, Any], path: str, keep: Keep, within: tuple[Any,
 
 
 def decode(value: Any, find: Find) -> Any:
-    """Return what `encode` was given; ``find(path)`` returns its tensors.
-
-    Raises CheckpointCorrupt for what `encode` does not write.
-    """
+    """Invert `encode`, with tensors from ``find(path)``; CheckpointCorrupt for other data."""
     if isinstance(value, list):
         return [decode(item, find) for item in value]
     if not isinstance(value, dict):

@@ -19,25 +19,25 @@ from hetero.io import IO
 
 @dataclass(frozen=True, slots=True)
 class CheckpointVerdict:
-    """What came of one checkpoint; ``problem`` is "" where every byte is right."""
+    """The result for one checkpoint; ``problem`` is "" if every byte is right."""
 
     step: int | None
-    """None where a single directory does not tell it."""
+    """None for a single directory that cannot be opened."""
     name: str
     bytes: int
-    """Size of the shard, 0 where its manifest cannot be believed."""
+    """Size of the shard; 0 if its manifest is invalid."""
     ok: bool
     problem: str
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What came of a directory of checkpoints, or of one, by step."""
+    """The results for a directory of checkpoints, or for one, by step."""
 
     path: str
     checkpoints: tuple[CheckpointVerdict, ...]
     unfinished: tuple[str, ...]
-    """Directories of saves that did not finish, or are under way: no load looks at them."""
+    """Directories of unfinished saves, which no load looks at."""
 
     @property
     def ok(self) -> bool:
@@ -53,10 +53,10 @@ class Verification:
 
 
 def verify(path: str | Path, io: IO | None = None) -> Verification:
-    """Read every byte of each ``step-N`` under ``path``, or of the one that it is.
+    """Read every byte of each ``step-N`` under ``path``, or of that one checkpoint.
 
-    Damage, and drives that fail, are told in the report. Raises NoCheckpoint where there is nothing
-    to check, and CheckpointError where another program wrote it.
+    The report has all damage and failures of drives. Raises NoCheckpoint if there is nothing to
+    check, and CheckpointError if another program wrote it.
     """
     root = open_folder(path, io)
     if root.has(MANIFEST):
@@ -73,7 +73,6 @@ def verify(path: str | Path, io: IO | None = None) -> Verification:
 def examine(
     step: int | None, name: str, opened: Callable[[], CheckpointReader]
 ) -> CheckpointVerdict:
-    """Return the verdict on one checkpoint."""
     n_bytes = 0
     try:
         with opened() as reader:
@@ -87,7 +86,7 @@ def examine(
 
 
 def read_all(reader: CheckpointReader) -> None:
-    """Read every block; raises what the first bad one raises."""
+    """Read every block; raises the error of the first bad one."""
     buffers = Buffers()
 
     def read(piece: tuple[int, int, int]) -> None:
@@ -96,12 +95,12 @@ def read_all(reader: CheckpointReader) -> None:
             reader.read(entry, start, buffer[:n_bytes])
 
     with ThreadPoolExecutor(BUFFERS, thread_name_prefix="hetero-verify") as pool:
-        for _ in pool.map(read, pieces(reader)):  # one sums while another reads
+        for _ in pool.map(read, pieces(reader)):  # one checksums while the other reads
             pass
 
 
 def pieces(reader: CheckpointReader) -> Iterator[tuple[int, int, int]]:
-    """Yield (entry, start, bytes) of every byte of a checkpoint, a buffer at a time."""
+    """Yield (entry, start, bytes) of all of a checkpoint, a buffer at a time."""
     for number, entry in enumerate(reader.entries):
         for start in range(0, entry.n_bytes, PIECE):
             yield number, start, min(PIECE, entry.n_bytes - start)

@@ -1,6 +1,6 @@
 """Saving: the commit protocol, and the removal of older checkpoints.
 
-    1. refuse an existing ``step-N``; sweep what killed saves left; mkdir ``step-N.<uuid>.tmp``
+    1. refuse an existing ``step-N``; sweep killed saves; mkdir ``step-N.<uuid>.tmp``
     2. create and reserve the shard; write every block; fsync it
     3. (one rank: nothing to gather)
     4. ``MANIFEST.json.tmp``: write, fsync, rename, fsync of the directory
@@ -8,9 +8,9 @@
     6. commit returns: acknowledged
     7. `retain`: rename an older one to ``step-M.<uuid>.tmp``, fsync of the parent, remove its files
 
-Whatever fails before 6, the attempt is abandoned: its directory goes, or stays as a ``.tmp`` that
-no load looks at, and nothing older was touched. The parent of a root that was just made is for
-whoever made it to sync.
+After a failure before 6 the attempt is abandoned: its directory is removed, or stays as a ``.tmp``
+that no load looks at, and nothing older is touched. The creator of a new root syncs the root's
+parent.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ UNFIT = "keep what a checkpoint has no place for in a file of its own"
 
 
 class SavePhase(Enum):
-    """Where a save is; it goes forward only, and from COMMITTING to ABANDONED where that fails."""
+    """The phase of a save; it only advances, but a failed COMMITTING becomes ABANDONED."""
 
     OPEN = "open"
     COMMITTING = "being committed"
@@ -61,10 +61,10 @@ class SavePhase(Enum):
 
 
 class Writer:
-    """One save into a root directory. As a context it abandons what was not committed.
+    """One save into a root directory. As a context it abandons an uncommitted save.
 
-    Raises CheckpointError where ``step-N`` exists or the entries are not what a checkpoint can
-    have, DiskFull where the drive has no room for them, StorageError for other failures.
+    Raises CheckpointError if ``step-N`` exists or a checkpoint cannot have such entries, DiskFull
+    if the drive has no room for them, StorageError for other failures.
     """
 
     def __init__(self, root: Folder, step: int, entries: Sequence[SavedTensor]) -> None:
@@ -85,8 +85,8 @@ class Writer:
         """Write bytes [start, start + len(data)) of an entry, by its number; then ``data`` is free.
 
         ``start`` is a multiple of `BLOCK`, and so is the end unless it is the entry's own. Every
-        byte is written once, in any order, from any thread; aligned, writable memory goes to the
-        drive without a copy. Raises CheckpointError or StorageError, and the save is abandoned.
+        byte is written once, in any order, from any thread; aligned, writable memory is written
+        without a copy. Raises CheckpointError or StorageError, and abandons the save.
         """
         self._check_open()
         try:
@@ -100,9 +100,9 @@ class Writer:
     def commit(self, meta: Mapping[str, Any]) -> Path:
         """Make the checkpoint durable and visible; returns its directory.
 
-        ``meta`` is JSON: it comes back equal, with lists for tuples. Raises CheckpointError where
-        something was not written or ``meta`` is no JSON, StorageError where the drive fails; either
-        way the save is abandoned.
+        ``meta`` is JSON: it comes back equal, with lists for tuples. Raises CheckpointError if a
+        block was not written or ``meta`` is no JSON, StorageError if the drive fails; either
+        abandons the save.
         """
         self._leave_open(SavePhase.COMMITTING)
         try:
@@ -117,10 +117,7 @@ class Writer:
         return Path(self._attempt.root.path) / self._attempt.final
 
     def abandon(self) -> None:
-        """Remove what was made, as far as that works; never raises.
-
-        It does nothing again, or once commit was called: a commit that fails does it itself.
-        """
+        """Remove the attempt's files if possible, unless committed or removed; never raises."""
         with contextlib.suppress(CheckpointError):
             self._leave_open(SavePhase.ABANDONED)
             self._remove()
@@ -180,10 +177,10 @@ def check_entries(step: int, entries: Sequence[SavedTensor]) -> None:
 def retain(root: Folder, keep_last: int, newest: int = MAX_STEP) -> list[int]:
     """Remove complete checkpoints but the last ``keep_last`` up to ``newest``; returns their steps.
 
-    ``newest`` is the step just saved: those beyond it are of a run that was taken back, and stay.
+    ``newest`` is the step just saved: later ones belong to a run that was rolled back, and stay.
 
-    Damaged ones neither count nor go, and a directory with files that are not ours stays whole; a
-    warning names it. So does one that cannot be removed: the newer ones stand anyway.
+    Damaged ones are not counted and stay. So do directories with foreign files, and those that
+    cannot be removed; a warning names them.
     """
     if keep_last < 1:
         raise ConfigError(f"keep_last={keep_last} would keep nothing", advice="keep 1 or more")
@@ -200,7 +197,7 @@ def retain(root: Folder, keep_last: int, newest: int = MAX_STEP) -> list[int]:
 
 
 def remove_whole(root: Folder, name: str) -> bool:
-    """Remove a checkpoint, unless there is more in it than a save writes."""
+    """Remove a checkpoint, unless it has more files than a save writes."""
     with root.folder(name) as folder:
         more = sorted(set(folder.names()) - set(OURS))
         if more:

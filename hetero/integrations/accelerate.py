@@ -52,12 +52,12 @@ class HeteroPlugin:
 class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
     """An `Accelerator` whose models train under byte budgets.
 
-    Models and optimizers may come to `prepare` in any order and in several calls. A model that
-    trains waits for its optimizer; if it computes before one has come, it is for inference.
+    Models and optimizers may come to `prepare` in any order and in several calls. A trainable model
+    waits for its optimizer; if it computes before that, it is prepared for inference.
 
     Args:
-        hetero_plugin: a `HeteroPlugin`, or its settings. None: the file that the environment
-            variable HETERO_CONFIG names, if any; `accelerate launch` passes it on.
+        hetero_plugin: a `HeteroPlugin`, or its settings. None: the file named by the environment
+            variable HETERO_CONFIG, if set; `accelerate launch` passes it on.
         args, kwargs: as for `Accelerator`.
 
     Raises ConfigError if a plug-in of DeepSpeed, FSDP or Megatron is given as well.
@@ -72,7 +72,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         hetero_plugin: HeteroPlugin | Settings = None,
         **kwargs: Any,
     ) -> None:
-        # refused before they are built: they leave variables in the environment
+        # before they are built: they leave variables in the environment
         found = [name for name in FOREIGN if kwargs.get(name) is not None]
         if found:
             raise ConfigError(
@@ -88,7 +88,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         accelerator: Accelerator,
         hetero_plugin: HeteroPlugin | Settings = None,
     ) -> HeteroAccelerator:
-        """Make a live Accelerator, which has prepared nothing yet, one of hetero's; returns it."""
+        """Turn a live Accelerator that has prepared nothing into one of hetero's; returns it."""
         if accelerator._models:
             raise StateError(
                 "the accelerator has prepared models already",
@@ -116,10 +116,10 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         self._replicas: dict[int, Replicas] = {}
         self._group = open_group() if self.num_processes > 1 else None
         if self._scales:
-            self.scaler = None  # there is one scale for a loss
+            self.scaler = None  # hetero scales the loss itself
 
     def _refuse_early(self) -> None:
-        """Refuse updates in backward if gradients of a step add up or are averaged first."""
+        """Refuse updates in backward if gradients are accumulated or averaged first."""
         adds, averages = self.gradient_accumulation_steps > 1, self.num_processes > 1
         if self.hetero_config.updates == "backward" and (adds or averages):
             raise ConfigError(
@@ -144,7 +144,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Prepare a model, which stays where hetero has it; in ``evaluation_mode`` at once."""
+        """Prepare a model, which stays in its tiers; in ``evaluation_mode`` at once."""
         self._meet(model)
         if evaluation_mode and id(model) in self._waiting:
             self._waiting[id(model)].computes()
@@ -166,7 +166,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         return wrapped
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a scheduler, of the plain optimizer or of ours."""
+        """Prepare a scheduler of the plain optimizer or of hetero's."""
         prepared = super().prepare_scheduler(scheduler)
         plain = getattr(scheduler, "optimizer", None)
         for wrapped in self._optimizers:
@@ -176,12 +176,12 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         return prepared
 
     def _meet(self, model: nn.Module) -> None:
-        """Let a model that trains wait for its optimizer; prepare any other one at once."""
+        """Let a trainable model wait for its optimizer; prepare any other at once."""
         if id(model) in self._waiting or model in self._models:
             return
         to_train = any(p.requires_grad for p in model.parameters())
         if to_train and not trains(model):
-            plain_again(model)  # it was for inference until now
+            plain_again(model)  # prepared for inference until now
         if is_prepared(model):
             self._refuse_alone(model)
             return
@@ -194,7 +194,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             prepare(model, config=self.hetero_config)
 
     def _refuse_alone(self, model: nn.Module) -> None:
-        """Refuse a model that trains on several processes, unless this Accelerator averages it."""
+        """Refuse a model that trains on several processes unless this Accelerator averages it."""
         known = id(model) in self._replicas or not trains(model)
         if self.num_processes > 1 and not known:
             raise StateError(
@@ -204,7 +204,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             )
 
     def _paired(self, optimizer: torch.optim.Optimizer) -> Optimizer:
-        """Prepare an optimizer together with the waiting model whose parameters it has."""
+        """Prepare an optimizer with the waiting model whose parameters it has."""
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for waiting in list(self._waiting.values()):
             if params & {id(p) for p in waiting.model.parameters()}:
@@ -237,9 +237,9 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor | None:
-        """Clip gradients to a global norm, and return what it was before.
+        """Clip gradients to a global norm, and return the norm before.
 
-        If ``max_norm`` is infinite, as Trainer's is when it only logs the norm, write nothing: an
+        If ``max_norm`` is infinite, as in a Trainer that only logs the norm, write nothing: an
         update that began in backward has read the gradients.
         """
         if self.hetero_config.updates == "backward" and max_norm == math.inf:
@@ -253,7 +253,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         return clipped
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale gradients; hetero's own scale is never seen in them."""
+        """Unscale gradients; hetero's own scale is never in them."""
         if not self._scales:
             super().unscale_gradients(optimizer)
 
@@ -266,7 +266,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Average gradients in the backward pass inside, although its forward was in `no_sync`."""
+        """Average gradients in the backward pass inside, even of a forward in `no_sync`."""
         replicas = self._replicas.get(id(model))
         if replicas is not None:
             replicas.is_due = True
@@ -290,7 +290,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     def _hidden(self, hooks: str, *shown: list[Any]) -> Iterator[list[nn.Module]]:
         """Hide models and optimizers from accelerate, which would hold all their bytes at once.
 
-        The script's ``hooks`` see them, and get ``shown`` in place of accelerate's own lists.
+        The script's ``hooks`` see them, and get ``shown`` instead of accelerate's own lists.
         """
         kept, own = (self._models, self._optimizers), getattr(self, hooks)
         hidden: tuple[list[Any], list[Any]] = [], []
@@ -313,7 +313,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
         """Save everything; each model with its optimizer as a checkpoint of hetero.
 
-        Hooks get the models and their state dicts. If a hook takes a state dict out of the list, it
+        Hooks get the models and their state dicts. If a hook removes a state dict from the list, it
         saves those weights itself, and only the optimizer's states are saved here.
         """
         hooked = bool(self._save_model_state_pre_hook)
@@ -330,9 +330,9 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Load a directory of `save_state`; without a name the newest.
+        """Load a directory of `save_state`, by default the newest.
 
-        If a hook takes a model out of its list, it loads those weights itself, and only the
+        If a hook removes a model from its list, it loads those weights itself, and only the
         optimizer's states are loaded here.
         """
         if input_dir is None:
@@ -347,13 +347,13 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
                 load_states(Path(input_dir) / PART.format(number), model, kinds)
 
     def _settled(self, model: nn.Module) -> Optimizer | None:
-        """Return a model's optimizer; a model that still waits for one is prepared without."""
+        """Return a model's optimizer; prepare a model that still waits for one without it."""
         if id(model) in self._waiting:
             self._waiting[id(model)].computes()
         return engine_of(model).optimizer
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release everything; models that trained become plain, others stay as they are."""
+        """Release everything; trained models become plain, others stay as they are."""
         for model in self._models:
             if trains(model):
                 release(model)
@@ -366,7 +366,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
 
 
 class UnpairedModel:
-    """A model that waits for its optimizer; if it computes first, it is prepared without."""
+    """A model that waits for its optimizer; if it computes first, it is prepared without one."""
 
     def __init__(self, accelerator: HeteroAccelerator, model: nn.Module) -> None:
         self.model = model
@@ -374,7 +374,6 @@ class UnpairedModel:
         self._cancel = before_next_forward(model, self.computes)
 
     def over(self) -> None:
-        """Stop waiting."""
         self._cancel()
         self._accelerator._waiting.pop(id(self.model), None)
 
@@ -399,10 +398,10 @@ class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate
 def kinds_left(
     shown: list[tuple[dict[str, Any], dict[str, Any]]], left: list[dict[str, Any]]
 ) -> list[tuple[str, ...]]:
-    """Return which kinds of parts to save of each model.
+    """Return the kinds of parts to save of each model.
 
-    Hooks were ``shown`` the state dict of each (with a copy from before), and ``left`` these in
-    their list. Raises StateError if a hook changed the weights in one: hetero saves the model.
+    Hooks were ``shown`` each state dict (with a copy from before), and ``left`` these in their
+    list. Raises StateError if a hook changed the weights in one: hetero saves the model.
     """
     unchanged = [mine for mine, then in shown if same(mine, then)]
     if not all(is_in(each, unchanged) for each in left):
@@ -414,17 +413,15 @@ def kinds_left(
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two dicts have the same values, not only equal ones, under the same names."""
+    """Whether two dicts have identical values, not only equal ones, under the same names."""
     return one.keys() == other.keys() and all(one[name] is value for name, value in other.items())
 
 
 def is_in(thing: object, those: Iterable[object]) -> bool:
-    """Whether a list has this very object."""
     return any(thing is each for each in those)
 
 
 def is_unprepared(thing: Any) -> bool:
-    """Whether something is an optimizer that was not prepared."""
     known = (AcceleratedOptimizer, Optimizer)
     return isinstance(thing, torch.optim.Optimizer) and not isinstance(thing, known)
 

@@ -31,12 +31,12 @@ from hetero.integrations.prepared import is_prepared, load_states, plain_again, 
 from hetero.train.update.optimizer import Optimizer
 
 NAME = "hetero"  # of both strategies
-TIED = "hetero_tied"  # entry of a checkpoint: second names of tied weights
+TIED = "hetero_tied"  # entry of a checkpoint: further names of tied weights
 OURS = ("state_dict", "optimizer_states")  # entries of a checkpoint whose tensors hetero writes
 
 
 class PlacedStrategy:
-    """The part of both strategies: settings, and the device that they name."""
+    """The common part of both strategies: settings, and their device."""
 
     accelerator: Any
     root_device: torch.device
@@ -54,7 +54,7 @@ class PlacedStrategy:
 
 
 def step_in(context: str, name: str) -> Callable[..., Any]:
-    """Return a method that computes a step of the module, in a context of its precision."""
+    """Return a method that computes a step of the module in its precision's context."""
 
     def compute(self: HeteroStrategy, *args: Any, **kwargs: Any) -> Any:
         with getattr(self.precision_plugin, context)():
@@ -67,10 +67,10 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
     """A Trainer's strategy under which the model trains in byte budgets.
 
     The LightningModule is prepared when ``fit`` (or ``validate``, ``test``, ``predict``) sets it
-    up, and stays prepared after it, so that ``trainer.save_checkpoint`` and ``trainer.test`` work
-    at the same budgets; `hetero.release` makes it plain. A checkpoint is a directory, which
-    ``ckpt_path=`` takes, without a pickle of any tensor of the model; with
-    ``save_weights_only=True`` it is Lightning's own file.
+    up, and stays prepared afterwards, so that ``trainer.save_checkpoint`` and ``trainer.test`` work
+    at the same budgets; `hetero.release` makes it plain. A checkpoint is a directory without
+    pickled tensors of the model, which ``ckpt_path=`` takes; with ``save_weights_only=True`` it is
+    Lightning's own file.
 
     Args:
         config: a `Config`, a mapping, or the path of a TOML file; ``settings`` go on top.
@@ -94,7 +94,7 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
         return self.lightning_module
 
     def setup(self, trainer: Any) -> None:
-        """Prepare the model; to be fitted, with its optimizer."""
+        """Prepare the model, and its optimizer if it is to be fitted."""
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting or self._step is None or self._step.module is not self._module:
@@ -118,7 +118,7 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
         self.config = dataclasses.replace(self.config, weights=None)  # they are in the model now
 
     def tensor_init_context(self, empty_init: bool | None = None) -> Any:
-        """Build a model in RAM, or without memory if ``empty_init`` says so."""
+        """Build a model in RAM, or without memory if ``empty_init`` is set."""
         return building(self.precision_plugin.tensor_init_context(), bool(empty_init))
 
     def teardown(self) -> None:
@@ -130,7 +130,6 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
     # -- steps -----------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module's training step."""
         with self.precision_plugin.train_step_context():
             if not self._module.automatic_optimization:  # it calls backward and step itself
                 return self._module.training_step(*args, **kwargs)
@@ -155,7 +154,7 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning loads the optimizer's states: if the file is its own."""
+        """Whether Lightning loads the optimizer's states: only from a file of its own."""
         return not self._directory
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -176,7 +175,7 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Load a directory of `save_checkpoint`, or a file of stock Trainer's."""
+        """Load a directory of `save_checkpoint`, or a stock Trainer's file."""
         self._directory = is_ours(checkpoint_path)
         if not self._directory:
             found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
@@ -184,12 +183,12 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
         return load(checkpoint_path, self._module, *args, **kwargs)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state from a file of Lightning's; a directory's is loaded already."""
+        """Load the module's state from Lightning's file; a directory's is loaded already."""
         if not self._directory:
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer's state from a file of Lightning's."""
+        """Load the optimizer's state from Lightning's file."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
@@ -197,15 +196,15 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
 class HeteroFabricStrategy(PlacedStrategy, FabricSingleDevice):
     """A Fabric's strategy under which ``fabric.setup(model, optimizer)`` prepares the model.
 
-    If the state has a prepared model and its optimizer, ``fabric.save`` and ``fabric.load`` write
+    With a prepared model and its optimizer in the state, ``fabric.save`` and ``fabric.load`` write
     and read a directory. Arguments are those of `HeteroStrategy`.
     """
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leave the model where it is: parameters come to the device when they are needed."""
+        """Leave the model in its tiers: its parameters are fetched when needed."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Build a model in RAM, or without memory if ``empty_init`` says so."""
+        """Build a model in RAM, or without memory if ``empty_init`` is set."""
         return building(self.precision.module_init_context(), bool(empty_init))
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -230,7 +229,7 @@ class HeteroFabricStrategy(PlacedStrategy, FabricSingleDevice):
     def save_checkpoint(
         self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Write a directory if the state has a model that trains."""
+        """Write a directory if a model in the state trains."""
         model = next((thing for thing in state.values() if trains(thing)), None)
         if model is None:
             super().save_checkpoint(path, state, *args, **kwargs)
@@ -243,7 +242,7 @@ class HeteroFabricStrategy(PlacedStrategy, FabricSingleDevice):
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Load a checkpoint into ``state``; returns the entries that it has no place for."""
+        """Load a checkpoint into ``state``; returns the entries without a place in it."""
         things = state if isinstance(state, dict) else {}
         model = next((thing for thing in things.values() if trains(thing)), None)
         if model is None or not is_ours(path):
@@ -259,9 +258,9 @@ class HeteroFabricStrategy(PlacedStrategy, FabricSingleDevice):
 
 
 class StepForward:
-    """The forward of a LightningModule; it can compute one of its steps instead.
+    """The forward of a LightningModule, which can compute one of its steps instead.
 
-    hetero hooks the forward of the whole model, and Lightning computes in ``training_step``.
+    hetero hooks the whole model's forward, but Lightning computes in ``training_step``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -312,7 +311,6 @@ def check_device(accelerator: Any, place: torch.device) -> None:
 
 
 def only(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Return the one optimizer."""
     if len(optimizers) != 1:
         raise ConfigError(
             f"{len(optimizers)} optimizers for one model",
@@ -323,7 +321,6 @@ def only(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 
 @contextmanager
 def building(precision: AbstractContextManager[Any], empty: bool) -> Iterator[None]:
-    """Build a model in RAM, or without memory."""
     with precision, empty_init() if empty else nullcontext():
         yield
 
@@ -340,7 +337,7 @@ def move_metrics(model: nn.Module, place: torch.device) -> None:
 
 
 def save(path: str | Path, model: nn.Module, rest: dict[str, Any]) -> None:
-    """Write a model, its optimizer and the rest; replace a checkpoint that is there."""
+    """Write a model, its optimizer and the rest; replace an existing checkpoint."""
     written = io.BytesIO()
     torch.save({**rest, TIED: second_names(model)}, written)
     extra = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
@@ -348,7 +345,7 @@ def save(path: str | Path, model: nn.Module, rest: dict[str, Any]) -> None:
 
 
 def load(path: str | Path, model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Load a model and its optimizer; returns the rest of what was saved."""
+    """Load a model and its optimizer; returns the rest of the checkpoint."""
     rest = opened(load_states(path, model), *args, **kwargs)
     rest.pop(TIED, None)
     return rest
@@ -365,7 +362,7 @@ def opened(
 
 
 def second_names(model: nn.Module) -> dict[str, str]:
-    """Return {another name: first name} of tensors that a state dict has under several names."""
+    """Return {another name: first name} of tensors with several names in a state dict."""
     first: dict[int, str] = {}
     params = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
@@ -376,7 +373,7 @@ def second_names(model: nn.Module) -> dict[str, str]:
 def read(
     path: Any, map_location: Any = None, weights_only: bool | None = None, **kwargs: Any
 ) -> Any:
-    """Read a checkpoint for ``load_from_checkpoint``: a directory of ours, or a file."""
+    """Read a checkpoint for ``load_from_checkpoint``: hetero's directory, or a file."""
     if not (isinstance(path, (str, Path)) and is_ours(path)):
         return plain_read(path, map_location=map_location, weights_only=weights_only, **kwargs)
     weights, extra = read_weights(path)
@@ -388,12 +385,12 @@ def read(
 
 
 def is_ours(path: str | Path) -> bool:
-    """Whether `save` wrote a checkpoint."""
+    """Whether a path is a checkpoint of `save`."""
     return newest_step(path) >= 0
 
 
 pytorch.StrategyRegistry.register(
     NAME, HeteroStrategy, description="virtual memory for training", override=True
 )
-stock: Any = saving  # the name of its reader is private
+stock: Any = saving  # its reader has a private name
 plain_read, stock.pl_load = stock.pl_load, read

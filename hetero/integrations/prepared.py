@@ -1,4 +1,4 @@
-"""Prepared models as frameworks meet them (floor 4)."""
+"""Prepared models as seen by frameworks (floor 4)."""
 
 from __future__ import annotations
 
@@ -15,26 +15,22 @@ from hetero.train.model.units import MARK
 
 
 def is_prepared(thing: Any) -> bool:
-    """Whether something is a model that hetero has prepared."""
     return isinstance(thing, nn.Module) and MARK in thing.__dict__
 
 
 def trains(thing: Any) -> bool:
-    """Whether something is a model that was prepared with its optimizer."""
+    """Whether something is a model prepared with its optimizer."""
     return is_prepared(thing) and engine_of(thing).optimizer is not None
 
 
 def plain_again(model: nn.Module) -> None:
-    """Release a model, if it is prepared."""
+    """Release a model if it is prepared."""
     if is_prepared(model):
         release(model)
 
 
 def load_states(folder: str | Path, model: nn.Module, kinds: Collection[str] = KINDS) -> Any:
-    """Load a model and its optimizer; returns the ``extra`` that the save was given.
-
-    Generators stay as they are: the framework restores them from its own file, or not at all.
-    """
+    """Load a model and its optimizer but no generators; returns the save's ``extra``."""
     engine = engine_of(model)
     with same_generators(engine):
         return load_checkpoint(folder, model, engine.optimizer, kinds=kinds)

@@ -1,7 +1,7 @@
 """Pretrained models of transformers, loaded inside a byte budget (floor 4).
 
-From transformers 5 on, weights go from their files straight home (streaming.py). Before,
-transformers loads them, mapped in the dtype of the files, and they are copied home one by one.
+From transformers 5 on, weights go from their files straight home (streaming.py). Earlier versions
+load them, mapped in the dtype of the files, and hetero copies them home one by one.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def from_pretrained(
     Args:
         name: a directory with ``config.json`` and safetensors, or a name on the Hub.
         optimizer: makes an optimizer of the model's parameters, as
-            ``lambda params: torch.optim.AdamW(params, lr=1e-5)``. Without one the model is for
+            ``lambda params: torch.optim.AdamW(params, lr=1e-5)``. Without it the model is for
             inference.
         prepare: False returns the model with empty parameters. It cannot compute before
-            ``hetero.prepare(model, optimizer, **settings)``, which takes the settings then (for
+            ``hetero.prepare(model, optimizer, **settings)``, which then takes the settings (for
             param groups, adapters, a Trainer).
         model_class: a model class or auto class of transformers, or its name; None: the class that
             ``config.json`` names, else ``AutoModelForCausalLM``.
         config, settings: as for `hetero.prepare`. Any other keyword goes to transformers'
-            ``from_pretrained`` (``dtype``, which is that of the files when not given; ``revision``,
+            ``from_pretrained`` (``dtype``, by default that of the files; ``revision``,
             ``local_files_only``, ``trust_remote_code``, ``attn_implementation``, values for the
             model's own config).
 
@@ -83,7 +83,7 @@ def from_pretrained(
             "from_pretrained(prepare=False) with an optimizer or settings",
             advice="give them to hetero.prepare(model, optimizer, ...)",
         )
-    ready = Config.load(config, **settings)  # mistakes are found before anything is loaded
+    ready = Config.load(config, **settings)  # find mistakes before loading anything
     model = load(str(name), model_class, given)
     if not prepare:
         return model
@@ -92,14 +92,14 @@ def from_pretrained(
 
 
 def load(name: str, model_class: Any, given: dict[str, Any]) -> nn.Module:
-    """Return the model that transformers loads, with empty parameters where their values wait."""
+    """Return the model that transformers loads; parameters whose values wait are empty."""
     check_directory(name, given)
     given = {"use_safetensors": True, DTYPE: given.pop("dtype", "auto"), **given}
     with staying_in_files() as stream:
         try:
             cls = class_of(name, model_class, {k: given[k] for k in HUB if k in given})
             model: nn.Module = cls.from_pretrained(name, **given)
-        except HeteroError:  # of hetero's own reading
+        except HeteroError:  # from hetero's own reading
             raise
         except OSError as error:
             raise ConfigError(
@@ -120,7 +120,7 @@ def load(name: str, model_class: Any, given: dict[str, Any]) -> nn.Module:
 
 
 def staying_in_files() -> AbstractContextManager[Any]:
-    """Return a context in which weights stay in their files; without effect before 5."""
+    """Return a context in which weights stay in their files; no effect before version 5."""
     if not STREAMS:
         return nullcontext()
     from hetero.integrations.streaming import streaming
@@ -129,7 +129,7 @@ def staying_in_files() -> AbstractContextManager[Any]:
 
 
 def mismatches(error: RuntimeError, stream: Any) -> str:
-    """Return the tensors whose shapes differ between files and model; "" if there are none."""
+    """Return the tensors whose shapes differ between files and model; "" if none do."""
     if stream is None:  # transformers names them in its error
         return " ".join(str(error).split()) if "size mismatch" in str(error) else ""
     shown = "; ".join(stream.mismatched[:10])
@@ -137,7 +137,7 @@ def mismatches(error: RuntimeError, stream: Any) -> str:
 
 
 def check_directory(name: str, given: Mapping[str, Any]) -> None:
-    """Refuse a directory whose safetensors are not complete; read none of them."""
+    """Refuse a directory with incomplete safetensors; read none of them."""
     where = Path(name) / (given.get("subfolder") or "")
     plain = (where / SINGLE, where / INDEX)
     if given.get("variant") is None and any(path.exists() for path in plain):
@@ -145,7 +145,7 @@ def check_directory(name: str, given: Mapping[str, Any]) -> None:
 
 
 def class_of(name: str, model_class: Any, hub: dict[str, Any]) -> Any:
-    """Return the class to load: the one that was given, or the one that config.json names."""
+    """Return the class to load: the given one, or the one that config.json names."""
     if isinstance(model_class, str):
         if not hasattr(transformers, model_class):
             raise ConfigError(

@@ -1,10 +1,9 @@
 """A user's script, run under hetero without an edit (floor 4).
 
 [Note: at the constructor]  While a script runs, the constructors of accelerate's `Accelerator` and
-of Transformers' `Trainer` build hetero's. The classes stay the same objects, so it does not matter
-where a script, or a library that it uses, imported them from, and subclasses follow. A library is
-patched after the script has imported it, and never imported without need: the first constructor
-imports the module of hetero that uses it.
+of Transformers' `Trainer` build hetero's. The classes stay the same objects, so the import path in
+a script or library does not matter, and subclasses follow. A library is patched when the script has
+imported it, and never imported without need: the first constructor imports hetero's module for it.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from hetero.config import Config
 
 
 class Session:
-    """The run of a script: settings for everything it builds, and a count of that."""
+    """The run of a script: settings for all that it builds, and counts of it."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.trainers: list[str] = []
-        """Names of the classes of Trainers that were built, in order."""
+        """Class names of the Trainers built, in order."""
         self.accelerators = 0
 
     def run(self, target: str, args: Sequence[str], *, module: bool = False) -> None:
@@ -81,7 +80,7 @@ class Session:
 
 
 def construct_with(cls: Any, construct: Callable[..., None], undo: ExitStack) -> None:
-    """Let a class's constructor be ``construct(the plain one, self, ...)``."""
+    """Replace a class's constructor by ``construct(the plain one, self, ...)``."""
     plain = cls.__init__
 
     @functools.wraps(plain)
@@ -93,7 +92,7 @@ def construct_with(cls: Any, construct: Callable[..., None], undo: ExitStack) ->
 
 
 class Imports(importlib.abc.MetaPathFinder):
-    """Calls a function with a module when it has been imported, by the module's name."""
+    """Calls a function with a module after its import, by the module's name."""
 
     def __init__(self, acts: dict[str, Callable[[ModuleType], None]]) -> None:
         self._acts = acts

@@ -1,11 +1,11 @@
 """Models of transformers 5 whose weights stay in their files until they are prepared (floor 4).
 
-transformers loads as it always does: it finds the files, builds the model, renames keys, ties,
-initialises missing tensors, and reports. In between, `Streaming` withholds from it the tensors that
-become parameters without a change; those parameters stay empty and know their file
+transformers works as always: it finds the files, builds the model, renames keys, ties weights,
+initialises missing tensors, and reports. Meanwhile `Streaming` withholds the tensors that become
+parameters unchanged; these parameters stay empty and know their file
 (`hetero.train.model.empty.FilePlace`). `prepare` reads them, piece by piece, into the homes.
-Tensors that are computed with (experts that are merged), buffers, and weights that may or may not
-be tied, are loaded by transformers.
+transformers loads all others: tensors that it converts (merged experts), buffers, and weights that
+may or may not be tied.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ from hetero.train.engine.check import pageable
 from hetero.train.model.empty import FilePlace, promise
 from hetero.weights import Weights
 
-LOADING = threading.RLock()  # a method of transformers is replaced while a model is loaded
+LOADING = threading.RLock()  # a load replaces a method of transformers
 
 Load = Callable[..., Any]
 
 
 class InFile(NamedTuple):
-    """A tensor of a file."""
-
     place: FilePlace
     shape: tuple[int, ...]
 
@@ -47,7 +45,7 @@ class Streaming:
     """Splits a checkpoint: some tensors stay in their files, transformers loads the others.
 
     Args:
-        stock: transformers' own way to load checkpoint files into a model.
+        stock: transformers' own function to load checkpoint files into a model.
     """
 
     def __init__(self, stock: Load) -> None:
@@ -62,14 +60,14 @@ class Streaming:
         plain = state_dict is None and config.hf_quantizer is None
         if not plain or not files or not all(file.endswith(SUFFIX) for file in files):
             return self._stock(model, state_dict, files, config, *rest)
-        # 1. find the tensors that become parameters without a change
+        # 1. find the tensors that become parameters unchanged
         places, others = self._sorted(model, tensors_of(files), config.weight_mapping or [])
         # 2. let transformers load the others: converted tensors, buffers, unknown keys
         opened: dict[str, Any] = {path: safe_open(path, framework="pt") for path in files}
         slices = {key: opened[place.path].get_slice(key) for key, place in others.items()}
         info, index = self._stock(model, slices, None, config, *rest)
         opened.clear()
-        # 3. let the parameters of the first know their files
+        # 3. tell the parameters of the first their files
         for name, place in places.items():
             wait(model, name, place, dtype_of(model.get_parameter(name), name, config))
             info.missing_keys.discard(name)
@@ -82,7 +80,7 @@ class Streaming:
     def _sorted(
         self, model: Any, there: Mapping[str, InFile], mapping: Sequence[Any]
     ) -> tuple[dict[str, FilePlace], dict[str, FilePlace]]:
-        """Return the places of such parameters by name, and of all other tensors by key."""
+        """Return the places of unchanged parameters by name, and of all other tensors by key."""
         names = Names(model, mapping)
         found: dict[str, list[FilePlace]] = {}
         others: dict[str, FilePlace] = {}
@@ -93,7 +91,7 @@ class Streaming:
             else:
                 found.setdefault(known[0], []).append(place)
         pairs = [pair for pair in model.all_tied_weights_keys.items() if set(pair) <= found.keys()]
-        compared = {name for pair in pairs for name in pair}  # they are tied where they are equal
+        compared = {name for pair in pairs for name in pair}  # tied if they are equal
         for name in [n for n, places in found.items() if n in compared or len(places) > 1]:
             others.update({place.name: place for place in found.pop(name)})
         return {name: places[0] for name, places in found.items()}, others
@@ -101,7 +99,7 @@ class Streaming:
 
 @contextmanager
 def streaming() -> Iterator[Streaming]:
-    """Let weights that this thread loads with transformers stay in their files."""
+    """Let weights stay in their files if this thread loads them with transformers."""
     with LOADING:
         owner: Any = PreTrainedModel
         before, thread = owner.__dict__["_load_pretrained_model"], threading.get_ident()
@@ -120,7 +118,7 @@ def streaming() -> Iterator[Streaming]:
 
 
 def tensors_of(files: Iterable[str]) -> dict[str, InFile]:
-    """Return where every tensor of these files is."""
+    """Return the place of every tensor in these files."""
     found: dict[str, InFile] = {}
     for path in files:
         with Weights(path) as weights:
@@ -139,7 +137,7 @@ class Names:
         self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
 
     def param(self, key: str) -> tuple[str, nn.Parameter] | None:
-        """Return the empty parameter that a key's tensor becomes without a change, else None."""
+        """Return the empty parameter that a key's tensor becomes unchanged, else None."""
         name, converted = self._renamed(key, self._renamings, self._converters)
         if name not in self._known and key in self._known:  # it should not have been renamed
             name, converted = self._renamed(key, [], [])

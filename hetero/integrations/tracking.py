@@ -1,4 +1,4 @@
-"""Figures of a run, to the trackers that accelerate knows and to a file (floor 4)."""
+"""Figures of a run for accelerate's trackers and for a file (floor 4)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROJECT = "hetero"
 
 
 class JsonLines(GeneralTracker):  # type: ignore[misc]  # accelerate has no types
-    """A tracker that appends a line of JSON to a file for each call."""
+    """A tracker that appends a line of JSON to a file per call."""
 
     name = "jsonl"
     requires_logging_directory = True
@@ -31,19 +31,15 @@ class JsonLines(GeneralTracker):  # type: ignore[misc]  # accelerate has no type
 
     @property
     def tracker(self) -> Any:
-        """The open file."""
         return self._file
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Write the options of the run."""
         self._write({"config": values})
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write the figures of a step."""
         self._write({"step": step, **values})
 
     def finish(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, values: dict[str, Any]) -> None:
@@ -55,10 +51,7 @@ class JsonLines(GeneralTracker):  # type: ignore[misc]  # accelerate has no type
 def trackers(
     names: Sequence[str], folder: Path, config: Mapping[str, Any]
 ) -> Iterator[Callable[[Mapping[str, float], int], None]]:
-    """Open trackers by their names; yield a function that logs the figures of a step to all.
-
-    Raises ConfigError if one is not installed.
-    """
+    """Open trackers by name (else ConfigError); yields a function that logs a step to all."""
     known = [str(getattr(each, "value", each)) for each in get_available_trackers()]
     missing = [name for name in names if name not in (*known, JsonLines.name)]
     if missing:

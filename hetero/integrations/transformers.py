@@ -3,11 +3,11 @@
 No method here moves a byte or computes a number: each passes Trainer's call on to
 `HeteroAccelerator` or to hetero.
 
-[Note: checkpoints]  A directory ``checkpoint-N`` has stock Trainer's files, but a checkpoint of
-hetero, in ``hetero/``, in place of ``optimizer.pt``: model, masters and states, streamed and
-checksummed. Resuming loads it when the model is prepared, and nothing before. If both are there,
-stock Trainer wrote last. A model with adapters is saved as stock Trainer saves it: its states are
-small, and its frozen base is not saved.
+[Note: checkpoints]  A directory ``checkpoint-N`` has stock Trainer's files, but instead of
+``optimizer.pt`` a checkpoint of hetero in ``hetero/``: model, masters and states, streamed and
+checksummed. Resuming loads it when the model is prepared, and nothing before. If both exist, stock
+Trainer wrote last. A model with adapters is saved as stock Trainer saves it: its states are small,
+and its frozen base is not saved.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from hetero.types import Tier
 if TYPE_CHECKING:
     from transformers import Trainer as Stock
 else:
-    Stock = object  # the user's class comes after it in the method resolution order
+    Stock = object  # the user's class follows it in the method resolution order
 
-FOLDER = "hetero"  # of a checkpoint's directory
-STAGED = ".hetero-weights"  # while parameters come from disk
+FOLDER = "hetero"  # in a checkpoint's directory
+STAGED = ".hetero-weights"  # while parameters are read from disk
 STATES, SCHEDULE = "optimizer.pt", "scheduler.pt"
 NEEDED = (
     "create_accelerator_and_postprocess",
@@ -68,9 +68,9 @@ def trainer(cls: Any) -> type:
     """Return a subclass of a Trainer class whose models train under byte budgets.
 
     Its constructor takes one more argument, ``hetero=``: a `Config`, a mapping of its fields, or
-    the path of a TOML or YAML file; without it the environment variable HETERO_CONFIG may name such
-    a file. Numbers, logs and files are those of ``cls``; logs also have ``hetero/*``. A class of
-    hetero's is returned as it is.
+    the path of a TOML or YAML file; by default the file that the environment variable HETERO_CONFIG
+    names, if set. Numbers, logs and files are those of ``cls``; logs also have ``hetero/*``. A
+    class of hetero's is returned as it is.
 
     Raises ConfigError for a class that is no Trainer, or of a release that is not supported.
     """
@@ -79,14 +79,14 @@ def trainer(cls: Any) -> type:
 
 
 def enable(live: Any, config: Settings = None, **settings: Any) -> Any:
-    """Let a Trainer that was built already train under byte budgets from now on; returns it.
+    """Let an existing Trainer train under byte budgets from now on; returns it.
 
     Args:
         live: a Trainer; one that has trained goes on with its optimizer's states.
         config: a `Config`, a mapping, or the path of a TOML or YAML file; ``settings`` go on top.
         settings: fields of `Config`, as ``hbm="20GiB"``.
 
-    Raises ConfigError where the Trainer, its model or a setting cannot be honoured.
+    Raises ConfigError if the Trainer, its model or a setting cannot be honoured.
     """
     found = trainer(type(live))
     if isinstance(live, HeteroTrainer):
@@ -148,13 +148,13 @@ class HeteroTrainer(Stock):
         self._hetero_losses = Losses()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is: parameters come to the device when they are needed."""
+        """Leave the model in its tiers: its parameters are fetched when needed."""
 
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build the optimizer, or keep one that was released with its model, states and all."""
+        """Build the optimizer, or keep one released with its model, and its states."""
         if isinstance(self.optimizer, HeteroOptimizer):
             self.optimizer = self.optimizer.optimizer.inner
-        plain_again(self.model)  # another Trainer trained it, and may take it back so
+        plain_again(self.model)  # another Trainer may have trained it and takes it back plain
         held = list(vars(self).values())
         if any(is_prepared(model) for model in held if model is not self.model):
             warnings.warn(
@@ -195,7 +195,7 @@ class HeteroTrainer(Stock):
         if not self.args.should_save:
             return  # another rank has the same model and states
         folder = Path(output_dir)
-        shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of a run that was here before
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of an earlier run
         if has_adapters(self.model):
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -207,13 +207,13 @@ class HeteroTrainer(Stock):
     def _load_from_checkpoint(
         self: Any, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Load a checkpoint of stock Trainer's; ours is loaded when the model is prepared."""
+        """Load a stock Trainer's checkpoint; hetero's is loaded when the model is prepared."""
         if not is_ours(resume_from_checkpoint):
             with mismatches(resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        """Load model and states from ours, or states from stock Trainer's files."""
+        """Load model and states from hetero's checkpoint, or states from stock Trainer's files."""
         if checkpoint is None or not is_ours(checkpoint):
             with mismatches(checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
@@ -226,7 +226,7 @@ class HeteroTrainer(Stock):
 class Losses:
     """The losses since the last log that `logging_nan_inf_filter` keeps out of it.
 
-    Trainer logs the mean of the others instead, which is 0.0 if there are none.
+    Trainer logs the mean of the others, which is 0.0 if there are none.
     """
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ class Losses:
             )
 
     def told(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return logs with the count of filtered losses, and begin anew."""
+        """Return logs with the count of filtered losses, and reset it."""
         found = dict(logs)
         if self.n_filtered:
             found["hetero/filtered_losses"] = self.n_filtered
@@ -275,12 +275,12 @@ def metrics(model: nn.Module) -> dict[str, float]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a model is one of PEFT's, which saves its adapters only."""
+    """Whether a model is one of PEFT's, which saves only its adapters."""
     return hasattr(model, "peft_config")
 
 
 def is_ours(checkpoint: str) -> bool:
-    """Whether hetero wrote a checkpoint of Trainer's; see [Note: checkpoints]."""
+    """Whether hetero wrote a Trainer's checkpoint; see [Note: checkpoints]."""
     folder = Path(checkpoint)
     return (folder / FOLDER).is_dir() and not (folder / STATES).exists()
 
@@ -289,14 +289,14 @@ def is_ours(checkpoint: str) -> bool:
 def plain_state(model: nn.Module, folder: Path) -> Iterator[dict[str, torch.Tensor] | None]:
     """Yield a state dict of plain tensors, or None if the model's own is one.
 
-    safetensors writes tensors in memory, and parameters whose homes are on disk have none. They are
+    safetensors writes tensors in memory, and parameters with homes on disk have none. They are
     exported into the folder and mapped from there, so that memory holds one piece at a time.
     """
     own = model.state_dict()
     if all(is_plain(value) for value in own.values()):
         yield None
         return
-    if has_adapters(model):  # it writes these alone
+    if has_adapters(model):  # only these are written
         trained = {name for name, param in model.named_parameters() if param.requires_grad}
         yield {k: materialised(k, v) if k in trained else v for k, v in own.items()}
         return
@@ -316,7 +316,7 @@ def plain_state(model: nn.Module, folder: Path) -> Iterator[dict[str, torch.Tens
 
 @contextmanager
 def mismatches(checkpoint: str | None) -> Iterator[None]:
-    """Turn torch's errors about other shapes and groups into a typed one."""
+    """Turn torch's errors about different shapes and groups into a typed one."""
     try:
         yield
     except HeteroError:
@@ -348,7 +348,7 @@ def check_class(cls: type) -> None:
 
 
 def check_args(args: Any) -> None:
-    """Refuse arguments of Trainer that place parameters, or convert the whole model."""
+    """Refuse Trainer's arguments that place parameters, or convert the whole model."""
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             raise ConfigError(
@@ -372,7 +372,7 @@ def check_args(args: Any) -> None:
 def check_trainable(model: nn.Module) -> None:
     """Refuse a model that cannot be prepared, before anything is built.
 
-    One that is prepared already can be: this Trainer releases it when it begins to train.
+    A prepared one is accepted: this Trainer releases it when it begins to train.
     """
     if is_prepared(model):
         return

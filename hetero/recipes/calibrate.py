@@ -1,7 +1,7 @@
-"""The measurement behind `hetero calibrate`: probes repeated, summarised, written as a profile.
+"""The measurement of `hetero calibrate`: repeat probes, summarise them, write a profile.
 
-`hetero.recipes.probes` says what is measured. Here samples become figures (a median and a spread),
-and figures become the profile of this machine, which passes the linter.
+`hetero.recipes.probes` defines the measurements. Here samples become figures (a median and a
+spread), and figures become the profile of this machine, which passes the linter.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from hetero.recipes.readings import RUN, Readings, Samples, Watch, label, rounde
 from hetero.types import Lane, format_bytes
 
 FOLDER = "profiles"  # in the working directory
-NOISY = 0.05  # a spread above it is told
+NOISY = 0.05  # a larger spread is reported
 SYSTEM, SPEC = "sys", "spec"  # keys of sources
 
 
@@ -72,15 +72,12 @@ SYSTEM, SPEC = "sys", "spec"  # keys of sources
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRun:
-    """How a calibration went."""
-
     pace: Pace
     seconds: float
     cliff: Cliff | None = None
 
 
 def profile_of(facts: MachineFacts, readings: Readings, run: CalibrationRun) -> MachineProfile:
-    """Return the profile that readings make."""
     profile = MachineProfile(
         name=facts.name,
         kind="measured",
@@ -127,7 +124,7 @@ def gpu_of(facts: MachineFacts, readings: Readings) -> Gpu | None:
 
 
 def peaks_of(name: str, matmul: Matmul) -> Peaks:
-    """Return a known card's dense rates, but for those that something measured is above."""
+    """Return a known card's dense rates, without those that a measurement exceeds."""
     card, found = card_of(name), {}
     for dtype in DTYPES if card is not None else ():
         peak, grid = getattr(card, dtype), matmul.grid(dtype)
@@ -167,14 +164,14 @@ def attention_of(
 
 
 def full(grid: Table | None) -> Table | None:
-    """Return a grid, None where measuring it broke off."""
+    """Return a grid, or None if its measurement was cut short."""
     if grid is None or len(grid.rows) < math.prod(map(len, axes(grid.rows))):
         return None
     return grid
 
 
 def link_of(facts: MachineFacts, readings: Readings) -> LinkRates | None:
-    """Return the link's section; what one direction does beside the other is never more."""
+    """Return the link's section; a direction is never faster in duplex than alone."""
     h2d, d2h = (direction_of(facts, readings, lane) for lane in (Lane.H2D, Lane.D2H))
     duplex = [readings.figure(f"link.duplex.{lane.value}") for lane in (Lane.H2D, Lane.D2H)]
     if h2d is None or d2h is None or duplex[0] is None or duplex[1] is None:
@@ -187,7 +184,7 @@ def link_of(facts: MachineFacts, readings: Readings) -> LinkRates | None:
 
 
 def direction_of(facts: MachineFacts, readings: Readings, lane: Lane) -> Direction | None:
-    """Return one direction: its rate is that of the largest copies."""
+    """Return one direction; its rate is that of the largest copies."""
     key = f"link.{lane.value}"
     small, *sized = readings.of(key) or [Samples(key, (), (0.0,))]
     if not sized:
@@ -208,9 +205,9 @@ def direction_of(facts: MachineFacts, readings: Readings, lane: Lane) -> Directi
 def size_curve(sized: Sequence[Samples]) -> Table:
     """Return the share of the largest copies' rate by size: ascending, at most 1.
 
-    Small copies within a processor's caches may be faster than large ones; they get no more than
-    their larger neighbour. No share grows faster than the size, or larger copies would be done
-    sooner.
+    Small copies within a processor's caches may be faster than large ones; they get at most the
+    share of their larger neighbour. No share grows faster than the size, else a larger copy would
+    finish sooner.
     """
     top, most, shares = sized[-1].median, 1.0, []
     for each in reversed(sized):
@@ -224,7 +221,7 @@ def size_curve(sized: Sequence[Samples]) -> Table:
 
 
 def host_of(facts: MachineFacts, readings: Readings) -> Host:
-    """Return the host's section; ConfigError where what it needs could not be measured."""
+    """Return the host's section; ConfigError if a figure that it needs could not be measured."""
     dram, update = readings.best("host.dram"), readings.best("host.update")
     if dram is None or update is None:
         why = "; ".join(readings.notes)
@@ -253,7 +250,7 @@ def host_of(facts: MachineFacts, readings: Readings) -> Host:
 
 
 def overlap_of(readings: Readings) -> Overlap:
-    """Return the slowdowns; less than 1 is noise, for nothing gets faster."""
+    """Return the slowdowns; a value below 1 is noise."""
     found = {f.name: readings.figure(f"overlap.{f.name}") for f in fields(Overlap)}
     return Overlap(**{k: None if v is None else at_least(v, 1.0) for k, v in found.items()})
 
@@ -279,7 +276,7 @@ def quality_of(facts: MachineFacts, readings: Readings, run: CalibrationRun) -> 
 
 
 def with_spreads(profile: MachineProfile) -> MachineProfile:
-    """Return a profile whose quality section names the keys that varied too much."""
+    """Return a profile whose quality section names the keys with too large a spread."""
     spreads = {key: item.spread for key, item, _ in entries(profile)}
     noisy = tuple(key for key, spread in spreads.items() if spread > NOISY)
     worst = rounded(100 * max(spreads.values(), default=0.0), 3)
@@ -305,8 +302,6 @@ GROUPS: dict[str, Group] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateOptions:
-    """What to measure, and where to write it."""
-
     pace: Pace = QUICK
     device: str | None = None
     output: Path | None = None
@@ -314,11 +309,11 @@ class CalibrateOptions:
     nvme: Path | None = None
     """Directory on the drive to measure; None: the working directory, if it is on a drive."""
     burn_in_bytes: int | None = None
-    """Write so much to find where the drive slows down; None: do not wear it."""
+    """Bytes to write to find where the drive slows down; None: do not wear it."""
 
 
 class FigureRow(NamedTuple):
-    """One line of what was measured."""
+    """One line of the figures."""
 
     key: str
     value: str
@@ -328,15 +323,13 @@ class FigureRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What came of it."""
-
     path: str
     profile: MachineProfile
     problems: tuple[str, ...]
-    """What the linter finds in it."""
+    """The linter's findings."""
 
     def rows(self) -> Iterator[FigureRow]:
-        """Yield every measured figure, and every row of a table, as people read them."""
+        """Yield every measured figure, and every row of a table, as text for people."""
         for key, item, form in entries(self.profile):
             unit = form.exponents[-1]
             noisy = item.spread > NOISY
@@ -349,7 +342,7 @@ class Calibration:
                 yield FigureRow(name, f"{value / 10**unit:.4g}", spread and f"to {spread}", noisy)
 
     def as_json(self) -> dict[str, Any]:
-        """Return every figure, by its key and in bytes, seconds and operations per second."""
+        """Return every figure by its key, in bytes, seconds or operations per second."""
         found = [
             {"key": key, "value": item.value, "source": item.source, "spread": item.spread}
             for key, item, _ in entries(self.profile)
@@ -368,12 +361,12 @@ class Calibration:
 
 
 def silent(group: str, probe: str, done: int, groups: int) -> None:
-    """Watch nothing."""
+    """Ignore the progress."""
 
 
 def calibrate(options: CalibrateOptions, watch: Watch = silent) -> Calibration:
     """Measure this machine and write its profile; takes a minute, or eight with `FULL`."""
-    # 1. what would fail in the end fails now
+    # 1. fail now on anything that would fail at the end
     path = writable(options.output or Path(FOLDER) / f"{host_name()}.toml")
     folder, note = drive_folder(options)
     # 2. measure
@@ -395,7 +388,7 @@ def calibrate(options: CalibrateOptions, watch: Watch = silent) -> Calibration:
 def find_cliff(
     options: CalibrateOptions, folder: Path | None, watch: Watch
 ) -> tuple[Cliff | None, Iterable[str]]:
-    """Return where the drive slows down, if that was asked for, and a note where it is unknown."""
+    """Return where the drive slows down, if requested, and a note if that is unknown."""
     n_bytes = options.burn_in_bytes
     if n_bytes is None or folder is None:
         return None, ()
@@ -409,7 +402,7 @@ def find_cliff(
 
 
 def writable(path: Path) -> Path:
-    """Return a path that can be written; ConfigError where it is not, or is a reference."""
+    """Return a writable path; ConfigError if it is not writable, or is a reference."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()
@@ -433,9 +426,9 @@ def is_reference(path: Path) -> bool:
 
 
 def drive_folder(options: CalibrateOptions) -> tuple[Path | None, Iterable[str]]:
-    """Return the directory whose drive is measured, and a note where there is none.
+    """Return the directory whose drive is measured, and a note if there is none.
 
-    A directory that was asked for and is on a network or in RAM is a ConfigError.
+    Raises ConfigError for a requested directory that is on a network or in RAM.
     """
     path = options.nvme or Path.cwd()
     mount = mount_of(path)

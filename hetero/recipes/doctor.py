@@ -1,7 +1,7 @@
-"""What `hetero doctor` looks at: versions, devices, links, memory, cores, disk.
+"""Checks of `hetero doctor`: versions, devices, links, memory, cores, disk.
 
-Every check says what it found, whether that is good, and in one line what to do when it is not.
-None of them raises: what cannot be found out is reported as such.
+Each gives a finding, a grade, and a fix in one line. None of them raises: a check that fails says
+so.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SLOW_LINK_BYTES_PER_SECOND = 8e9  # half of PCIe 4.0 x8
 
 
 class Level(Enum):
-    """How good a finding is."""
+    """The grade of a finding."""
 
     GREEN = "green"
     YELLOW = "yellow"
@@ -51,28 +51,22 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding."""
-
     name: str
     level: Level
     found: str
     fix: str = ""
-    """What to do, in one line; empty when there is nothing to do."""
+    """The fix, in one line; empty if there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All findings."""
-
     checks: tuple[Check, ...]
 
     @property
     def healthy(self) -> bool:
-        """Return whether nothing is red."""
         return all(check.level is not Level.RED for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as plain data."""
         rows = [{**dataclasses.asdict(c), "level": c.level.value} for c in self.checks]
         return {"healthy": self.healthy, "checks": rows}
 
@@ -134,7 +128,7 @@ def check_crc() -> Check:
 
 
 def build() -> str:
-    """Return what torch was built for."""
+    """Return the platform that torch was built for."""
     if torch.version.cuda is not None:
         return f"CUDA {torch.version.cuda}"
     return "CPU" if torch.version.hip is None else f"ROCm {torch.version.hip}"
@@ -144,7 +138,7 @@ def build() -> str:
 
 
 class DriverGpu(NamedTuple):
-    """What the driver says of a device."""
+    """A device as the driver describes it."""
 
     name: str
     total_bytes: int
@@ -168,7 +162,7 @@ def check_cuda(limit: HostLimit) -> Iterator[Check]:
 
 
 def ask_driver() -> tuple[str, list[DriverGpu], str]:
-    """Return the driver's version, its devices, and why there are none."""
+    """Return the driver's version, its devices, and the reason if there are none."""
     try:
         import pynvml
 
@@ -180,7 +174,7 @@ def ask_driver() -> tuple[str, list[DriverGpu], str]:
             return pynvml.nvmlSystemGetDriverVersion(), [gpu_of(pynvml, h) for h in handles], ""
         finally:
             pynvml.nvmlShutdown()
-    except Exception as error:  # NVML has its own errors, and none of them matters here
+    except Exception as error:  # NVML raises errors of its own; their text is enough
         return "", [], str(error) or type(error).__name__
 
 
@@ -195,7 +189,7 @@ def gpu_of(nvml: Any, handle: Any) -> DriverGpu:
 
 
 def open_cuda() -> CudaDevice | None:
-    """Return the CUDA device, None where torch sees none."""
+    """Return the CUDA device, or None if torch sees none."""
     try:
         return CudaDevice()
     except (ConfigError, RuntimeError):
@@ -229,7 +223,7 @@ def check_rate(device: Device, lane: Lane) -> Check:
 
 
 def measure(device: Device, lane: Lane) -> float:
-    """Return bytes per second of large copies, after one to warm up."""
+    """Return bytes per second of large copies, after one warm-up copy."""
     slab, arena = device.slab(PROBE_BYTES), device.arena(PROBE_BYTES)
     ends = (slab.block, arena.block)
     source, target = ends if lane is Lane.H2D else ends[::-1]
@@ -248,7 +242,7 @@ def check_memlock() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     found = "unlimited" if unlimited else format_bytes(soft)
-    # The driver locks pages itself, so a low limit does not always bite: the next check tells.
+    # the driver locks pages itself, so a low limit may have no effect: the next check shows
     return graded("memlock limit", unlimited, found, "ulimit -l unlimited")
 
 
@@ -283,7 +277,7 @@ def check_ram(limit: HostLimit) -> Check:
 
 
 def check_cgroup(limit: HostLimit) -> Check:
-    """Return who limits the RAM; a container's limit hides behind the machine's numbers."""
+    """Return the source of the RAM limit, such as a container."""
     return Check("ram limit", Level.GREEN, f"set by {limit.source}")
 
 
@@ -326,7 +320,7 @@ def check_disk(path: Path) -> Check:
 
 
 def disk_rates(path: Path) -> tuple[bool, str]:
-    """Return whether a file of ours is direct, and what the drive writes and reads a second."""
+    """Return whether files are opened direct, and the drive's write and read rates as text."""
     buffer = aligned_buffer(DISK_PIECE_BYTES)
     with Folder.open(path) as folder, folder.private() as file:
         file.reserve(DISK_PROBE_BYTES)

@@ -1,4 +1,4 @@
-"""A drive as `hetero calibrate` measures it: its rates, and where its fast cache ends."""
+"""The drive as `hetero calibrate` measures it: its rates, and the end of its fast cache."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hetero.recipes.probes import GIB, KIB, Probe, Rig
 from hetero.recipes.readings import RUN, Readings, Samples, rounded
 from hetero.recipes.work import SIZE, raw
 
-FALLEN = 0.7  # of what a drive writes first: its fast cache is full
-SMALL_BLOCK, SMALL_BLOCKS = 128 * KIB, 1024  # of a drive: where a transfer's latency shows; most
-DISK_SECONDS = 0.5  # what a sample of a drive takes at most
+FALLEN = 0.7  # of the first writes' rate: below it the fast cache is full
+SMALL_BLOCK, SMALL_BLOCKS = 128 * KIB, 1024  # to show a transfer's latency; at most
+DISK_SECONDS = 0.5  # of a sample of a drive, at most
 
 
 def drive(rig: Rig) -> Iterator[Probe]:
-    """Bytes per second of direct reads, writes, and both at once (counted together), by block."""
+    """Bytes per second of direct reads, writes, and both at once (summed), by block size."""
     if rig.folder is None:
         return
     with Folder.open(rig.folder) as folder, folder.private() as file:
@@ -30,7 +30,7 @@ def drive(rig: Rig) -> Iterator[Probe]:
         file.reserve(n_bytes)
         rate = raw(
             file, PinUse.FRESH, N_THREADS, n_bytes
-        )  # unwritten blocks read as zeros, for free
+        )  # unwritten blocks read as zeros without the drive
         n_bytes = max(SIZE, min(n_bytes, int(rate * DISK_SECONDS)) // SIZE * SIZE)
         for name, use in (("write", PinUse.FRESH), ("read", PinUse.READ), ("mixed", PinUse.WRITE)):
             for size in (SMALL_BLOCK, SIZE) if use is not PinUse.WRITE else (SIZE,):
@@ -40,12 +40,12 @@ def drive(rig: Rig) -> Iterator[Probe]:
 
 
 def disk_bytes(rig: Rig, folder: Folder) -> int:
-    """Return the size of the file that is read and written, whole blocks of it."""
+    """Return the size of the file to read and write, in whole blocks."""
     return max(SIZE, min(rig.pace.disk_bytes, folder.space() // 4) // SIZE * SIZE)
 
 
 class Cliff(NamedTuple):
-    """Where a drive's fast cache ends, and what it writes from there on."""
+    """The end of a drive's fast cache, and the write rate after it."""
 
     slc_bytes: float
     sustained_bytes_per_second: float
@@ -54,7 +54,7 @@ class Cliff(NamedTuple):
 def burn_in(path: Path, n_bytes: int, window_bytes: int = GIB) -> Cliff | None:
     """Write ``n_bytes`` in a row and return where the rate fell for good; None: it did not.
 
-    Files lie side by side as far as half of the free room goes, and are then written again.
+    Files fill half of the free room at most, and are then written again.
     """
     window_bytes = max(SIZE, min(window_bytes, n_bytes) // SIZE * SIZE)
     with ExitStack() as stack:
@@ -67,13 +67,12 @@ def burn_in(path: Path, n_bytes: int, window_bytes: int = GIB) -> Cliff | None:
 
 
 def written(file: File, n_bytes: int) -> float:
-    """Return the rate of writing a file once."""
     file.reserve(n_bytes)
     return raw(file, PinUse.FRESH, N_THREADS, n_bytes)
 
 
 def cliff(rates: Sequence[float], window_bytes: int) -> Cliff | None:
-    """Return where rates fall below `FALLEN` of what they began with, and stay there."""
+    """Return where rates fall below `FALLEN` of the first ones, and stay there."""
     head = sorted(rates[: max(1, len(rates) // 8)])
     bound = FALLEN * head[len(head) // 2] if head else 0.0
     last_fast = max((i for i, rate in enumerate(rates) if rate >= bound), default=-1)
@@ -86,8 +85,8 @@ def cliff(rates: Sequence[float], window_bytes: int) -> Cliff | None:
 def nvme_of(readings: Readings, cliff: Cliff | None, *, odirect: bool) -> DriveRates | None:
     """Return the drive's section.
 
-    ``mixed_factor`` is what full-duplex transfers would take, over what reading and writing equally
-    much at once took: 1 where they do not disturb each other, half where they take turns.
+    ``mixed_factor`` is the time of full-duplex transfers over the time that equal reads and writes
+    at once took: 1 if they do not disturb each other, 0.5 if they take turns.
     """
     read, write, both = (readings.last(f"nvme.{name}") for name in ("read", "write", "mixed"))
     if read is None or write is None or both is None:
@@ -109,7 +108,7 @@ def nvme_of(readings: Readings, cliff: Cliff | None, *, odirect: bool) -> DriveR
 
 
 def latency_of(sized: Sequence[Samples]) -> Figure | None:
-    """Return what a transfer takes beside its bytes: what small ones take beyond their share."""
+    """Return a transfer's latency: the time of small transfers beyond their share by bytes."""
     if len(sized) < 2:
         return None
     small, large = sized[0], sized[-1]

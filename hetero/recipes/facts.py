@@ -1,4 +1,4 @@
-"""What the system says of a machine, which needs no measuring (floor 4)."""
+"""Facts of a machine that the system tells, without measuring (floor 4)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hetero.recipes.doctor import ask_driver
 from hetero.recipes.probes import Rig
 
 ISA = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "sve2")
-COHERENT = ("GH200", "GB200", "GB300")  # joined to their host by C2C, not by PCIe
+COHERENT = ("GH200", "GB200", "GB300")  # connected to their host by C2C, not by PCIe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """What needs no measuring."""
+    """Facts of a machine that need no measuring."""
 
     name: str
     cores: int
@@ -42,7 +42,7 @@ class MachineFacts:
 
 
 def look(rig: Rig, used_before_bytes: int) -> MachineFacts:
-    """Return the facts of this machine; ``used_before_bytes`` of HBM were before this process."""
+    """Return the facts of this machine; ``used_before_bytes`` of HBM were in use before."""
     driver, gpus, _ = ask_driver()
     accelerator = rig.device.facts()
     pcie = gpus[0].pcie.lower().replace(" ", "") if gpus else ""
@@ -65,12 +65,12 @@ def look(rig: Rig, used_before_bytes: int) -> MachineFacts:
 
 
 def host_name() -> str:
-    """Return this machine's name as one that a file can have."""
+    """Return this machine's name in a form that a file name can have."""
     return re.sub(r"[^a-z0-9-]+", "-", platform.node().lower()).strip("-") or "machine"
 
 
 def instruction_sets(path: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """Return the vector extensions that matter to matmuls; none where that is unknown."""
+    """Return the vector extensions that matter to matmuls; none if they are unknown."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -86,20 +86,20 @@ def memlock_bytes() -> int | None:
 
 
 def link_type(gpu: str, pcie: str) -> str:
-    """Return the type of a link as profiles name it; a virtual device may not say."""
+    """Return the type of a link, as profiles name it; a virtual device may not tell."""
     if any(name in gpu for name in COHERENT):
         return "c2c"
     return pcie if physical_gbps(pcie) is not None else "unknown"
 
 
 def used_bytes() -> int:
-    """Return what is used of the first device's HBM, as its driver counts; 0 without a driver."""
+    """Return the used bytes of the first device's HBM, by its driver; 0 without a driver."""
     _, gpus, _ = ask_driver()
     return gpus[0].total_bytes - gpus[0].free_bytes if gpus else 0
 
 
 def context_bytes(device: Device, used_before_bytes: int) -> int | None:
-    """Return what the driver took of HBM for this process's context and kernels."""
+    """Return the HBM that the driver took for this process's context and kernels."""
     total, free = device.total_bytes(), device.free_bytes()
     if total is None or free is None:
         return None

@@ -1,4 +1,4 @@
-"""Options of the command line: made from fields, and told from those of a script (no torch)."""
+"""Options of the command line: made from fields, and separated from a script's (no torch)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero.recipes.options import SETTINGS, FieldForm, TrainOptions, documented
 POSITIVE = click.IntRange(min=1)
 DEVICE = click.Choice(DEVICES)
 PRECISION = click.Choice(PRECISIONS)
-KINDS = {  # of options whose field's type says too little
+KINDS = {  # of options whose field has too general a type
     "device": DEVICE,
     "precision": PRECISION,
     "activations": click.Choice(ACTIVATIONS),
@@ -24,10 +24,7 @@ KINDS = {  # of options whose field's type says too little
 
 
 def option(*names: Any) -> Callable[..., Any]:
-    """Return an option that is None when not given: names, type, text, and maybe a default.
-
-    The default is text for help: the effect of leaving the option out.
-    """
+    """Return an option, None if not given: names, type, text, and maybe the default to show."""
     first = next(i for i, part in enumerate(names) if not str(part).startswith("--"))
     kind, text, *rest = names[first:]
     said = f"{text}  [default: {rest[0]}]" if rest else text
@@ -35,7 +32,7 @@ def option(*names: Any) -> Callable[..., Any]:
 
 
 def unit_options(command: Any) -> Any:
-    """Give a command the options that say how units compute."""
+    """Give a command the options of how units compute."""
     leave = option("--activations", KINDS["activations"], "What units leave for backward.", "auto")
     cut = option("--micro-batch", POSITIVE, "Samples that a unit takes at once.", "all")
     return leave(cut(command))
@@ -51,7 +48,7 @@ def fields_as_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def field_option(field: dataclasses.Field[Any], form: FieldForm, text: str) -> Callable[..., Any]:
-    """Return the option of a field; its type and its default come from there."""
+    """Return the option of a field, with the field's type and default."""
     flag = f"--{field.name.replace('_', '-')}"
     if form.kind is bool:
         return click.option(f"{flag}/--no{flag[1:]}", default=None, help=text)
@@ -65,7 +62,7 @@ def field_option(field: dataclasses.Field[Any], form: FieldForm, text: str) -> C
 
 
 class RunCommand(click.Command):
-    """Options of hetero stand before SCRIPT; those of `AFTER` may stand right after it, too."""
+    """Options of hetero precede SCRIPT; those of `AFTER` may also follow it directly."""
 
     AFTER = (
         *("--hbm", "--host", "--nvme", "--nvme-bytes"),
@@ -73,12 +70,12 @@ class RunCommand(click.Command):
     )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Bring hetero's options before SCRIPT; everything else after it is the script's."""
+        """Move hetero's options before SCRIPT; everything else after it belongs to the script."""
         values = {name: not option.is_flag for option in self._options() for name in option.opts}
         at = taken(args, values)
         after = at + 1 + taken(args[at + 1 :], dict.fromkeys(self.AFTER, True))
         rest = args[after:]
-        if rest[:1] == ["--"]:  # it says where the script's own begin
+        if rest[:1] == ["--"]:  # it marks the begin of the script's own
             rest = rest[1:]
         else:
             tell_of_late(word for word in rest if word.partition("=")[0] in self.AFTER)
@@ -89,7 +86,7 @@ class RunCommand(click.Command):
 
 
 def tell_of_late(words: Iterable[str]) -> None:
-    """Warn that words which look like budgets go to the script."""
+    """Warn about words passed to the script that look like budgets."""
     for word in words:
         click.echo(
             f"{word} comes after the script's own arguments, so it was passed to the script. Put"
@@ -99,7 +96,7 @@ def tell_of_late(words: Iterable[str]) -> None:
 
 
 def taken(args: list[str], values: Mapping[str, bool]) -> int:
-    """Return how many words the options at the beginning are; {name: whether a value follows}."""
+    """Return how many leading words are options; ``values`` tells which of them take a value."""
     count = 0
     while count < len(args):
         name, equals, _ = args[count].partition("=")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 INIT_STD = 0.02  # GPT-2's
-TOKEN_STD = 1.0  # of an untied embedding: the token must not drown in the blocks' output
+TOKEN_STD = 1.0  # of an untied embedding: the blocks' output must not drown the token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class GPTConfig:
     tied_head: bool = False
     """Let the head use the embedding's weight."""
     checkpoint_blocks: bool = True
-    """Keep only the input of each block for backward, and compute the block again there."""
+    """Keep only the input of each block for backward, and recompute the block there."""
 
     def __post_init__(self) -> None:
         if self.width % self.heads:

@@ -27,7 +27,7 @@ from hetero.recipes.task import Task
 from hetero.recipes.text import readable, rows_of, text_of
 
 WIDTH, LAYERS, HEADS = 64, 2, 4  # of a preset, by default
-PRESETS: dict[str, tuple[Any, tuple[str, ...]]] = {  # and how each kind names its sizes
+PRESETS: dict[str, tuple[Any, tuple[str, ...]]] = {  # the names that each kind gives its sizes
     "tiny-llama": (
         LlamaConfig,
         (
@@ -41,10 +41,7 @@ CALL = {"use_cache": False}  # training looks at every position once
 
 
 def language_task(options: TrainOptions, config: Config) -> Task:
-    """Return a causal language model with the data it learns from.
-
-    Raises ConfigError if the model, its tokenizer or the data cannot be used.
-    """
+    """Return a causal language model with its data; ConfigError if one cannot be used."""
     if options.model.startswith((".", "/", "~")) and not Path(options.model).is_dir():
         raise ConfigError(
             f"--model {options.model} is no directory", advice="name one, a preset or a Hub name"
@@ -91,7 +88,7 @@ def model_of(options: TrainOptions, config: Config, vocabulary: int) -> nn.Modul
         kind = AutoModelForCausalLM
         model: nn.Module = from_pretrained(options.model, prepare=False, model_class=kind, **dtype)
         return model
-    # PEFT puts adapters on the device of the weights, so load these
+    # PEFT puts adapters on the device of the weights, so these are loaded
     return AutoModelForCausalLM.from_pretrained(options.model, **dtype)
 
 
@@ -178,7 +175,7 @@ def sequences(
 
 
 def check_vocabulary(found: Sequence[Tokens], model: Any) -> None:
-    """Refuse tokens for which the model has no embedding."""
+    """Refuse tokens without an embedding in the model."""
     largest = max(int(each.ids.max()) for each in found)
     size = model.config.vocab_size
     if largest >= size:
@@ -192,7 +189,7 @@ def check_vocabulary(found: Sequence[Tokens], model: Any) -> None:
 
 
 def write(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model as Hugging Face has it, adapters alone as PEFT has them, and the tokenizer."""
+    """Write a model in Hugging Face's format, adapters alone in PEFT's, and the tokenizer."""
     if hasattr(model, "peft_config"):
         model.save_pretrained(folder)
     else:

@@ -23,12 +23,12 @@ NOT_TAKEN = ("weights", "max_grad_norm", "updates")
 SETTINGS = tuple(f.name for f in dataclasses.fields(Config) if f.name not in NOT_TAKEN)
 ANY_NUMBER = ("seed",)
 FROM_ZERO = ("warmup", "weight_decay", "lora_dropout")  # every other number is above zero
-DEMO_MINUTES = 3.5  # a demo of default length ends by then on a slow machine, too
+DEMO_MINUTES = 3.5  # a demo of default length ends by then, even on a slow machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """What to train, on what, for how long and under which budget."""
+    """Options of a training run: its model, data, length and budgets."""
 
     model: str = "gpt"
     """A preset (gpt, on bytes and without transformers; tiny-llama; tiny-gpt2), a directory with
@@ -115,7 +115,7 @@ class TrainOptions:
 
     @property
     def is_demo(self) -> bool:
-        """Whether the model is the one that needs nothing but torch."""
+        """Whether the model is the one that needs only torch."""
         return self.model == "gpt"
 
 
@@ -147,7 +147,7 @@ def command_options(file: str | None, given: Mapping[str, Any]) -> TrainOptions:
 
 
 def tidy(form: FieldForm, value: Any) -> Any:
-    """Return a value as its form has it: a list of one in place of one, a float of an int."""
+    """Return a value in its form: a list of one in place of one, a float of an int."""
     if form.is_list:
         return (value,) if isinstance(value, (str, Path)) else tuple(value or ())
     return float(value) if form.kind is float and isinstance(value, int) else value
@@ -163,7 +163,7 @@ def unknown(name: str) -> str:
 
 
 class FieldForm(NamedTuple):
-    """The values that a field takes, read from its type."""
+    """The values of a field, from its type."""
 
     kind: type
     """Of the value, or of each in a list."""
@@ -205,7 +205,7 @@ def forms(cls: type) -> dict[str, FieldForm]:
 
 
 def wrong(name: str, value: Any) -> Iterator[str]:
-    """Yield the problem with the value of an option, if it has one."""
+    """Yield the problem with the value of an option, if any."""
     form = forms(TrainOptions)[name]
     if value is None and form.is_optional:
         return
@@ -224,7 +224,7 @@ def wrong(name: str, value: Any) -> Iterator[str]:
 def installed(
     need: str, package: str = "'hetero[integrations]'", other: str = ""
 ) -> Iterator[None]:
-    """Turn a failed import in the block into a ConfigError that says what to install."""
+    """Turn a failed import in the block into a ConfigError with the package to install."""
     try:
         yield
     except ImportError as error:
@@ -232,7 +232,7 @@ def installed(
 
 
 def documented(cls: type) -> dict[str, str]:
-    """Return the text under each field of a dataclass, as its source has it."""
+    """Return the text under each field of a dataclass, from its source."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     found: dict[str, str] = {}
     body = getattr(tree, "body", [])

@@ -1,8 +1,8 @@
-"""What `hetero calibrate` measures: probes, each a call that takes one sample (floor 4).
+"""Probes of `hetero calibrate`, each a call that takes one sample (floor 4).
 
-A probe knows nothing of medians, warm-ups or files: `hetero.recipes.calibrate` repeats it and makes
-figures of what it returns. Groups of probes are generators, so that what one group needs (buffers,
-page-locked memory, files) is there while its probes run, and gone before the next group's.
+A probe knows no medians, warm-ups or files: `hetero.recipes.calibrate` repeats it and makes figures
+of its samples. Groups of probes are generators: the buffers, page-locked memory and files of a
+group exist only while its probes run.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
 }
 SMALLEST_SIDE, LARGEST_SIDE = 32, 8192  # of a matmul
 GROWS = 2  # times: a side twice as long is eight times the work
-LAUNCHES = 1000  # operations without work, in a row
-LATENCY_BYTES = 4 * KIB  # of a copy that takes no time but its latency
-MOST_COPIES = 64  # in a row, of one sample
-COPIED_BYTES = 256 * MIB  # by one sample, where no single copy is larger
+LAUNCHES = 1000  # empty operations in a row
+LATENCY_BYTES = 4 * KIB  # of a copy that takes only its latency
+MOST_COPIES = 64  # in a row, per sample
+COPIED_BYTES = 256 * MIB  # per sample, unless a single copy is larger
 MOST_REPEATS = 100_000
-TRIALS = 3  # calls, of which the fastest tells how often to repeat
-OVERLAP_BYTES = 16 * MIB  # of each copy that runs beside something
-OVERLAP_OUTLASTS = 3  # times the work that is timed beside it
+TRIALS = 3  # calls; the fastest decides how often to repeat
+OVERLAP_BYTES = 16 * MIB  # of each copy in the background
+OVERLAP_OUTLASTS = 3  # times the work that is timed meanwhile
 CPU_ATTENTION, GPU_ATTENTION = (2, 8, 256, 64), (4, 16, 2048, 128)  # batch, heads, tokens, width
-COLD_BYTES, MOST_IN_TURN = 64 * MIB, 64  # of data that no cache holds; parts of it
+COLD_BYTES, MOST_IN_TURN = 64 * MIB, 64  # of data larger than caches; parts of it
 ELEMENTWISE_BYTES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)
 FUNCTION_NUMEL = 2**18
 TRIAD_BYTES, COPY_BYTES = 12, 8  # an fp32 element: two read and one written, one and one
@@ -57,21 +57,21 @@ TRIAD_BYTES, COPY_BYTES = 12, 8  # an fp32 element: two read and one written, on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How thoroughly to measure."""
+    """How thorough a measurement is."""
 
     name: str
     warm_ups: int
-    """Samples that are thrown away."""
+    """Discarded samples."""
     rounds: int
-    """Samples that count, of each probe."""
+    """Samples of each probe."""
     sample_seconds: float
-    """What a sample takes at least, where it can be repeated within."""
+    """The least time of a sample, if it can repeat its work."""
     matmul_seconds: float
-    """What the largest matmul of a grid takes about."""
+    """About the time of the largest matmul of a grid."""
     matmul_divisors: tuple[int, ...]
-    """The sides of a grid are the largest over these."""
+    """The sides of a grid are the largest divided by these."""
     array_bytes: int
-    """Of each array that is streamed through."""
+    """Of each array that is streamed."""
     copy_bytes: tuple[int, ...]
     """Sizes of copies on the link, ascending."""
     update_numel: int
@@ -105,28 +105,28 @@ FULL = Pace(
 
 
 class Probe(NamedTuple):
-    """One thing to measure: ``sample`` returns it in bytes, seconds or operations per second."""
+    """One measurement: ``sample`` returns it in bytes, seconds or operations per second."""
 
     key: str
     at: tuple[int, ...]
-    """Where on the axes of a table: a matmul's shape, a copy's bytes, a number of threads."""
+    """Coordinates in a table: a matmul's shape, a copy's bytes, a number of threads."""
     sample: Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """What probes measure with."""
+    """The device and limits that probes measure with."""
 
     device: Device
     pace: Pace
     folder: Path | None = None
-    """Directory on the drive to measure; None: no drive is."""
+    """Directory on the drive to measure; None: measure no drive."""
     clock: Callable[[], float] = time.perf_counter
     cores: int = field(default_factory=usable_cores)
     limit_bytes: int = field(default_factory=lambda: host_limit().n_bytes)
 
     def seconds(self, call: Callable[[], object], times: int = 1) -> float:
-        """Return what so many calls in a row take, the device's work included."""
+        """Return the time of so many calls in a row, including the device's work."""
         self.device.sync(self.device.mark())
         began = self.clock()
         for _ in range(times):
@@ -135,12 +135,12 @@ class Rig:
         return max(self.clock() - began, 1e-9)
 
     def repeats(self, call: Callable[[], object]) -> int:
-        """Return how many calls make a sample long enough."""
+        """Return the number of calls in a sample that is long enough."""
         times = math.ceil(self.pace.sample_seconds / self.least_seconds(call))
         return min(MOST_REPEATS, max(1, times))
 
     def least_seconds(self, call: Callable[[], object]) -> float:
-        """Return what a call takes that nothing disturbs: the least of a few, after a first one.
+        """Return the undisturbed time of a call: the least of a few, after a first one.
 
         On a busy machine one call may take a thousand times as long as the next.
         """
@@ -148,12 +148,12 @@ class Rig:
         return min(self.seconds(call) for _ in range(TRIALS))
 
     def per_second(self, call: Callable[[], object], amount: float) -> Callable[[], float]:
-        """Return a sample of how much a second a call gets done that does ``amount``."""
+        """Return a sample of the rate of a call that does ``amount`` of work."""
         times = self.repeats(call)
         return lambda: amount * times / self.seconds(call, times)
 
     def array_bytes(self, free_bytes: int | None = None) -> int:
-        """Return the size of an array, of which several have to fit."""
+        """Return the size of an array, of which several must fit."""
         room = self.limit_bytes if free_bytes is None else free_bytes
         return max(MIB, min(self.pace.array_bytes, room // 16 // MIB * MIB))
 
@@ -186,7 +186,7 @@ def host_memory(rig: Rig) -> Iterator[Probe]:
 
 
 def arrays(n_bytes: int, place: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return three fp32 arrays whose pages are there."""
+    """Return three fp32 arrays with all pages present."""
     a, b, c = (torch.ones(n_bytes // 4, device=place) for _ in range(3))
     return a, b, c
 
@@ -198,7 +198,7 @@ def thread_counts(cores: int) -> list[int]:
 
 @contextmanager
 def torch_threads(n_threads: int) -> Iterator[None]:
-    """Let torch's operations use so many threads."""
+    """Let torch's operations use ``n_threads`` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(n_threads)
     try:
@@ -231,9 +231,8 @@ def matmul_of_each_layout(
 ) -> Callable[[], object]:
     """Return a call that multiplies (m, k) by (k, n) three times, as training does.
 
-    A linear layer's weight is transposed in its forward, nothing is for the gradient of its input,
-    and what is on the left is for that of its weight. Nothing is in a cache, nor is room for what
-    comes out.
+    A linear layer transposes its weight in forward, nothing for the gradient of its input, and the
+    left factor for that of its weight. Neither inputs nor outputs are in a cache.
     """
     ones = partial(torch.ones, device=device.torch_device, dtype=kind)
 
@@ -245,9 +244,9 @@ def matmul_of_each_layout(
 
 
 def in_turn(make: Callable[[], Callable[[], object]], n_bytes: int) -> Callable[[], object]:
-    """Return a call that makes one of several calls in turn, and holds what they returned last.
+    """Return a call that makes one of several calls in turn, and holds their latest results.
 
-    Each has ``n_bytes`` of its own, and there are as many as no cache holds.
+    Each has ``n_bytes`` of its own; together they exceed any cache.
     """
     calls = [make() for _ in range(min(MOST_IN_TURN, -(-COLD_BYTES // n_bytes)))]
     turns, held = cycle(calls), deque[object](maxlen=len(calls))
@@ -257,9 +256,9 @@ def in_turn(make: Callable[[], Callable[[], object]], n_bytes: int) -> Callable[
 def largest_side(rig: Rig, kind: torch.dtype) -> int:
     """Return the side of the square matmul that takes about as long as the pace allows.
 
-    A dtype without instructions of its own is tens of times slower, and gets a smaller one. On a
-    busy machine a small matmul may wait for its threads longer than a large one computes, so that
-    only a time that grows with the size ends the search.
+    A dtype without native instructions is tens of times slower, and gets a smaller side. On a busy
+    machine a small matmul may wait for its threads longer than a large one computes, so only a time
+    that grows with the size ends the search.
     """
     side, before, budget = SMALLEST_SIDE, math.inf, rig.pace.matmul_seconds
     while side < LARGEST_SIDE:
@@ -271,23 +270,23 @@ def largest_side(rig: Rig, kind: torch.dtype) -> int:
 
 
 def shapes(largest: int, divisors: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return every (m, n, k) of the sides that a largest one is divided into."""
+    """Return every (m, n, k) from the sides that the divisors give."""
     sides = sorted({max(1, largest // divisor) for divisor in divisors})
     return [(m, n, k) for m in sides for n in sides for k in sides]
 
 
 def launches(rig: Rig) -> Iterator[Probe]:
-    """What an operation costs that has nothing to do."""
+    """Seconds of an operation without work."""
     one = torch.zeros(1, device=rig.device.torch_device)
     call = partial(one.add_, 1)
     yield Probe("matmul.launch", (), lambda: rig.seconds(call, LAUNCHES) / LAUNCHES)
 
 
-# -- what is between matmuls ---------------------------------------------------------------------
+# -- between matmuls -----------------------------------------------------------------------------
 
 
 def attentions(rig: Rig) -> Iterator[Probe]:
-    """Operations per second of causal attention, forward and backward, in the kernel there is."""
+    """Operations per second of causal attention, forward and backward, in the default kernel."""
     place, on_cpu = rig.device.torch_device, rig.device.facts() is None
     shape = CPU_ATTENTION if on_cpu else GPU_ATTENTION
     dtype = torch.float32 if on_cpu else torch.bfloat16
@@ -301,14 +300,13 @@ def attentions(rig: Rig) -> Iterator[Probe]:
 
 
 def attention_work(on_cpu: bool, *, backward: bool) -> float:
-    """Return the operations of the attention that is timed."""
     batch, heads, tokens, width = CPU_ATTENTION if on_cpu else GPU_ATTENTION
     sizes = batch, heads, tokens, tokens, 2 * width
     return attention_flops(*sizes, causal=True, backward=backward)
 
 
 def elementwise(rig: Rig) -> Iterator[Probe]:
-    """Bytes per second of a sum into fresh memory, and elements of an activation function."""
+    """Bytes per second of a sum into fresh memory; elements per second of an activation."""
     if rig.device.facts() is not None:
         return
     for n_bytes in ELEMENTWISE_BYTES:
@@ -319,12 +317,12 @@ def elementwise(rig: Rig) -> Iterator[Probe]:
 
 
 def addition(numel: int) -> Callable[[], object]:
-    """Return a call that makes a sum."""
+    """Return a call that adds two arrays into a new one."""
     return partial(torch.add, torch.ones(numel), torch.ones(numel))
 
 
 def functions(x: torch.Tensor) -> Callable[[], object]:
-    """Return a call of an activation function and of its derivative."""
+    """Return a call of an activation function and its derivative."""
     grad = x.detach()
     return lambda: torch.autograd.grad(F.gelu(x), x, grad)
 
@@ -339,7 +337,7 @@ class Ends(NamedTuple):
     below: torch.Tensor
 
     def moves(self, lane: Lane, n_bytes: int) -> list[Move]:
-        """Return copies of ``n_bytes``, a few large ones or many small ones, side by side."""
+        """Return copies of ``n_bytes`` to distinct places: few if large, many if small."""
         dst, src = (self.here, self.below) if lane is Lane.H2D else (self.below, self.here)
         count = min(MOST_COPIES, max(1, min(COPIED_BYTES, len(dst)) // n_bytes))
         starts = [i * n_bytes for i in range(count)]
@@ -348,13 +346,13 @@ class Ends(NamedTuple):
 
 
 def link(rig: Rig) -> Iterator[Probe]:
-    """Both lanes: by size, against the other lane, and from memory that is not page-locked."""
+    """Rates of both lanes: by size, with the other lane busy, and from pageable memory."""
     sizes = copy_sizes(rig)
     slabs = {lane: rig.device.slab(sizes[-1]) for lane in COPY_LANES}
     ends = {lane: Ends(rig.device.arena(sizes[-1]).block, slabs[lane].block) for lane in COPY_LANES}
     for each in ends.values():
         each.here.fill_(1)
-        each.below.fill_(1)  # or untouched pages are copied, which are all the same one
+        each.below.fill_(1)  # untouched pages are all the same one, so copies of them tell nothing
     try:
         for lane in COPY_LANES:
             yield from one_way(rig, lane, ends, sizes)
@@ -398,7 +396,7 @@ def updates(rig: Rig) -> Iterator[Probe]:
     native = kernel.load()
     split = Split(update_numel(rig), "cpu")
     for n_threads in thread_counts(rig.cores) if native is not None else [rig.cores]:
-        # without the kernel torch's operations bring threads of their own
+        # without the kernel, torch's operations use threads of their own
         worker = Worker(n_threads - 1 if native is not None else 0)
         call = partial(split.step, native, worker)
         try:
@@ -409,15 +407,15 @@ def updates(rig: Rig) -> Iterator[Probe]:
 
 
 def update_numel(rig: Rig) -> int:
-    """Return a number of parameters whose states and scratch fit many times."""
+    """Return a number of parameters whose states and scratch fit many times over."""
     return max(MIB, min(rig.pace.update_numel, rig.limit_bytes // 128))
 
 
-# -- what slows what -----------------------------------------------------------------------------
+# -- slowdowns -----------------------------------------------------------------------------------
 
 
 def overlaps(rig: Rig) -> Iterator[Probe]:
-    """How much longer one thing takes beside another, of the pairs that a device does at once."""
+    """Slowdown of one kind of work during another, for pairs that a device runs at once."""
     kind = torch.float32 if rig.device.facts() is None else torch.float16
     side = largest_side(rig, kind)
     gemm = matmul(rig.device, kind, side, side, side)
@@ -425,7 +423,7 @@ def overlaps(rig: Rig) -> Iterator[Probe]:
     split = Split(update_numel(rig) // 4, "cpu")
     update = partial(split.step, kernel.load(), worker)
     try:
-        if rig.device.facts() is None:  # processors compute and update; copies are their work too
+        if rig.device.facts() is None:  # a CPU computes both, and makes copies too
             beside = partial(looping, update)
             yield Probe("overlap.gemm_under_update", (), partial(slowdown, rig, gemm, beside))
             return
@@ -443,7 +441,7 @@ Beside = Callable[[float], AbstractContextManager[None]]
 
 
 def slowdown(rig: Rig, call: Callable[[], object], beside: Beside) -> float:
-    """Return the time of some work while ``beside`` goes on, over its time alone."""
+    """Return the time of a call during ``beside`` over its time alone."""
     times = rig.repeats(call)
     alone = rig.seconds(call, times)
     with beside(alone):
@@ -452,7 +450,7 @@ def slowdown(rig: Rig, call: Callable[[], object], beside: Beside) -> float:
 
 @contextmanager
 def looping(call: Callable[[], object], seconds: float) -> Iterator[None]:
-    """Do something over and over in another thread."""
+    """Repeat a call in another thread."""
     enough = threading.Event()
 
     def loop() -> None:

@@ -13,7 +13,7 @@ from hetero.report.make import PAGE, report
 from hetero.report.profile import profile
 from hetero.report.run import META
 
-MOST_STEPS = 32  # of a run: enough to see the steady state; a long run does not write for ever
+MOST_STEPS = 32  # enough to see the steady state; a long run is not recorded for ever
 
 
 class Recording:
@@ -28,7 +28,6 @@ class Recording:
         self.problem = ""
         """Why there is no report; empty if nothing failed."""
         self.steps = 0
-        """Recorded so far."""
         self._model = model
         self._open = ExitStack()
 
@@ -64,7 +63,7 @@ class Recording:
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
-        """Note a failure: a run never ends because of its report, whatever is wrong."""
+        """Note any failure: the report of a run never ends it."""
         try:
             yield
         except Exception as error:
@@ -72,6 +71,6 @@ class Recording:
 
 
 def free_folder(path: Path) -> Path:
-    """Return a directory without a recorded run: ``path``, or with a number after its name."""
+    """Return a directory without a recorded run: ``path``, or one with a number appended."""
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(p for p in itertools.chain([path], others) if not (p / META).exists())

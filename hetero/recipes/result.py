@@ -1,4 +1,4 @@
-"""Reports of a run: on each step, on each evaluation, and at its end (floor 4)."""
+"""Reports of a run: per step, per evaluation, and at its end (floor 4)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero.errors import CheckpointCorrupt
 
 
 class EvalLoss(NamedTuple):
-    """The loss on data that the model does not learn from."""
+    """The loss on held-out data."""
 
     step: int
     loss: float
@@ -21,12 +21,11 @@ class EvalLoss(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 class StepReport(NamedTuple):
-    """The report on one step, for a caller's callback."""
+    """The report on one step, passed to the caller's callback."""
 
     step: int
     """Steps done, from 1."""
@@ -38,13 +37,12 @@ class StepReport(NamedTuple):
     """Since training began."""
     lr: float
     norm: float
-    """Of the gradients, before they were clipped."""
+    """Of the gradients before clipping."""
     evaluation: EvalLoss | None
-    """If one was due after this step."""
+    """Set if one was due after this step."""
     status: Status
 
     def figures(self) -> dict[str, float]:
-        """Return the figures for trackers."""
         found = {
             "loss": self.loss,
             "lr": self.lr,
@@ -62,7 +60,7 @@ class StepReport(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of a run, which a checkpoint keeps."""
+    """The progress of a run; a checkpoint keeps it."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     evaluations: list[EvalLoss] = dataclasses.field(default_factory=list)
@@ -76,7 +74,6 @@ class Progress:
         return len(self.losses)
 
     def saved(self) -> dict[str, Any]:
-        """Return the fields that a checkpoint keeps."""
         found = {name: getattr(self, name) for name in ("losses", "seconds", "tokens")}
         return {**found, "evaluations": [tuple(each) for each in self.evaluations]}
 
@@ -110,7 +107,7 @@ class TrainResult:
     """Loss of the best guess without context."""
     steps: int
     planned_steps: int
-    """More than ``steps`` if the minutes were up first."""
+    """More than ``steps`` if time ran out first."""
     seconds: float
     tokens_per_second: float
     losses: tuple[float, ...]
@@ -121,7 +118,7 @@ class TrainResult:
     weights_sha256: str
     """Digest of the weights that train; it does not depend on budgets."""
     checkpoint: str
-    """The last one written."""
+    """Path of the last one written."""
     resumed_step: int
     """Step from which the run went on; 0 for a new run."""
     signal: int | None
@@ -137,5 +134,4 @@ class TrainResult:
     status: Status
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as plain data."""
         return dataclasses.asdict(self)

@@ -17,7 +17,7 @@ CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"""Template for a tokenizer without one, which is exported with it."""
+"""Template for a tokenizer without one; it is exported with the tokenizer."""
 Encode = Callable[[str], list[int]]
 
 
@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
 def packed(documents: Iterable[Sequence[int]], eos: int, length: int) -> list[Tokens]:
     """Concatenate documents, ``eos`` after each, and cut them into blocks of ``length`` tokens.
 
-    Blocks have no padding; tokens that do not fill a last block are dropped.
+    Blocks have no padding; the tokens of an incomplete last block are dropped.
     """
     stream = torch.tensor([*chain.from_iterable((*ids, eos) for ids in documents)])
     blocks = stream[: len(stream) // length * length].view(-1, length)
@@ -66,7 +66,7 @@ def completion(row: Row, tokenizer: Any, encode: Encode) -> tuple[list[int], lis
 
 
 def conversation(messages: Sequence[Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a conversation, and which of them the assistant says."""
+    """Return the tokens of a conversation, and which of them are the assistant's."""
     check_messages(messages)
     ids: list[int] = []
     learned: list[bool] = []
@@ -86,7 +86,7 @@ def conversation(messages: Sequence[Any], tokenizer: Any) -> tuple[list[int], li
 
 
 def check_messages(messages: Any) -> None:
-    """Raise ConfigError unless this is a list of messages with a role each."""
+    """Raise ConfigError unless this is a list of messages, each with a role."""
     rows = messages if isinstance(messages, (list, tuple)) else [None]
     if not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in rows):
         raise ConfigError(
@@ -96,7 +96,7 @@ def check_messages(messages: Any) -> None:
 
 
 def templated(tokenizer: Any, messages: Sequence[Any], *, answer: bool) -> list[int]:
-    """Return the tokens of messages in the tokenizer's template, or else in `CHAT`."""
+    """Return the tokens of messages in the tokenizer's template, by default `CHAT`."""
     if not getattr(tokenizer, "chat_template", None):
         tokenizer.chat_template = CHAT
     try:
@@ -113,7 +113,7 @@ def templated(tokenizer: Any, messages: Sequence[Any], *, answer: bool) -> list[
 
 
 def together(sequences: Sequence[Tokens], pad: int) -> Batch:
-    """Return sequences as one batch, int64 [samples, tokens] each; shorter ones are padded."""
+    """Return sequences as one batch, int64 [samples, tokens] each, padded to the longest."""
     ids, labels = ([s[i] for s in sequences] for i in (0, 1))
     padded = torch.nn.utils.rnn.pad_sequence
     batch = {
@@ -127,10 +127,10 @@ def together(sequences: Sequence[Tokens], pad: int) -> Batch:
 
 
 class Shuffled:
-    """Yields batches without end: every sequence once, in a random order, then again in another.
+    """Yields batches without end: all sequences in a random order, then in another, and so on.
 
-    The same seed yields the same batches; the global generator is not touched. The position is how
-    many sequences were seen, which a checkpoint keeps.
+    The same seed yields the same batches; the global generator is not touched. The position is the
+    number of sequences seen, which a checkpoint keeps.
     """
 
     def __init__(self, sequences: Sequence[Tokens], *, batch: int, pad: int, seed: int) -> None:
@@ -155,11 +155,10 @@ class Shuffled:
         return self._sequences[self._order[1][at]]
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the batches are."""
         return {"seen": self._seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where ``state_dict`` was taken; ValueError unless it has a count."""
+        """Go to a position; ValueError unless it is a count."""
         seen = state["seen"]
         if type(seen) is not int or seen < 0:
             raise ValueError(f"{seen!r} sequences were seen")

@@ -33,9 +33,9 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lion": (optim.Lion, {}),
     "adamw8bit": (optim.AdamW8bit, {}),
 }
-STATES_PER_BUDGET = 4  # the demo's hbm is this part of param, gradient and the two moments
-STATES_PER_HOST = 2  # and its host is this part; the rest is on disk
-RUNS = "runs"  # folder in the working directory: checkpoints, and the demo's homes on disk
+STATES_PER_BUDGET = 4  # the demo's hbm is this part of parameters, gradients and the two moments
+STATES_PER_HOST = 2  # and its host is this part; the disk has the rest
+RUNS = "runs"  # folder in the working directory, for checkpoints and the demo's homes on disk
 RECORDING = "run"  # folder for the recording, among a run's checkpoints
 
 
@@ -45,7 +45,7 @@ RECORDING = "run"  # folder for the recording, among a run's checkpoints
 def folder_of(options: TrainOptions) -> Path:
     """Return the folder of a run's checkpoints; without a name the next number in `RUNS`.
 
-    Raises ConfigError if it holds another run's, or with resume none.
+    Raises ConfigError if it holds those of another run, or with resume none.
     """
     if options.save_dir is None:
         numbers = [int(p.name) for p in Path(RUNS).glob("*") if p.name.isdigit()]
@@ -73,7 +73,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def record_folder(options: TrainOptions, folder: Path) -> Path | None:
-    """Return where to record a run whose checkpoints are in ``folder``; None: nowhere."""
+    """Return where to record a run with checkpoints in ``folder``; None: do not record."""
     if options.record == "none":
         return None
     return free_folder(Path(options.record) if options.record else folder / RECORDING)
@@ -83,7 +83,6 @@ def record_folder(options: TrainOptions, folder: Path) -> Path | None:
 
 
 def optimizer_of(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-    """Return the optimizer of a model's trainable parameters."""
     params = [param for param in model.parameters() if param.requires_grad]
     kind, more = OPTIMIZERS[options.optimizer]
     made: torch.optim.Optimizer = kind(
@@ -93,7 +92,7 @@ def optimizer_of(model: nn.Module, options: TrainOptions) -> torch.optim.Optimiz
 
 
 def factor_of(options: TrainOptions, steps: int) -> Callable[[int], float]:
-    """Return the factor of the learning rate at a step: up in a line, then as the schedule says."""
+    """Return the factor of the learning rate at a step: a linear warm-up, then the schedule."""
     warm_up = max(1, int(WARM_UP * steps)) if options.warmup is None else options.warmup
 
     def factor(step: int) -> float:
@@ -113,7 +112,7 @@ def factor_of(options: TrainOptions, steps: int) -> Callable[[int], float]:
 
 
 def settings_of(options: TrainOptions) -> Config:
-    """Return the settings as they were given; hbm="all" is no budget."""
+    """Return the given settings; hbm="all" means no budget."""
     given = dict(options.settings)
     if is_unlimited(options):
         given["hbm"] = None
@@ -129,8 +128,8 @@ def settings_for(
 ) -> Config:
     """Return the settings of a run.
 
-    Defaults of the demo show every tier: HBM for a quarter of the states, RAM for half of them, a
-    disk for the rest; without CUDA the device is simulated.
+    The demo's defaults show every tier: HBM for a quarter of the states, RAM for half, a disk for
+    the rest; without CUDA the device is simulated.
     """
     if not options.is_demo:
         return config

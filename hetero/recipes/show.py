@@ -1,4 +1,4 @@
-"""How runs, checks and benchmarks look in a terminal (the data comes from their own modules)."""
+"""Rendering of runs, checks and benchmarks in a terminal (the data is from their modules)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from hetero.types import Kind, format_bytes
 
-if TYPE_CHECKING:  # these load torch, and rendering does not need it
+if TYPE_CHECKING:  # these load torch, which rendering does not need
     from benchmarks.runner import Result
     from hetero.api import Status
     from hetero.checkpoint.verify import Verification
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # these load torch, and rendering does not need it
     from hetero.recipes.result import EvalLoss, StepReport, TrainResult
     from hetero.rehearse.plan import Plan
 
-PLAIN_LINES = 10  # how often a run is reported where there is no terminal
+PLAIN_LINES = 10  # reports of a run on a console that is no terminal
 COLOURS = {"green": "green", "yellow": "yellow", "red": "red"}
 
 
@@ -33,7 +33,7 @@ COLOURS = {"green": "green", "yellow": "yellow", "red": "red"}
 
 @contextmanager
 def watching(console: Console) -> Iterator[Callable[[StepReport], None]]:
-    """Show a bar on a terminal, and a line now and then elsewhere; yields the watcher."""
+    """Show a bar on a terminal, else a line now and then; yields the watcher."""
     if not console.is_terminal:
         yield lambda report: plain_line(console, report)
         return
@@ -66,7 +66,7 @@ def plain_line(console: Console, report: StepReport) -> None:
 
 
 def step_line(report: StepReport) -> str:
-    """Return one step in one line: loss, speed, tiers, traffic, misses."""
+    """Return one step as a line: loss, speed, tiers, traffic, misses."""
     status = report.status
     moved, disk = status.h2d_bytes + status.d2h_bytes, status.read_bytes + status.write_bytes
     parts = [
@@ -82,12 +82,11 @@ def step_line(report: StepReport) -> str:
 
 
 def evaluated(found: EvalLoss) -> str:
-    """Return an evaluation in a few words."""
     return f"loss {found.loss:.3f}, perplexity {found.perplexity:,.2f}"
 
 
 def fill(row: dict[str, int | None]) -> str:
-    """Return how full a tier is: ``98 MiB/120 MiB``, without a budget only what is used."""
+    """Return how full a tier is: ``98 MiB/120 MiB``, or without a budget its use."""
     used = format_bytes(row["used"] or 0)
     return used if row["budget"] is None else f"{used}/{format_bytes(row['budget'])}"
 
@@ -96,13 +95,13 @@ def fill(row: dict[str, int | None]) -> str:
 
 
 def summary(console: Console, result: TrainResult) -> None:
-    """Show what was where, and what came of it."""
+    """Show the contents of the tiers, and the result."""
     console.print(what_was_where(result.status))
     console.print(facts(run_facts(result)))
 
 
 def recorded(console: Console, result: TrainResult) -> None:
-    """Show where the report is and what shows it here, or why there is none."""
+    """Show where the report is and how to open it, or why there is none."""
     lines = []
     if result.report_problem:
         lines.append(f"[yellow]no report[/yellow]: {escape(result.report_problem)}")
@@ -116,7 +115,7 @@ def recorded(console: Console, result: TrainResult) -> None:
 
 
 def what_was_where(status: Status) -> Table:
-    """Return what each tier held at the end, by kind, and its budget and peak."""
+    """Return the contents of each tier at the end, by kind, with its budget and peak."""
     table = Table(title="what was where", title_justify="left")
     table.add_column("")
     for tier in status.tiers:
@@ -135,7 +134,7 @@ def cell(n_bytes: int | None) -> str:
 
 
 def run_facts(result: TrainResult) -> list[tuple[str, str]]:
-    """Return the rows under the tiers: units, traffic, speed, loss."""
+    """Return the rows below the tiers: units, traffic, speed, loss."""
     status, units = result.status, result.status.units
     resident = sum(where == "resident" for where in units.values())
     traffic = (
@@ -160,7 +159,7 @@ def run_facts(result: TrainResult) -> list[tuple[str, str]]:
 
 
 def disk_facts(status: Status) -> list[tuple[str, str]]:
-    """Return what went to disk, and how much of the drive's life it took."""
+    """Return the bytes written to disk, and their part of the drive's life."""
     if "NVME" not in status.tiers:
         return []
     line = (
@@ -171,7 +170,7 @@ def disk_facts(status: Status) -> list[tuple[str, str]]:
 
 
 def went_on(result: TrainResult) -> str:
-    """Return where a run went on from, and how to go on with one that was stopped."""
+    """Return where a run resumed, and how to resume one that was stopped."""
     said = f", resumed from step {result.resumed_step}" if result.resumed_step else ""
     if result.steps < result.planned_steps:
         said += "; the same command with --resume goes on"
@@ -229,7 +228,7 @@ def paste_block(report: Examination) -> str:
 
 @contextmanager
 def calibrating(console: Console) -> Iterator[Callable[[str, str, int, int], None]]:
-    """Show what is being measured: a bar on a terminal, a line for each group elsewhere."""
+    """Show the progress of measuring: a bar on a terminal, else a line per group."""
     if not console.is_terminal:
         yield lambda group, probe, done, groups: plain_group(console, group, probe)
         return
@@ -249,7 +248,7 @@ def plain_group(console: Console, group: str, probe: str) -> None:
 
 
 def calibration(console: Console, result: Calibration) -> None:
-    """Show every figure with its spread, what was not measured, and where all of it is."""
+    """Show every figure with its spread, failed measurements, and the profile's path."""
     table = Table(title=escape(f"profile {result.profile.name}"), title_justify="left")
     for name in ("key", "value", "spread", ""):
         table.add_column(name, justify="right" if name in ("value", "spread") else "left")
@@ -267,7 +266,7 @@ def calibration(console: Console, result: Calibration) -> None:
 
 
 def problems(console: Console, found: Mapping[str, Sequence[str]]) -> None:
-    """Show what is wrong with each profile, one line a problem."""
+    """Show the problems of each profile, one per line."""
     for name, lines in found.items():
         for line in lines or ["good"]:
             console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
@@ -277,7 +276,7 @@ def problems(console: Console, found: Mapping[str, Sequence[str]]) -> None:
 
 
 def verification(console: Console, report: Verification) -> None:
-    """Show each checkpoint, whether its bytes are right, and which one to load."""
+    """Show each checkpoint with its verdict, and which one to load."""
     table = Table(title=escape(report.path), title_justify="left")
     for name in ("checkpoint", "bytes", "", "problem"):
         table.add_column(name, overflow="fold", justify="right" if name == "bytes" else "left")
@@ -296,7 +295,7 @@ def verification(console: Console, report: Verification) -> None:
 
 
 def benchmark(console: Console, result: Result) -> None:
-    """Show the cases of a benchmark, what each had to reach, and whether it holds."""
+    """Show the cases of a benchmark, with the required values and verdicts."""
     table = Table(title=f"bench {result.bench}", title_justify="left")
     for name in ("case", "value", "unit", "has to be", ""):
         table.add_column(name, justify="right" if name == "value" else "left")
@@ -308,7 +307,7 @@ def benchmark(console: Console, result: Result) -> None:
 
 
 def bench_list(console: Console, rows: Iterable[tuple[str, str]]) -> None:
-    """Show the names of the benchmarks, one line each."""
+    """Show the names of the benchmarks, one per line."""
     console.print(facts(rows))
 
 
@@ -316,7 +315,7 @@ def bench_list(console: Console, rows: Iterable[tuple[str, str]]) -> None:
 
 
 def failure(console: Console, error: Any) -> None:
-    """Show what went wrong and what to do, without a traceback."""
+    """Show an error and its advice, without a traceback."""
     console.print(f"[bold red]{type(error).__name__}[/bold red]: {escape(error.args[0])}")
     if error.advice:
         console.print(f"[bold]Advice[/bold]: {escape(error.advice)}")
@@ -328,7 +327,7 @@ def failure(console: Console, error: Any) -> None:
 
 
 def planned(console: Console, plan: Plan) -> None:
-    """Show whether it fits, what it takes, and what else would."""
+    """Show whether a plan fits, its needs, and alternatives."""
     verdict = "[green]fits[/green]" if plan.fits else "[red]does not fit[/red]"
     console.print(
         f"[bold]{escape(plan.model)}[/bold], {numbered(plan.n_params)} parameters, on"
@@ -344,7 +343,7 @@ def planned(console: Console, plan: Plan) -> None:
 
 
 def numbered(count: int) -> str:
-    """Return a number as people say it: 8.03 B, 32 M, 8,320."""
+    """Return a number in short form: 8.03 B, 32 M, 8,320."""
     for size, letter in ((10**9, "B"), (10**6, "M")):
         if count >= size:
             return f"{count / size:.3g} {letter}"
@@ -352,7 +351,6 @@ def numbered(count: int) -> str:
 
 
 def plan_tiers(plan: Plan) -> Table:
-    """Return what each tier holds at most."""
     table = Table("tier", "budget", "peak", "most of")
     for row in plan.tiers:
         kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
@@ -362,7 +360,6 @@ def plan_tiers(plan: Plan) -> Table:
 
 
 def plan_facts(plan: Plan) -> list[tuple[str, str]]:
-    """Return the rows under the tiers."""
     parts = sorted(plan.shares.items(), key=lambda item: -item[1])
     spent = ", ".join(f"{n.removesuffix('_seconds')} {s:.3g} s" for n, s in parts if s > 0)
     rows = [
@@ -381,7 +378,6 @@ def plan_facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def plan_estimates(plan: Plan) -> Table:
-    """Return what else would fit."""
     table = Table("what if", "fits", "HBM", "step", "")
     for row in plan.what_if:
         fits = "yes" if row.fits else "no"

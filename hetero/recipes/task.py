@@ -60,12 +60,10 @@ class Task:
         return self.targets[self.targets != IGNORED]
 
     def digest(self) -> int:
-        """Return a checksum of the targets."""
         return crc32(self.targets.contiguous().numpy().data)
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss in a model's output."""
     loss: torch.Tensor = getattr(output, "loss", output)
     return loss
 
@@ -81,7 +79,7 @@ def count(batch: Batch) -> int:
 
 
 def demo(options: TrainOptions) -> Task:
-    """Return a byte-level GPT, drawn from the global generator seeded afresh, with its bytes."""
+    """Return a byte-level GPT with its bytes, drawn from the global generator, seeded afresh."""
     if options.task != "pretrain" or options.lora_rank is not None or options.tokenizer:
         raise ConfigError(
             "gpt learns bytes as they are: it takes no sft, adapters or tokenizer",

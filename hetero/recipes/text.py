@@ -1,4 +1,4 @@
-"""Real text: rows of files, bytes of it, and batches drawn with a generator of their own."""
+"""Real text: rows of files, their bytes, and batches drawn with a generator of their own."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Row = Mapping[str, Any]
 """One document ({"text"}), or one example ({"prompt", "completion"} or {"messages"})."""
 Batch = Mapping[str, torch.Tensor]
 """The keyword arguments of one pass."""
-SAVED = ("state.json", "dataset_dict.json")  # in a directory that datasets wrote
+SAVED = ("state.json", "dataset_dict.json")  # in a directory written by datasets
 SPLIT = "train"
 
 
 def topics_text() -> bytes:
-    """Return Python's own reference manual, about half a megabyte that every Python brings."""
+    """Return Python's reference manual, half a megabyte that every Python has."""
     from pydoc_data import topics
 
     return "\n\n".join(topics.topics.values()).encode()
@@ -32,8 +32,8 @@ def topics_text() -> bytes:
 def rows_of(paths: Iterable[str | Path]) -> Iterator[Row]:
     """Yield the rows of files, of directories of files, and of saved datasets.
 
-    A ``.jsonl`` file has a row in each line; any other file is one document. Without paths, the
-    rows are the topics of Python's reference manual. Raises ConfigError.
+    A ``.jsonl`` file has one row per line; any other file is one document. Without paths, the rows
+    are the topics of Python's reference manual. Raises ConfigError.
     """
     given = [Path(path) for path in paths]
     if not given:
@@ -49,7 +49,7 @@ def rows_of(paths: Iterable[str | Path]) -> Iterator[Row]:
 
 
 def read(file: Path) -> Iterator[Row]:
-    """Yield the rows of one file; `bytes_of` gives its bytes back, UTF-8 or not."""
+    """Yield the rows of one file; `bytes_of` restores its bytes, UTF-8 or not."""
     text = file.read_bytes().decode("utf-8", "surrogateescape")
     if file.suffix != ".jsonl":
         yield {"text": text}
@@ -60,7 +60,6 @@ def read(file: Path) -> Iterator[Row]:
 
 
 def parsed(line: str, where: str) -> Row:
-    """Return a row of a .jsonl file."""
     try:
         row = json.loads(line)
         if "\\u" in line:  # an escape may be half of a surrogate pair
@@ -73,7 +72,7 @@ def parsed(line: str, where: str) -> Row:
 
 
 def saved_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of a directory that datasets wrote; of several splits, those of `SPLIT`."""
+    """Yield the rows of a directory written by datasets; of several splits, those of `SPLIT`."""
     with installed(f"{path} was saved by datasets", "datasets"):
         from datasets import load_from_disk
     found: Any = load_from_disk(str(path))
@@ -87,7 +86,6 @@ def saved_rows(path: Path) -> Iterator[Row]:
 
 
 def text_of(row: Row) -> str:
-    """Return a row's text."""
     text = row.get("text")
     if not isinstance(text, str):
         raise ConfigError(
@@ -98,7 +96,7 @@ def text_of(row: Row) -> str:
 
 
 def readable(text: str) -> str:
-    """Return the text; ConfigError if it keeps bytes that are not UTF-8."""
+    """Return the text; ConfigError if it has bytes that are not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -115,12 +113,12 @@ def bytes_of(text: str) -> bytes:
 
 
 def read_files(paths: Iterable[str | Path]) -> bytes:
-    """Return the bytes of all documents, each on lines of its own."""
+    """Return the bytes of all documents, joined by newlines."""
     return b"\n".join(bytes_of(text_of(row)) for row in rows_of(paths))
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return a file, or the regular files below a directory, hidden ones left out."""
+    """Return a file, or the regular files below a directory, except hidden ones."""
     if not path.exists():
         raise FileNotFoundError(f"no such file or directory: {path}")
     if not path.is_dir():
@@ -154,16 +152,14 @@ class Batches:
         return {"tokens": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return where the batches are."""
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Go on where ``state_dict`` was taken."""
         self._generator.set_state(checked_rng(state["generator"]))
 
 
 def unigram_entropy(tokens: torch.Tensor) -> float:
-    """Return the entropy of single tokens in nats: the loss of the best guess without context."""
+    """Return the entropy of single tokens in nats: the best loss of a guess without context."""
     counts: list[int] = torch.bincount(tokens.long()).tolist()
     shares = (count / len(tokens) for count in counts if count)
     return -sum(share * math.log(share) for share in shares)

@@ -1,4 +1,4 @@
-"""The run behind `hetero train`: a model learns from text or answers inside byte budgets."""
+"""The run of `hetero train`: a model learns from text or answers inside byte budgets."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from hetero.recipes.text import unigram_entropy
 from hetero.rehearse.plan import Plan, plan
 from hetero.train.update.optimizer import Optimizer
 
-SMOOTHED = 10  # steps in the mean that is reported as the last loss
-DECIDING = (  # options that decide the numbers
+SMOOTHED = 10  # steps in the mean reported as the last loss
+DECIDING = (  # options that change the numbers
     *("task", "seq", "checkpoint_blocks", "lora_rank", "lora_alpha", "lora_targets"),
     *("lora_dropout", "optimizer", "lr", "schedule", "warmup", "weight_decay", "max_grad_norm"),
     *("batch", "accumulate", "seed", "width", "layers", "heads"),
@@ -128,7 +128,7 @@ def tracking(options: TrainOptions, folder: Path) -> Iterator[Log]:
 
 @dataclass
 class TrainRun:
-    """The loop: a plain PyTorch loop, with a checkpoint now and then."""
+    """The loop: a plain PyTorch loop with checkpoints."""
 
     task: Task
     optimizer: Optimizer
@@ -145,7 +145,7 @@ class TrainRun:
         self.recording = Recording(self.task.model, record_folder(self.options, self.folder))
 
     def train(self, watch: Watch, log: Log, stop: Stop) -> int | None:
-        """Train to the end, or to the signal whose number is returned."""
+        """Train to the end, or to a signal; returns its number."""
         with self.recording:
             signal = self.loop(watch, log, stop)
         last = self.saved
@@ -156,7 +156,6 @@ class TrainRun:
         return signal
 
     def loop(self, watch: Watch, log: Log, stop: Stop) -> int | None:
-        """Make the steps."""
         options, done = self.options, self.progress
         began = time.perf_counter() - done.seconds
         while done.steps < self.steps:
@@ -175,10 +174,7 @@ class TrainRun:
         return None
 
     def step(self) -> tuple[float, float]:
-        """Make one step, as any PyTorch loop does; returns the next learning rate and the norm.
-
-        Every token counts as much as any other, in whichever pass it is.
-        """
+        """Make one step, all tokens weighing alike; returns the next learning rate and the norm."""
         passes = [next(self.task.batches) for _ in range(self.options.accumulate)]
         counts = [count(batch) for batch in passes]
         losses = []
@@ -186,7 +182,7 @@ class TrainRun:
             loss = self.task.loss(batch, self.place)
             if len(passes) > 1:
                 loss = loss * (tokens / sum(counts))
-            backward(loss)  # loss.backward(), but for the loss scaling of fp16
+            backward(loss)  # loss.backward() with fp16's loss scaling
             losses.append(loss.detach())
         norm = self.optimizer.clip_grad_norm_(self.options.max_grad_norm)
         self.optimizer.step()
@@ -212,13 +208,13 @@ class TrainRun:
         )
 
     def is_due(self) -> bool:
-        """Whether an evaluation is due after the step that was made."""
+        """Whether an evaluation is due after the last step."""
         done, every = self.progress.steps, self.options.eval_every
         due = done == self.steps or (every is not None and done % every == 0)
         return due and bool(self.task.evaluation)
 
     def evaluate(self) -> EvalLoss:
-        """Return the mean loss of a token of the data to evaluate on."""
+        """Return the mean loss per token of the evaluation data."""
         self.task.model.eval()
         with torch.no_grad():
             rows = [(count(b), self.task.loss(b, self.place).item()) for b in self.task.evaluation]
@@ -229,7 +225,6 @@ class TrainRun:
         return found
 
     def save(self, *, asynchronous: bool = False) -> Save:
-        """Write a checkpoint."""
         self.saved = save_checkpoint(
             self.folder,
             self.task.model,
@@ -243,7 +238,7 @@ class TrainRun:
         return self.saved
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint."""
+        """Load the newest checkpoint."""
         found = load_checkpoint(
             self.folder,
             self.task.model,
@@ -254,11 +249,11 @@ class TrainRun:
         self.progress = Progress.of(found)
 
 
-# -- options that decide the numbers -------------------------------------------------------------
+# -- options that change the numbers -------------------------------------------------------------
 
 
 def fingerprint(options: TrainOptions, config: Config, task: Task) -> dict[str, Any]:
-    """Return every option and setting that decides the numbers; budgets do not."""
+    """Return every option and setting that changes the numbers; budgets do not."""
     found = {name: getattr(options, name) for name in DECIDING}
     found.update({name: getattr(config, name) for name in COMPUTING})
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
@@ -266,14 +261,13 @@ def fingerprint(options: TrainOptions, config: Config, task: Task) -> dict[str, 
 
 
 def steps_of(options: TrainOptions, task: Task) -> int:
-    """Return the steps of a run."""
     if options.epochs is None:
         return options.steps
     return max(1, math.ceil(options.epochs * task.passes / options.accumulate))
 
 
 def check_run(folder: Path, here: Mapping[str, Any]) -> None:
-    """Refuse to go on with a run of other options, before anything is moved."""
+    """Refuse to resume a run with other options, before anything is moved."""
     with CheckpointReader.open(folder) as reader:
         extra = reader.meta.get("extra")
     there = extra.get("run") if isinstance(extra, dict) else None
@@ -291,7 +285,6 @@ def check_run(folder: Path, here: Mapping[str, Any]) -> None:
 
 
 def conclude(run: TrainRun, signal: int | None, page: Path | None, out: str | None) -> TrainResult:
-    """Return the result of a run that has ended."""
     done, task = run.progress, run.task
     tail = done.losses[-SMOOTHED:]
     learned = task.learned()

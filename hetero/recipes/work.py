@@ -1,4 +1,4 @@
-"""Work whose rate says what a machine can do: calibrations and benchmarks time it (floor 4)."""
+"""Work whose rate measures a machine, for calibrations and benchmarks (floor 4)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADAMW = {
 
 
 class Split:
-    """AdamW on a split master: 12 bytes a parameter, and its bf16 gradient."""
+    """AdamW on a split master: 12 bytes per parameter, and its bf16 gradient."""
 
     def __init__(self, numel: int, device: str) -> None:
         self.param = torch.empty(numel, dtype=torch.bfloat16, device=device)
@@ -40,7 +40,7 @@ class Split:
         self.steps = 0.0
 
     def step(self, native: kernel.Library | None, worker: Worker) -> None:
-        """Update all of it, in slices, on the worker's threads and this one."""
+        """Update all of it in slices, on the worker's threads and this one."""
         formula = formula_of(torch.optim.AdamW)
         if formula is None:
             return
@@ -67,7 +67,7 @@ class Split:
 
 
 def raw(file: File, use: PinUse, n_threads: int, n_bytes: int, size_bytes: int = SIZE) -> float:
-    """Move the same bytes with the same number of threads and nothing else; bytes a second.
+    """Return the bytes per second of moving ``n_bytes`` and doing nothing else.
 
     For `PinUse.WRITE` every block of ``size_bytes`` is read and then written, as an update does.
     """

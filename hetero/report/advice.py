@@ -1,7 +1,7 @@
-"""What a run says should change, in bytes and seconds of that run (floor 4).
+"""Advice: changes to a run, with their gain in bytes or seconds of that run (floor 4).
 
-Every advice is computed: its gain is at most what stood still for the cause it removes, and its
-cost is the bytes that this takes. What gains less than `WORTH` of a step is not said.
+The gain is at most the time that something waited for the cause that the change removes. Advice
+that gains less than `WORTH` of a step is left out.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ RATED_TBW = 600  # terabytes that a usual drive of 1 TB is rated for
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One change, what it gains at most and what it takes."""
+    """One change, the most it can gain, and its reason."""
 
     change: str
     """What to do, with its bytes."""
     gain_seconds: float
-    """The most a steady step can gain; 0 where bytes are what is gained."""
+    """The most a steady step can gain; 0 if the gain is in bytes."""
     because: str
-    """The figures of the run that it follows from."""
+    """The figures of the run that support it."""
 
     @property
     def text(self) -> str:
@@ -50,7 +50,7 @@ Rule = Callable[[Measured], Iterator[Advice]]
 
 
 def advise(measured: Measured) -> tuple[Advice, ...]:
-    """Return the changes that gain most, at most three, the best first."""
+    """Return at most three changes, the best first."""
     if not measured.steady_ns:
         return ()
     found = [advice for rule in RULES for advice in rule(measured)]
@@ -60,7 +60,7 @@ def advise(measured: Measured) -> tuple[Advice, ...]:
 
 
 def verdict(measured: Measured) -> str:
-    """Return what a steady step spends its time on, in one sentence."""
+    """Return how a steady step spends its time, in one sentence."""
     parts = measured.parts
     if not parts:
         return "No complete step was recorded: only bytes can be shown, no times of steps."
@@ -88,8 +88,8 @@ def mean_seconds(measured: Measured, ns: float) -> float:
 def keep_more(measured: Measured) -> Iterator[Advice]:
     """More HBM keeps the units whose fetches make compute wait longest, and saves these fetches.
 
-    A trainable bucket comes up once a step anyway (its update made it stale): what can be saved
-    is every further fetch, and of its waits that share.
+    A trainable bucket is fetched once a step in any case (its update made it stale): only further
+    fetches can be saved, with their share of its waits.
     """
     waiting = sorted(savings(measured), key=lambda row: -row[1])
     total_ns = sum(ns for _, ns in waiting)
@@ -143,7 +143,7 @@ def states_in_ram(measured: Measured) -> Iterator[Advice]:
 
 
 def fewer_updates(measured: Measured) -> Iterator[Advice]:
-    """Updates that stay exposed weigh less per sample when a step sums several batches."""
+    """Exposed updates cost less per sample if a step accumulates several batches."""
     wait_ns = measured.parts.get("wait_update", 0)
     if wait_ns:
         half = mean_seconds(measured, wait_ns) / 2
@@ -155,7 +155,7 @@ def fewer_updates(measured: Measured) -> Iterator[Advice]:
 
 
 def keep_activations(measured: Measured) -> Iterator[Advice]:
-    """Activations that travel may stay, where HBM can be raised by what lay below it."""
+    """Offloaded activations can stay on HBM if it grows by their bytes in the tiers below."""
     rows = [row for row in measured.ledger if row.category == "activation"]
     moved = sum(row.n_bytes for row in rows if row.lane in ("h2d", "d2h"))
     lines = [line for tier, line in measured.timelines.items() if tier != "HBM"]
@@ -170,7 +170,7 @@ def keep_activations(measured: Measured) -> Iterator[Advice]:
 
 
 def activation_waits(measured: Measured) -> int:
-    """Return how long steady steps stood still for activations; outermost waits only."""
+    """Return how long steady steps waited for activations; outermost waits only."""
     waits = [e for e in measured.run.events if e.what == What.WAIT.value]
     spans = flatten(span_of(e, e.category) for e in waits if steady(measured, e))
     return sum(span.dur_ns for span in spans if span.label == "activation")
@@ -181,7 +181,7 @@ def steady(measured: Measured, event: Event) -> bool:
 
 
 def slow_link(measured: Measured) -> Iterator[Advice]:
-    """A lane far below its ceiling, while something stands still for it."""
+    """A lane is far below its ceiling while something waits for it."""
     for lane in measured.lanes:
         rate, ceiling = lane.bytes_per_second, lane.ceiling_bytes_per_second
         wait_ns = measured.parts.get(f"wait_{lane.lane}", 0)
@@ -195,7 +195,7 @@ def slow_link(measured: Measured) -> Iterator[Advice]:
 
 
 def outside(measured: Measured) -> Iterator[Advice]:
-    """Time in which nothing of training runs."""
+    """Time outside forward, backward and step."""
     idle_ns = measured.parts.get("between", 0)
     if idle_ns > 0.05 * measured.steady_ns:
         yield Advice(
@@ -221,7 +221,7 @@ def spare_budget(measured: Measured) -> Iterator[Advice]:
 
 
 def wear(measured: Measured) -> Iterator[Advice]:
-    """What is written to disk wears a drive out."""
+    """Writes wear out a drive."""
     lane = measured.lane("write")
     written = measured.per_step(lane.n_bytes) if lane is not None else 0
     steps = RATED_TBW * 1e12 / written if written else float("inf")

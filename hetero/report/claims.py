@@ -40,25 +40,24 @@ EXAMPLE = "write it as 'hbm.peak <= 23GiB' or 'step.mean < 400ms'"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What somebody says of a figure."""
+    """A bound on one figure."""
 
     key: str
     op: str
     value: float
-    """In bytes, seconds, or as a part of one."""
+    """In bytes or seconds, or a fraction of one."""
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimVerdict:
-    """A claim, and whether it holds of a run."""
+    """A claim, and whether it holds for a run."""
 
     claim: Claim
     measured: float
     holds: bool
 
     def as_json(self) -> dict[str, Any]:
-        """Return JSON-ready data."""
         return {"claim": self.claim.text, "measured": self.measured, "holds": self.holds}
 
     def __str__(self) -> str:
@@ -67,7 +66,7 @@ class ClaimVerdict:
 
 
 def parse(text: str, figures: Mapping[str, float]) -> Claim:
-    """Return a claim about figures; ConfigError where it names none, or is not of the form."""
+    """Return a claim about figures; ConfigError if its form or its key is wrong."""
     match = FORM.fullmatch(text)
     if match is None:
         raise ConfigError(f"{text!r} is no claim", advice=EXAMPLE)
@@ -82,7 +81,7 @@ def parse(text: str, figures: Mapping[str, float]) -> Claim:
 
 
 def resolve(name: str, figures: Mapping[str, float]) -> str:
-    """Return the key that a name stands for; the unit at its end may be left out."""
+    """Return the key that a name stands for; the name may leave out the unit at its end."""
     wanted = name.lower()
     for candidate in (wanted, *(wanted + suffix for suffix in SUFFIXES)):
         if candidate in figures:
@@ -93,7 +92,7 @@ def resolve(name: str, figures: Mapping[str, float]) -> str:
 
 
 def scale(key: str, unit: str) -> float:
-    """Return what one of a unit is; KeyError where the key is not measured in it."""
+    """Return the factor of a unit; KeyError if the key is not measured in it."""
     if key.endswith("_seconds"):
         return SECONDS[unit.lower() or "s"]
     if key.endswith("_share"):
@@ -106,7 +105,7 @@ def scale(key: str, unit: str) -> float:
 
 
 def units(key: str) -> str:
-    """Return the units that a key takes, in words."""
+    """Return the units that a key takes, as text."""
     if key.endswith("_seconds"):
         return ", ".join(SECONDS)
     if key.endswith("_share"):
@@ -117,7 +116,7 @@ def units(key: str) -> str:
 
 
 def shown(key: str, value: float) -> str:
-    """Return a figure for people, with all its digits where people compare them."""
+    """Return a figure for people, with all its digits if people compare them."""
     if key.endswith("_seconds"):
         return format_seconds(value)
     if key.endswith("_share"):
@@ -130,7 +129,7 @@ def shown(key: str, value: float) -> str:
 
 
 def judge(texts: Sequence[str], figures: Mapping[str, float]) -> list[ClaimVerdict]:
-    """Return whether each claim holds; none is judged where one cannot be read."""
+    """Return whether each claim holds; judge none if one cannot be read."""
     claims = [parse(text, figures) for text in texts]
     return [
         ClaimVerdict(claim, figures[claim.key], COMPARE[claim.op](figures[claim.key], claim.value))

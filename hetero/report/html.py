@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs no network, and no server (floor 4)."""
+"""The report as one HTML file that needs neither network nor server (floor 4)."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ DARK = {"part-compute_forward": "#9aa4af", "part-compute_backward": "#8a949f", "
 
 
 class View(NamedTuple):
-    """A section of the page; its template has its name."""
+    """A section of the page; its template has the same name."""
 
     name: str
-    """Of its anchor."""
+    """Name of its anchor."""
     title: str
     short: str
 
@@ -68,7 +68,6 @@ LONGEST = 400  # rows of a table
 def render(
     measured: Measured, summary: Summary, advice: tuple[Advice, ...], sidecar: Sidecar
 ) -> str:
-    """Return the whole page."""
     style = "\n".join((asset("uplot/uPlot.min.css"), asset("report.css"), palette(measured)))
     script = "\n".join((licence(), asset("uplot/uPlot.iife.min.js"), asset("report.js")))
     meta = measured.meta
@@ -97,7 +96,7 @@ def render(
 
 @cache
 def pages() -> Environment:
-    """Return the templates with the words, filters and rows that they use."""
+    """Return the templates with their words, filters and rows."""
     made = Environment(
         loader=PackageLoader("hetero.report"),
         autoescape=True,
@@ -127,7 +126,7 @@ def pages() -> Environment:
 
 
 def size(n_bytes: float | None) -> Markup | str:
-    """Return a size for people that shows its bytes when pointed at."""
+    """Return a size for people; pointing at it shows its bytes."""
     if n_bytes is None:
         return "no limit"
     whole = round(n_bytes)
@@ -152,7 +151,6 @@ def figure(key: str, value: float) -> Markup | str:
 
 
 def listed(values: Mapping[str, object], form: str) -> str:
-    """Return names and values in one line."""
     return ", ".join(form.format(name, value) for name, value in values.items())
 
 
@@ -177,7 +175,7 @@ WORDS = {
 
 
 def embedded(measured: Measured) -> str:
-    """Return the data as JSON that cannot end the script element it stands in."""
+    """Return the data as JSON that cannot end the script element around it."""
     return json.dumps(series_of(measured), separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -186,7 +184,6 @@ def embedded(measured: Measured) -> str:
 
 @cache
 def asset(name: str) -> str:
-    """Return a file of the package's assets."""
     return (files("hetero.report") / "assets" / name).read_text(encoding="utf-8")
 
 
@@ -195,7 +192,7 @@ def licence() -> str:
 
 
 def policy(script: str, style: str) -> str:
-    """Return a policy that lets this script and this style in, and nothing else."""
+    """Return a policy that allows this script and this style, and nothing else."""
     return (
         f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}';"
         " img-src data:; base-uri 'none'; form-action 'none'"
@@ -203,7 +200,7 @@ def policy(script: str, style: str) -> str:
 
 
 def digest(content: str) -> str:
-    """Return the hash by which a policy names an element with this content."""
+    """Return the hash by which a policy allows an element with this content."""
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
 
 
@@ -215,7 +212,7 @@ def palette(measured: Measured) -> str:
 
 
 def colours(measured: Measured) -> Iterator[tuple[str, str]]:
-    """Yield (name, colour) of everything that has one."""
+    """Yield (name, colour) of everything that has a colour."""
     yield from ((tier, LIGHT.get(tier, LIGHT["HBM"])) for tier in (*LIGHT, *measured.timelines))
     yield from ((f"phase-{name}", colour) for name, colour in PHASES.items())
     yield from (("stay", STAY), ("ahead", AHEAD), ("miss", MISS))

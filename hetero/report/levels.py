@@ -1,8 +1,8 @@
-"""What each tier held, and when: step functions of LEVEL and LIVE events, and their peaks.
+"""Timelines of the tiers: step functions of LEVEL and LIVE events, and their peaks.
 
-What a tier holds is the sum of its categories' levels: the ledger's own number. Where graphs were
-counted (LIVE) below what is reserved for them (LEVEL), the category is shown as two, held and
-reserved, which add up to its level.
+A tier holds the sum of its categories' levels, which is the ledger's own number. If the bytes that
+graphs hold (LIVE) are fewer than those reserved for them (LEVEL), the category is shown as two,
+held and reserved, whose sum is its level.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Timeline:
     """By category: bytes from each time on."""
     totals: tuple[int, ...]
     excess_bytes: int = 0
-    """The most that LIVE ever counted above the level of its category."""
+    """The most by which LIVE ever exceeded the level of its category."""
 
     def at_row(self, row: int) -> dict[str, int]:
         """Return bytes by category from a row's time on."""
@@ -50,7 +50,6 @@ class Timeline:
         return self.totals.index(max(self.totals))
 
     def keep(self, rows: Iterable[int]) -> Timeline:
-        """Return the timeline with only some of its rows."""
         chosen = sorted(set(rows))
         return Timeline(
             self.tier,
@@ -70,7 +69,7 @@ def timelines(events: Sequence[Event]) -> dict[str, Timeline]:
 
 
 def timeline(tier: str, rows: Sequence[Event]) -> Timeline:
-    """Return a tier's timeline of its LEVEL and LIVE events, which are in order."""
+    """Return a tier's timeline from its LEVEL and LIVE events, which are in order."""
     live = {e.category for e in rows if e.what == What.LIVE.value}
     names = order({e.category for e in rows} | {name + RESERVED for name in live})
     levels, held = dict.fromkeys(names, 0), dict.fromkeys(live, 0)
@@ -92,7 +91,7 @@ def timeline(tier: str, rows: Sequence[Event]) -> Timeline:
 
 
 def bands(levels: dict[str, int], held: dict[str, int], names: Sequence[str]) -> list[int]:
-    """Return what is shown of each name: levels, those that are counted split in two."""
+    """Return the bytes shown under each name: a category with LIVE is split in two."""
     shown = dict(levels)
     for name, n_bytes in held.items():
         shown[name] = min(n_bytes, levels[name])
@@ -101,7 +100,7 @@ def bands(levels: dict[str, int], held: dict[str, int], names: Sequence[str]) ->
 
 
 def order(names: Iterable[str]) -> list[str]:
-    """Return categories as they are stacked: those that are known first, no name last."""
+    """Return categories in stacking order: known ones first, the one without a name last."""
     known = {name: i for i, name in enumerate(CATEGORIES)}
     last = {"": 2, UNATTRIBUTED: 1}
     return sorted(names, key=lambda name: (last.get(name, 0), known.get(name, 99), name))
@@ -110,8 +109,8 @@ def order(names: Iterable[str]) -> list[str]:
 def reduced(line: Timeline, exact: Sequence[tuple[int, int]] = ()) -> Timeline:
     """Return a timeline that looks the same at `COLUMNS` pixels, and is exact around its peak.
 
-    M4: of each column of equal time the first, the lowest, the highest and the last point stay.
-    ``exact`` are more windows (begin, end) of which at most `EXACT` points each stay as they are.
+    M4: each column of equal time keeps its first, lowest, highest and last point. ``exact`` are
+    further windows (begin, end), of which at most `EXACT` points each stay unchanged.
     """
     if len(line.times_ns) <= 4 * COLUMNS:
         return line

@@ -1,4 +1,4 @@
-"""`hetero.report`: from a run to its page and its summary (floor 4)."""
+"""`hetero.report`: write the page and the summary of a run (floor 4)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ PAGE = "report.html"
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """A run, its figures, and what they advise."""
-
     measured: Measured
     summary: Summary
     advice: tuple[Advice, ...]
     sidecar: Sidecar
 
     def write(self, path: str | Path) -> None:
-        """Write the page, and ``summary.json`` beside it."""
+        """Write the page, and ``summary.json`` next to it."""
         page = Path(path)
         text = render(self.measured, self.summary, self.advice, self.sidecar)
         data = json.dumps(self.summary.as_json(), indent=1)
@@ -41,18 +39,18 @@ class RunReport:
 
 
 def report(run_or_model: Any, path: str | Path) -> Summary:
-    """Write a run's memory report as one HTML file, and ``summary.json`` beside it.
+    """Write a run's memory report as one HTML file, and ``summary.json`` next to it.
 
     Args:
-        run_or_model: a run's directory, a `Run`, what `hetero.profile` yields, or a prepared model
-            (the last events it kept are the run).
-        path: of the HTML file; in a directory that is there, ``report.html``.
+        run_or_model: a run's directory, a `Run`, the object that `hetero.profile` yields, or a
+            prepared model, whose run is the last events it kept.
+        path: of the HTML file; in an existing directory, ``report.html``.
 
     Returns:
         The figures, with the keys of ``summary.json``.
 
     Raises:
-        ConfigError: this is no run, or nothing was recorded.
+        ConfigError: this is no run, or it has no events.
         StorageError: the files cannot be written.
     """
     made = examine(run_or_model)
@@ -62,7 +60,6 @@ def report(run_or_model: Any, path: str | Path) -> Summary:
 
 
 def examine(run_or_model: Any) -> RunReport:
-    """Return the figures of a run; see `report`."""
     measured = measure(run_of(run_or_model))
     advice = advise(measured)
     said = (verdict(measured), *(each.text for each in advice))
@@ -72,7 +69,6 @@ def examine(run_or_model: Any) -> RunReport:
 
 
 def folder_of(run_or_model: Any) -> Path | None:
-    """Return where a run lies, if it lies anywhere."""
     if isinstance(run_or_model, (str, Path)):
         return Path(run_or_model)
     directory = getattr(run_or_model, "directory", None)
@@ -80,19 +76,19 @@ def folder_of(run_or_model: Any) -> Path | None:
 
 
 def run_of(run_or_model: Any) -> Run:
-    """Return the run that something is, has, or was recorded as."""
+    """Return the run of any argument that `report` takes."""
     if isinstance(run_or_model, Run):
         return run_or_model
     folder = folder_of(run_or_model)
     if folder is not None:
         return Run.load(folder)
-    from hetero.report.ring import kept_run  # loads torch, which a directory does not need
+    from hetero.report.ring import kept_run  # loads torch, which reading a directory does not need
 
     return kept_run(run_or_model)
 
 
 def sidecar_of(folder: Path) -> Sidecar:
-    """Return what was planned beside a run, and the digest of its log."""
+    """Return the plans next to a run, and the digest of its log."""
     rows = read_json(folder / WHATIF, [])
     predicted = read_json(folder / PREDICTED, {})
     log = folder / EVENTS
@@ -112,7 +108,7 @@ def sidecar_of(folder: Path) -> Sidecar:
 
 
 def read_json(path: Path, default: Any) -> Any:
-    """Return a file's data, or ``default`` where there is no file."""
+    """Return a file's data, or ``default`` if there is no file."""
     if not path.exists():
         return default
     try:

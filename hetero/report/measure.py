@@ -1,4 +1,4 @@
-"""From a run to its figures: everything that any output of the report shows (floor 4, no torch)."""
+"""The figures of a run: everything that any output of the report shows (floor 4, no torch)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A run and what follows from it. Steady figures leave ``steps.warmup`` out."""
+    """A run and its figures. Steady figures leave ``steps.warmup`` out."""
 
     run: Run
     begin_ns: int
@@ -63,25 +63,24 @@ class Measured:
 
     @property
     def waited_ns(self) -> int:
-        """Exposed: how long anything stood still in all steady steps."""
+        """Exposed: how long anything waited in all steady steps."""
         return sum(ns for part, ns in self.parts.items() if part.startswith("wait_"))
 
     def per_step(self, amount: float) -> float:
-        """Return what an amount over all steady steps is per step."""
         return amount / self.steady_count if self.steady_count else 0.0
 
     def lane(self, name: str) -> LaneUse | None:
         return next((lane for lane in self.lanes if lane.lane == name), None)
 
     def h2d_params(self) -> int:
-        """Return the parameter bytes that steady steps brought up."""
+        """Return the parameter bytes that steady steps fetched."""
         return sum(
             row.n_bytes for row in self.ledger if (row.lane, row.category) == ("h2d", "param")
         )
 
 
 def measure(run: Run) -> Measured:
-    """Return the figures of a run; ConfigError where nothing was recorded."""
+    """Return the figures of a run; ConfigError if it has no events."""
     events = run.events
     if not events:
         raise ConfigError(
@@ -90,7 +89,7 @@ def measure(run: Run) -> Measured:
         )
     steps = steps_of(events)
     residency = residency_of(events, run.meta)
-    # a plain model's activations are counted, not reserved: LIVE says nothing that LEVEL does not
+    # a plain model's activations are counted, not reserved: LIVE repeats LEVEL
     split = run.meta.mode != "plain"
     lines = timelines(events if split else [e for e in events if e.what != What.LIVE.value])
     known = [tier for tier in TIERS if tier in lines]
@@ -116,12 +115,10 @@ def measure(run: Run) -> Measured:
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """A tier at its peak."""
-
     peak_bytes: int
     budget_bytes: int | None
     unattributed_bytes: int
-    """Of the peak, those of which no module is known."""
+    """Bytes of the peak without a known module."""
     peak_step: int
     peak_phase: str
     peak_unit: str
@@ -131,19 +128,19 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """Length of steps; all but ``count`` over steady ones."""
+    """Length of steps: means over steady ones, but for ``count``."""
 
     count: int
-    """Complete steps that were recorded."""
+    """Complete steps in the recording."""
     steady_count: int
     warmup: tuple[int, ...]
-    """Steps that steady figures leave out."""
+    """Steps left out of steady figures."""
     mean_seconds: float
     median_seconds: float
     min_seconds: float
     max_seconds: float
     exposed_seconds: float
-    """Mean time in which anything stood still."""
+    """Mean time of waits."""
     exposed_share: float
 
 
@@ -156,12 +153,12 @@ class LaneFigures:
     busy_seconds: float
     busy_share: float
     bytes_per_second: float | None
-    """While it was busy."""
+    """Rate while it was busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchFigures:
-    """How buckets were found, per steady step."""
+    """How accesses found their buckets, per steady step."""
 
     hits: float
     misses: float
@@ -185,7 +182,7 @@ class TrafficFigures:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of a run under keys that stay: what ``summary.json`` holds and claims name."""
+    """The figures of a run under stable keys: the contents of ``summary.json``, named in claims."""
 
     kind: str
     model: str
@@ -193,10 +190,10 @@ class Summary:
     mode: str
     n_params: int
     tiers: dict[str, TierFigures]
-    """By tier, in small letters."""
+    """By tier, in lower case."""
     step: StepFigures
     time: dict[str, float]
-    """Seconds of a mean steady step by part, ``<part>_seconds``; they add up to it."""
+    """Seconds of a mean steady step by part, ``<part>_seconds``; their sum is its length."""
     lanes: dict[str, LaneFigures]
     fetch: FetchFigures
     traffic: TrafficFigures
@@ -206,7 +203,7 @@ class Summary:
     advice: tuple[str, ...] = field(default=())
 
     def as_json(self) -> dict[str, Any]:
-        """Return JSON-ready data; tiers and lanes stand at the top under their own names."""
+        """Return JSON-ready data; tiers and lanes are at the top level under their own names."""
         data = asdict(self)
         named = {**data.pop("tiers"), **data.pop("lanes")}
         return {**data, **named}
@@ -217,7 +214,7 @@ class Summary:
 
 
 def figures(data: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers of JSON data by dotted keys; what is no number is left out."""
+    """Return the numbers of JSON data by dotted keys; other values are left out."""
     found: dict[str, float] = {}
     for key, value in data.items():
         if isinstance(value, Mapping):
@@ -228,7 +225,6 @@ def figures(data: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def summarize(measured: Measured, advice: tuple[str, ...] = ()) -> Summary:
-    """Return the summary of what was measured."""
     meta, run = measured.meta, measured.run
     return Summary(
         kind=meta.kind,

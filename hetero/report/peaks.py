@@ -1,8 +1,8 @@
-"""When each tier held most, and what that was: by category and by module.
+"""The peak of each tier: its moment, and its bytes by category and by module.
 
-A module owns what the log can prove: its buckets' replicas (ALLOC, FREE), its parameters where all
-of them lie in that tier, and the activations by which LIVE grew when it was done. What remains of a
-category has no module and is shown as such.
+The log proves three owners: the module of a bucket's replica (ALLOC, FREE), the module of a
+parameter if all of them lie in the tier, and the module during whose access LIVE grew. The rest of
+a category is shown without a module.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hetero.report.timing import Steps
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Bytes of a peak: of a category, and of a module where it is known."""
+    """Bytes of a peak, by category and, if known, by module."""
 
     category: str
     module: str
-    """Empty: nobody recorded whose they are."""
+    """Empty: the log does not say."""
     n_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment at which a tier held most."""
+    """The moment at which a tier held the most."""
 
     tier: str
     n_bytes: int
@@ -37,33 +37,32 @@ class Peak:
     step: int
     phase: str
     unit: str
-    """Computing at that time; empty where none did."""
+    """The unit being computed; empty if there was none."""
     categories: dict[str, int]
-    """They add up to ``n_bytes``."""
+    """Their sum is ``n_bytes``."""
     shares: tuple[Share, ...]
-    """They add up to ``n_bytes``, the largest first."""
+    """Their sum is ``n_bytes``; the largest first."""
     budget_bytes: int | None
 
     @property
     def unattributed_bytes(self) -> int:
-        """Bytes of which no module is known."""
+        """Bytes without a known module."""
         return sum(share.n_bytes for share in self.shares if not share.module)
 
     @property
     def free_bytes(self) -> int | None:
-        """What the budget had left."""
         return None if self.budget_bytes is None else self.budget_bytes - self.n_bytes
 
 
 def peak_of(
     line: Timeline, events: Sequence[Event], meta: Meta, residency: Residency, steps: Steps
 ) -> Peak:
-    """Return a tier's first moment of most bytes, and whose they were."""
+    """Return a tier's first moment of most bytes, with its owners."""
     row = line.peak_row
     t_ns = line.times_ns[row]
     found = steps.at(t_ns)
     categories = {name: n for name, n in line.at_row(row).items() if n}
-    # replicas are noted just after they are charged: ask in the middle of the plateau
+    # replicas are logged just after they are charged: ask in the middle of the plateau
     until_ns = line.times_ns[row + 1] if row + 1 < len(line.times_ns) else t_ns
     owned = owners(line.tier, events, meta, residency, (t_ns + until_ns) // 2)
     return Peak(
@@ -80,27 +79,27 @@ def peak_of(
 
 
 def phase_at(events: Sequence[Event], t_ns: int) -> str:
-    """Return the phase in which a time lies; between where it lies in none."""
+    """Return the phase at a time; ``between`` outside all phases."""
     spans = (e for e in events if e.what == What.PHASE.value)
     inside = [e.why for e in spans if e.t_ns <= t_ns < e.t_ns + e.dur_ns]
     return inside[0] if inside else "between"
 
 
 def unit_at(residency: Residency, meta: Meta, t_ns: int) -> str:
-    """Return the innermost unit that computes at a time."""
+    """Return the innermost unit being computed at a time."""
     here = [a for a in residency.accesses if a.begin_ns <= t_ns < a.end_ns]
     return unit_name(meta, max(here, key=lambda a: a.begin_ns).unit) if here else ""
 
 
 def unit_name(meta: Meta, unit: int) -> str:
-    """Return a unit's name; the model itself is the unit without one."""
+    """Return a unit's name; the unit without one is the model itself."""
     return (meta.units[unit] or meta.model) if 0 <= unit < len(meta.units) else ""
 
 
 def owners(
     tier: str, events: Sequence[Event], meta: Meta, residency: Residency, t_ns: int
 ) -> dict[tuple[str, str], int]:
-    """Return bytes by (category, module), as far as the log says whose they are."""
+    """Return bytes by (category, module), as far as the log knows the module."""
     owned: dict[tuple[str, str], int] = {}
     for module, n_bytes in parameters(tier, meta, residency, t_ns):
         owned["param", module] = owned.get(("param", module), 0) + n_bytes
@@ -121,10 +120,10 @@ def parameters(tier: str, meta: Meta, residency: Residency, t_ns: int) -> list[t
 
 
 def held_by(live: Sequence[Event]) -> dict[int, int]:
-    """Return the activations that units left, as LIVE counted them after each.
+    """Return the activation bytes that each unit still holds, from LIVE after each access.
 
-    What a unit's forward adds is its own. What goes is the unit's own first (its backward is
-    done), and then that of the units that came last.
+    Growth belongs to the unit itself. Shrinkage is taken from the unit itself first (its backward
+    is done), then from the latest units.
     """
     held: dict[int, int] = {}
     before = 0
@@ -148,10 +147,9 @@ def release(held: dict[int, int], unit: int, n_bytes: int) -> None:
 
 
 def shares_of(categories: dict[str, int], owned: dict[tuple[str, str], int]) -> tuple[Share, ...]:
-    """Return a peak's categories by module; what is left of one has no module.
+    """Return a peak's categories by module; the rest of each has no module.
 
-    Where owners claim more than a category has (a tier that holds only some parameters), the log
-    does not say whose it is, and nobody is named.
+    If owners claim more than a category has (a tier with only some parameters), none is named.
     """
     shares = []
     for category, n_bytes in categories.items():

@@ -1,8 +1,8 @@
 """A run as a trace for Perfetto's viewer: Chrome's JSON format, compressed (floor 4).
 
-One track for each lane, and more where its moves overlap (slices of a track must not); counters for
-each tier and category; residency as asynchronous slices; arrows from a copy to the first use of it.
-Times are microseconds since the run's begin.
+Each lane is one track, or several where its moves overlap (slices of a track must not). Each tier
+and category is a counter; residency is asynchronous slices; arrows lead from a copy to its first
+use. Times are microseconds since the run's begin.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from hetero.report.timing import StepTime
 from hetero.report.words import LANE_LABELS, LANES, REASONS, tier_label
 
 RUN, MEMORY, RESIDENCY = 1, 2, 3  # processes
-STEPS = 3  # of which a trace holds slices, from the steady ones on
+STEPS = 3  # in a trace, from the first steady one on
 TRACKS = 2_000  # of residency
 Row = dict[str, Any]
 
 
 def write_perfetto(measured: Measured, path: str | Path) -> None:
-    """Write a trace of the first steady steps, at most three; of all, where none was complete."""
+    """Write a trace of the first three steady steps, or of the whole run if no step is complete."""
     with storing(path), gzip.open(path, "wt", encoding="utf-8", compresslevel=6) as file:
         json.dump({"displayTimeUnit": "ms", "traceEvents": trace(measured)}, file)
 
 
 def trace(measured: Measured) -> list[Row]:
-    """Return the rows of a trace."""
     begin_ns, end_ns = window(measured)
     inside = [e for e in measured.run.events if begin_ns <= e.t_ns < end_ns]
     rows = [*slices(measured, inside), *counters(measured, begin_ns, end_ns)]
@@ -56,7 +55,7 @@ def micros(measured: Measured, t_ns: int) -> float:
 
 
 def slices(measured: Measured, events: Iterable[Event]) -> Iterator[Row]:
-    """Yield what ran on each track, and an arrow from each fetch to its first use."""
+    """Yield the slices of each track, and an arrow from each fetch to its first use."""
     placed = [
         (event, track_id(name, number))
         for name, rows in tracks(events).items()
@@ -68,7 +67,7 @@ def slices(measured: Measured, events: Iterable[Event]) -> Iterator[Row]:
 
 
 def arrows(measured: Measured, placed: Sequence[tuple[Event, int]]) -> Iterator[Row]:
-    """Yield an arrow from each copy of parameters to the access that it came for."""
+    """Yield an arrow from each copy of parameters to the access it was made for."""
     accesses = [(event, tid) for event, tid in placed if event.what == What.ACCESS.value]
     used = {
         (stay.bucket, stay.ready_ns): max(stay.ready_ns, stay.first_use_ns)
@@ -85,11 +84,11 @@ def arrows(measured: Measured, placed: Sequence[tuple[Event, int]]) -> Iterator[
 
 
 TRACK_NAMES = ("steps", "phases", "accesses", "waits", *LANES)
-WIDEST = 100  # tracks that one name may take
+WIDEST = 100  # tracks of one name
 
 
 def tracks(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """Return what lasts, by the name of its track."""
+    """Return events with a duration, by the name of their track."""
     named = {"step": "steps", "phase": "phases", "access": "accesses", "wait": "waits"}
     found: dict[str, list[Event]] = {name: [] for name in TRACK_NAMES}
     for event in events:
@@ -100,7 +99,7 @@ def tracks(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 
 def serial(rows: Sequence[Event]) -> list[list[Event]]:
-    """Return events on as few tracks as keep them apart; in order of begin."""
+    """Return events, in order of begin, on as few tracks as keep them apart."""
     found: list[list[Event]] = []
     for event in rows:
         free = (t for t in found if t[-1].t_ns + max(1, t[-1].dur_ns) <= event.t_ns)
@@ -132,7 +131,6 @@ def slice_of(measured: Measured, event: Event, tid: int) -> Row:
 
 
 def title(measured: Measured, event: Event) -> str:
-    """Return what a slice is called."""
     if event.what == What.STEP.value:
         return f"step {event.step}"
     if event.bucket < 0 or event.bucket >= len(measured.meta.buckets):
@@ -145,7 +143,7 @@ def title(measured: Measured, event: Event) -> str:
 
 
 def counters(measured: Measured, begin_ns: int, end_ns: int) -> Iterator[Row]:
-    """Yield what each tier held, by category."""
+    """Yield the bytes that each tier held, by category."""
     for tier, line in measured.timelines.items():
         label = tier_label(tier, measured.meta.mode)
         for row, t_ns in enumerate(line.times_ns):
@@ -156,7 +154,7 @@ def counters(measured: Measured, begin_ns: int, end_ns: int) -> Iterator[Row]:
 
 
 def residency(measured: Measured, begin_ns: int, end_ns: int) -> Iterator[Row]:
-    """Yield the stays of buckets that reach into a part of the time, cut to it."""
+    """Yield the stays of buckets that overlap a window, cut to it."""
     stays = [s for s in measured.residency.stays if s.begin_ns < end_ns and s.end_ns > begin_ns]
     known = list(dict.fromkeys(stay.bucket for stay in stays))[:TRACKS]
     for number, stay in enumerate(stays):
@@ -173,7 +171,6 @@ def residency(measured: Measured, begin_ns: int, end_ns: int) -> Iterator[Row]:
 
 
 def names(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the names of processes and tracks."""
     for pid, name in ((RUN, "run"), (MEMORY, "memory"), (RESIDENCY, "residency on HBM")):
         yield {
             "ph": "M",

@@ -1,7 +1,7 @@
-"""What a plain model does in a training loop of its own, as events (floor 4).
+"""Events of a plain model in a training loop of its own (floor 4).
 
-The same log as of a prepared model: LEVELs of the tier in which the model is, PHASEs, STEPs, and
-an ACCESS for every time that a unit computes. See `storages` for what bytes count.
+The log is that of a prepared model: LEVELs of the tier that holds the model, PHASEs, STEPs, and an
+ACCESS each time a unit computes. `storages` says which bytes count.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Begun(NamedTuple):
 
 
 class Stepping:
-    """Where steps end: with the optimizer's, unless nothing was computed since the last one."""
+    """Ends steps: with the optimizer's, if the model computed since the last one."""
 
     def __init__(self, log: EventLog) -> None:
         self.computes = False
@@ -52,13 +52,11 @@ class Stepping:
         self._outer = "between"
 
     def begin(self) -> None:
-        """An optimizer begins a step."""
-        if self._log.phase != "step":  # or one inside another, or after one that failed
+        if self._log.phase != "step":  # else it is nested, or the one before it failed
             self._outer, self._log.phase = self._log.phase, "step"
         self._began_update = self._log.clock()
 
     def made(self) -> None:
-        """An optimizer made a step."""
         if self._log.phase == "step":
             self._log.add(What.PHASE, self._began_update, self._log.clock(), why="step")
             self._log.phase = self._outer
@@ -66,7 +64,6 @@ class Stepping:
             self.end()
 
     def end(self) -> None:
-        """The step is over."""
         log, now = self._log, self._log.clock()
         log.add(What.STEP, self._began, now)
         log.step, self._began = log.step + 1, now
@@ -74,10 +71,10 @@ class Stepping:
 
 
 class Watcher:
-    """Listens to a plain model; whatever it hears goes to the log.
+    """Watches a plain model and logs its events.
 
     Args:
-        counts: what the device's allocator says, where there is one.
+        counts: asks the device's allocator, if it has one.
     """
 
     def __init__(
@@ -104,7 +101,7 @@ class Watcher:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Hear of the model until the block ends; everything is undone then."""
+        """Watch the model until the block ends, then remove every hook."""
         hooks = Listening(self)
         try:
             self._storages.begin(self._owners())
@@ -118,7 +115,6 @@ class Watcher:
             self._storages.forget()
 
     def meta(self) -> Meta:
-        """Return what the run is."""
         params = list(self._model.parameters())
         sizes = Counter[torch.dtype]()
         for param in params:
@@ -136,7 +132,7 @@ class Watcher:
         )
 
     def _buckets(self) -> list[BucketMeta]:
-        """Return the parameters of each unit that are trained, and those that are frozen."""
+        """Return a bucket for the trainable and one for the frozen parameters of each unit."""
         n_bytes, numels = Counter[tuple[int, bool]](), Counter[tuple[int, bool]]()
         for name, param in self._model.named_parameters():
             key = self._home[name], param.requires_grad
@@ -158,7 +154,7 @@ class Watcher:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        if self.log.phase in ("forward", "eval", "backward"):  # a part of it, or once more
+        if self.log.phase in ("forward", "eval", "backward"):  # nested, or recomputed
             yield
             return
         name = "forward" if torch.is_grad_enabled() else "eval"
@@ -168,7 +164,7 @@ class Watcher:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        if self.log.phase == "backward":  # a backward pass inside one
+        if self.log.phase == "backward":  # nested
             yield
             return
         self._step.computes = True
@@ -199,7 +195,7 @@ class Watcher:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._is_ours(optimizer):
             return
-        if self.log.phase == "backward":  # of a parameter whose gradient has just arrived
+        if self.log.phase == "backward":  # a parameter is stepped as its gradient arrives
             self._step.made_in_backward = True
             return
         self._storages.settle(self._owners())
@@ -239,7 +235,7 @@ class Watcher:
             self._storages.own(param.grad.untyped_storage(), Kind.GRAD)
 
     def _leave(self) -> None:
-        """End the access of backward that is under way."""
+        """End the backward access under way."""
         if self._backward is not None:
             self._end_access(self._backward)
             self._backward, self.log.access = None, -1
@@ -253,24 +249,24 @@ class Watcher:
         self._measure()
 
     def _measure(self) -> None:
-        """Log what the allocator counts, and how much of it is in no category."""
+        """Log the allocator's counts, and the bytes that are in no category."""
         counts = self._counts(self._place)
         if counts is None:
             return
         rest = max(0, counts.now_bytes - sum(self._storages.levels.values()))
         self.log.now(What.LEVEL, tier=self._tier, category=UNATTRIBUTED, n_bytes=rest)
-        # of no tier: they are no part of what its levels sum to
+        # no tier: they are no part of the sum of its levels
         for name, n_bytes in zip(COUNTED, counts, strict=True):
             self.log.now(What.LIVE, category=name, n_bytes=n_bytes)
 
 
 def pinned_bytes(unit: Unit) -> int:
-    """Return the bytes of the parameters with which a unit computes."""
+    """Return the bytes of the parameters that a unit computes with."""
     return sum(p.nbytes for p in unit.module.parameters()) if unit.module is not None else 0
 
 
 def watch(model: object, optimizer: object) -> Watcher:
-    """Return what will watch a plain model; ConfigError or StateError where it cannot.
+    """Return a watcher of a plain model; ConfigError or StateError if it cannot be watched.
 
     Args:
         optimizer: None, or a torch optimizer over the model's parameters.

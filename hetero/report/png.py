@@ -57,7 +57,7 @@ def draw(measured: Measured) -> Figure:
 
 
 def draw_tier(panel: Axes, measured: Measured, line: Timeline) -> None:
-    """Draw what a tier held, its budget and its peak."""
+    """Draw a tier's timeline, its budget and its peak."""
     shown = [i for i, column in enumerate(line.columns) if any(column)]
     times = [(t_ns - measured.begin_ns) / NS for t_ns in line.times_ns]
     end = (measured.end_ns - measured.begin_ns) / NS
@@ -102,7 +102,7 @@ def draw_budget(panel: Axes, measured: Measured, line: Timeline) -> None:
 
 
 def draw_parts(panel: Axes, measured: Measured) -> None:
-    """Draw the parts of a mean steady step, each where the one before ends."""
+    """Draw the parts of a mean steady step, each starting at the end of the one before."""
     at = 0.0
     parts = measured.parts
     for row, (part, ns) in enumerate(parts.items()):

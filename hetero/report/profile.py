@@ -1,4 +1,4 @@
-"""`hetero.profile`: record what a training loop does with memory (floor 4)."""
+"""`hetero.profile`: record the memory events of a training loop (floor 4)."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from hetero.train.engine.engine import Engine
 from hetero.train.model.units import MARK
 from hetero.version import __version__
 
-_one = threading.Lock()  # held while a block is open: two would count each other's bytes
+_one = threading.Lock()  # held while a block is open: two blocks would count each other's bytes
 
 
 class Profile:
-    """A run that is, or was, recorded."""
+    """A run being recorded, or recorded."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        """Where ``meta.json`` and ``events.jsonl.gz`` are."""
+        """Directory of ``meta.json`` and ``events.jsonl.gz``."""
 
     def load(self) -> Run:
-        """Return what was recorded; the block has to be over."""
+        """Return the recorded run, after the block."""
         return Run.load(self.directory)
 
 
 class Planned(Protocol):
-    """What knows how a run was expected to go."""
+    """A prediction of a run."""
 
     def write_beside(self, directory: Path) -> None:
-        """Write that into the run's directory."""
+        """Write the prediction into the run's directory."""
 
 
 @contextmanager
@@ -58,39 +58,38 @@ def profile(
 ) -> Iterator[Profile]:
     """Record the steps that run inside a ``with`` block; no number that they compute changes.
 
-    A model that was prepared with `hetero.prepare` is recorded by its engine. Any other is
-    watched: every operation of the block's thread, and of its backward passes, is looked at, at
-    tens of microseconds each; when the block ends, nothing of it is left. A step ends with the
-    step of a torch optimizer over any of the model's parameters (where several follow each other,
-    with the first).
+    A model that was prepared with `hetero.prepare` is recorded by its engine. Any other is watched:
+    every operation of the block's thread and of its backward passes is inspected, at tens of
+    microseconds each, until the block ends. A step ends with the step of a torch optimizer over any
+    of the model's parameters (of several in a row, with the first).
 
-    What counts, in bytes that were asked for, of the model's device alone:
+    Counted are bytes as requested, on the model's device alone:
 
     - ``param``, ``buffer``: storages of the model's; tied ones once.
     - ``grad``: storages of ``p.grad``, from the moment autograd has accumulated it.
-    - ``state``: tensors in the optimizer's state, from the end of the step that made them; before
-      the first step of an optimizer that was not given, its states are ``other``.
-    - ``activation``: what operations make in the model's forward and in backward passes, and
-      what is made of that outside while gradients are recorded (the loss).
-    - ``other``: all else that an operation in the block touches: batches, what an optimizer makes
-      on its way. A dataset that is one tensor counts whole.
+    - ``state``: tensors in the optimizer's state, from the end of the step that made them; the
+      states of an optimizer that was not given are ``other`` until its first step.
+    - ``activation``: results of operations in the model's forward and in backward passes, and
+      results computed from them outside while gradients are recorded (the loss).
+    - ``other``: every other storage that an operation in the block touches: batches, temporaries of
+      an optimizer. A dataset that is one tensor counts whole.
 
-    These sum to all storages that are known to be alive. Left out: what no operation in the block
-    touches, other threads' operations, memory that libraries and compiled functions use inside,
-    and what allocators round up. On CUDA the allocator's own count is recorded at the end of every
-    access and phase, and ``unattributed`` is the rest of it; there, times are of the thread that
-    launches.
+    Their sum is all storages known to be alive. Left out are storages that no operation in the
+    block touches, other threads' operations, memory inside libraries and compiled functions, and
+    the rounding of allocators. On CUDA the allocator's own count is recorded at the end of every
+    access and phase, and ``unattributed`` is the rest of it; times there are those of the launching
+    thread.
 
     Args:
         model: any module on one device, not compiled, not wrapped for several devices.
         directory: for the run's files; None: a new one for temporary files.
         optimizer: the model's, so that states it has already are counted from the beginning.
-        plan: what `hetero.plan` returned for it, which the report compares with what was measured.
+        plan: the result of `hetero.plan`, which the report compares with the measurement.
 
     Raises:
         ConfigError: for a model or an optimizer that cannot be watched.
         StateError: inside another such block.
-        StorageError: the files cannot be written; where that is so later, when the block ends.
+        StorageError: the files cannot be written; a later failure is raised when the block ends.
     """
     with _alone(), _watching(model, optimizer) as (log, meta):
         folder = Path(directory or tempfile.mkdtemp(prefix="hetero-run-"))
@@ -101,7 +100,7 @@ def profile(
             yield Profile(folder)
         finally:
             recorder.close()
-            recorder.write_meta(meta())  # what a step made resident is so now
+            recorder.write_meta(meta())  # a step may have made more of it resident
 
 
 @contextmanager
@@ -120,7 +119,7 @@ def _alone() -> Iterator[None]:
 def _watching(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[EventLog, Callable[[], Meta]]]:
-    """Have a model's events logged; yields the log, and what tells about the run."""
+    """Log a model's events; yields the log, and a function that describes the run."""
     engine: Engine | None = getattr(model, "__dict__", {}).get(MARK)
     if engine is None:
         watcher = watch(model, optimizer)
@@ -143,7 +142,7 @@ def _watching(
 
 
 def meta_of(engine: Engine) -> Meta:
-    """Return what an engine's run is."""
+    """Return the description of an engine's run."""
     layout = engine.setup.blueprint.layout
     return Meta(
         model=type(engine.setup.model).__name__,
@@ -166,7 +165,7 @@ def meta_of(engine: Engine) -> Meta:
 
 
 def hardware(name: str | None) -> dict[str, Any]:
-    """Return what a run's meta has of the hardware profile that its settings name."""
+    """Return the fields of `Meta` for the hardware profile that the settings name."""
     if name is None:
         return {}
     profile = find(name)
@@ -178,7 +177,7 @@ def hardware(name: str | None) -> dict[str, Any]:
 
 
 def ceilings(profile: MachineProfile) -> dict[str, float]:
-    """Return the rates that lanes can reach, in bytes per second."""
+    """Return the peak rates of lanes, in bytes per second."""
     found: dict[str, float] = {}
     if profile.link is not None:
         found["h2d"] = profile.link.h2d.bytes_per_second.value
@@ -190,13 +189,12 @@ def ceilings(profile: MachineProfile) -> dict[str, float]:
 
 
 def given(config: Config) -> dict[str, object]:
-    """Return the settings that say something, without the device, which may be an object."""
+    """Return the settings that are set, without the device, which may be an object."""
     values = ((f.name, getattr(config, f.name)) for f in fields(config) if f.name != "device")
     return {name: value for name, value in values if value}
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a run depends on."""
     return {
         "hetero": __version__,
         "torch": torch.__version__,

@@ -1,8 +1,8 @@
-"""How long each bucket stayed on HBM, why it came and why it went.
+"""The residency of each bucket on HBM: how long it stayed, why it came and why it went.
 
-A **stay** runs from an ALLOC to the FREE of the same bucket. It is a *miss* where somebody stood
-there and needed the bytes (reasons F, B, E ...), a *prefetch* where the plan brought it ahead.
-An access **hits** where all it needs of a bucket was there, or on its way, before it began.
+A **stay** runs from an ALLOC to the FREE of the same bucket. It is a *miss* if an access already
+needed the bytes (reasons F, B, E ...), a *prefetch* if the plan fetched it ahead. An access
+**hits** a bucket that was resident, or on its way, before the access began.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hetero.report.words import DEMAND
 
 @dataclass(frozen=True, slots=True)
 class AccessSpan:
-    """A unit computed."""
+    """One computation of a unit."""
 
     seq: int
     unit: int
@@ -33,26 +33,26 @@ class AccessSpan:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A bucket was on HBM."""
+    """One stay of a bucket on HBM."""
 
     bucket: int
     n_bytes: int
     begin_ns: int
-    """Its place was taken."""
+    """When its room was taken."""
     ready_ns: int
-    """Its bytes had arrived."""
+    """When its bytes had arrived."""
     end_ns: int
     why_in: str
     why_out: str
-    """``end``: it was still there when recording ended."""
+    """``end``: still resident when recording ended."""
     step: int
     cause: int
-    """The access that caused it; -1 for none."""
+    """The access that caused it, or -1."""
     accesses: int
-    """How many units' accesses used it."""
+    """Number of accesses that used it."""
     first_use_ns: int | None
     waited_ns: int
-    """How long something stood still for its bytes."""
+    """How long anything waited for its bytes."""
 
     @property
     def missed(self) -> bool:
@@ -60,33 +60,33 @@ class Stay:
 
     @property
     def slack_ns(self) -> int | None:
-        """From its arrival to its first use: negative where it came too late; None: not used."""
+        """Time from arrival to first use: negative if it arrived too late; None: not used."""
         return None if self.first_use_ns is None else self.first_use_ns - self.ready_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How often a bucket was needed, and how it was there."""
+    """How often a bucket was needed, and how it was found."""
 
     accesses: int = 0
     misses: int = 0
     """Fetches that an access had to wait for."""
     hits: int = 0
-    """Accesses that found it there, or on its way."""
+    """Accesses that found it resident, or on its way."""
     prefetches: int = 0
     late: int = 0
-    """Prefetches for which something stood still."""
+    """Prefetches that something waited for."""
     unused: int = 0
-    """Prefetches that were gone before anybody used them."""
+    """Prefetches that were gone before any use."""
     miss_wait_ns: int = 0
-    """Exposed: how long something stood still for misses."""
+    """Exposed: how long anything waited for misses."""
     late_wait_ns: int = 0
     """Exposed: the same for prefetches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Every stay of a run, in order of their begin, and the accesses that used them."""
+    """All stays of a run, in order of their begin, and the accesses that used them."""
 
     stays: tuple[Stay, ...]
     accesses: tuple[AccessSpan, ...]
@@ -99,12 +99,11 @@ class Residency:
         return [stay for stay in self.stays if stay.begin_ns <= t_ns < stay.end_ns]
 
     def first_uses(self) -> list[int]:
-        """Return buckets in the order in which they first came up."""
+        """Return buckets in the order in which they were first resident."""
         return list(dict.fromkeys(stay.bucket for stay in self.stays))
 
 
 def residency_of(events: Sequence[Event], meta: Meta) -> Residency:
-    """Return the stays of every bucket."""
     accesses = tuple(
         AccessSpan(e.seq, e.unit, e.phase, e.step, e.t_ns, e.t_ns + e.dur_ns)
         for e in events
@@ -123,7 +122,7 @@ def residency_of(events: Sequence[Event], meta: Meta) -> Residency:
 
 
 def waits_of(events: Sequence[Event]) -> dict[int, Stack]:
-    """Return for each bucket when something stood still for its H2D copy; outermost waits only."""
+    """Return the waits for each bucket's H2D copy; outermost waits only."""
     spans = flatten(
         span_of(e, str(e.bucket if e.why == "h2d" else -1))
         for e in events
@@ -136,10 +135,7 @@ def waits_of(events: Sequence[Event]) -> dict[int, Stack]:
 
 
 def histories(events: Iterable[Event], count: int) -> dict[int, list[Event]]:
-    """Return what happened to each of ``count`` buckets' replicas, in the order it was decided.
-
-    ``seq`` says so; a copy's begin may lie before its ALLOC by the error of the clocks' mapping.
-    """
+    """Return the events of each bucket's replicas, ordered by ``seq``: clocks may disagree."""
     found: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         moved = event.what == What.MOVE.value and (event.lane, event.category) == ("h2d", "param")
@@ -152,15 +148,13 @@ def histories(events: Iterable[Event], count: int) -> dict[int, list[Event]]:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The events of one stay."""
-
     alloc: Event
     move: Event | None
     free: Event | None
 
 
 def pairs(history: Sequence[Event]) -> list[Raw]:
-    """Return each ALLOC with its copy and its FREE, as far as they were recorded."""
+    """Return each ALLOC with its copy and its FREE, as far as they are recorded."""
     found: list[Raw] = []
     for event in history:
         if event.what == What.ALLOC.value:
@@ -175,11 +169,11 @@ def pairs(history: Sequence[Event]) -> list[Raw]:
 
 
 def finished(raw: Raw, used: list[int], waits: Stack, end_ns: int) -> Stay:
-    """Return a stay with who used it and who stood still for it."""
+    """Return a stay with its uses and the waits for it."""
     alloc, move, free = raw.alloc, raw.move, raw.free
     gone_ns = free.t_ns if free is not None else end_ns
     since_ns = alloc.t_ns
-    missed = alloc.why in DEMAND  # the access that misses begins before what it misses comes
+    missed = alloc.why in DEMAND  # the access that misses begins before the ALLOC
     first = (bisect_right if missed else bisect_left)(used, since_ns)
     last = max(first, bisect_right(used, gone_ns))
     first_use_ns = since_ns if missed else used[first] if first < last else None
@@ -200,7 +194,7 @@ def finished(raw: Raw, used: list[int], waits: Stack, end_ns: int) -> Stay:
 
 
 def counts_of(residency: Residency, meta: Meta, begin_ns: int, end_ns: int) -> dict[int, Counts]:
-    """Return how each bucket was needed in a part of the time."""
+    """Return how each bucket was needed in a window."""
     accesses: dict[int, int] = defaultdict(int)
     for access in residency.accesses:
         accesses[access.unit] += begin_ns <= access.begin_ns < end_ns

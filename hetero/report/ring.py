@@ -1,4 +1,4 @@
-"""The run that a prepared model remembers: the last events of its log (floor 4)."""
+"""The run in a prepared model's memory: the last events of its log (floor 4)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from hetero.types import Kind
 
 
 def kept_run(model: nn.Module) -> Run:
-    """Return the last events of a prepared model as a run; they stay where they are.
-
-    Raises:
-        ConfigError: this is no prepared model.
-    """
+    """Return a prepared model's last events as a run; ConfigError if it is not prepared."""
     engine: Engine | None = getattr(model, "__dict__", {}).get(MARK)
     if engine is None:
         raise ConfigError(
@@ -32,7 +28,7 @@ def kept_run(model: nn.Module) -> Run:
 
 
 def constant(engine: Engine, kept: list[Event]) -> Iterator[Event]:
-    """Yield the levels that did not change while these events happened."""
+    """Yield the levels that did not change during these events."""
     if not kept:
         return
     first_seq, first = min(e.seq for e in kept), kept[0]

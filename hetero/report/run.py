@@ -1,8 +1,8 @@
-"""A run on disk: what was recorded, as files that any tool can read (floor 4).
+"""A recorded run on disk, in files that any tool can read (floor 4).
 
-A directory holds ``meta.json`` (`Meta`), and ``events.jsonl.gz``: a JSON array for each event, with
-the columns of `hetero.events.Event`. It is written by a thread of its own while the run goes on, so
-that a run that is killed has left all but its last moments.
+A directory holds ``meta.json`` (`Meta`) and ``events.jsonl.gz``: one JSON array per event, with the
+columns of `hetero.events.Event`. A thread writes it during the run, so that a killed run loses only
+its last moments.
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ from hetero.report.words import COPY_LANES
 
 SCHEMA = 1
 META, EVENTS = "meta.json", "events.jsonl.gz"
-PERIOD_SECONDS = 0.05  # between two looks at the ring
+PERIOD_SECONDS = 0.05  # between two reads of the ring
 COLUMNS = Event._fields
 TYPES = tuple(get_type_hints(Event).values())
 MAX_META_BYTES = 2**24
 MAX_ROW_BYTES = 2**16
-MIN_TEXT_BYTES, MAX_RATIO = 2**21, 16  # of rows, and to a byte of their file, where 5 are usual
+MIN_TEXT_BYTES, MAX_RATIO = 2**21, 16  # of rows, and per byte of their file, where 5 are usual
 MAX_NUMBER = 2**62
 T = TypeVar("T")
-encode = json.JSONEncoder(separators=(",", ":")).encode  # made once, not for every row
+encode = json.JSONEncoder(separators=(",", ":")).encode  # made once, not per row
 
 
 @dataclass(frozen=True, slots=True)
 class BucketMeta:
-    """A bucket of a run: parameters of one unit that are treated alike."""
+    """A bucket of a run: parameters of one unit with one treatment."""
 
     unit: int
     n_bytes: int
-    """Of its parameters, in frames."""
+    """Bytes of its parameters in frames."""
     numel: int
     trainable: bool
     home_bytes: int | None = None
-    """Of them at home and on the link; None: as many."""
+    """Bytes at home and on the link; None: as in frames."""
 
     @property
     def moved_bytes(self) -> int:
-        """What a fetch moves."""
+        """Bytes that a fetch moves."""
         return self.n_bytes if self.home_bytes is None else self.home_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meta:
-    """What a run was, beside its events."""
+    """The description of a run."""
 
     schema: int = SCHEMA
     kind: str = "measured"
-    """Or "predicted"."""
+    """Or ``predicted``."""
     model: str = ""
     """Name of the model's class."""
     n_params: int = 0
     device: str = ""
     mode: str = ""
-    """paged, resident, or plain for a model that hetero does not manage."""
+    """``paged``, ``resident``, or ``plain`` for a model that hetero does not manage."""
     update_place: str = ""
     precision: str = ""
     chunk_bytes: int = 0
@@ -77,22 +77,19 @@ class Meta:
     buckets: list[BucketMeta] = field(default_factory=list)
     """By id."""
     ceilings: dict[str, float] = field(default_factory=dict)
-    """By lane, bytes per second that were measured."""
+    """Measured bytes per second, by lane."""
     profile: str = ""
-    """Name of the hardware profile, where there is one."""
+    """Name of the hardware profile, if there is one."""
     profile_sha256: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = COLUMNS
     first_seq: int | None = None
-    """Of the first event there was, so that it is missed where it was dropped; None: unknown."""
+    """Number of the first event, so that its loss is noticed; None: unknown."""
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> Meta:
-        """Return what `as_json` wrote, here or in a later version that has more keys.
-
-        Raises Unparsable for what neither writes.
-        """
+        """Return the result of `as_json`, also of a later version; Unparsable for other data."""
         rows = data.get("buckets", [])
         buckets = [known(BucketMeta, row) for row in rows] if isinstance(rows, list) else rows
         columns = data.get("columns", COLUMNS)
@@ -108,12 +105,12 @@ class Meta:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run as it was recorded; events in the order of their begin."""
+    """A recorded run; events in the order of their begin."""
 
     meta: Meta
     events: list[Event]
     dropped: int = 0
-    """Events that were lost because the ring was not drained in time."""
+    """Events that the ring lost before they were drained."""
 
     @classmethod
     def of(cls, meta: Meta, events: Iterable[Event]) -> Run:
@@ -121,14 +118,14 @@ class Run:
         rows = list(events)
         seqs = {row.seq for row in rows}
         first = min(seqs, default=0) if meta.first_seq is None else meta.first_seq
-        seqs = {seq for seq in seqs if seq >= first}  # an access under way when the log began
+        seqs = {seq for seq in seqs if seq >= first}  # an access may be older than the log
         missing = max(seqs) + 1 - first - len(seqs) if seqs else 0
         rows.sort(key=lambda row: (row.t_ns, row.seq))
         return cls(meta, rows, missing)
 
     @classmethod
     def load(cls, directory: str | Path) -> Run:
-        """Read a run's directory; ConfigError where it is none, or of a newer schema."""
+        """Read a run's directory; ConfigError if it is none, or of a newer schema."""
         folder = Path(directory)
         try:
             data = json_of(read_text(folder / META, MAX_META_BYTES).encode())
@@ -150,16 +147,16 @@ class Run:
 
 
 def read_events(path: Path, meta: Meta) -> Iterator[Event]:
-    """Yield the events of a file; one that was cut off, by a kill, ends where it is cut.
+    """Yield the events of a file; one that a kill cut off ends at the cut.
 
-    Raises ConfigError for rows that no recording has, and for more of them than a file of its size
-    has: a few bytes may stand for a gigabyte.
+    Raises ConfigError for rows that no recording has, and for too many rows for the size of the
+    file: a few bytes may decompress to a gigabyte.
     """
     try:
         places = [meta.columns.index(name) for name in COLUMNS]
     except ValueError as error:
         raise ConfigError(f"{path}: a column is missing: {error}", advice="record again") from error
-    texts: dict[str, str] = {}  # each word is there once, however many rows have it
+    texts: dict[str, str] = {}  # each word is kept once, in however many rows it is
     left = MIN_TEXT_BYTES + MAX_RATIO * (path.stat().st_size if path.exists() else 0)
     try:
         with gzip.open(path, "rb") as file:
@@ -182,12 +179,12 @@ def read_events(path: Path, meta: Meta) -> Iterator[Event]:
 
 
 def wrong_row(path: Path, what: str) -> ConfigError:
-    """Return the refusal of a log that no recording wrote."""
+    """Return the error for a log that no recording wrote."""
     return ConfigError(f"{path}: {what}", advice="record again")
 
 
 def is_row(row: Any, places: Sequence[int], meta: Meta) -> bool:
-    """Whether a row has the types of an event, and names units and buckets that there are."""
+    """Whether a row has the types of an event, and names existing units and buckets."""
     if type(row) is not list or len(row) <= max(places):
         return False
     event = Event(*(row[place] for place in places))
@@ -202,7 +199,7 @@ def is_row(row: Any, places: Sequence[int], meta: Meta) -> bool:
 
 
 def known(kind: type[T], row: Any) -> T:
-    """Return a dataclass from JSON, whose other keys are passed over; Unparsable for no such."""
+    """Return a dataclass from JSON, ignoring unknown keys; Unparsable if a value does not fit."""
     if not isinstance(row, dict):
         raise Unparsable(f"a {kind.__name__} is no object")
     given: dict[str, Any] = {}
@@ -218,7 +215,7 @@ def known(kind: type[T], row: Any) -> T:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type: of a class, a union, or a list, tuple or mapping of such."""
+    """Whether a value is of a type: a class, a union, or a list, tuple or mapping of such."""
     origin, parts = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -235,7 +232,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 @contextmanager
 def storing(path: str | Path) -> Iterator[None]:
-    """Raise a StorageError that names ``path`` where a block cannot write its files."""
+    """Raise a StorageError that names ``path`` if the block cannot write its files."""
     try:
         yield
     except StorageError:
@@ -245,10 +242,7 @@ def storing(path: str | Path) -> Iterator[None]:
 
 
 class Recorder:
-    """Writes a log's events to a directory, from a thread, until it is closed.
-
-    What cannot be written is a StorageError of whoever opens it, or closes it.
-    """
+    """Writes a log's events from a thread; opening and `close` raise StorageError."""
 
     def __init__(self, log: EventLog, directory: str | Path, meta: Meta) -> None:
         self.directory = Path(directory)
@@ -264,7 +258,7 @@ class Recorder:
         self._thread.start()
 
     def write_meta(self, meta: Meta) -> None:
-        """Write, or replace, what the run is."""
+        """Write, or replace, the description of the run."""
         known = replace(meta, first_seq=self._log.first_seq)
         with storing(self.directory):
             (self.directory / META).write_text(json.dumps(known.as_json(), indent=1))
@@ -274,18 +268,18 @@ class Recorder:
             while not self._closed.wait(PERIOD_SECONDS):
                 self.flush()
         except OSError as error:
-            self._failed = error  # training goes on; `close` says it
+            self._failed = error  # training goes on; `close` raises it
 
     def flush(self) -> None:
-        """Write what the ring holds."""
+        """Write the events in the ring."""
         with self._lock:
             lines = [encode(row) for row in self._log.drain()]
             if lines:
                 self._file.write(("\n".join(lines) + "\n").encode())
-                self._file.flush()  # or a kill would take what the compressor holds
+                self._file.flush()  # else a kill would lose the compressor's buffer
 
     def close(self) -> None:
-        """Write the rest; nothing is recorded from here on."""
+        """Write the rest and stop recording."""
         self._closed.set()
         self._thread.join()
         with storing(self.directory):

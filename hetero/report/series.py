@@ -1,7 +1,7 @@
 """A run as columns of small whole numbers, for the page's script: reduced, relative, as deltas.
 
 Times are microseconds since the run's begin. A column that only grows, or changes little, is
-written as the difference to the value before; `undelta` is its inverse.
+written as differences from the value before; `undelta` is the inverse.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hetero.report.traffic import LaneChart, lane_charts
 from hetero.report.words import LANE_LABELS, REASONS, tier_label
 
 MICRO = 1000
-PIXELS = 4000  # of the whole run: what lies closer together is drawn as one
-STAYS = 12_000  # that are kept one by one
+PIXELS = 4000  # of the whole run: closer points are drawn as one
+STAYS = 12_000  # kept one by one
 PHASES = 6_000
 T = TypeVar("T", Stay, AccessSpan)
 
@@ -36,7 +36,7 @@ def undelta(values: Sequence[int]) -> list[int]:
 
 
 def series_of(measured: Measured) -> dict[str, Any]:
-    """Return all that the page's script draws, as JSON-ready data."""
+    """Return the data that the page's script draws, JSON-ready."""
     return {
         "end": (measured.end_ns - measured.begin_ns) // MICRO,
         "typical": typical(measured),
@@ -55,13 +55,13 @@ def since(measured: Measured, times_ns: Iterable[int]) -> list[int]:
 
 
 def windows(measured: Measured) -> list[tuple[int, int]]:
-    """Return what is shown exactly however long the run: the steady step of median length."""
+    """Return the windows shown exactly in a run of any length: the typical steady step."""
     step = measured.steps.typical()
     return [(step.begin_ns, step.end_ns)] if step is not None else []
 
 
 def typical(measured: Measured) -> list[int]:
-    """Return where the steady step of median length lies, in microseconds."""
+    """Return begin and end of the steady step of median length, in microseconds."""
     return [(t_ns - measured.begin_ns) // MICRO for window in windows(measured) for t_ns in window]
 
 
@@ -75,7 +75,7 @@ def steps(measured: Measured) -> dict[str, list[int]]:
 
 
 def phases(measured: Measured) -> dict[str, Any]:
-    """Return when forward, backward and step ran; where there are too many, only the first."""
+    """Return when forward, backward and step ran; of too many, only the first."""
     rows = [e for e in measured.run.events if e.what == What.PHASE.value][:PHASES]
     names = sorted({row.why for row in rows})
     return {
@@ -87,7 +87,7 @@ def phases(measured: Measured) -> dict[str, Any]:
 
 
 def tier(measured: Measured, line: Timeline) -> dict[str, Any]:
-    """Return a tier's timeline, reduced to what a screen shows."""
+    """Return a tier's timeline, reduced to the pixels of a screen."""
     small, peak = reduced(line, windows(measured)), measured.peaks[line.tier]
     shown = [i for i, column in enumerate(line.columns) if any(column)]
     return {
@@ -131,7 +131,7 @@ def bins(measured: Measured, chart: LaneChart) -> dict[str, Any]:
 
 
 def gantt(measured: Measured) -> dict[str, Any]:
-    """Return stays by bucket, in the order in which buckets first came up, and accesses."""
+    """Return stays by bucket, in the order in which buckets were first resident, and accesses."""
     buckets = measured.residency.first_uses()
     units = {measured.meta.buckets[bucket].unit for bucket in buckets}
     stays = thinned(measured, measured.residency.stays, lambda stay: stay.bucket)
@@ -182,8 +182,8 @@ def stay_columns(
 def thinned(measured: Measured, rows: Sequence[T], owner: Callable[[T], int]) -> list[T]:
     """Return all stays or accesses, or, of too many, those that a screen can tell apart.
 
-    Outside the typical step one is left out when it begins within a pixel of the last one of its
-    owner, a bucket or a unit, that is shown.
+    Outside the typical step, those within a pixel of the last one shown of their owner are left
+    out.
     """
     if len(rows) <= STAYS:
         return list(rows)
@@ -199,11 +199,11 @@ def thinned(measured: Measured, rows: Sequence[T], owner: Callable[[T], int]) ->
 
 
 def pixel(measured: Measured, rows: int) -> int:
-    """Return the time that is drawn as one, so that all rows together keep about `STAYS`."""
+    """Return the time of one pixel, so that all rows together keep about `STAYS`."""
     columns = max(1, min(PIXELS, STAYS // max(1, rows)))
     return max(1, (measured.end_ns - measured.begin_ns) // columns)
 
 
 def exact(measured: Measured, t_ns: int) -> bool:
-    """Whether a time lies where nothing is left out."""
+    """Whether a time lies in a window that is shown exactly."""
     return any(begin_ns <= t_ns < end_ns for begin_ns, end_ns in windows(measured))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Interval(NamedTuple):
-    """Time from ``begin_ns`` up to, and without, ``end_ns``."""
+    """Time from ``begin_ns`` to ``end_ns``, exclusive."""
 
     begin_ns: int
     end_ns: int
@@ -23,8 +23,7 @@ class Interval(NamedTuple):
 def flatten(spans: Iterable[Interval]) -> list[Interval]:
     """Return disjoint spans in order: where several overlap, the one that began first counts.
 
-    A span inside another one vanishes; one that outlasts it counts from the other's end. The
-    union stays what it was.
+    A span inside another vanishes; one that outlasts it counts from the other's end.
     """
     flat: list[Interval] = []
     end_ns = 0
@@ -37,7 +36,7 @@ def flatten(spans: Iterable[Interval]) -> list[Interval]:
 
 
 def total_ns(spans: Iterable[Interval]) -> int:
-    """Return the length of spans' union."""
+    """Return the length of the union of spans."""
     return sum(span.dur_ns for span in flatten(spans))
 
 
@@ -61,12 +60,12 @@ def uncovered(below: list[Interval], above: list[Interval]) -> list[Interval]:
 
 
 def onwards(spans: list[Interval], first: int) -> Iterator[Interval]:
-    """Yield spans from a place on, without a copy of the rest."""
+    """Yield spans from an index on, without a copy of the rest."""
     return (spans[i] for i in range(first, len(spans)))
 
 
 def stack(layers: Iterable[Iterable[Interval]]) -> list[Interval]:
-    """Return disjoint spans, in order, of layers of which the first hides all others."""
+    """Return disjoint spans, in order, of layers; each layer hides those after it."""
     seen: list[Interval] = []
     for layer in layers:
         seen = sorted(seen + uncovered(flatten(layer), seen))
@@ -74,21 +73,21 @@ def stack(layers: Iterable[Iterable[Interval]]) -> list[Interval]:
 
 
 class Stack:
-    """Disjoint spans in order, that are asked for parts of the time."""
+    """Disjoint spans in order, to be queried by window."""
 
     def __init__(self, spans: list[Interval]) -> None:
         self._spans = spans
         self._ends = [span.end_ns for span in spans]
 
     def within(self, begin_ns: int, end_ns: int) -> Iterator[Interval]:
-        """Yield what lies in a part of the time, cut to it."""
+        """Yield the spans in a window, cut to it."""
         for span in onwards(self._spans, bisect_right(self._ends, begin_ns)):
             if span.begin_ns >= end_ns:
                 return
             yield Interval(max(span.begin_ns, begin_ns), min(span.end_ns, end_ns), span.label)
 
     def split(self, begin_ns: int, end_ns: int, rest: str) -> dict[str, int]:
-        """Return nanoseconds by label, ``rest`` for what no span covers; they add up exactly."""
+        """Return nanoseconds by label, with ``rest`` for uncovered time; their sum is exact."""
         parts: Counter[str] = Counter()
         for span in self.within(begin_ns, end_ns):
             parts[span.label] += span.dur_ns

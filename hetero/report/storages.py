@@ -1,11 +1,11 @@
-"""Every storage of a plain model's training, counted by what it is for, while it lives (floor 4).
+"""Every storage of a plain model's training while it lives, counted by its use (floor 4).
 
-[Note: touched bytes]  A storage counts whole, with the bytes that were asked for it, from the
-moment an operation reads or makes it until nobody holds it. Nothing is sampled or estimated: the
-levels of all categories sum to the bytes of the storages that are known to be alive. What no
-operation of PyTorch's dispatcher touches (workspaces of libraries, memory inside compiled code,
-Python's own) is not known. While operations are watched, PyTorch may copy in a few backward
-formulas where it would otherwise write in place; what it then makes is what is counted.
+[Note: touched bytes]  A storage counts whole, with the bytes that were requested for it, from the
+first operation that reads or makes it until it is freed. Nothing is sampled or estimated: the
+levels of all categories sum to the bytes of the storages known to be alive. Memory that no
+operation of PyTorch's dispatcher touches is not known (workspaces of libraries, memory inside
+compiled code, Python's own). While operations are watched, a few backward formulas of PyTorch may
+copy where they would otherwise write in place; these copies count.
 """
 
 from __future__ import annotations
@@ -34,34 +34,30 @@ OWNED = (Kind.PARAM, Kind.GRAD, Kind.STATE, Kind.BUFFER)
 
 
 class Change(NamedTuple):
-    """Bytes that a category gains, loses where they are negative, or is said to have where 0."""
+    """Bytes that a category gains, or loses if negative; 0 logs its level unchanged."""
 
     category: Category
     n_bytes: int
 
 
 class LiveStorage:
-    """A storage that is alive."""
-
     __slots__ = ("category", "counts", "n_bytes", "ref")
 
     def __init__(self, category: Category, n_bytes: int, *, counts: bool) -> None:
         self.category = category
-        self.counts = counts  # or it is on another device
+        self.counts = counts  # False on another device
         self.n_bytes = n_bytes if counts else 0
         self.ref: weakref.ref[torch.UntypedStorage]
 
 
 class Storages(TorchDispatchMode):
-    """Logs a LEVEL whenever bytes of a category come, go, or turn out to be another's.
-
-    A change of category is two events of the same time: what one loses, the other gains.
+    """Logs a LEVEL whenever bytes of a category come, go, or move to another (two events at once).
 
     Args:
-        place: storages on other devices count nothing.
+        place: storages on other devices do not count.
     """
 
-    supports_higher_order_operators = True  # what they compute inside is seen when it comes out
+    supports_higher_order_operators = True  # their inner results are seen when they come out
 
     def __init__(self, log: EventLog, tier: Tier, place: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
@@ -85,7 +81,7 @@ class Storages(TorchDispatchMode):
 
     @contextmanager
     def making(self, category: Category) -> Iterator[None]:
-        """Let what operations make inside a block be of a category."""
+        """Count the results of operations inside a block in a category."""
         outer, self._making = self._making, category
         try:
             yield
@@ -96,7 +92,7 @@ class Storages(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # it takes itself apart first: its parts are what is alive
+            return NotImplemented  # a wrapper is unwrapped first: its parts are the live storages
         grows_graph = self._making is OTHER and torch.is_grad_enabled()
         derived = self._touch((*args, *kwargs.values()) if kwargs else args)
         found = func(*args, **kwargs) if kwargs else func(*args)
@@ -111,7 +107,7 @@ class Storages(TorchDispatchMode):
         return found
 
     def _touch(self, given: Iterable[Any]) -> bool:
-        """Count what was made where nobody looked; returns whether an activation is among it."""
+        """Count storages made unwatched; returns whether an activation is among ``given``."""
         derived = False
         for value in given:
             if isinstance(value, (tuple, list)):
@@ -126,12 +122,12 @@ class Storages(TorchDispatchMode):
         return derived
 
     def begin(self, owners: Iterable[tuple[Category, torch.Tensor]]) -> None:
-        """Log all levels, for a log that begins here; owners as for `settle`."""
+        """Log all levels at the start of a log; owners as for `settle`."""
         gained = self._settle(owners)
         self._post(*(Change(category, gained[category]) for category in CATEGORIES))
 
     def settle(self, owners: Iterable[tuple[Category, torch.Tensor]]) -> None:
-        """Give storages the category of their first owner; who lost theirs is other."""
+        """Give storages the category of their first owner; those without one become ``other``."""
         self._post(*(Change(*item) for item in self._settle(owners).items()))
 
     def _settle(self, owners: Iterable[tuple[Category, torch.Tensor]]) -> Counter[Category]:
@@ -151,7 +147,7 @@ class Storages(TorchDispatchMode):
         return gained
 
     def own(self, storage: torch.UntypedStorage, category: Category) -> None:
-        """Let a storage be of a category that has owners."""
+        """Put a storage in a category that has owners."""
         self._owned.add(storage._cdata)
         self._post(*self._own(storage, category))
 
@@ -162,9 +158,9 @@ class Storages(TorchDispatchMode):
         return () if row.category is category else self._move(row, category)
 
     def forget(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching all storages."""
         while self._rows:
-            del self._rows.popitem()[1].ref  # and with it the callback
+            del self._rows.popitem()[1].ref  # and with it its callback
 
     def _note(self, storage: torch.UntypedStorage, category: Category) -> Change:
         key = storage._cdata
@@ -187,10 +183,7 @@ class Storages(TorchDispatchMode):
         self._post(Change(row.category, grown))
 
     def _post(self, *changes: Change) -> None:
-        """Apply changes one after the other: a storage may go, on any thread, while another comes.
-
-        Whoever finds somebody at it, perhaps itself, leaves its change to them.
-        """
+        """Apply changes one by one; the lock's holder also applies those that come meanwhile."""
         self._coming.append(changes)
         while self._coming and self._lock.acquire(blocking=False):
             try:

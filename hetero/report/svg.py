@@ -10,22 +10,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 WIDE = 1000.0  # of a treemap's plane, in which shapes are judged
-HIGH, LOW = 300.0, 120.0  # of one with many rectangles, and with a few
+HIGH, LOW = 300.0, 120.0  # with many rectangles, and with few
 FEW = 6
-LABEL_WIDTH, LABEL_HEIGHT = 55.0, 24.0  # of the plane that a label takes at least
+LABEL_WIDTH, LABEL_HEIGHT = 55.0, 24.0  # the least room for a label, in units of the plane
 
 
 class BarPiece(NamedTuple):
-    """A part of a bar."""
-
     begin: float
-    """As parts of the whole, as is ``length``."""
+    """As a part of the whole, as is ``length``."""
     length: float
     colour: str
     """A name of `html.palette`."""
     title: str
     part: str = ""
-    """Of a step."""
+    """Name of a part of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +38,16 @@ class Rectangle:
 
     @property
     def lines(self) -> int:
-        """How many lines of words it has room for."""
+        """Lines of text that fit in it."""
         if self.width < LABEL_WIDTH or self.height < LABEL_HEIGHT:
             return 0
         return 2 if self.height >= 2 * LABEL_HEIGHT else 1
 
 
 def squarify(sizes: Sequence[float], high: float = HIGH) -> list[Rectangle]:
-    """Return a rectangle for each size, largest first, in areas in proportion (Bruls et al., 2000).
+    """Return a rectangle per size, largest first, with areas in proportion (Bruls et al., 2000).
 
-    Rows are filled along the shorter side as long as that makes their rectangles squarer.
+    Rows are filled along the shorter side as long as their rectangles become squarer.
     """
     scale = WIDE * high / (sum(sizes) or 1)
     x, y, width, height = 0.0, 0.0, WIDE, high
@@ -76,7 +74,7 @@ def squarify(sizes: Sequence[float], high: float = HIGH) -> list[Rectangle]:
 
 
 def row_length(areas: Sequence[float], side: float) -> int:
-    """Return how many rectangles make the squarest row."""
+    """Return the number of rectangles that make the squarest row."""
     best, total = float("inf"), 0.0
     for count, area in enumerate(areas, 1):
         total += area
@@ -88,18 +86,17 @@ def row_length(areas: Sequence[float], side: float) -> int:
 
 
 class Leaf(NamedTuple):
-    """What a rectangle of a treemap shows."""
+    """The content of one rectangle of a treemap."""
 
     size: float
     colour: str
     label: str
     detail: str
     light: bool
-    """Whether its colour is so light that words on it have to be dark."""
+    """Whether its colour is light enough to need dark text."""
 
 
 def plane_height(leaves: Sequence[Leaf]) -> float:
-    """Return the height of the plane that a treemap of leaves takes."""
     return HIGH if len(leaves) > FEW else LOW
 
 

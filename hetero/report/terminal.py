@@ -1,4 +1,4 @@
-"""The report in a terminal: at most 40 lines, plain ASCII where nobody looks (floor 4)."""
+"""The report on a console: at most 40 lines, plain ASCII unless a terminal (floor 4)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How things are drawn where they are shown."""
+    """How things are drawn on a console."""
 
     plain: bool
     """Only ASCII."""
@@ -45,7 +45,7 @@ class Style:
         return box.ASCII2 if self.plain else box.ROUNDED
 
     def bar(self, share: float) -> str:
-        """Return a bar; a share of one is `BAR` characters long."""
+        """Return a bar, `BAR` characters long for a share of one."""
         length = max(0.0, min(1.0, share)) * BAR
         if self.plain:
             return "#" * round(length)
@@ -54,7 +54,6 @@ class Style:
 
 
 def show(console: Console, measured: Measured, advice: Iterable[Advice]) -> None:
-    """Print the summary of a run."""
     style = Style(plain=not console.is_terminal)
     for line in lines(measured, tuple(advice), style):
         console.print(line, highlight=False, soft_wrap=style.plain and not isinstance(line, Table))
@@ -83,7 +82,7 @@ def headline(measured: Measured) -> Text:
 
 
 def tiers(measured: Measured, style: Style) -> Table:
-    """Return what each tier held at its peak, and when that was."""
+    """Return the peak of each tier, and its moment."""
     table = Table(box=style.box)
     for name in ("tier", "peak", "budget", "used", "when", "most of it"):
         right = name in ("peak", "budget", "used")
@@ -108,7 +107,7 @@ def tier_cells(peak: Peak) -> tuple[str, ...]:
 
 
 def times(measured: Measured, style: Style) -> Table:
-    """Return the parts of a mean steady step; they add up to it."""
+    """Return the parts of a mean steady step; their sum is its length."""
     table = Table(box=style.box)
     table.add_column(f"a steady step: {format_seconds(measured.step_seconds)}")
     table.add_column("time", justify="right")
@@ -130,7 +129,7 @@ def part_cells(measured: Measured, ns: int) -> tuple[str, str]:
 
 
 def traffic(measured: Measured) -> Iterator[Text]:
-    """Yield what a steady step moved, and how buckets were found."""
+    """Yield the bytes that a steady step moved, and how accesses found buckets."""
     moved = [lane for lane in measured.lanes if lane.n_bytes]
     said = (
         f"{LANE_LABELS.get(lane.lane, lane.lane)} {format_bytes(measured.per_step(lane.n_bytes))}"
@@ -157,7 +156,7 @@ def tries(advice: tuple[Advice, ...]) -> Iterator[Text]:
 
 
 def doubts(measured: Measured) -> Iterator[Text]:
-    """Yield what makes the figures weaker than they look."""
+    """Yield the reasons why the figures are weaker than they look."""
     warmup = ", ".join(map(str, measured.steps.warmup))
     if warmup:
         yield Text(f"Steady figures leave out warm-up steps {warmup}.", style="dim")
@@ -166,14 +165,13 @@ def doubts(measured: Measured) -> Iterator[Text]:
 
 
 def show_verdicts(console: Console, verdicts: Iterable[ClaimVerdict]) -> None:
-    """Print each claim with what was measured."""
     for verdict_ in verdicts:
         colour = "green" if verdict_.holds else "red"
         console.print(Text(str(verdict_), style=colour), soft_wrap=True)
 
 
 def show_written(console: Console, paths: Iterable[str]) -> None:
-    """Print which files there are now, or how to get the page."""
+    """Print the names of the files written, or how to get the page."""
     said = ", ".join(paths)
     hint = "The whole report: hetero report RUN -o report.html"
     console.print(Text(f"Wrote {said}" if said else hint, style="dim"), soft_wrap=True)

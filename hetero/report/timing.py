@@ -1,13 +1,13 @@
 """Where the time of a step went: a partition of it, exact to the nanosecond.
 
-Every moment of a step belongs to the first of these that holds of it:
+Every moment of a step belongs to the first of these that holds:
 
-1. something stands still (WAIT): ``wait_<for what>``; of waits that overlap, the first to begin
-2. a unit is being computed (ACCESS): ``compute_<phase>``
-3. it lies in a phase: ``rest_forward``, ``rest_backward``, ``step``
-4. it lies in the step: ``between``
+1. something waits (WAIT): ``wait_<for what>``; of overlapping waits, the first to begin
+2. a unit computes (ACCESS): ``compute_<phase>``
+3. it is in a phase: ``rest_forward``, ``rest_backward``, ``step``
+4. it is in the step: ``between``
 
-so that the parts of a step add up to it by construction, and no moment counts twice.
+So the parts of a step sum to it by construction, and no moment counts twice.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from hetero.events import Event, What
 from hetero.report.spans import Interval, Stack, stack
 
 BETWEEN = "between"
-WARMUP = 2  # steps: the first is traced, the second confirms it; the plan works from then on
+WARMUP = 2  # steps: the first is traced, the second confirms it; from then on the plan works
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step and its parts."""
-
     number: int
     begin_ns: int
     end_ns: int
     parts: dict[str, int]
-    """Nanoseconds by part; they add up to ``wall_ns``."""
+    """Nanoseconds by part; their sum is ``wall_ns``."""
 
     @property
     def wall_ns(self) -> int:
@@ -44,22 +42,19 @@ class Steps:
 
     all: tuple[StepTime, ...]
     warmup: tuple[int, ...]
-    """Numbers of those that no steady figure counts."""
+    """Numbers of the steps left out of steady figures."""
     steady: tuple[StepTime, ...]
-    """The others."""
 
     @property
     def begin_ns(self) -> int:
-        """Where steady steps begin."""
+        """The begin of the first steady step."""
         return self.steady[0].begin_ns if self.steady else 0
 
     @property
     def end_ns(self) -> int:
-        """Where they end."""
         return self.steady[-1].end_ns if self.steady else 0
 
     def at(self, t_ns: int) -> StepTime | None:
-        """Return the step in which a time lies."""
         place = bisect_right(self.all, t_ns, key=lambda step: step.begin_ns) - 1
         found = self.all[place] if place >= 0 else None
         return found if found is not None and t_ns < found.end_ns else None
@@ -75,7 +70,7 @@ def span_of(event: Event, label: str = "") -> Interval:
 
 
 def moments(events: Sequence[Event]) -> Stack:
-    """Return which part every moment belongs to, between steps aside."""
+    """Return the part that each moment belongs to, except ``between``."""
     waits = (span_of(e, f"wait_{e.why}") for e in events if e.what == What.WAIT.value)
     accesses = (span_of(e, f"compute_{e.phase}") for e in events if e.what == What.ACCESS.value)
     phases = (span_of(e, phase_part(e.why)) for e in events if e.what == What.PHASE.value)
@@ -87,7 +82,7 @@ def phase_part(why: str) -> str:
 
 
 def steps_of(events: Sequence[Event]) -> Steps:
-    """Return the steps that were recorded to their end, each with its parts."""
+    """Return the complete steps, each with its parts."""
     here = moments(events)
     found = []
     end_ns = 0
@@ -101,13 +96,13 @@ def steps_of(events: Sequence[Event]) -> Steps:
 
 
 def warmup_of(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the steps that steady figures leave out: numbers below `WARMUP`, if others remain."""
+    """Return the steps left out of steady figures: numbers below `WARMUP`, if others remain."""
     early = tuple(number for number in numbers if number < WARMUP)
     return early if len(early) < len(numbers) else early[:-1]
 
 
 def sums(steps: Iterable[StepTime]) -> dict[str, int]:
-    """Return nanoseconds by part over steps."""
+    """Return nanoseconds by part, summed over steps."""
     found: dict[str, int] = {}
     for step in steps:
         for part, ns in step.parts.items():

@@ -1,4 +1,4 @@
-"""What moved on each lane, how fast, for whom and why; and what had to move at least."""
+"""Traffic on each lane: how much, how fast, for what and why; and the least possible."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class LaneUse:
     n_bytes: int
     moves: int
     busy_ns: int
-    """Length of the union of its moves: two at once count once."""
+    """Length of the union of its moves: simultaneous ones count once."""
     wall_ns: int
-    """Of the steady steps."""
+    """Length of the steady steps."""
     ceiling_bytes_per_second: float | None
-    """What was measured of this lane alone, where a profile says so."""
+    """The profile's measured rate of this lane alone, if any."""
 
     @property
     def bytes_per_second(self) -> float | None:
-        """While it was busy; None where its moves were not timed, or moved nothing."""
+        """Rate while it was busy; None if its moves were not timed, or moved nothing."""
         return self.n_bytes * 1e9 / self.busy_ns if self.busy_ns and self.n_bytes else None
 
     @property
@@ -44,7 +44,7 @@ class LaneUse:
 
 
 def spans_by_lane(events: Sequence[Event]) -> dict[str, list[tuple[Interval, int]]]:
-    """Return (span, bytes) of what ran on each lane, in order of begin."""
+    """Return (span, bytes) of the work on each lane, in order of begin."""
     kinds = (What.MOVE.value, What.UPDATE.value)
     found: dict[str, list[tuple[Interval, int]]] = defaultdict(list)
     for event in events:
@@ -56,7 +56,7 @@ def spans_by_lane(events: Sequence[Event]) -> dict[str, list[tuple[Interval, int
 
 
 def lanes_of(events: Sequence[Event], meta: Meta, begin_ns: int, end_ns: int) -> list[LaneUse]:
-    """Return what each lane did in a part of the time; a move counts where it begins."""
+    """Return the use of each lane in a window; a move counts where it begins."""
     return [
         LaneUse(
             lane,
@@ -77,7 +77,7 @@ def clipped(rows: Sequence[tuple[Interval, int]], begin_ns: int, end_ns: int) ->
 
 @dataclass(frozen=True, slots=True)
 class LaneChart:
-    """Bytes of a lane over equal parts of the time; they add up to all that it moved."""
+    """Bytes of a lane over equal bins of time; their sum is all that it moved."""
 
     lane: str
     begin_ns: int
@@ -110,7 +110,7 @@ def binned(
 
 
 def spread(span: Interval, amount: int, begin_ns: int, bin_ns: int) -> list[tuple[int, int]]:
-    """Return (bin, part) of an amount that is even over a span; what lies in no bin is left out."""
+    """Return (bin, part) of an amount spread evenly over a span, without parts outside bins."""
     first, last = ((t - begin_ns) // bin_ns for t in (span.begin_ns, max(span[0], span.end_ns - 1)))
     if not span.dur_ns:
         return [(first, amount)] if 0 <= first < BINS else []
@@ -122,7 +122,7 @@ def spread(span: Interval, amount: int, begin_ns: int, bin_ns: int) -> list[tupl
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """What moved on a lane for one category and reason, during steady steps."""
+    """Bytes moved on a lane for one category and reason, during steady steps."""
 
     lane: str
     category: str
@@ -132,7 +132,7 @@ class LedgerRow:
 
 
 def ledger_of(events: Sequence[Event], begin_ns: int, end_ns: int) -> list[LedgerRow]:
-    """Return the traffic of a part of the time; its rows add up to what the lanes moved."""
+    """Return the traffic of a window; its rows sum to the lanes' bytes."""
     moves: Counter[tuple[str, str, str]] = Counter()
     n_bytes: Counter[tuple[str, str, str]] = Counter()
     for e in events:
@@ -145,19 +145,20 @@ def ledger_of(events: Sequence[Event], begin_ns: int, end_ns: int) -> list[Ledge
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The least that parameters can cost on H2D in a step, whatever is evicted when.
+    """The least that parameters can cost on H2D in a step, for any eviction order.
 
-    With updates at home, a step makes every trainable replica on HBM stale. Where C bytes is the
-    most that parameters could take on HBM at a time (the budget less what everything else took
-    then, and the most of it over steady steps), a step fetches at least::
+    With updates at home, a step makes every trainable replica on HBM stale. Let C be the most bytes
+    that parameters could take on HBM at a moment: the budget less all other bytes then, maximised
+    over steady steps. A step then fetches at least::
 
         forward   T + max(0, F - C)    T trainable bytes that are used, F frozen ones;
                                        C when the step's first unit begins
         backward  max(0, B - C)        B bytes that backward uses, of which at most C stayed;
                                        C when the first unit of backward begins
 
-    Without a budget for HBM C is unlimited; updates in place make nothing stale (T = 0). What does
-    not fit comes in code where it is at home so: the least part of it that any bucket's code is.
+    Without a budget for HBM, C is unlimited; updates in place make nothing stale (T = 0). Bytes
+    beyond C are fetched in code if they are in code at home: at least the smallest share that any
+    bucket's code has.
     """
 
     trainable_bytes: int
@@ -168,11 +169,10 @@ class Bound:
     backward_room_bytes: int | None
     """C at the begin of backward."""
     moved_share: float = 1.0
-    """Bytes on the link for a byte in frames, at least."""
+    """The least bytes on the link per byte in frames."""
 
     @property
     def n_bytes(self) -> int:
-        """Bytes a step."""
         again = beyond(self.frozen_bytes, self.forward_room_bytes)
         again += beyond(self.backward_bytes, self.backward_room_bytes)
         return self.trainable_bytes + int(self.moved_share * again)
@@ -183,7 +183,7 @@ def beyond(n_bytes: int, room_bytes: int | None) -> int:
 
 
 def bound_of(meta: Meta, residency: Residency, hbm: Timeline | None, steps: Steps) -> Bound:
-    """Return the least that a steady step can fetch of parameters; see `Bound`."""
+    """Return the fewest parameter bytes that a steady step can fetch; see `Bound`."""
     begin_ns, end_ns = steps.begin_ns, steps.end_ns
     accesses = [a for a in residency.accesses if begin_ns <= a.begin_ns < end_ns]
     backward = [a for a in accesses if a.phase == "backward"]
@@ -201,7 +201,6 @@ def bound_of(meta: Meta, residency: Residency, hbm: Timeline | None, steps: Step
 
 
 def first_of_steps(accesses: Sequence[AccessSpan]) -> list[int]:
-    """Return when the first access of each step began."""
     first: dict[int, int] = {}
     for access in accesses:
         first.setdefault(access.step, access.begin_ns)
@@ -209,7 +208,7 @@ def first_of_steps(accesses: Sequence[AccessSpan]) -> list[int]:
 
 
 def room_of(meta: Meta, hbm: Timeline | None, times_ns: Sequence[int]) -> int | None:
-    """Return the most that parameters could take on HBM, of several times; None: no limit."""
+    """Return the most HBM that parameters could take at any of these times; None: no limit."""
     budget = meta.budgets.get("HBM")
     if budget is None or hbm is None or not times_ns:
         return budget

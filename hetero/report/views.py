@@ -1,6 +1,6 @@
-"""Rows and pieces of pictures that the report's views need besides the figures (floor 4).
+"""Rows and pictures of the report's views that are no figures (floor 4).
 
-Their words and their order on the page are those of ``templates/``.
+``templates/`` has their words and their order on the page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOBODY = "no module recorded"
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """A setting that was planned, as a row of ``whatif.json``."""
+    """A planned setting: a row of ``whatif.json``."""
 
     label: str
     fits: bool
@@ -41,7 +41,7 @@ class Sidecar:
     """The files next to a run's events."""
 
     predicted: dict[str, Any] = field(default_factory=dict)
-    """A summary that was predicted."""
+    """The predicted summary."""
     whatif: tuple[WhatIf, ...] = ()
     digest: str = ""
     """SHA-256 of the log's file."""
@@ -51,18 +51,18 @@ class Sidecar:
 
 
 def off(expected: float, found: float) -> str:
-    """Return how far a prediction is from what was found."""
+    """Return the relative error of a prediction."""
     return f"{100 * (expected - found) / found:+.1f} %" if found else "nothing was found"
 
 
 def filled(peak: Peak) -> BarPiece:
-    """Return how much of its budget a tier's peak fills."""
+    """Return how full a tier's budget is at its peak."""
     whole = max(peak.budget_bytes or 0, peak.n_bytes) or 1
     return BarPiece(0, peak.n_bytes / whole, peak.tier, f"{peak.n_bytes:,} bytes")
 
 
 def doubts(measured: Measured) -> Iterator[str]:
-    """Yield what makes the figures weaker than they look."""
+    """Yield the reasons why the figures are weaker than they look."""
     if measured.steps.warmup:
         named = ", ".join(map(str, measured.steps.warmup))
         yield f"Steady figures leave out the first steps ({named}): they warm up."
@@ -93,7 +93,7 @@ def parts_of(measured: Measured, *, with_times: bool = False) -> list[BarPiece]:
 
 
 def step_parts(measured: Measured) -> list[str]:
-    """Return the parts that any step has, in their order."""
+    """Return the parts that occur in any step, in order."""
     return list(dict.fromkeys(part for step in measured.steps.all for part in step.parts))
 
 
@@ -101,7 +101,7 @@ def step_parts(measured: Measured) -> list[str]:
 
 
 def allocated(measured: Measured) -> dict[str, int]:
-    """Return what the device's allocator counted at most, where a log has it (LIVE of no tier)."""
+    """Return the peaks of the device allocator's counts, if logged (LIVE without a tier)."""
     most: dict[str, int] = {}
     for event in measured.run.events:
         if event.what == What.LIVE.value and not event.tier:
@@ -110,21 +110,18 @@ def allocated(measured: Measured) -> dict[str, int]:
 
 
 def charged(line: Timeline) -> list[str]:
-    """Return the categories of which a tier ever held anything."""
+    """Return the categories of which a tier ever held bytes."""
     pairs = zip(line.categories, line.columns, strict=True)
     return [name for name, column in pairs if any(column)]
 
 
 class StepLevel(NamedTuple):
-    """What a tier held when it held most in a step."""
-
     step: int
     n_bytes: int
     by_category: list[int]
 
 
 def by_step(measured: Measured, line: Timeline) -> list[StepLevel]:
-    """Return what a tier held at most in each step."""
     columns = [column for column in line.columns if any(column)]
     rows, row = [], 0
     for step in measured.steps.all:
@@ -134,7 +131,7 @@ def by_step(measured: Measured, line: Timeline) -> list[StepLevel]:
 
 
 def highest(line: Timeline, row: int, step: StepTime) -> tuple[int, int]:
-    """Return the row at which a tier held most in a step, and the row at which it ended."""
+    """Return the row of a tier's peak in a step, and the step's last row."""
     best = row
     while row + 1 < len(line.times_ns) and line.times_ns[row + 1] < step.end_ns:
         row += 1
@@ -181,14 +178,13 @@ def refetches(measured: Measured) -> float:
 
 
 def peak_colours(measured: Measured, peak: Peak) -> list[tuple[str, str]]:
-    """Return (colour, category) of what a peak holds."""
     names = charged(measured.timelines[peak.tier])
     rows = ((f"cat-{peak.tier}-{i}", name) for i, name in enumerate(names))
     return [(colour, name) for colour, name in rows if name in peak.categories]
 
 
 def leaves_of(measured: Measured, peak: Peak) -> list[Leaf]:
-    """Return the rectangles of a peak, the smallest of many as one."""
+    """Return the rectangles of a peak; of many, the smallest are merged into one."""
     names = charged(measured.timelines[peak.tier])
     light = [is_light(colour) for colour in shades(peak.tier, len(names))]
     at = {name: i for i, name in enumerate(names)}
@@ -213,7 +209,7 @@ def leaf_of(share: Share, peak: Peak, colour: str, light: bool) -> Leaf:
 
 
 def compared(guesses: Mapping[str, float], found: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield (key, error) of every figure that both have and that has a unit."""
+    """Yield (key, error) of every figure with a unit that both have."""
     for key in found:
         if key in guesses and key.endswith(("_bytes", "_seconds", "_share", "per_second")):
             yield key, off(guesses[key], found[key]) if found[key] else "-"

@@ -1,4 +1,4 @@
-"""What the log's names mean, in words and in colours that every output of the report shares."""
+"""Names of the log in words and colours, shared by all outputs of the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CATEGORIES = (
     "buffer",
     "pool",
 )
-"""In the order in which they are stacked; others follow, and `UNATTRIBUTED` comes last."""
+"""In stacking order; others follow, and `UNATTRIBUTED` is last."""
 
 CATEGORY_NOTES = {
     "param": "parameters",
@@ -46,7 +46,7 @@ DEMAND = {
     "saved": "needed by a saved tensor",
     "gathered": "gathered by the caller",
 }
-"""Why a bucket came up when somebody already stood there and needed it."""
+"""Reasons to fetch a bucket that an access already needs."""
 REASONS = {
     **DEMAND,
     "plan": "prefetched by the plan",
@@ -95,7 +95,7 @@ WAITED_FOR = {
 }
 
 LIGHT = {"HBM": "#0072b2", "HOST": "#d55e00", "NVME": "#009e73"}
-"""Okabe and Ito's colours, which people with any kind of colour vision tell apart."""
+"""Okabe and Ito's colours, distinct for people with any kind of colour vision."""
 TERMINAL = {"HBM": "blue", "HOST": "dark_orange", "NVME": "green"}
 RAMPS = {
     "HBM": ("#0b4f8a", "#0072b2", "#56b4e9", "#b3d9f2"),
@@ -117,7 +117,7 @@ PART_COLOURS = {
 
 
 def tier_label(tier: str, mode: str) -> str:
-    """Return the name of a tier for people; RAM is page-locked only where hetero manages it."""
+    """Return the name of a tier for people; RAM is page-locked only if hetero manages it."""
     return "RAM" if (tier, mode) == ("HOST", "plain") else TIER_LABELS.get(tier, tier)
 
 
@@ -129,7 +129,6 @@ def part_label(part: str) -> str:
 
 
 def part_colour(part: str) -> str:
-    """Return the colour of a part of a step."""
     return PART_COLOURS.get(part) or PART_COLOURS.get(part.split("_")[0], "#cc79a7")
 
 
@@ -146,7 +145,7 @@ def shades(tier: str, count: int) -> list[str]:
 
 
 def is_light(colour: str) -> bool:
-    """Whether dark words read better on a colour than white ones (WCAG 2 luminance)."""
+    """Whether dark text reads better on a colour than white text (WCAG 2 luminance)."""
     linear = (((v / 255 + 0.055) / 1.055) ** 2.4 if v > 10 else v / 3294.6 for v in _rgb(colour))
     red, green, blue = linear
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179
@@ -172,7 +171,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def three(value: float) -> str:
-    """Return a number with three digits that count, and never with an exponent above one."""
+    """Return a number with three significant digits, without an exponent above one."""
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
@@ -185,5 +184,5 @@ def format_rate(bytes_per_second: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """Return a part of one in per cent: ``0.217 -> '22 %'``."""
+    """Return a fraction in per cent: ``0.217 -> '22 %'``."""
     return f"{share * 100:.0f} %" if share >= 0.1 or not share else f"{share * 100:.1f} %"

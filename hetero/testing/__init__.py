@@ -1,1 +1,1 @@
-"""Fakes for tests; nothing else of the package imports them."""
+"""Fakes for tests; no other module of the package imports them."""

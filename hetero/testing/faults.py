@@ -1,4 +1,4 @@
-"""A door to files that goes wrong on purpose, and keeps a log."""
+"""File access that fails on purpose, with a log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class FileCall(NamedTuple):
-    """One recorded call. ``data`` is what a write wrote; ``to`` as in `target`."""
+    """One recorded call. ``data`` is the bytes of a write; ``to`` as in `target`."""
 
     op: str
     where: str
@@ -25,7 +25,7 @@ class FileCall(NamedTuple):
 
 
 class FaultPlan(IO):
-    """An `IO` that goes wrong on purpose, and keeps a log of what it carried out.
+    """An `IO` that fails on purpose, and logs the calls that it carries out.
 
     ``k`` counts the calls of one op from 0; op "any" counts all calls but open, list and stat.
     """
@@ -41,7 +41,7 @@ class FaultPlan(IO):
         self._lock = threading.Lock()
 
     def fail_at(self, op: str, k: int, number: int, times: int | None = 1) -> None:
-        """Let calls from the ``k``-th on fail, ``times`` times or, with None, for ever."""
+        """Let calls from the ``k``-th on fail, ``times`` times, or for ever with None."""
 
         def fail(act: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             raise OSError(number, os.strerror(number))
@@ -55,7 +55,7 @@ class FaultPlan(IO):
             fd, parts, offset = args
             try:
                 return act(fd, within(parts, 0, got), offset)
-            except OSError:  # a direct file: no less than whole blocks can really be moved
+            except OSError:  # a direct file: only whole blocks can really be moved
                 return min(act(fd, within(parts, 0, align_up(got)), offset), got)
 
         self._rules.append((op, k, times, shorten))
@@ -113,7 +113,7 @@ class FaultPlan(IO):
 
 
 def target(op: str, args: tuple[Any, ...]) -> str:
-    """Return the second name of a call: in its directory, or with the path of another one."""
+    """Return the second name of a call: in its directory, or as a path elsewhere."""
     if op in ("rename", "exchange"):
         return str(args[1])
     return str(args[1].where(args[0])) if op in ("move", "link") else ""
