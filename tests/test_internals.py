@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,14 @@ PLACES = (RUN_BACKWARD, SAVED_HOOKS_ENTER, SCRIPT_CALL, *WRAPPERS)
 TORCHS_OWN = [vars(place.owner).get(place.name) for place in PLACES]
 
 
+@pytest.fixture(autouse=True)
+def models_of_other_tests_are_gone() -> None:
+    """What torch compiled holds classes of parameters, and these the runtime of their model."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+    gc.collect()
+
+
 def now() -> list[Any]:
     return [vars(place.owner).get(place.name) for place in PLACES]
 
@@ -42,7 +51,6 @@ def replaced(found: list[Any]) -> list[bool]:
 
 
 def test_torchs_functions_are_its_own_again_when_the_last_model_is_released() -> None:
-    gc.collect()  # models that other tests have dropped
     assert now() == TORCHS_OWN
     first, second = paged(), paged()
     assert all(replaced(now()))
