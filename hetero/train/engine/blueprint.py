@@ -210,7 +210,7 @@ def costs_of(
     shapes: frozenset[tuple[int, ...]],
     trainable: bool,
 ) -> Costs:
-    """Return what an element of a bucket costs under an optimizer and a precision."""
+    """Return the costs of an element of a bucket under an optimizer and a precision."""
     if not trainable:
         return Costs(0, 0, 0, False)
     low = low_dtype(precision)

@@ -184,7 +184,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def host_bytes(model: nn.Module, config: Config, limit: HostLimit) -> int:
-    """Return the RAM for homes: the budget, or what this process may take."""
+    """Return the RAM for homes: the budget, or as much as this process may take."""
     held = sum(p.nbytes for _, p in pages(model) if p.device.type == "cpu")  # moved, not copied
     if config.host is None:
         return limit.n_bytes + held

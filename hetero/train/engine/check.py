@@ -94,10 +94,7 @@ def check_watchable(model: object) -> tuple[nn.Module, torch.device]:
 
 
 def is_prepared(module: nn.Module) -> bool:
-    """Whether a module is a prepared model, or part of one that no other model can have too.
-
-    One without parameters (an activation, a table of positions) may be part of several.
-    """
+    """Whether a module is prepared, or a part with parameters; others may belong to several."""
     return PART in module.__dict__ and has_params(module)
 
 
@@ -147,8 +144,7 @@ def check_plain(name: str, param: nn.Parameter) -> None:
 def pageable(param: nn.Parameter) -> bool:
     """Return whether hetero pages a parameter; integer tables stay on the device like buffers.
 
-    They are small, are never trained, and serve as sizes and indices, which C++ reads past
-    ``__torch_function__``.
+    They are small, and C++ reads sizes and indices in them past ``__torch_function__``.
     """
     return param.is_floating_point() or param.is_complex()
 
@@ -281,10 +277,7 @@ def check_aliases(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -
 
 
 def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield (name, tensor, is computed) for the buffers and other attributes of modules.
-
-    ``is computed`` tells whether each forward computes it anew, as `spectral_norm` does.
-    """
+    """Yield name and tensor of modules' other attributes, and whether each forward computes it."""
     for prefix, module in model.named_modules():
         computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
         held = {**module._buffers, **module.__dict__}
@@ -344,7 +337,7 @@ def check_pair(model: nn.Module, optimizer: object) -> torch.optim.Optimizer | N
 
 
 def check_whose(model: nn.Module, optimizer: object) -> torch.optim.Optimizer | None:
-    """Return the optimizer, or raise naming a parameter of it that is not of the model."""
+    """Return the optimizer, or raise naming a parameter that is not of the model."""
     if optimizer is None:
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):

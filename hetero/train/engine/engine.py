@@ -61,10 +61,7 @@ class Engine:
     # -- training --------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer) -> None:
-        """Update all parameters that have a gradient, now or during the next forward.
-
-        Ctrl-C is raised after the step is made and counted, and after its border.
-        """
+        """Update all parameters that have a gradient, now or during the next forward."""
         setup, log = self.setup, self.setup.log
         if setup.model.__dict__.get(MARK) is not self:
             raise StateError(
@@ -80,7 +77,7 @@ class Engine:
             log.add(What.PHASE, began, now, why="step")
             log.add(What.STEP, self._step_began, now)
             log.step, log.phase, self._step_began = log.step + 1, "between", now
-        interrupts.point()
+        interrupts.point()  # Ctrl-C is raised once the step is counted and its border over
 
     def _step(self, optimizer: Optimizer) -> None:
         self.broken.refuse()
@@ -146,10 +143,7 @@ class Engine:
         setup.masters.load(setup.segment(param), low)
 
     def void_early(self) -> None:
-        """Give up a step that will not be made.
-
-        If it began early updates, the model is of no use until it is loaded.
-        """
+        """Give up a step that will not be made; early updates of it leave a broken model."""
         if self.steps.void_early():
             self.broken.why = "some of its parameters were updated in a step that was not made"
 

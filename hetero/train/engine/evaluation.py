@@ -71,10 +71,7 @@ class Evaluation:
         return self.room.fits(live_bytes)
 
     def passed(self, live_bytes: int) -> None:
-        """There is no room: the forward is measured to its end, and refused there.
-
-        Raises OutOfMemory if RAM does not hold it that long.
-        """
+        """Measure a forward without room to its end, and refuse it there, or now if RAM is full."""
         if not self.room.go_on(live_bytes):
             raise self._refusal(live_bytes)
 

@@ -132,7 +132,7 @@ class Fitting:
 
     @contextmanager
     def around(self, unit: int, args: Any, kwargs: Any) -> Iterator[None]:
-        """Look ahead before a unit's forward, make room, and note what it left.
+        """Look ahead before a unit's forward, make room, and note the bytes it left.
 
         Policies may change before the block begins.
         """
@@ -159,8 +159,7 @@ class Fitting:
     def _first_sight(self, unit: int) -> None:
         """Offload all of a unit that was never seen, which shows what it saves.
 
-        Transfers do not overlap with compute before a fitting choice is known: overlap needs more
-        memory than this step is known to have.
+        Transfers overlap with compute only once a fitting choice is known: it takes more memory.
         """
         if self._choice.may_change:
             self._choice.policies[unit] = OFFLOAD
@@ -185,10 +184,9 @@ class Fitting:
         ring.limit_bytes = max(0, min(ring.limit_bytes, room.n_bytes - need))
 
     def _need(self, unit: int) -> int:
-        """Return this forward's expected peak, in proportion to the last one.
+        """Return this forward's expected peak, in proportion to the last one, or to the largest.
 
-        In proportion to a short one that is too much: bytes that do not grow with the inputs are
-        scaled, too. So it is no more than in proportion to the largest one.
+        The smaller counts: a short forward's fixed bytes would be scaled up, too.
         """
         forecast, largest, held = self.forecast, self._largest, self._footprint.live_bytes
         need, scale = held + forecast.peak_ahead(unit, self._choice.policies), forecast.scale
@@ -258,8 +256,7 @@ class Fitting:
     def divide(self) -> Division:
         """Return the division of HBM until the next border, by measurements since the last one.
 
-        Raises OutOfMemory if HBM does not hold what this step took and no other choice is left;
-        nothing has been updated then.
+        Raises OutOfMemory, before any update, if HBM does not hold it and no choice is left.
         """
         needed = self.needed_bytes()
         is_known = not (self._is_guess or self._tried)
@@ -279,10 +276,7 @@ class Fitting:
         )
 
     def needed_bytes(self) -> int:
-        """Return the bytes that activations are expected to take from here on, as measured.
-
-        If policies are free and were chosen for other inputs or proofs, choose them anew.
-        """
+        """Return the bytes that activations are expected to take; choose policies anew if due."""
         # 1. the step's peak, and how much of it the bytes that units left do not explain
         forecast, peak = self.forecast, self.meter.peak_bytes()
         if self._tried and self._peaks:  # the memory of proofs is not a step's
@@ -362,10 +356,7 @@ class Fitting:
         self._is_guess = True
 
     def fits(self, live_bytes: int) -> bool:
-        """Make room for live bytes on a simulated device; returns whether there is.
-
-        Wait for gradients on their way down first, then give up frames.
-        """
+        """Make room for live bytes on a simulated device: shrink the ring first, then frames."""
         ring, left = self.room.ring, self.room.n_bytes - live_bytes
         if ring.limit_bytes > left:
             ring.limit_bytes = max(0, left)

@@ -113,9 +113,8 @@ class Handover:
     ) -> None:
         """Make every parameter plain again, bucket by bucket, on the device it came from.
 
-        If ``failed``, one that was empty is empty again: there may be no room for its value. One
-        that lies in code comes back decoded, even if ``failed``: its original was freed when it was
-        coded. Disks were read before, by `fetch`.
+        If ``failed``, one that was empty is empty again: there may be no room for its value. A
+        coded one comes back decoded: its original is freed. Disks were read before, by `fetch`.
         """
         for index, (bucket_id, segment) in enumerate(self._layout.home):
             bucket = self._layout.buckets[bucket_id]

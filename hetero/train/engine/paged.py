@@ -183,10 +183,7 @@ class Paged:
     # -- between two steps -----------------------------------------------------------------------
 
     def border(self, division: Division) -> bool:
-        """Apply a division of HBM, and begin to prefetch.
-
-        Returns whether everything fits instead: then the caller goes on with `stay`.
-        """
+        """Apply a division of HBM and prefetch; returns True, to go on with `stay`, if all fits."""
         setup = self.setup
         setup.hooks.mend()
         self._take_stats()
@@ -203,10 +200,7 @@ class Paged:
         return False
 
     def stay(self, division: Division) -> Resident:
-        """Make the homes the parameters themselves; updates are done.
-
-        Returns the residence of the model from here on.
-        """
+        """Make the homes the parameters, after all updates; returns the residence from here on."""
         setup = self.setup
         self.detach()
         for index, (bucket, segment) in enumerate(setup.blueprint.layout.home):
@@ -229,7 +223,7 @@ class Paged:
         n_bytes.clear()
         stats.n_bytes.update(self.setup.store.pool.take_counts())
 
-    # -- what is where ---------------------------------------------------------------------------
+    # -- homes and frames ------------------------------------------------------------------------
 
     def at_home(self) -> AbstractContextManager[Any]:
         """Let a state dict read and write the homes inside."""
@@ -260,7 +254,7 @@ class Paged:
         self.runtime.pages.stepped(bucket.id for bucket in self.setup.buckets)
 
     def restate(self) -> None:
-        """Log what is in frames, for a log that begins here."""
+        """Log the replicas in frames, for a log that begins here."""
         self.manager.arena.restate()
 
     def abandon(self) -> None:

@@ -121,7 +121,7 @@ class Resident:
     def spoil(self) -> None:
         """Forget the measurements of a step that came to nothing."""
 
-    # -- what is where ---------------------------------------------------------------------------
+    # -- homes and frames ------------------------------------------------------------------------
 
     def at_home(self) -> AbstractContextManager[Any]:
         """Let a state dict read and write the homes inside."""
@@ -145,7 +145,7 @@ class Resident:
         """Homes were written: show the new values; homes are the parameters themselves."""
 
     def restate(self) -> None:
-        """Log what is in frames; there are none."""
+        """Log the replicas in frames; there are none."""
 
     def abandon(self) -> None:
         """Give up all pending work after an update has failed."""

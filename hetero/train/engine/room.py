@@ -123,10 +123,7 @@ class Room:
         return True
 
     def charge(self, division: Division) -> None:
-        """Charge activations and the ring, in place of the last charge.
-
-        From the first charge on, frames grow into their room by `spare` alone.
-        """
+        """Charge activations and the ring anew; from now on frames grow by `spare` alone."""
         if self._lent is None:
             self._ledger.credit(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes)
         self._lent = None
@@ -155,10 +152,7 @@ class Room:
         return True
 
     def go_on(self, n_bytes: int, where: str = "") -> bool:
-        """Let a step that does not fit go on to its end, where its full need is known.
-
-        Returns False if RAM does not hold more.
-        """
+        """Let a step that does not fit go on to its end, to know its need; False if RAM is full."""
         if self.excess is not None:
             return False
         with host_work():
@@ -197,10 +191,7 @@ class Room:
         return max(0, spare)
 
     def resume(self) -> None:
-        """Compute goes on: have no more frames than before `spare`.
-
-        Raises OutOfMemory if views of parameters hold too many.
-        """
+        """Have no more frames than before `spare`; OutOfMemory if views hold too many."""
         if self._lent is None:
             return
         with host_work():  # an evicted replica may be coded, on HOST

@@ -207,8 +207,7 @@ def make_offload(
 def unclaimed(budget: Budget, ledger: Ledger, host: Tier) -> Callable[[Tier], int]:
     """Return a function of HOST or NVME: the bytes that homes will take there and have not yet.
 
-    It refers to no module (see [Note: out of gc's sight]); ``host`` is the tier that homes in
-    RAM are charged to.
+    Homes in RAM are charged to ``host``. It refers to no module: [Note: out of gc's sight].
     """
     whole = {Tier.HOST: budget.host_bytes, Tier.NVME: budget.disk_bytes}
 

@@ -219,10 +219,9 @@ class Saver:
         self._saving: Saving | None = None
 
     def begin(self, saving: Saving, store: HomeStore, *, paged: bool) -> None:
-        """From here on, homes change only after the save has read them.
+        """Begin a save: homes change only after it has read them.
 
-        What the user's code can change unseen is read at once: parameters that are plain, and
-        homes that a state dict shows.
+        Plain parameters, and homes that a state dict shows, may change unseen: read them at once.
         """
         self.finish()
         self._saving = saving

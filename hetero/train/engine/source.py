@@ -70,10 +70,7 @@ def fill(
     name: str,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Read a tensor straight into a parameter's home, and into its master where it has one.
-
-    With ``dtype`` values are rounded to it on their way.
-    """
+    """Read a tensor straight into a parameter's home and master, rounded to ``dtype`` if given."""
     spec = segment.spec
     if spec.stride != contiguous_stride(spec.shape):
         value = whole(weights, name)
@@ -131,7 +128,7 @@ class Source:
         self._tables = [param for key, param in params.items() if key not in paged]
 
     def into(self, masters: Masters, segment: Segment) -> None:
-        """Read a parameter straight into its home, and into its master where it has one."""
+        """Read a parameter straight into its home, and into its master if it has one."""
         fill(masters, segment, self._weights, self._of_index[segment.index])
 
     def keeps(self, index: int) -> bool:

@@ -15,9 +15,7 @@ from hetero.types import Kind, format_bytes
 
 MAX_EXTENT_NUMEL = 2**21  # 8 MiB of 4-byte elements: past the knee of every drive measured
 EXTENTS = 256  # a model is cut into about so many, or more
-HUGE_NUMEL = (
-    2**19
-)  # a huge page of 4-byte elements: half the cost of a transfer's memory (measured)
+HUGE_NUMEL = 2**19  # a huge page of 4-byte elements: halves a transfer's memory cost (measured)
 POOL_SHARE = 8  # 1/8 of HOST is memory through which homes on disk pass
 MAX_POOL_BYTES = 2**30  # more of it makes no drive faster; homes on HOST do
 AT_ONCE = 2  # slices of updates that are under way together

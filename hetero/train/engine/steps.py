@@ -139,8 +139,7 @@ class HomeSteps(NoSteps):
         return division
 
     def _hand_over_all(self, updates: list[Update], seen: Container[int]) -> None:
-        """Begin all updates, and do those of ``seen`` buckets; only then raise the first error of
-        a disk, or a second Ctrl-C: a step is begun as a whole."""
+        """Begin all updates, and do those of ``seen`` buckets; raise errors after that."""
         self._finished = False
         errors: list[StorageError | KeyboardInterrupt] = []
         for update in updates:
@@ -194,10 +193,7 @@ class HomeSteps(NoSteps):
     # -- pending work ----------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until every update is done; raises what one of them raised.
-
-        Once all is done, asking again costs nothing: loops over states ask for each parameter.
-        """
+        """Wait until every update is done, at no cost if all are; raises an error of theirs."""
         self.setup.saver.finish()  # the caller may write to states: let a save read them first
         if not self._finished:
             self.stepper.finish()

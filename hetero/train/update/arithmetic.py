@@ -189,10 +189,7 @@ def draft_formula(
 def _begin(
     bench: Bench, update: Update, row: Ready, scalars: Mapping[str, float], homes: dict[str, Home]
 ) -> tuple[str, ...] | None:
-    """Give a parameter torch's first state; return the states that its first update fills.
-
-    None if it had them all.
-    """
+    """Give a parameter torch's first state; return the keys that its update fills, None if none."""
     missing = tuple(key for key in homes if key not in row.state)
     if row.state and not missing:
         return None

@@ -116,20 +116,14 @@ class Masters:
         self._split(segment, segment.offset, row(exact))
 
     def room(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the memory to which a parameter's value of this dtype may be written as it is.
-
-        None if it has to be converted or moved.
-        """
+        """Return the memory for a parameter's value of a dtype; None if it must be converted."""
         bucket = self._layout.bucket(segment)
         if bucket.dtype is not dtype or bucket.dtype is self._working:
             return None
         return self._home(bucket).memory(segment)
 
     def assign_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
-        """As `assign`, for elements from ``start`` on of a parameter that has no master yet.
-
-        ``values`` are in the order of memory.
-        """
+        """As `assign`, for elements in memory order from ``start`` on, without a master yet."""
         bucket = self._layout.bucket(segment)
         if self._is_working(bucket):
             self._split(segment, segment.offset + start, values.float())

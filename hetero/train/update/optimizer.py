@@ -87,10 +87,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, dict[str, Any]]:
-        """The states after the last step: updates that are still under way are waited for.
-
-        The engine itself reads ``known_state``, which does not wait.
-        """
+        """The states after the last step; waits for its updates, unlike ``known_state``."""
         engine = getattr(self, "_engine", None)  # torch's constructor reads this too
         if engine is not None:
             engine.finish()

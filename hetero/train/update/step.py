@@ -133,10 +133,7 @@ class Stepper:
         states: defaultdict[torch.Tensor, State],
         before: Sequence[Job],
     ) -> Early | None:
-        """Return a bucket's update, to be submitted before its step; it waits for ``before``.
-
-        None if the step has to check something first.
-        """
+        """Return a bucket's update that waits for ``before``; None if its step must check first."""
         if self._settings is None:
             self._settings = self.drafts.settings(groups)
         settings = self._settings
@@ -151,8 +148,7 @@ class Stepper:
         return self.early[bucket.id]
 
     def check_early(self, groups: Sequence[Group]) -> list[int]:
-        """Return the parameters whose updates were begun; StateError if these differ from the
-        step's as it would be now."""
+        """Return the parameters whose updates were begun; StateError if the step differs by now."""
         now = self.drafts.settings(groups) if self.early else {}
         begun: list[int] = []
         for early in self.early.values():
@@ -214,7 +210,7 @@ class Stepper:
     def finish(self) -> None:
         """Wait for every update of the last step; raises the first error of any, ever.
 
-        After a StorageError the step is pending: it goes on with the next call.
+        A StorageError leaves the step pending until the next call.
         """
         try:
             while self._jobs:

@@ -422,10 +422,7 @@ def _undrawn() -> Iterator[Any]:
 def _copy(
     rule: Rule, optimizer: torch.optim.Optimizer, held: dict[int, torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer without parameters whose own attributes are copies of the user's.
-
-    ``held`` are the model's parameters, by their ids: they stay what they are.
-    """
+    """Return an optimizer with copies of its attributes, but no parameters; ``held`` stay."""
     worker = make_worker(optimizer)
     own = {k: v for k, v in vars(worker).items() if _is_own(k)}
     try:
