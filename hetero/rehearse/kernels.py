@@ -22,8 +22,8 @@ STATISTICS = (_ops.native_layer_norm.default, _ops.native_batch_norm.default)
 class AsOn:
     """Computes attention of meta tensors as ``is_cuda``, or else a CPU, would, inside the block.
 
-    The operation itself gets another kernel there, which catches every call of it, by any name; a
-    mode would see every call of torch.
+    The operation itself gets another kernel, so calls by any name are caught; a mode would see
+    every call of torch.
     """
 
     def __init__(self, *, is_cuda: bool) -> None:
@@ -104,8 +104,8 @@ def attend_cuda(
 def as_on_cpu(func: Any, args: Any, found: Any) -> Any:
     """Return the result of a CPU's kernel in place of the meta one.
 
-    A CPU's norms keep their statistics in the dtype of weights and inputs if it is one, and make
-    only the gradients asked for.
+    A CPU's norms keep their statistics in the 2-byte dtype that all tensors share, if they do, and
+    make only the gradients asked for.
     """
     if func in STATISTICS and found[0].is_meta and (half := _one_half(args)) is not None:
         return (found[0], *(torch.empty_like(t, dtype=half) for t in found[1:]))

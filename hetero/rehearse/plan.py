@@ -38,7 +38,7 @@ from hetero.types import Kind, Tier, format_bytes
 
 MOST_RAISES = 24  # of budgets, until everything fits
 DTYPE: dict[str, Dtype] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
-EXACT_RAISES = 2  # of one budget to what an error names: it saw a peak only as far as it came
+EXACT_RAISES = 2  # of one budget to an error's figure, which sees a peak only as far as it came
 FIRST_RAISE = 1 / 64  # of a budget, at least, from then on; each raise twice as much as the last
 BUDGETS = {"HBM": "hbm", "HOST": "host", "NVME": "nvme_bytes"}
 
@@ -226,10 +226,7 @@ class Fitted(NamedTuple):
 
 
 def until_it_fits(scene: Scene) -> Fitted:
-    """Rehearse with budgets raised until everything fits.
-
-    A model that would stay on a CUDA device without room for its activations is paged.
-    """
+    """Rehearse with budgets raised until all fits; a model that `overflows` is paged."""
     short: dict[str, Shortfall] = {}
     raises: Counter[str] = Counter()
     for _ in range(MOST_RAISES):

@@ -52,10 +52,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """A training step of a model without bytes, on a machine.
-
-    Model and optimizer stay as they are: every rehearsal is of a twin.
-    """
+    """A training step of a model without bytes, on a machine; each rehearsal is of a twin."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -102,9 +99,9 @@ class Rehearsal:
     uses: tuple[Use, ...]
     """What units leave for backward, in the order of forward; none of a model that stays."""
     working_bytes: int
-    """At the peak, apart from what units leave."""
+    """At the peak, apart from bytes that units leave."""
     end_bytes: int
-    """After the last unit's forward, apart from what units leave."""
+    """After the last unit's forward, apart from bytes that units leave."""
     buffer_bytes: int
     run: Run
     error: BudgetError | None = None

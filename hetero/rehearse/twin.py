@@ -30,8 +30,8 @@ def twin_of(
 ) -> Twin:
     """Return copies whose tensors are on the meta device; nothing of the originals is copied.
 
-    Tied weights stay tied, and model and optimizer share parameters.
-    ``dtypes`` are those of the copies, by the id of a parameter; the others keep theirs.
+    Tied weights stay tied, and model and optimizer share parameters. ``dtypes`` are those of the
+    copies, by the id of a parameter; the others keep theirs.
     """
     if MARK in model.__dict__:
         raise StateError(

@@ -32,7 +32,7 @@ class Baseline:
     uses: tuple[Use, ...]
     working_bytes: int
     end_bytes: int
-    """After the last unit's forward, apart from what units leave."""
+    """After the last unit's forward, apart from bytes that units leave."""
     fixed_hbm_bytes: int
     """Buffers and the fewest frames."""
     home_bytes: int
@@ -143,9 +143,7 @@ def step_seconds(baseline: Baseline, policies: Sequence[Policy]) -> float:
     up = baseline.up(2 * baseline.param_bytes)  # in forward and in backward
     lanes = [baseline.compute_seconds + beside, up, baseline.down(baseline.param_bytes)]
     lanes.append(baseline.update_seconds)
-    if (
-        spilled and baseline.disk_bytes and baseline.profile.nvme is not None
-    ):  # spilled bytes come up and go down once
+    if spilled and baseline.disk_bytes and baseline.profile.nvme is not None:
         lanes.append(baseline.profile.read_seconds(spilled, both_ways=True))
         cache = baseline.profile.nvme.slc_bytes
         before = 0.0 if cache is None else cache.value

@@ -99,7 +99,7 @@ class DryWorker(Worker):
             self._run(self._jobs.popleft())
 
     def run_until(self, job: DryJob) -> None:
-        """Begin what was submitted up to a job; one that never was begins now."""
+        """Begin the jobs submitted up to one; if it never was submitted, it begins now."""
         if job.began is not None:
             return
         while job in self._jobs:
