@@ -25,7 +25,7 @@ DTYPES: dict[torch.dtype, Dtype] = {
 }
 _aten = torch.ops.aten
 NUMBER = _aten._local_scalar_dense.default
-FREE = {  # neither computes nor touches bytes; what is given a storage must not be remembered
+FREE = {  # neither compute nor touch bytes; results that are given a storage must not be reused
     *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default),
     *(_aten.new_empty.default, _aten.new_empty_strided.default, _aten._unsafe_view.default),
     *(_aten.lift_fresh.default, *(getattr(_aten.set_, name) for name in _aten.set_.overloads())),
@@ -53,29 +53,29 @@ class Clocked(Protocol):
 
 
 class Product(NamedTuple):
-    """Matrix products of an operation; what a kernel of attention computes again is no product."""
+    """Matrix products of an operation, those that attention computes again left out of flops."""
 
     flops: float = 0.0
     seconds: float = 0.0
 
 
 class Known(NamedTuple):
-    """What is known of an operation with arguments of some geometry."""
+    """The cost of an operation with arguments of some geometry, and its result."""
 
     flops: float
     seconds: float
     makes: Callable[[], Any] | None
-    """Makes what it makes; None: it has to be asked."""
+    """Makes its result; None: the operation has to run."""
 
 
 class OpClock(TorchDispatchMode):
-    """Advances a device's clock by what each operation there takes.
+    """Advances a device's clock by the time of each operation there.
 
     An operation takes the longer of its products and its bytes, and its launch. A number that code
     asks of a tensor without bytes is 1, or true.
 
     Args:
-        counted: whether each operation is looked at by who counts its bytes, which takes time.
+        counted: whether each operation's bytes are counted, which takes time.
     """
 
     def __init__(self, device: Clocked, profile: MachineProfile, *, counted: bool = False) -> None:
@@ -107,7 +107,7 @@ class OpClock(TorchDispatchMode):
         try:
             key = func, _shown(args), _shown(tuple(kwargs.items())) if kwargs else ()
             known = self._known.get(key)
-        except TypeError:  # an argument that nothing is known of
+        except TypeError:  # an argument that cannot be hashed
             key, known = None, None
         if known is not None and known.makes is not None:
             found = known.makes()
@@ -173,7 +173,7 @@ class OpClock(TorchDispatchMode):
         return self._profile.matmul_seconds(m, n, k, DTYPES[dtype])
 
     def _slowdown(self) -> float:
-        """Return by how much compute is slower for what goes on beside it (T7)."""
+        """Return by how much other lanes slow compute down (T7)."""
         overlap, slow = self._profile.overlap, 1.0
         pairs = [(Lane.H2D, overlap.gemm_under_h2d), (Lane.D2H, overlap.gemm_under_d2h)]
         if not self._is_cuda:  # processors share their time with the threads of the updater
@@ -186,7 +186,7 @@ class OpClock(TorchDispatchMode):
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor; what is expanded is read once."""
+    """Return the bytes of a tensor; expanded elements are read once."""
     numel = math.prod(
         size
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -196,7 +196,7 @@ def touched_bytes(tensor: torch.Tensor) -> int:
 
 
 def _shown(value: Any) -> Any:
-    """Return what an operation depends on of its arguments, without numbers of tensors."""
+    """Return the geometry of an operation's arguments, without the numbers of tensors."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (tuple, list)):
@@ -207,10 +207,10 @@ def _shown(value: Any) -> Any:
 def maker(
     func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor], found: Any
 ) -> Callable[[], Any] | None:
-    """Return a call that makes what an operation made; None where that is not all it does.
+    """Return a call that makes an operation's result anew; None if the operation does more.
 
-    What is made lies in memory of its own each time. An operation of the same arguments makes the
-    same, and torch takes a hundred microseconds to find that out (measured).
+    An operation of the same arguments makes the same, and torch takes a hundred microseconds to
+    find that out (measured).
     """
     schema = func._schema
     if any(part.alias_info is not None for part in (*schema.arguments, *schema.returns)):

@@ -19,7 +19,7 @@ DiskSeconds = Callable[[Lane, int, bool], float]
 
 
 class DriveTransfer(NamedTuple):
-    """Something that is to be read or written; ``work`` is what follows when it is."""
+    """A read or write that was asked for; ``work`` follows when it is done."""
 
     asked: float
     n_bytes: int
@@ -36,10 +36,10 @@ class Running(NamedTuple):
 
 
 class DryDisk(threading.Condition):
-    """Reads on one lane and writes on another, each one by one, what is urgent first.
+    """Reads on one lane and writes on another, each one by one, urgent ones first.
 
-    It is the lock of its pool, too: who takes it finds done what is done by then, and who waits on
-    it waits, on the device's clock, for what is done next.
+    It is also the lock of its pool: taking it completes the transfers that end by then, and waiting
+    on it waits, on the device's clock, for the next one.
 
     Args:
         seconds: (lane, bytes, whether the other lane is busy) -> seconds.
@@ -48,22 +48,22 @@ class DryDisk(threading.Condition):
     def __init__(self, device: DryDevice, seconds: DiskSeconds) -> None:
         super().__init__()
         self.span = (0.0, 0.0)
-        """Of the transfer that was done last."""
+        """Of the transfer that ended last."""
         self._device = device
         self._seconds = seconds
         self._waiting: dict[Lane, deque[DriveTransfer]] = {lane: deque() for lane in LANES}
         self._running: dict[Lane, Running] = {}
         self._free_at = dict.fromkeys(LANES, 0.0)
-        self._elsewhere: float | None = None  # the time of who looks, when it is not the device's
+        self._elsewhere: float | None = None  # the caller's time, when it is not the device's
         self._is_polling = False
 
     def now(self) -> float:
-        """Return seconds of who looks."""
+        """Return the caller's seconds."""
         return self._device.clock() if self._elsewhere is None else self._elsewhere
 
     @contextmanager
     def at(self, seconds: float) -> Iterator[None]:
-        """Let who looks, inside the block, be at another time than the device is."""
+        """Let the caller, inside the block, be at another time than the device."""
         before, self._elsewhere = self._elsewhere, seconds
         try:
             yield
@@ -113,7 +113,7 @@ class DryDisk(threading.Condition):
         self._next(lane)
 
     def _next(self, lane: Lane) -> None:
-        """Begin what is urgent, or what was asked first, where nothing is under way."""
+        """Begin an urgent transfer, or the oldest, if none is under way."""
         waiting = self._waiting[lane]
         if lane in self._running or not waiting:
             return
@@ -161,7 +161,7 @@ class DryNvme(Nvme):
 
 
 class DryPool(Pool):
-    """The pool of homes on disk, without memory behind them."""
+    """The pool of homes on disk, without memory."""
 
     def __init__(self, nvme: DryNvme, disk: DryDisk, n_bytes: int, *, extent_numel: int) -> None:
         super().__init__(nvme, n_bytes, extent_numel=extent_numel, executor=disk)

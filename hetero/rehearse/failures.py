@@ -24,7 +24,7 @@ ASKS = "computes by its numbers, and a plan has none:"
 
 @contextmanager
 def explaining(model: str) -> Iterator[None]:
-    """Raise a ConfigError that names operation and line where a block of the user's code fails."""
+    """Raise a ConfigError that names operation and line if a block of the user's code fails."""
     try:
         yield
     except HeteroError:
@@ -34,7 +34,7 @@ def explaining(model: str) -> Iterator[None]:
 
 
 def explained(model: str, error: Exception) -> ConfigError:
-    """Return what to tell about an error in a model without bytes."""
+    """Return the error to raise for an error in a model without bytes."""
     where = "".join(f" {part}" for part in (operation_of(error), line_of(error)) if part)
     asks = isinstance(error, NotImplementedError) or "meta" in str(error).lower()
     said = str(error).partition("\n")[0]
@@ -60,7 +60,7 @@ def explained(model: str, error: Exception) -> ConfigError:
 
 
 def rule_of(error: Exception) -> Rule | None:
-    """Return the rule in whose step an error was raised; None where it was the model's."""
+    """Return the rule in whose step an error was raised; None if the model raised it."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is Rule.run.__code__ or frame.f_code is Rule.step_in_place.__code__:
             found: Rule = frame.f_locals["self"]
@@ -69,7 +69,7 @@ def rule_of(error: Exception) -> Rule | None:
 
 
 def operation_of(error: Exception) -> str:
-    """Return the operation that failed; empty where it was none of torch's."""
+    """Return the operation that failed; empty if it was none of torch's."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is OpClock.__torch_dispatch__.__code__:
             return f"{frame.f_locals['func']}"
@@ -77,7 +77,7 @@ def operation_of(error: Exception) -> str:
 
 
 def line_of(error: Exception) -> str:
-    """Return the innermost line of the user's own code; empty where there is none."""
+    """Return the innermost line of the user's own code; empty if there is none."""
     calls = traceback.extract_tb(error.__traceback__)
     own = [call for call in calls if not call.filename.startswith(LIBRARIES)]
     if not own:

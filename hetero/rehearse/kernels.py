@@ -1,9 +1,8 @@
-"""What meta tensors would compute otherwise than the device that they stand for (floor 4).
+"""Kernels that meta tensors would choose otherwise than the device they stand for (floor 4).
 
-``F.scaled_dot_product_attention`` chooses a kernel by the device of its inputs, and meta tensors
-get the one that nobody uses: it makes every score. The conditions here are those of
-``sdp_utils_cpp.cpp`` and ``sdp_utils.cpp`` of torch 2.9 to 2.13, as far as they depend on shapes
-and dtypes.
+``F.scaled_dot_product_attention`` chooses a kernel by the device of its inputs; for meta tensors it
+is one that makes every score. The conditions here are those of ``sdp_utils_cpp.cpp`` and
+``sdp_utils.cpp`` of torch 2.9 to 2.13, as far as they depend on shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ STATISTICS = (_ops.native_layer_norm.default, _ops.native_batch_norm.default)
 class AsOn:
     """Computes attention of meta tensors as ``is_cuda``, or else a CPU, would, inside the block.
 
-    The operation itself gets another kernel there, so that whoever calls it, by whatever name, is
-    heard; a mode would see every call of torch.
+    The operation itself gets another kernel, so calls by any name are caught; a mode would see
+    every call of torch.
     """
 
     def __init__(self, *, is_cuda: bool) -> None:
@@ -52,7 +51,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Return the output of a fused kernel; where none is for these inputs, every score is made."""
+    """Return the output of a fused kernel; if none takes these inputs, every score is made."""
     qkv = (query, key, value)
     widths = {t.shape[-1] for t in qkv}
     rows = all(t.dim() == 4 and t.numel() and t.stride(-1) == 1 for t in qkv)
@@ -103,10 +102,10 @@ def attend_cuda(
 
 
 def as_on_cpu(func: Any, args: Any, found: Any) -> Any:
-    """Return what a CPU's kernel returns in place of what meta says.
+    """Return the result of a CPU's kernel in place of the meta one.
 
-    Its norms keep their statistics in the dtype of weights and inputs where these are one, and make
-    no gradient that nobody asked for.
+    A CPU's norms keep their statistics in the 2-byte dtype that all tensors share, if they do, and
+    make only the gradients asked for.
     """
     if func in STATISTICS and found[0].is_meta and (half := _one_half(args)) is not None:
         return (found[0], *(torch.empty_like(t, dtype=half) for t in found[1:]))

@@ -17,7 +17,7 @@ from hetero.parse import json_of, read_text
 from hetero.plan.presets import PRESETS
 from hetero.recipes.options import installed
 
-POSITIONS = 1024  # of the one sample that is planned with, where no batch is given
+POSITIONS = 1024  # of the one sample that is planned with if no batch is given
 MAX_CONFIG_BYTES = 2**22
 MAX_LAYERS = 2**14  # that are built: a configuration of a kilobyte may ask for billions
 UNFIT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
@@ -58,7 +58,7 @@ def is_size(batch: Any) -> bool:
 
 
 def called(model: nn.Module, name: str, batch: Any) -> Described:
-    """Return a model with the arguments that a batch stands for."""
+    """Return a model with its batch as arguments."""
     if batch is None or is_size(batch):
         raise ConfigError(
             f"{name} needs arguments",

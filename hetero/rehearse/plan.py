@@ -1,4 +1,4 @@
-"""`hetero.plan`: what a training run will need and take, before it runs (floor 4)."""
+"""`hetero.plan`: the memory and the time of a training run, before it runs (floor 4)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from hetero.types import Kind, Tier, format_bytes
 
 MOST_RAISES = 24  # of budgets, until everything fits
 DTYPE: dict[str, Dtype] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
-EXACT_RAISES = 2  # of one budget to what an error names: it saw a peak only as far as it came
+EXACT_RAISES = 2  # of one budget to an error's figure, which sees a peak only as far as it came
 FIRST_RAISE = 1 / 64  # of a budget, at least, from then on; each raise twice as much as the last
 BUDGETS = {"HBM": "hbm", "HOST": "host", "NVME": "nvme_bytes"}
 
@@ -50,7 +50,7 @@ class Shortfall:
     tier: str
     have_bytes: int | None
     needed_bytes: int
-    """With so much, and what other shortfalls say, it runs."""
+    """With so much, and as much of other tiers as their shortfalls say, it runs."""
     why: str
 
     @property
@@ -60,7 +60,7 @@ class Shortfall:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """A tier, as planned; where something is short, as it would be with what is needed."""
+    """A tier, as planned; if something is short, as it would be with enough."""
 
     tier: str
     budget_bytes: int | None
@@ -71,7 +71,7 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What was found; everything but ``fits`` and ``shortfalls`` is of a run that fits."""
+    """A plan; everything but ``fits`` and ``shortfalls`` is of a run that fits."""
 
     model: str
     n_params: int
@@ -82,17 +82,17 @@ class Plan:
     step_seconds: float
     first_step_seconds: float
     tokens: int
-    """Of a step; samples where there are no tokens."""
+    """Of a step; samples if there are no tokens."""
     tokens_per_second: float
     bottleneck: str
     shares: dict[str, float]
-    """Seconds of a step by what it spends them on."""
+    """Seconds of a step by use."""
     disk_write_bytes: int
     """Per step."""
     drive_life_steps: float | None
     """Steps until the drives' endurance is spent; None: unknown, or nothing is written."""
     policies: dict[str, int]
-    """How many units leave what for backward."""
+    """How many units have each policy."""
     settings: dict[str, Any]
     """For `hetero.prepare`."""
     what_if: tuple[WhatIf, ...]
@@ -110,12 +110,12 @@ class Plan:
         return f"model, optimizer = hetero.prepare(model, optimizer{given})"
 
     def write(self, path: str | Path) -> None:
-        """Write the report of the rehearsal as HTML, with what else would fit."""
+        """Write the report of the rehearsal as HTML, with estimates of other settings."""
         made = examine(self.rehearsal.run)
         replace(made, sidecar=Sidecar(whatif=self.what_if)).write(path)
 
     def write_beside(self, directory: str | Path) -> None:
-        """Write into the directory of a run what was planned, for its report to compare."""
+        """Write the plan into the directory of a run, for its report to compare."""
         folder = Path(directory)
         predicted = summarize(measure(self.rehearsal.run)).as_json()
         (folder / PREDICTED).write_text(json.dumps(predicted, indent=1))
@@ -140,7 +140,7 @@ def plan(
     estimates: bool = True,
     **settings: Any,
 ) -> Plan:
-    """Find out what training will need and take, without the hardware and without the weights.
+    """Find out the memory and the time of training, without the hardware and the weights.
 
     The library itself trains a twin of the model without bytes, for a few steps, on the clock of a
     hardware profile.
@@ -149,14 +149,14 @@ def plan(
         model_or_config: a module (real, or on the meta device); the name of a published model
             (``"llama-3-8b"``); a Hugging Face config, as a mapping, its file or directory; or
             ``"package.module:function"``, which returns a module, or a module and its batch.
-        batch: what the model is called with: a mapping of keyword arguments, a sequence of
-            positional ones, or one tensor. For a Hugging Face model it may be
-            ``(samples, positions)``; None: one sample of 1024.
+        batch: the model's arguments: a mapping of keyword arguments, a sequence of positional ones,
+            or one tensor. For a Hugging Face model it may be ``(samples, positions)``; None: one
+            sample of 1024.
         optimizer: over the module's parameters; None: AdamW.
-        loss: makes a scalar of what the model returns; None: its ``loss``, its first scalar, or
-            the sum of its first tensor.
+        loss: makes a scalar of the model's output; None: its ``loss``, its first scalar, or the sum
+            of its first tensor.
         config: a `Config`, a mapping, or a TOML file; ``settings`` go on top.
-        estimates: whether to look what else would fit.
+        estimates: whether to estimate other settings.
         settings: as for `hetero.prepare`; ``profile`` names the machine (`hetero calibrate`).
 
     Raises:
@@ -188,7 +188,7 @@ def scene_of(
     config: Config,
     profile: MachineProfile,
 ) -> Scene:
-    """Return what is rehearsed; raises ConfigError for an optimizer that `prepare` refuses."""
+    """Return the scene to rehearse; ConfigError for an optimizer that `prepare` refuses."""
     twin = twin_of(described.model, optimizer)
     if twin.optimizer is not None:
         check_optimizer(twin.optimizer)
@@ -218,7 +218,7 @@ def scalar_of(output: Any) -> torch.Tensor:
 
 
 class Fitted(NamedTuple):
-    """A rehearsal that fits: with what settings, and what of them had to be raised."""
+    """A rehearsal that fits, its settings, and the budgets that had to be raised."""
 
     found: Rehearsal
     config: Config
@@ -226,10 +226,7 @@ class Fitted(NamedTuple):
 
 
 def until_it_fits(scene: Scene) -> Fitted:
-    """Rehearse with budgets raised until everything fits.
-
-    A model that would stay on a CUDA device without room for its activations is paged.
-    """
+    """Rehearse with budgets raised until all fits; a model that `overflows` is paged."""
     short: dict[str, Shortfall] = {}
     raises: Counter[str] = Counter()
     for _ in range(MOST_RAISES):
@@ -280,7 +277,7 @@ def next_budget(now_bytes: int, needed_bytes: int, before: int) -> int:
 
 
 def budget(scene: Scene, field: str) -> int | None:
-    """Return a budget in bytes: as set, or what the machine has."""
+    """Return a budget in bytes: as set, or as the machine has."""
     value: int | None = getattr(scene.config, field)
     if value is None and field == "host":
         host = scene.profile.host
@@ -290,7 +287,7 @@ def budget(scene: Scene, field: str) -> int | None:
     return value
 
 
-# -- what is said of it --------------------------------------------------------------------------
+# -- the plan of it ------------------------------------------------------------------------------
 
 
 def drawn(
@@ -355,14 +352,14 @@ def tokens_of(scene: Scene) -> int:
 
 
 def bottleneck(summary: Summary) -> str:
-    """Return what a step spends most time on."""
+    """Return the part of a step that takes most time."""
     return max(summary.time, key=lambda part: summary.time[part]).removesuffix("_seconds")
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the settings that say something.
+    """Return the settings that are not defaults.
 
-    The profile is among them: with it a run takes policies to cost what they cost here.
+    The profile is among them: with it a run takes policies to cost as much as here.
     """
     values = {f.name: getattr(config, f.name) for f in fields(Config)}
     plain = {f.name: f.default for f in fields(Config)}
@@ -384,7 +381,7 @@ def estimates_of(
     needed: Mapping[str, int],
     plain: PlainStep | None,
 ) -> Sequence[WhatIf]:
-    """Return what else would fit; of a model that stays, as it would be paged."""
+    """Return estimates of other settings; of a model that stays, as if it were paged."""
     if not paged.uses:
         return ()
     baseline = baseline_of(scene, paged, needed)
@@ -393,14 +390,14 @@ def estimates_of(
 
 
 def as_rehearsed(found: Rehearsal, shortfalls: Sequence[Shortfall]) -> WhatIf:
-    """Return the row of what was planned, which is no estimate."""
+    """Return the row of the plan itself, which is no estimate."""
     said = "; ".join(f"{row.tier} is {format_bytes(row.short_bytes)} short" for row in shortfalls)
     peak = found.peaks[Tier.HBM]
     return WhatIf("as planned", not shortfalls, peak, found.step_seconds, said)
 
 
 def as_paged(scene: Scene, found: Rehearsal) -> Rehearsal:
-    """Rehearse a model that would stay with too little memory for that, to see what units leave."""
+    """Rehearse a model that stays with too little memory for that, to see what units leave."""
     less = paging_bytes(found)
     config = replace(scene.config, hbm=less, device=scene.config.device or "cuda")
     if scene.profile.gpu is None:
@@ -409,21 +406,21 @@ def as_paged(scene: Scene, found: Rehearsal) -> Rehearsal:
 
 
 def peak_of(scene: Scene) -> float | None:
-    """Return the device's peak rate, None where a profile has none."""
+    """Return the device's peak rate; None if a profile has none."""
     gpu = scene.profile.gpu
     peak = None if gpu is None else gpu.tflops.of(DTYPE[scene.config.precision])
     return None if peak is None else peak.value
 
 
 def mfu_of(plain: PlainStep | None, seconds: float, peak_flops: float | None) -> float | None:
-    """Return the part of the peak rate that a step makes: what it computes again is left out."""
+    """Return the part of the peak rate that a step makes; recomputation is left out."""
     if plain is None or peak_flops is None or not seconds:
         return None
     return plain.flops / seconds / peak_flops
 
 
 def baseline_of(scene: Scene, found: Rehearsal, needed: Mapping[str, int]) -> Baseline:
-    """Return what estimates need of a rehearsal."""
+    """Return the figures of a rehearsal that estimates start from."""
     blueprint = found.blueprint
     trainable = [b for b in blueprint.layout.buckets if b.trainable]
     states = sum(b.numel * blueprint.costs[b.id].state for b in trainable)

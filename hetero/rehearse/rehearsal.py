@@ -1,8 +1,8 @@
 """A rehearsal: the library trains a model without bytes, and tells how that went (floor 4).
 
-The engine, its manager, its planner and its ledger are those of a real run. What differs is below
-them, a device made of numbers (`hetero.dry`), and above them, a model on the meta device, whose
-operations advance a virtual clock by what a hardware profile says they take.
+Engine, manager, planner and ledger are those of a real run. Below them is a device made of numbers
+(`hetero.dry`), and above them a model on the meta device, whose operations advance a virtual clock
+by the times of a hardware profile.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What is rehearsed: a training step of a model without bytes, on a machine.
-
-    Model and optimizer stay as they are: every rehearsal is of a twin.
-    """
+    """A training step of a model without bytes, on a machine; each rehearsal is of a twin."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -70,7 +67,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedStep:
-    """What one step took; two that are equal are followed by a third."""
+    """Measurements of one step; after two that are equal, the third is equal, too."""
 
     seconds: float
     mode: str
@@ -98,17 +95,17 @@ class Rehearsal:
     """The same by kind; their peaks may be at different times."""
     blueprint: Blueprint
     policies: dict[str, str]
-    """By unit: what it leaves for backward."""
+    """By unit."""
     uses: tuple[Use, ...]
     """What units leave for backward, in the order of forward; none of a model that stays."""
     working_bytes: int
-    """At the peak, beside what units leave."""
+    """At the peak, apart from bytes that units leave."""
     end_bytes: int
-    """Behind the last unit's forward, beside what units leave."""
+    """After the last unit's forward, apart from bytes that units leave."""
     buffer_bytes: int
     run: Run
     error: BudgetError | None = None
-    """What ended it, where something did."""
+    """That ended it, if one did."""
 
     @property
     def step_seconds(self) -> float:
@@ -119,7 +116,7 @@ class Rehearsal:
 def rehearse(scene: Scene) -> Rehearsal:
     """Train until steps are alike, or until a budget is passed.
 
-    Raises BudgetError where that is known before the first step, and ConfigError for a model that
+    Raises BudgetError if that is known before the first step, and ConfigError for a model that
     computes by its numbers or that its batch does not suit.
     """
     device = device_for(scene.config, scene.profile)
@@ -132,7 +129,7 @@ def rehearse(scene: Scene) -> Rehearsal:
     if disk is not None:
         tuning.open_pool = partial(open_dry_pool, disk)
     engine = assemble(scene.model, scene.optimizer, config, device, blueprint, tuning)
-    # what stays on a device has nobody who counts beside it
+    # the engine counts no activations of a model that stays
     beside = None if paged_of(engine) is not None else LiveBytes()
     steps: list[RehearsedStep] = []
     error = None
@@ -155,11 +152,11 @@ class PlainStep(NamedTuple):
     """In which the peak is."""
     seconds: float
     flops: float
-    """Of matrix products; what the model's own checkpoints compute again is among them."""
+    """Of matrix products, those that the model's own checkpoints compute again included."""
 
 
 def plain_step(scene: Scene, blueprint: Blueprint) -> PlainStep:
-    """Run the plain model forward and backward; its update is one pass over all that it touches.
+    """Run the plain model forward and backward; its update is one pass over the bytes it touches.
 
     With weights of two bytes the optimizer has whole fp32 masters too.
     """
@@ -195,8 +192,8 @@ def plain_step(scene: Scene, blueprint: Blueprint) -> PlainStep:
 def device_for(config: Config, profile: MachineProfile) -> DryDevice:
     """Return a device as the settings name it: CUDA where the profile has a GPU and none is named.
 
-    Its memory is the profile's, or what budgets say where that is more: what a machine would do
-    that had more of it may be asked. Raises ConfigError for a CUDA device on one without.
+    Its memory is the profile's, or a budget if that is more: one may ask about a larger machine.
+    Raises ConfigError for a CUDA device on a machine without one.
     """
     kind = config.device or ("cuda" if profile.gpu is not None else "cpu:sim")
     gpu = profile.gpu if kind == "cuda" else None
@@ -226,7 +223,7 @@ def device_for(config: Config, profile: MachineProfile) -> DryDevice:
 def update_seconds(profile: MachineProfile, blueprint: Blueprint, numel: int) -> float:
     """Return the time of a step over ``numel`` parameters on HOST (T4).
 
-    Where processors compute, too, one of them launches while the others update.
+    If processors compute, too, one of them launches while the others update.
     """
     seconds = profile.update_seconds(numel, numel * touched_by_update(blueprint))
     table = profile.host.threads.update
@@ -261,7 +258,7 @@ def disk_seconds(profile: MachineProfile, lane: Lane, n_bytes: int, both_ways: b
 
 
 def one_step(scene: Scene, engine: Engine, device: DryDevice) -> RehearsedStep:
-    """Train one step and return what it took."""
+    """Train one step and return its measurements."""
     began = device.clock()
     paged = isinstance(engine.residence, Paged)
     with OpClock(device, scene.profile, counted=paged and device.copies_here) as clock:
@@ -292,7 +289,7 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> RehearsedStep:
 
 @contextmanager
 def phase(engine: Engine, name: str) -> Iterator[None]:
-    """Log a phase of a model that stays, which nobody else looks at."""
+    """Log a phase of a model that stays, which the engine does not log."""
     engine.setup.log.phase = name
     with engine.setup.log.during(What.PHASE, why=name):
         yield
@@ -305,7 +302,7 @@ def is_settled(steps: Sequence[RehearsedStep]) -> bool:
 
 
 def staying(blueprint: Blueprint, n_bytes: int) -> dict[tuple[Tier, Kind], int]:
-    """Return the kinds of bytes that are on a device beside the parameters that stay there."""
+    """Return the bytes on a device by kind, without the parameters that stay there."""
     trained = [(b.numel, b.n_bytes, blueprint.costs[b.id]) for b in blueprint.layout.buckets]
     grads = sum(size for _, size, costs in trained if costs.grad)
     states = sum(numel * costs.state for numel, _, costs in trained)
@@ -327,7 +324,7 @@ def outcome(
     error: BudgetError | None,
     beside_bytes: int,
 ) -> Rehearsal:
-    """Return how it went; ``beside_bytes`` were on the device beside what the ledger knows."""
+    """Return how it went; the ledger does not know ``beside_bytes`` on the device."""
     ledger = engine.setup.ledger
     names = engine.setup.blueprint.layout.unit_names
     policies = {
@@ -365,7 +362,7 @@ def outcome(
 
 
 def meta_as_predicted(engine: Engine, profile: MachineProfile) -> Meta:
-    """Return what is said of a run beside its events."""
+    """Return the description of a run, without its events."""
     return replace(
         meta_of(engine),
         kind="predicted",
@@ -376,12 +373,12 @@ def meta_as_predicted(engine: Engine, profile: MachineProfile) -> Meta:
 
 
 def forward_seconds(run: Run, is_cuda: bool) -> dict[int, float]:
-    """Return what units' forwards computed in the last step, without what they waited for."""
+    """Return the compute time of units' forwards in the last step, without waits."""
     access, wait, move = What.ACCESS.value, What.WAIT.value, What.MOVE.value
     rows = [row for row in run.events if row.what == access and row.phase == "forward"]
     last = max((row.step for row in rows), default=0)
     unit_of = {row.seq: row.unit for row in rows if row.step == last}
-    idle = (wait,) if is_cuda else (wait, move)  # who launches copies on a CPU
+    idle = (wait,) if is_cuda else (wait, move)  # a CPU launches the copies itself
     spent: Counter[int] = Counter()
     for row in run.events:
         if row.seq in unit_of:

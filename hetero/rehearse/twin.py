@@ -17,7 +17,7 @@ from hetero.train.model.units import MARK
 
 
 class Twin(NamedTuple):
-    """A model and its optimizer, as alike as without their numbers."""
+    """A model and its optimizer without their numbers."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -30,8 +30,8 @@ def twin_of(
 ) -> Twin:
     """Return copies whose tensors are on the meta device; nothing of the originals is copied.
 
-    What is shared stays shared: tied weights, and parameters between model and optimizer.
-    ``dtypes`` are those of the copies, by the id of a parameter; the others keep theirs.
+    Tied weights stay tied, and model and optimizer share parameters. ``dtypes`` are those of the
+    copies, by the id of a parameter; the others keep theirs.
     """
     if MARK in model.__dict__:
         raise StateError(

@@ -1,8 +1,8 @@
-"""What would fit, and how fast it would be: estimates around what was rehearsed (floor 4).
+"""Estimates around a rehearsal: which other settings would fit, and how fast (floor 4).
 
-What units leave for backward grows with the tokens of a step, and so does compute; parameters and
-states do not. The runtime's own choice of policies says what then fits. A step takes as long as its
-busiest lane (T10 of the planner's equations): the estimate leaves out how well lanes overlap.
+Activations and compute grow with the tokens of a step; parameters and states do not. The runtime's
+own choice of policies decides the fit. A step takes as long as its busiest lane (T10 of the
+planner's equations): the estimate leaves out how well lanes overlap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hetero.report.views import WhatIf
 from hetero.types import Lane, format_bytes
 
 ENDLESS = 2**62  # bytes of a disk without a budget
-LARGEST = 4096  # times what was rehearsed, which is as far as anybody looks
+LARGEST = 4096  # times the rehearsed size: no search goes further
 DEEPEST = 16.0  # times as deep, likewise: a choice takes the square of the number of units
 DEPTH_APART = 0.02  # how exactly the depth is found
 RANKS = (2, 8)
@@ -27,12 +27,12 @@ EIGHT_BIT_STATE_BYTES = 2.0  # of two moments
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What a rehearsal found, as far as estimates need it; bytes and seconds."""
+    """The figures of a rehearsal that estimates need, in bytes and seconds."""
 
     uses: tuple[Use, ...]
     working_bytes: int
     end_bytes: int
-    """Behind the last unit's forward, beside what units leave."""
+    """After the last unit's forward, apart from bytes that units leave."""
     fixed_hbm_bytes: int
     """Buffers and the fewest frames."""
     home_bytes: int
@@ -54,7 +54,7 @@ class Baseline:
 
     @property
     def enough(self) -> Baseline:
-        """The baseline of a machine that has what is needed."""
+        """The baseline of a machine that has enough of each tier."""
         return replace(
             self,
             hbm_bytes=self.needed.get("HBM", self.hbm_bytes),
@@ -96,7 +96,7 @@ def what_if(baseline: Baseline, micro_batch: int, sequence: int) -> Iterator[Wha
 
 
 def without_hetero(hbm_bytes: int, plain: PlainStep) -> WhatIf:
-    """Return what the same step takes where all of it is on the device."""
+    """Return the estimate of the same step with everything on the device."""
     short = plain.peak_bytes - hbm_bytes
     said = f"HBM is {format_bytes(short)} short; " if short > 0 else ""
     said += f"peak in {plain.phase}"
@@ -104,7 +104,7 @@ def without_hetero(hbm_bytes: int, plain: PlainStep) -> WhatIf:
 
 
 def estimate(label: str, baseline: Baseline, policies: Sequence[Policy] | None = None) -> WhatIf:
-    """Return what comes of a setting, with the cheapest policies that fit where none are given."""
+    """Return the estimate of a setting, with the cheapest policies that fit if none are given."""
     room = baseline.hbm_bytes - baseline.fixed_hbm_bytes
     chosen = policies or choice(baseline, room)
     live = peak_bytes(baseline.uses, chosen, baseline.working_bytes, end_bytes=baseline.end_bytes)
@@ -134,7 +134,7 @@ def choice(baseline: Baseline, room_bytes: int) -> list[Policy]:
 
 
 def step_seconds(baseline: Baseline, policies: Sequence[Policy]) -> float:
-    """Return the time of a step: its busiest lane, and what policies cost beside."""
+    """Return the time of a step: its busiest lane, where compute includes the cost of policies."""
     beside = sum(
         cost_seconds(use, policy, baseline.down, baseline.up)
         for use, policy in zip(baseline.uses, policies, strict=True)
@@ -143,9 +143,7 @@ def step_seconds(baseline: Baseline, policies: Sequence[Policy]) -> float:
     up = baseline.up(2 * baseline.param_bytes)  # in forward and in backward
     lanes = [baseline.compute_seconds + beside, up, baseline.down(baseline.param_bytes)]
     lanes.append(baseline.update_seconds)
-    if (
-        spilled and baseline.disk_bytes and baseline.profile.nvme is not None
-    ):  # what is there comes up and goes down once
+    if spilled and baseline.disk_bytes and baseline.profile.nvme is not None:
         lanes.append(baseline.profile.read_seconds(spilled, both_ways=True))
         cache = baseline.profile.nvme.slc_bytes
         before = 0.0 if cache is None else cache.value

@@ -18,8 +18,8 @@ UpdateSeconds = Callable[[int], float]
 class DryJob(Job):
     """A job that is done when its time has come.
 
-    Its slices are carried out at once when it begins. What they wait for on the way, a disk, takes
-    its time; their own work goes on meanwhile.
+    Its slices are carried out at once when it begins. A disk they wait for takes its time, during
+    which their own work goes on.
     """
 
     __slots__ = ("_worker", "asked", "seconds")
@@ -99,7 +99,7 @@ class DryWorker(Worker):
             self._run(self._jobs.popleft())
 
     def run_until(self, job: DryJob) -> None:
-        """Begin what was submitted up to a job; one that never was begins now."""
+        """Begin the jobs submitted up to one; if it never was submitted, it begins now."""
         if job.began is not None:
             return
         while job in self._jobs:

@@ -26,7 +26,7 @@ class Admission:
         """Raise ConfigError for a parameter in the groups that cannot be stepped."""
         params = [param for group in groups for param in group["params"]]
         ids = [id(param) for param in params]
-        if ids == self._admitted:  # all of them the model's own, so that no other has such an id
+        if ids == self._admitted:  # the model holds them all, so no id is reused
             return
         for param in params:
             if id(param) not in self._listed and pageable(param):
@@ -35,8 +35,7 @@ class Admission:
         self._admitted = ids
 
     def admit(self, param: torch.Tensor) -> None:
-        """Raise ConfigError for a parameter that is not of the prepared model, or needs a master
-        that it was prepared without."""
+        """Raise ConfigError for a parameter of another model, or one that lacks its master."""
         setup = self._setup
         if id(param) not in setup.index:
             raise ConfigError(
@@ -45,7 +44,7 @@ class Admission:
             )
         working, bucket = WORKING.get(setup.config.precision), setup.bucket(param)
         if working is None or not bucket.codec.exact:
-            return  # the gradient of a weight in code is refused where it comes
+            return  # a coded weight's gradient is refused when it arrives
         if bucket.dtype is working and not bucket.has_master:
             raise ConfigError(
                 f"parameter {setup.segment(param).spec.name!r} was frozen, and in no group, when"

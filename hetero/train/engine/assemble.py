@@ -1,4 +1,4 @@
-"""From a plain model and its optimizer to an engine, or back where that fails (floor 2)."""
+"""From a plain model and its optimizer to an engine, or back if that fails (floor 2)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assemble(
 
 
 def residence_of(setup: Setup, broken: Broken) -> Paged | Resident:
-    """Return where the parameters of a model are to be."""
+    """Return the residence of a model's parameters."""
     if not setup.budget.stays:
         return Paged(setup, broken)
     return Mastered(setup) if setup.has_masters else Resident(setup)

@@ -12,20 +12,20 @@ from hetero.train.model.graph import unless_gone
 from hetero.train.model.host_work import host_work
 from hetero.train.update.optimizer import Optimizer
 
-NOT_STATES = (PARAM, GRAD, WIDE)  # homes that are looked after elsewhere
+NOT_STATES = (PARAM, GRAD, WIDE)  # homes whose holders are tracked elsewhere
 
 
 class BackwardUpdates:
-    """Begins the update of a bucket before its step, where nothing has to be looked at first."""
+    """Begins a bucket's update before its step, if the step has nothing to check first."""
 
     def __init__(self, setup: Setup, trained: Trained, manager: ChunkManager) -> None:
-        self.optimizer: Optimizer | None = None  # whose step it is; None before it is prepared
+        self.optimizer: Optimizer | None = None  # set once it is prepared
         self._setup = setup
         self._trained = trained
         self._manager = manager
 
     def follow(self) -> EarlyUpdates:
-        """Return what tells when backward has left a unit; it does not keep this object alive."""
+        """Return the tracker that tells when backward has left a unit; it refers here weakly."""
         buckets, grads = self._setup.buckets, self._trained.grads
         needs = self._setup.blueprint.needs
         trained = [[buckets[b] for b in need if buckets[b].trainable] for need in needs]
@@ -41,14 +41,14 @@ class BackwardUpdates:
         return EarlyUpdates(needs, complete=complete, begin=begin)
 
     def begin(self, bucket: Bucket) -> None:
-        """Begin a bucket's update, where the user's code would not see it before the step."""
+        """Begin a bucket's update, unless the user's code would see it before the step."""
         setup, optimizer, stepper = self._setup, self.optimizer, self._trained.stepper
         if optimizer is None or stepper is None or is_seen(setup, bucket, optimizer):
             return
         if optimizer.states_are_held or not self._manager.may_hand_over(bucket.id):
             return
         before = setup.saver.jobs_before(bucket.id)
-        with host_work():  # what an update makes, it makes on HOST
+        with host_work():  # updates allocate on HOST
             groups, states = optimizer.param_groups, optimizer.known_state
             early = stepper.open_early(bucket, groups, states, before)
             if early is None:
@@ -59,7 +59,7 @@ class BackwardUpdates:
 
 
 def is_seen(setup: Setup, bucket: Bucket, optimizer: Optimizer) -> bool:
-    """Whether the user's code holds a state or a tensor of one, and would watch it change."""
+    """Whether the user's code holds a state or a tensor of one, and would see it change."""
     named = setup.store.of_bucket(bucket.id)
     homes = (home for name, home in named if name not in NOT_STATES)
     if any(home.held or home.objects_held or home.copies for home in homes):

@@ -1,4 +1,4 @@
-"""The blueprint of a prepared model: what is decided before anything is touched (floor 2)."""
+"""The blueprint of a prepared model, drawn before anything is touched (floor 2)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from hetero.types import Kind
 
 
 class Costs(NamedTuple):
-    """What training an element costs beside the element; bytes."""
+    """Bytes that training adds to an element of a parameter."""
 
     grad: int
-    """While several add up."""
+    """While several gradients add up."""
     master: int
     state: int
     whole: bool
@@ -40,7 +40,7 @@ class Blueprint:
     layout: Layout
     needs: tuple[tuple[int, ...], ...]
     costs: tuple[Costs, ...]
-    """What an element of each bucket costs beside itself."""
+    """Of an element, by bucket."""
     widest: int = field(init=False)
     """The unit that pins most frames."""
     least_bytes: int = field(init=False)
@@ -48,7 +48,7 @@ class Blueprint:
     home_bytes: int = field(init=False)
     """Bytes of parameters, gradients and states at home."""
 
-    def __post_init__(self) -> None:  # every step asks for these, of all units
+    def __post_init__(self) -> None:  # computed once: every step reads them
         most, widest = max(((self.granules(u), -u) for u in range(len(self.units))), default=(0, 0))
         object.__setattr__(self, "widest", -widest)
         object.__setattr__(self, "least_bytes", most * self.granule_bytes)
@@ -77,7 +77,7 @@ class Blueprint:
 
     @property
     def is_coded(self) -> bool:
-        """Whether any parameters are at home in code."""
+        """Whether any parameters lie at home in code."""
         return any(not bucket.codec.exact for bucket in self.layout.buckets)
 
     def decoding(self, *, is_cuda: bool) -> tuple[Blocked, int] | None:
@@ -95,12 +95,12 @@ class Blueprint:
 
     @property
     def grad_sizes(self) -> list[int]:
-        """Bytes of every gradient there can be."""
+        """Bytes of each trainable parameter's gradient."""
         trainable = [b for b in self.layout.buckets if self.costs[b.id].grad]
         return [s.spec.numel * b.dtype.itemsize for b in trainable for s in b.segments]
 
     def element_bytes(self, bucket: Bucket) -> dict[Kind, int]:
-        """Return the bytes an element of a trainable bucket costs by kind, PARAM not counted."""
+        """Return the bytes of an element of a trainable bucket by kind, PARAM left out."""
         costs = self.costs[bucket.id]
         sizes = {Kind.GRAD: costs.grad, Kind.MASTER: costs.master, Kind.STATE: costs.state}
         return {kind: size for kind, size in sizes.items() if size}
@@ -145,7 +145,7 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
 
 
 def check_tables(model: nn.Module, config: Config) -> None:
-    """Refuse parameters that are not paged, and so are not converted, beside working weights."""
+    """Refuse parameters that are not paged, hence not converted, next to working weights."""
     working = WORKING.get(config.precision)
     for name, param in tables(model):
         if working is not None and pageable(param) and param.dtype is not working:
@@ -160,11 +160,11 @@ def check_tables(model: nn.Module, config: Config) -> None:
 def codecs_of(
     model: nn.Module, config: Config, working: dict[int, torch.dtype]
 ) -> dict[int, Codec]:
-    """Return how parameters are coded at home that are, by the parameter's id.
+    """Return the codecs of parameters that lie at home in code, by the parameter's id.
 
-    They are frozen matrices, whether or not an optimizer lists them. Norms and biases are little,
-    and each number of them matters; a memory format that is not row by row is somebody's choice.
-    Raises ConfigError where a codec is asked for and there is nothing for it.
+    Only frozen matrices do, whether or not an optimizer lists them: norms and biases are small, and
+    each of their numbers matters. One that is not contiguous keeps its memory format.
+    Raises ConfigError if a codec is set and no parameter is to be coded.
     """
     codec = CODECS[config.frozen]
     if codec.exact:
@@ -198,7 +198,7 @@ def unit_needs(
 
 
 def shapes(bucket: Bucket) -> frozenset[tuple[int, ...]]:
-    """Return the shapes of a bucket's parameters: rules tell by them what they keep."""
+    """Return the shapes of a bucket's parameters: rules choose their states by them."""
     return frozenset(tuple(segment.spec.shape) for segment in bucket.segments)
 
 
@@ -210,7 +210,7 @@ def costs_of(
     shapes: frozenset[tuple[int, ...]],
     trainable: bool,
 ) -> Costs:
-    """Return what an element of a bucket costs under an optimizer and a precision."""
+    """Return the costs of an element of a bucket under an optimizer and a precision."""
     if not trainable:
         return Costs(0, 0, 0, False)
     low = low_dtype(precision)
@@ -222,7 +222,7 @@ def costs_of(
     if has_master:
         whole = rule.formula is None
     kept = torch.float32 if has_master else dtype
-    found: dict[str, int] = {}  # a state that one parameter keeps has a home in its whole bucket
+    found: dict[str, int] = {}  # the home of a state spans its whole bucket
     for group in groups:
         for shape in sorted(shapes):
             for key, state in rule.states_of(group, kept, shape).items():

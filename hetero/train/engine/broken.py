@@ -12,15 +12,15 @@ from hetero.train.access.hooks import Hooks
 
 
 class Broken:
-    """Why a model must not be used; "" where it may be."""
+    """Why a model must not be used; "" if it may be."""
 
     def __init__(self, model: nn.Module) -> None:
         self.why = ""
         self._model = model
-        self._barrier = Hooks()  # what refuses its forwards meanwhile
+        self._barrier = Hooks()  # refuses forwards meanwhile
 
     def refuse(self) -> None:
-        """Raise StateError where the model must not be used."""
+        """Raise StateError if the model must not be used."""
         if self.why:
             raise StateError(
                 f"the model is of two checkpoints: {self.why}",
@@ -28,7 +28,7 @@ class Broken:
             )
 
     def begin_load(self, source: str) -> None:
-        """From here on every use of the model is refused, until `end_load`."""
+        """Refuse every use of the model until `end_load`."""
         self.end_load()
         self.why = f"{source} was loaded in part"
         self._barrier.refuse_forwards(self._model, self.refuse)

@@ -1,6 +1,6 @@
-"""The budget of a prepared model: what fits, and what is refused before it is tried (floor 2).
+"""The budget of a prepared model; what does not fit is refused before it is tried (floor 2).
 
-``hbm`` means everything on the device: buffers, activations, and frames in what is left.
+``hbm`` means everything on the device: buffers, activations, and frames in the rest.
 Activations are not known before the first step, which therefore runs with the fewest frames.
 """
 
@@ -22,27 +22,27 @@ from hetero.train.engine.spill import Spill, draw_spill, draw_way, passing_bytes
 from hetero.types import format_bytes
 
 CUDA_SHARE = 0.95  # of free HBM, when no budget is given
-CPU_FRAMES = 4  # this part of RAM is for frames, when no budget is given for them
+CPU_FRAMES = 4  # 1/4 of RAM is for frames, when no budget is given for them
 CUDA_RESIDENT = 1.5  # a model is kept on the device when its states fit this many times
 
 
 @dataclass(slots=True)
 class Budget:
-    """Bytes of HBM (None: no limit) and what of them is spoken for beside frames."""
+    """Bytes of HBM (None: no limit), and how they are divided."""
 
     plan: Blueprint
     hbm: int | None
     buffer_bytes: int
     spill: Spill | None = None
-    """What goes to disk, and the way there."""
+    """Homes on disk, and the pool they pass through."""
     host_bytes: int = 0
-    """Of RAM, for homes and what passes through to them."""
+    """RAM for homes and for transfers to them."""
     stays: bool = False
     """Whether parameters stay where they compute, from the beginning."""
     division: Division | None = None
     """How HBM is divided since the last border; None before activations were measured."""
     divisible: Hbm = field(init=False)
-    """HBM, as far as it is divided."""
+    """The sizes by which HBM is divided."""
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -62,7 +62,7 @@ class Budget:
         held_bytes: int = 0,
         is_whole: bool = True,
     ) -> OutOfMemory:
-        """Return the error of activations that take too much.
+        """Return the error for activations that take too much.
 
         Args:
             where: which unit passed the budget.
@@ -86,7 +86,7 @@ class Budget:
 
     @property
     def disk_bytes(self) -> int:
-        """Of disk, for homes."""
+        """Disk that homes take."""
         return 0 if self.spill is None else self.spill.disk_bytes
 
     @property
@@ -95,7 +95,7 @@ class Budget:
         return self.spill is not None and bool(self.spill.on_disk)
 
     def holds_everything(self, activation_bytes: int) -> bool:
-        """Whether parameters, gradients and states fit on the device beside the activations."""
+        """Whether parameters, gradients and states fit on the device with the activations."""
         whole = self.plan.home_bytes + activation_bytes + self.buffer_bytes
         return whole <= (self.hbm or 0)
 
@@ -145,7 +145,7 @@ def available(
     """Return the bytes of HBM and of RAM: as configured, else as measured."""
     hbm, host = hbm_bytes(config, device), host_bytes(model, config, device.host_limit())
     if hbm is None and (plan.is_coded or (config.nvme and plan.home_bytes > host)):
-        # homes are in the RAM that computes, and cannot be what computes: set frames aside in it
+        # the CPU cannot compute on these homes as they lie: set frames aside in its RAM
         hbm = max(host // CPU_FRAMES, 2 * plan.least_bytes + buffer_bytes)
         return Memory(hbm, max(0, host - hbm))
     if hbm is not None and config.host is None and not device.is_cuda:
@@ -154,7 +154,7 @@ def available(
 
 
 def hbm_bytes(config: Config, device: Device) -> int | None:
-    """Return the HBM that may be used, which may not be more than there is."""
+    """Return the HBM that may be used; ConfigError for more than the device has."""
     total, free = device.total_bytes(), device.free_bytes()
     if config.hbm is not None and total is not None and config.hbm > total:
         raise ConfigError(
@@ -184,7 +184,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def host_bytes(model: nn.Module, config: Config, limit: HostLimit) -> int:
-    """Return the RAM for homes: the budget, or what this process may take."""
+    """Return the RAM for homes: the budget, or as much as this process may take."""
     held = sum(p.nbytes for _, p in pages(model) if p.device.type == "cpu")  # moved, not copied
     if config.host is None:
         return limit.n_bytes + held
@@ -198,7 +198,7 @@ def host_bytes(model: nn.Module, config: Config, limit: HostLimit) -> int:
 
 
 def check_hbm(budget: Budget) -> None:
-    """Refuse a budget that the widest unit alone does not fit, naming the smallest that works."""
+    """Refuse a budget too small for the widest unit alone, naming the smallest that works."""
     plan, hbm = budget.plan, budget.hbm or 0
     least = plan.least_bytes + budget.buffer_bytes
     if least > hbm:

@@ -1,6 +1,6 @@
-"""What is asked of a model and an optimizer before anything is touched (floor 2).
+"""Checks of a model and an optimizer before anything is touched (floor 2).
 
-Every check raises before the first allocation, so a refused model is the plain model it was.
+They raise before the first allocation, so a refused model is the plain model it was.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _FLOAT8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_")
 def check_model(model: object, *, weights: bool = False) -> nn.Module:
     """Return the model, or raise naming the module or the parameter that cannot be prepared.
 
-    With ``weights`` to come, parameters may be empty (on the meta device), and so may be those that
-    know where their values are.
+    A parameter may be empty (on the meta device) if ``weights`` are to come, or if it knows where
+    its values are.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
@@ -69,7 +69,7 @@ def check_model(model: object, *, weights: bool = False) -> nn.Module:
 
 
 def check_watchable(model: object) -> tuple[nn.Module, torch.device]:
-    """Return a plain model and its device, or raise naming what cannot be watched."""
+    """Return a plain model and its device, or raise naming the part that cannot be watched."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
     for name, module in model.named_modules():
@@ -94,15 +94,12 @@ def check_watchable(model: object) -> tuple[nn.Module, torch.device]:
 
 
 def is_prepared(module: nn.Module) -> bool:
-    """Whether a module is a prepared model, or part of one that no other model can have too.
-
-    One without parameters (an activation, a table of positions) may be part of several.
-    """
+    """Whether a module is prepared, or a part with parameters; others may belong to several."""
     return PART in module.__dict__ and has_params(module)
 
 
 def check_unwrapped(where: str, module: nn.Module, verb: str) -> None:
-    """Refuse wrappers that split or copy what they wrap, and scripts; ``verb`` is for advice."""
+    """Refuse wrappers that split or copy a module, and scripts; ``verb`` is for advice."""
     for kind in type(module).__mro__:
         if kind.__name__ in _WRAPPERS:
             raise ConfigError(
@@ -147,8 +144,7 @@ def check_plain(name: str, param: nn.Parameter) -> None:
 def pageable(param: nn.Parameter) -> bool:
     """Return whether hetero pages a parameter; integer tables stay on the device like buffers.
 
-    They are small, are never trained, and serve as sizes and indices, which C++ reads past
-    ``__torch_function__``.
+    They are small, and C++ reads sizes and indices in them past ``__torch_function__``.
     """
     return param.is_floating_point() or param.is_complex()
 
@@ -157,10 +153,10 @@ def pages(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that hetero pages, by name, in the model's order.
 
     [Note: made anew]  PEFT's LoRA on `nn.MultiheadAttention` registers other objects whenever its
-    modules are listed, and again in each forward, which computes their values. Nothing can be paged
-    under such a name: they stay on the device like buffers. They are found by listing twice.
+    modules are listed, and again in each forward, which computes their values. Such parameters
+    cannot be paged and stay on the device like buffers. Listing twice finds them.
     """
-    first = dict(model.named_parameters())  # held, so that no other object takes the place of one
+    first = dict(model.named_parameters())  # held, so that no address is reused
     twice = ((name, param) for name, param in model.named_parameters() if first.get(name) is param)
     return [(name, param) for name, param in twice if pageable(param)]
 
@@ -209,7 +205,7 @@ def check_param(name: str, param: nn.Parameter) -> None:
 
 
 def check_codes(model: nn.Module, layout: Layout) -> None:
-    """Refuse weights that their codec cannot hold, by name, while they are what they were."""
+    """Refuse, by name, weights that their codec cannot hold, before any has changed."""
     paged = (param for _, param in pages(model))
     for param, (bucket, segment) in zip(paged, layout.home, strict=True):
         codec = layout.buckets[bucket].codec
@@ -259,16 +255,16 @@ def spans_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[int, list[Span]]
 
 
 def check_aliases(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse what shares a parameter's memory, by name, and warn of what has none.
+    """Refuse module tensors that share a parameter's memory; warn of other holders of it.
 
-    In torch it shows every step; from `prepare` on the parameter's bytes are elsewhere.
+    In torch they follow every step; from `prepare` on the parameter's bytes are elsewhere.
     """
     spans = spans_of(pages(model))
     known = {id(param) for _, param in named}
     for name, tensor, is_computed in held_by(model):
         span = None if id(tensor) in known else span_of(name, tensor)
         if is_computed and span is not None and span[0] in spans:
-            spans[span[0]].append(Span(0, 0, name))  # counted, and no more
+            spans[span[0]].append(Span(0, 0, name))  # only counted as a holder
             continue
         for first, end, other in spans.get(span[0], ()) if span is not None else ():
             if span is not None and first < span[1].end and span[1].first < end:
@@ -281,10 +277,7 @@ def check_aliases(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -
 
 
 def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield the tensors that modules have beside their parameters: buffers and attributes.
-
-    Beside each stands whether it is computed anew in each forward, as `spectral_norm` does.
-    """
+    """Yield name and tensor of modules' other attributes, and whether each forward computes it."""
     for prefix, module in model.named_modules():
         computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
         held = {**module._buffers, **module.__dict__}
@@ -297,9 +290,9 @@ def held_by(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def warn_of_aliases(spans: Mapping[int, Sequence[Span]]) -> None:
-    """Warn of parameters whose memory something outside the model holds, too."""
+    """Warn of parameters whose memory is also held outside the model."""
     if any(use_count_of(storage) > len(parts) for storage, parts in spans.items()):
-        gc.collect()  # a graph that is garbage holds what it saved
+        gc.collect()  # a dead graph still holds its saved tensors
     held = [p for s, parts in spans.items() if use_count_of(s) > len(parts) for p in parts if p.end]
     if held:
         warnings.warn(
@@ -344,7 +337,7 @@ def check_pair(model: nn.Module, optimizer: object) -> torch.optim.Optimizer | N
 
 
 def check_whose(model: nn.Module, optimizer: object) -> torch.optim.Optimizer | None:
-    """Return the optimizer, or raise naming a parameter of it that is not of the model."""
+    """Return the optimizer, or raise naming a parameter that is not of the model."""
     if optimizer is None:
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):

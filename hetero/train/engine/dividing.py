@@ -1,4 +1,4 @@
-"""What divides HBM of a paged model: measured, divided, applied at every border (floor 2)."""
+"""Divides the HBM of a paged model: measure, divide, apply at every border (floor 2)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hetero.train.gradients.ring import GradRing
 
 
 class HbmDivision:
-    """The meter, the room, and who decides: `Fitting` in training, else `Evaluation`."""
+    """Joins the meter, the room and their policy: `Fitting` in training, else `Evaluation`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class HbmDivision:
         if not self._trains:
             evaluation = Evaluation(self.room, meter=meter, log=setup.log)
             self._evaluation = activations.forwards = evaluation
-        ring.limit_bytes = 0  # until it is known what is left
+        ring.limit_bytes = 0  # until activations are measured
 
     def _make_meter(self, manager: ChunkManager) -> Meter:
         setup, ring, runtime = self._setup, self._ring, self._runtime
@@ -66,7 +66,7 @@ class HbmDivision:
         )
 
     def _keeper(self) -> Keeper:
-        """Return what makes room for what operations make, and refuses what has none."""
+        """Return the object that makes room for new tensors, or refuses them."""
         return self.fitting if self._evaluation is None else self._evaluation
 
     def _make_fitting(self, meter: Meter) -> Fitting:
@@ -93,7 +93,7 @@ class HbmDivision:
 
     @property
     def _may_stay(self) -> bool:
-        """Whether a model that fits the device is to stay there: its homes are what computes."""
+        """Whether a model that fits the device is to stay there and compute on its homes."""
         setup = self._setup
         kept = setup.device.is_cuda or setup.blueprint.is_coded
         return self._trains and not kept and not setup.budget.spills
@@ -101,27 +101,26 @@ class HbmDivision:
     # -- at a border -----------------------------------------------------------------------------
 
     def fits_whole(self, division: Division) -> bool:
-        """Whether the whole model may stay on the device, with the activations of a division."""
+        """Whether the whole model fits with a division's activations, and may stay."""
         return self._may_stay and self._setup.budget.holds_everything(division.moving_bytes)
 
     def apply(self, division: Division) -> None:
-        """Give frames what activations leave; where a view is held, the next border tries again."""
+        """Apply a division; if a view is held, the next border tries again."""
         self.room.apply(division)
 
     def begin(self) -> None:
         """A step begins."""
         self.fitting.meter.restart()
-        self.fitting.begin()  # a model that trains by another method has no forward to begin one
+        self.fitting.begin()  # training by another method calls no forward that begins it
         self._runtime.fetches.step_ends()
 
     def forward_ended(self) -> None:
-        """A forward of a model that is not trained ended: it is a step."""
+        """A forward in inference ended: it is a step."""
         if self._evaluation is not None:
             self._evaluation.end()
 
     def activations_seen(self) -> int:
-        """Return the bytes besides frames and buffers that this step held at its peak, and those
-        that its gradients may take on their way down."""
+        """Return this step's peak of bytes outside frames and buffers, plus the useful ring's."""
         return self.fitting.meter.peak_bytes() + self._ring.useful_bytes
 
 
@@ -131,7 +130,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def copy_seconds(setup: Setup) -> CopySeconds:
-    """Return how long copies take: by the profile where one is named, else as measured."""
+    """Return how long copies take: by the profile if one is named, else as measured."""
     if setup.config.profile is None:
         return setup.device.copy_seconds
     return find(setup.config.profile).copy_seconds

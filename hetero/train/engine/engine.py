@@ -1,4 +1,4 @@
-"""The engine of one prepared model: what `prepare` builds and `release` takes apart (floor 2)."""
+"""The engine of one prepared model: `prepare` builds it, `release` takes it apart (floor 2)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Engine:
         self.admission = Admission(setup)
         self.optimizer: Optimizer | None = None
         self._unsilence: Callable[[], None] = lambda: None
-        self._step_began = setup.log.clock()  # or the step before it ended
+        self._step_began = setup.log.clock()  # when the last step ended, once there is one
         self._told_early = False  # whether a release was refused between backward and step
         if setup.inner is not None:
             self._wrap(setup.inner)
@@ -61,10 +61,7 @@ class Engine:
     # -- training --------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer) -> None:
-        """Update all parameters that have a gradient, now or during the next forward.
-
-        Ctrl-C comes out when the step is made and counted, after its border.
-        """
+        """Update all parameters that have a gradient, now or during the next forward."""
         setup, log = self.setup, self.setup.log
         if setup.model.__dict__.get(MARK) is not self:
             raise StateError(
@@ -80,7 +77,7 @@ class Engine:
             log.add(What.PHASE, began, now, why="step")
             log.add(What.STEP, self._step_began, now)
             log.step, log.phase, self._step_began = log.step + 1, "between", now
-        interrupts.point()
+        interrupts.point()  # Ctrl-C is raised once the step is counted and its border over
 
     def _step(self, optimizer: Optimizer) -> None:
         self.broken.refuse()
@@ -102,7 +99,7 @@ class Engine:
         self.steps = steps_of(self.setup, self.residence)
 
     def _refuse_excess(self) -> None:
-        """Raise OutOfMemory where activations that went down passed a budget."""
+        """Raise OutOfMemory if offloaded activations passed a budget."""
         error = self.setup.offload.store.refusal()
         if error is not None:
             self.residence.spoil()
@@ -114,7 +111,7 @@ class Engine:
             self.optimizer.clip_grad_norm_(most)
 
     def restate(self) -> None:
-        """Begin the event log anew: what is where now is what it begins with."""
+        """Begin the event log anew, with the present state as its beginning."""
         self.setup.log.clear()
         self._step_began = self.setup.log.clock()
         self.setup.ledger.restate()
@@ -123,36 +120,35 @@ class Engine:
     # -- saving and loading ----------------------------------------------------------------------
 
     def save(self, saving: Saving) -> None:
-        """From here on, homes change only after the save has read them."""
+        """Begin a save: homes change only after it has read them."""
         self.steps.refuse_early("the model is saved")
         self.steps.take_copies()
         plain = self.residence.updates_in_place
         self.setup.saver.begin(saving, self.setup.store, paged=not plain)
 
     def saved_masters(self) -> dict[int, torch.Tensor]:
-        """Return what a state dict keeps of masters, by the parameter's id."""
+        """Return the ``low`` of each master, for a state dict, by the parameter's id."""
         setup = self.setup
         setup.saver.finish()
-        if setup.has_masters:  # a weight that was written is its own master
+        if setup.has_masters:  # a written weight is its own master
             self.residence.quiesce()
         saved = ((p, setup.masters.saved(setup.segment(p))) for p in setup.params)
         return {id(p): low for p, low in saved if low is not None}
 
     def load_master(self, param: torch.Tensor, low: torch.Tensor) -> None:
-        """Take back what a state dict kept of a parameter's master."""
+        """Take the ``low`` of a parameter's master from a state dict."""
         setup = self.setup
         setup.saver.finish()
-        self.residence.settle(setup.bucket(param).id)  # a write on its way would come after this
+        self.residence.settle(setup.bucket(param).id)  # a pending write would land after this
         setup.masters.load(setup.segment(param), low)
 
     def void_early(self) -> None:
-        """Give up a step that will not be made: what its early updates did stays, so that the model
-        is of no use until it is loaded."""
+        """Give up a step that will not be made; early updates of it leave a broken model."""
         if self.steps.void_early():
             self.broken.why = "some of its parameters were updated in a step that was not made"
 
     def _check_copy(self, n_bytes: int) -> None:
-        """Refuse a copy in RAM for which there is no room, or of a model that must not be used."""
+        """Refuse a copy that RAM has no room for, or of a model that must not be used."""
         self.broken.refuse()
         self.steps.refuse_early("the model is copied")
         free, limit = self.setup.ledger.free(Tier.HOST), self.setup.ram()
@@ -174,7 +170,7 @@ class Engine:
         with self.residence.at_home():
             yield
 
-    # -- what the optimizer asks -----------------------------------------------------------------
+    # -- for the optimizer -----------------------------------------------------------------------
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the model's parameters in its own order."""
@@ -190,7 +186,7 @@ class Engine:
         return self.steps.adopt(param, state)
 
     def refuse_broken(self) -> None:
-        """Raise StateError where the model must not be used."""
+        """Raise StateError if the model must not be used."""
         self.broken.refuse()
 
     def finish(self) -> None:
@@ -213,9 +209,9 @@ class Engine:
     def release(self) -> None:
         """Give back a plain module and the plain optimizer with its states.
 
-        Raises StorageError where a drive fails: nothing has changed then, and the next call tries
-        again. Where a drive has failed before, since the last step, it is StateError: files and
-        threads are gone, and what they held is lost.
+        Raises StorageError if a drive fails: nothing has changed then, and the next call tries
+        again. If it failed before, since the last step, it is a StateError: files and threads are
+        gone, and their contents lost.
         """
         if not self._told_early:
             self._told_early = True
@@ -247,12 +243,12 @@ class Engine:
 
     def _plain_states(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the states as torch keeps them, out of their homes."""
-        self.setup.store.before_use = _noop  # all is done: what is read waits for nothing
+        self.setup.store.before_use = _noop  # all updates are done: reads need not wait
         known = {} if self.optimizer is None else self.optimizer.known_state
         return {p: {k: placed(v, p) for k, v in state.items()} for p, state in known.items()}
 
     def _abandon(self) -> None:
-        """Take everything apart without a look at what drives hold; parameters become NaN."""
+        """Take everything apart without reading the drives; parameters become NaN."""
         self.setup.hooks.remove()
         self.setup.device.close()
         self.setup.handover.give_up()
@@ -274,7 +270,7 @@ class Engine:
 
 
 def steps_of(setup: Setup, residence: Paged | Resident) -> NoSteps | TorchSteps | HomeSteps:
-    """Return how a model is stepped where it is."""
+    """Return the steps of a model in a residence."""
     if isinstance(residence, (Paged, Mastered)) and residence.trained.stepper is not None:
         return HomeSteps(setup, residence, residence.trained.stepper)
     if setup.inner is None:

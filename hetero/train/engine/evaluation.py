@@ -1,11 +1,11 @@
-"""HBM is divided between frames and what a model holds that is not trained (floor 2).
+"""Divides HBM between frames and the tensors of a model that is not trained (floor 2).
 
-Without an optimizer there are no steps: every forward of the whole model is one. What it holds
-beside frames are its inputs, what it computes, and a cache that grows from token to token. As that
-grows, frames are given up, a good many tokens' worth at a time; as it goes, they come back.
+Without an optimizer every forward of the whole model is a step. Its tensors are inputs, results,
+and a cache that grows from token to token. As the cache grows, frames are given up for many tokens
+at a time; when it is dropped, they come back.
 
-[Note: larger inputs]  A forward with larger inputs than the last ones had begins with the fewest
-frames there can be, as the very first does: what it takes is not known yet.
+[Note: larger inputs]  A forward with larger inputs than the last ones begins with the fewest
+frames, as the very first does: its peak is not known yet.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hetero.train.activations.meter import Meter
 from hetero.train.engine.room import Excess, Room, Seen
 from hetero.types import Kind, Tier, format_bytes
 
-WINDOW = 16  # forwards whose largest peak is what the next one is expected to need
-AHEAD = 64  # forwards whose growth is made room for at once, up to a part of HBM
+WINDOW = 16  # the next forward is expected to need the largest peak of so many
+AHEAD = 64  # make room for the growth of so many forwards at once, up to a part of HBM
 
 
 class Evaluation:
@@ -49,7 +49,7 @@ class Evaluation:
             self.room.lower(self.room.hbm.fewest_frames)
 
     def end(self) -> None:
-        """It ended: note what it took, and divide anew where that is due."""
+        """The forward ended: note its peak, and divide anew if that is due."""
         self.settle()
         last = self._seen[-1] if self._seen else None
         now = Seen(self._inputs, self.meter.peak_bytes())
@@ -58,7 +58,7 @@ class Evaluation:
         alike = last is not None and last.input_bytes == now.input_bytes
         growth = max(0, now.peak_bytes - last.peak_bytes) if alike and last is not None else 0
         need = max(seen.peak_bytes for seen in self._seen)
-        # what fitted is no error, though a margin is counted with what was measured
+        # a forward that fitted is no error, though the measured peak includes a margin
         room = self.room.hbm.room_bytes
         wanted = min(need + min(AHEAD * growth, self.room.hbm.most_bytes // WORTH), room)
         frames, hbm = self.room.frames.limit, self.room.hbm
@@ -67,19 +67,16 @@ class Evaluation:
             self._apply(divide(hbm, wanted))
 
     def fits(self, live_bytes: int) -> bool:
-        """Make room for what is alive beside frames; whether there is."""
+        """Make room for live bytes outside frames; returns whether there is."""
         return self.room.fits(live_bytes)
 
     def passed(self, live_bytes: int) -> None:
-        """There is no room: the forward is measured to its end, and refused there.
-
-        Raises OutOfMemory where RAM does not hold it that long.
-        """
+        """Measure a forward without room to its end, and refuse it there, or now if RAM is full."""
         if not self.room.go_on(live_bytes):
             raise self._refusal(live_bytes)
 
     def forward_done(self) -> None:
-        """Raise OutOfMemory where the forward that ends passed the budget."""
+        """Raise OutOfMemory if the forward that ends passed the budget."""
         if self.room.excess is not None:
             raise self._refusal(self.meter.seen_bytes())
 
@@ -88,7 +85,7 @@ class Evaluation:
         self.room.settle()
 
     def _apply(self, division: Division) -> None:
-        """Leave so much to activations, and the rest to frames; what stays keeps its place."""
+        """Apply a division; frames that stay keep their place."""
         room, before = self.room, self.room.frames.limit
         if division.frames < before:
             done = room.lower(division.frames)  # a view may be held: the next forward tries again

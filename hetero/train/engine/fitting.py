@@ -1,10 +1,10 @@
-"""HBM is divided between frames and activations, before a peak comes and at every step (floor 2).
+"""Divides HBM between frames and activations, before a peak and at every step (floor 2).
 
-[Note: before the peak]  A forward that leaves more than the last one did (a longer sequence, a
-larger batch, the first of all) is seen at its first units. What the rest will leave follows from
-what these left, in proportion. Where that passes the budget, units that are still to come give way
-if the choice is free, and frames are given up: they are clean, and come back when they are needed.
-What even that does not hold is a BudgetError with the unit that leaves most.
+[Note: before the peak]  The first units of a forward show whether it leaves more than the last one
+(a longer sequence, a larger batch, the first of all); the rest is expected to leave more in
+proportion. If that passes the budget, units still to come give way if the choice is free, and
+frames are given up: they are clean, and come back when needed. If that is not enough, it is a
+BudgetError that names the unit that leaves most.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hetero.train.engine.room import Excess, Room, Seen
 from hetero.train.model.host_work import host_work
 from hetero.types import Kind, Lane, Tier
 
-WINDOW = 16  # steps whose largest peak is what the next one is expected to need
+WINDOW = 16  # the next step is expected to need the largest peak of so many
 MARGIN = 1 / 16  # head room for a choice of policies that has not been measured yet
-PATIENCE = 4  # steps in a row in which units are computed again for a proof
+PATIENCE = 4  # most steps in a row that compute units again for proofs
 SHRUNK = 0.75  # choose again once inputs shrink below this share of those chosen for
 
 
@@ -49,40 +49,40 @@ class Choice(Protocol):
         """By unit."""
 
     overlaps: bool
-    """Whether what goes down or comes up for one unit does so while the next one computes."""
+    """Whether transfers for one unit run while the next one computes."""
 
     @property
     def may_change(self) -> bool:
-        """Whether they are free."""
+        """Whether policies are free to change."""
 
     tries: bool
-    """Whether units are to be computed again, where their policies do not, for a proof."""
+    """Whether to compute units again for a proof even if their policies do not."""
     learned: bool
-    """Whether a proof came out since this was set to False."""
+    """Whether a proof was decided since this was set to False."""
 
     @property
     def is_trying(self) -> bool:
-        """Whether a unit is computed again at this moment, for a proof."""
+        """Whether a unit is being computed again for a proof."""
 
     def is_open(self, unit: int) -> bool:
-        """Whether it is still to be proven that a unit can be computed again."""
+        """Whether it is not proven yet that a unit can be computed again."""
 
     def used(self, unit: int) -> Policy:
-        """Return what held for a unit's last forward."""
+        """Return the policy of a unit's last forward."""
 
 
 class Tight(NamedTuple):
-    """A choice with which a step ran, though not with the margins that there should be."""
+    """Policies with which a step ran, but without the margins that there should be."""
 
     policies: dict[int, Policy]
     peak_bytes: int
 
 
 class Fitting:
-    """What fits, and who gives way.
+    """Decides what fits, and which units and frames give way.
 
     Args:
-        forecast: of what units leave.
+        forecast: of the bytes that units leave.
         may_stay: whether a model that fits the device stays there.
         copy_seconds: (lane, bytes) -> how long a copy takes.
     """
@@ -114,25 +114,25 @@ class Fitting:
         self._largest = Seen()  # by inputs, of the steps with these policies
         self._tight: list[Tight] = []  # choices that were measured not to fit with the margins
         self._is_guess = False  # whether the last peak is expected, and not measured
-        self._in_vain = 0  # steps in a row in which proofs were to be made
-        self._tried = False  # whether units are computed again in this step, for a proof
+        self._in_vain = 0  # steps in a row that tried for proofs
+        self._tried = False  # whether this step computes units again for proofs
         self._has_room = False  # whether policies were found that fit
 
     # -- a forward -------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A forward of the whole model begins, or a step."""
-        if self._spoiled:  # what an attempt took that came to nothing is not what steps take
+        if self._spoiled:  # a failed attempt's peak is not a step's
             self._forget()
         self.forecast.begin(anew=self._spoiled)
-        self._tried = self._choice.tries  # which takes memory that later steps do not
+        self._tried = self._choice.tries  # which takes memory that later steps do not need
         has_room = self._has_room and not self._tried
         self._choice.overlaps = has_room or not self._choice.may_change
         self._spoiled = False
 
     @contextmanager
     def around(self, unit: int, args: Any, kwargs: Any) -> Iterator[None]:
-        """Look ahead before a unit's forward, make room, and note what it left.
+        """Look ahead before a unit's forward, make room, and note the bytes it left.
 
         Policies may change before the block begins.
         """
@@ -157,10 +157,9 @@ class Fitting:
             self.forecast.open = None
 
     def _first_sight(self, unit: int) -> None:
-        """A unit that was never seen goes down whole, which shows what it saves.
+        """Offload all of a unit that was never seen, which shows what it saves.
 
-        Transfers do not overlap with compute before a fitting choice is known: overlap needs more
-        memory than this step is known to have.
+        Transfers overlap with compute only once a fitting choice is known: it takes more memory.
         """
         if self._choice.may_change:
             self._choice.policies[unit] = OFFLOAD
@@ -168,7 +167,7 @@ class Fitting:
     # -- room ------------------------------------------------------------------------------------
 
     def _make_room(self, unit: int) -> None:
-        """Before a unit that leaves more than it did: let others give way, and frames."""
+        """Let other units and frames give way to a unit that leaves more than before."""
         room, held, ring = self.room, self._footprint.live_bytes, self.room.ring
         need = self._need(unit)
         if need + ring.limit_bytes <= room.n_bytes:
@@ -185,10 +184,9 @@ class Fitting:
         ring.limit_bytes = max(0, min(ring.limit_bytes, room.n_bytes - need))
 
     def _need(self, unit: int) -> int:
-        """Return what this forward is expected to hold at its peak, by what it holds and the last.
+        """Return this forward's expected peak, in proportion to the last one, or to the largest.
 
-        In proportion to a short one it is too much: what both hold in any case is counted several
-        times. So it is no more than in proportion to the largest one.
+        The smaller counts: a short forward's fixed bytes would be scaled up, too.
         """
         forecast, largest, held = self.forecast, self._largest, self._footprint.live_bytes
         need, scale = held + forecast.peak_ahead(unit, self._choice.policies), forecast.scale
@@ -199,11 +197,11 @@ class Fitting:
         return min(need, largest.peak_bytes * inputs // largest.input_bytes)
 
     def _choose(self, units: Sequence[int], room_bytes: int) -> bool:
-        """Choose policies that fit; where none does, those that take least, and False."""
+        """Choose policies that fit; if none do, those that take least, and return False."""
         uses = [self.forecast.use(unit) for unit in units]
         found = self._found(uses, room_bytes, goes_down=False)
         if found is None or any(policy.offload for policy in found):
-            # something goes down in any case, and what is saved between units with it
+            # something is offloaded in any case, hence also tensors saved between units
             less = self._found(uses, room_bytes, goes_down=True)
             found = less if less and any(policy.offload for policy in less) else found
         for option in [found] if found is not None else self._smallest(uses):
@@ -224,7 +222,7 @@ class Fitting:
         return found is not None
 
     def _least(self, units: Sequence[int], policies: dict[int, Policy]) -> dict[int, Policy]:
-        """Return ``policies``, or those with which a step ran that took no more than they would."""
+        """Return ``policies``, or those of a step that ran and took no more than they would."""
         ran = min(self._tight, key=lambda tight: tight.peak_bytes, default=None)
         if ran is None or self.forecast.peak_bytes(units, policies) < ran.peak_bytes:
             return policies
@@ -246,7 +244,7 @@ class Fitting:
         self._log.now(What.DECISION, tier=Tier.HBM, category=Kind.ACTIVATION, why=why)
 
     def _smallest(self, uses: Sequence[Use]) -> list[list[Policy]]:
-        """Return one policy for all units, each there is, those that should take least first."""
+        """Return each policy applied to all units, the one that should take least first."""
         options = [
             [use.may(policy) for use in uses[:-1]] + [KEEP] * bool(uses)
             for policy in (LEAST, RECOMPUTE, OFFLOAD, KEEP)
@@ -256,10 +254,9 @@ class Fitting:
     # -- a step ----------------------------------------------------------------------------------
 
     def divide(self) -> Division:
-        """Return how HBM is divided until the next border, by what was measured since the last one.
+        """Return the division of HBM until the next border, by measurements since the last one.
 
-        Raises OutOfMemory where it does not hold what this step took, and no other choice is left;
-        nothing has been updated, and who asks again is told how to go on.
+        Raises OutOfMemory, before any update, if HBM does not hold it and no choice is left.
         """
         needed = self.needed_bytes()
         is_known = not (self._is_guess or self._tried)
@@ -279,13 +276,10 @@ class Fitting:
         )
 
     def needed_bytes(self) -> int:
-        """Return what activations are expected to take from here on, by what was measured.
-
-        Where the choice is free, and was made for something else, it is made anew.
-        """
-        # 1. what the step had on the device, and how much of it is not explained by what units left
+        """Return the bytes that activations are expected to take; choose policies anew if due."""
+        # 1. the step's peak, and how much of it the bytes that units left do not explain
         forecast, peak = self.forecast, self.meter.peak_bytes()
-        if self._tried and self._peaks:  # what proofs took besides is not what steps take
+        if self._tried and self._peaks:  # the memory of proofs is not a step's
             units = forecast.units()
         else:
             units = forecast.close(
@@ -308,12 +302,12 @@ class Fitting:
             forecast.scale = 1.0
             self._choice.learned = False
         self._try(units)
-        # 3. what fitted is no error, though margins are counted with what was measured
+        # 3. a step that fitted is no error, though the measured peak includes a margin
         seen = 0 if self._tried else self.meter.seen_bytes()
         return min(max(self._peaks), max(self.room.hbm.room_bytes, seen))
 
     def _try(self, units: Sequence[int]) -> None:
-        """Have proofs made in the next step, where they are missing: a later one may need them."""
+        """Have the next step make missing proofs: a later one may need them."""
         self._in_vain = self._in_vain + 1 if self._tried else 0
         choice = self._choice
         choice.tries = (
@@ -332,7 +326,7 @@ class Fitting:
         return self._choice.learned or not (near and fits)
 
     def _choose_all(self, units: Sequence[int]) -> None:
-        """Choose for all units, with room for as much else as there can be.
+        """Choose for all units, leaving room for as much else as possible.
 
         Best is that the whole model stays on the device, then that a second unit's frames fit, then
         that the gradient ring does.
@@ -350,11 +344,11 @@ class Fitting:
         self._has_room = any(self._choose(units, room) for room in rooms)
         if not self._has_room:
             self._choose(units, self.room.hbm.room_bytes)
-        if self._has_room != had_room:  # it overlaps where it did not
+        if self._has_room != had_room:  # transfers overlap now, or no longer do
             self._largest = Seen()
         if self._choice.policies == before:
             return
-        # what was not tried yet is tried with as few frames as may be needed, and then known
+        # untried policies run with as few frames as they may need, and are measured so
         largest = max((self.forecast.use(unit).saved_bytes for unit in units), default=0)
         expected = self.forecast.peak_bytes(units, self._choice.policies)
         self._peaks.clear()
@@ -362,14 +356,11 @@ class Fitting:
         self._is_guess = True
 
     def fits(self, live_bytes: int) -> bool:
-        """Make room for what is alive on the device, where that is simulated; whether there is.
-
-        Gradients on their way down are waited for, then frames are given up.
-        """
+        """Make room for live bytes on a simulated device: shrink the ring first, then frames."""
         ring, left = self.room.ring, self.room.n_bytes - live_bytes
         if ring.limit_bytes > left:
             ring.limit_bytes = max(0, left)
-            with host_work():  # where they are added, it is on HOST
+            with host_work():  # they are added up on HOST
                 ring.poll()
         if self._choice.is_trying:  # with the room there is: nothing gives way for a proof
             return live_bytes <= self.room.n_bytes
@@ -378,7 +369,7 @@ class Fitting:
     def passed(self, live_bytes: int) -> None:
         """There is no room: the step is measured to its end, and refused there.
 
-        Raises OutOfMemory where RAM does not hold it that long, and for a trial, which ends there.
+        Raises OutOfMemory if RAM does not hold it that long, and for a trial, which ends there.
         """
         if self._choice.is_trying:
             raise OutOfMemory("a trial found no room", tier="HBM")
@@ -389,7 +380,7 @@ class Fitting:
         """The step goes on."""
 
     def _refusal(self, activation_bytes: int, *, is_whole: bool) -> OutOfMemory:
-        """Return the error of what was measured, which is forgotten: what comes is judged anew."""
+        """Return the error for a step, and forget its measurements."""
         excess = self.room.excess or Excess()
         error = self.room.budget.refusal(
             activation_bytes,
@@ -402,7 +393,7 @@ class Fitting:
         return error
 
     def spoil(self) -> None:
-        """Forget what this step measured: it came to nothing."""
+        """Forget the measurements of this step: it came to nothing."""
         self._spoiled, self._choice.tries = True, False
         self._forget()
 

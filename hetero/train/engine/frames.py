@@ -1,4 +1,4 @@
-"""How many frames there are, while the program runs (floor 2)."""
+"""The number of frames, while the program runs (floor 2)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hetero.train.access.fetches import Fetches
 
 
 class ArenaFrames:
-    """The frames of one arena: whatever changes their number plans for it anew.
+    """The frames of one arena; a change of their number replans the fetches.
 
     Args:
         gives_back: whether memory has to be given back when there are fewer, as on CUDA.
@@ -20,11 +20,11 @@ class ArenaFrames:
 
     @property
     def limit(self) -> int:
-        """How many there are."""
+        """Their number."""
         return self._manager.arena.limit
 
     def shed(self) -> None:
-        """Give back frames apart from the others that are not held."""
+        """Give back the frames apart from the others, unless held."""
         self._manager.evict_all(lambda replica: replica.is_apart)
 
     def resize(self, limit: int) -> bool:
@@ -37,11 +37,11 @@ class ArenaFrames:
         return True
 
     def fix(self) -> None:
-        """From here on there are no more than there are now, unless they are asked for."""
+        """Let their number grow on request only."""
         self._manager.arena.ceiling = self._manager.arena.frames.limit
 
     def vacate(self) -> int:
-        """Give up all frames that are not held for now; returns the bytes of the others."""
+        """Give up all frames not held now; returns the bytes of the others."""
         return self._manager.evict_all()
 
     def lower(self, limit: int) -> bool:
@@ -52,7 +52,7 @@ class ArenaFrames:
             return False
         self._fetches.replan()
         schedule = self._fetches.active.schedule
-        if schedule is not None:  # what stays would be in the way where the plan has others
+        if schedule is not None:  # evict replicas that lie elsewhere than planned
             places = {op.bucket: op.start for op in schedule.at(-1)}
             self._manager.evict_all(lambda r: places.get(r.bucket.id, r.start) != r.start)
         return True

@@ -45,8 +45,8 @@ class Handover:
         """Copy every parameter to its home and point it there; the originals are freed.
 
         Args:
-            place: of the buffers, and of gradients that are there.
-            weights: a file or directory that values come from, in place of the model's own.
+            place: of the buffers, and of gradients that parameters come with.
+            weights: a file or directory with values that replace the model's own.
         """
         if weights is not None:
             self._source = from_files = Source(self.model, weights)
@@ -78,13 +78,13 @@ class Handover:
             source.close()
 
     def give_back_grads(self) -> None:
-        """Let parameters have the gradients that they came with."""
+        """Give parameters the gradients that they came with."""
         for index, grad in self._grads.items():
             binding.set_grad(self.params[index], grad)
         self._grads.clear()
 
     def fetch(self, store: HomeStore, masters: Masters) -> None:
-        """Read what `move_out` needs from disk, so that it need not; raises StorageError."""
+        """Read from disk the values that `move_out` needs; raises StorageError."""
         for index, (bucket_id, segment) in enumerate(self._layout.home):
             grad = binding.get_grad(self.params[index])
             if isinstance(grad, LazyGrad):
@@ -99,7 +99,7 @@ class Handover:
                 self._fetched[index] = home.read(segment)
 
     def give_up(self) -> None:
-        """Make every parameter plain again, with NaN for a value that is not to be had."""
+        """Make every parameter plain again, with NaN as its values."""
         for index, param in enumerate(self.params):
             dtype = self._dtypes[index]
             nan = torch.full((), math.nan, dtype=dtype, device=self.device)
@@ -113,9 +113,8 @@ class Handover:
     ) -> None:
         """Make every parameter plain again, bucket by bucket, on the device it came from.
 
-        One that was empty is empty again where ``failed``: there may be no room for its value. One
-        that is at home in code comes back as what computed, also where ``failed``: its original is
-        freed as soon as it is coded. What can be refused was refused before.
+        If ``failed``, one that was empty is empty again: there may be no room for its value. A
+        coded one comes back decoded: its original is freed. Disks were read before, by `fetch`.
         """
         for index, (bucket_id, segment) in enumerate(self._layout.home):
             bucket = self._layout.buckets[bucket_id]
@@ -142,7 +141,7 @@ class Handover:
         if failed and self._source is not None:
             self._source.close()
             self._source.renew(self.params)
-        # what is part of another prepared model too stays where that one computes
+        # parts of another prepared model stay where that one computes
         move_buffers((m for m in self.model.modules() if PART not in m.__dict__), self.device)
         move_tables(self.model, self.device)
 

@@ -48,7 +48,7 @@ from hetero.types import Tier
 class Paged:
     """Parameters page; gradients, updates and activations follow.
 
-    What the runtime tells, it tells through weak references: see [Note: out of gc's sight].
+    The runtime's events come through weak references: see [Note: out of gc's sight].
     """
 
     name = "paged"
@@ -103,7 +103,7 @@ class Paged:
         self.manager.close()
 
     def close(self) -> None:
-        """Refuse what is left of the model's graphs, and take off what torch does otherwise."""
+        """Refuse graphs of the model that are left, and restore torch's own functions."""
         self.runtime.close()
 
     # -- a step ----------------------------------------------------------------------------------
@@ -122,16 +122,16 @@ class Paged:
         self.runtime.early.step_ended()
 
     def stepped(self, updates: Iterable[Update]) -> None:
-        """Versions of parameters have moved because of a step."""
+        """A step has moved versions of parameters."""
         self.runtime.pages.stepped(update.bucket.id for update in updates)
 
     def in_order(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """Return buckets in the order in which the next forward needs them, where it is known."""
+        """Return buckets in the order in which the next forward needs them, if it is known."""
         order = self.runtime.fetches.train.order()
         return sorted(buckets, key=lambda bucket: order.get(bucket.id, len(order)))
 
     def announce(self, begun: Sequence[Update], updates: Sequence[Update]) -> None:
-        """Tell the pool what updates need from disk; those ``begun`` have told it."""
+        """Announce the updates' requests to the pool; those of ``begun`` ones are known there."""
         self._ahead.announce(begun, updates)
 
     def hand_over(self, bucket: Bucket, job: Job) -> None:
@@ -148,7 +148,7 @@ class Paged:
             self.trained.grads.release(bucket)
 
     def spoil(self) -> None:
-        """Forget what was measured in a step that came to nothing."""
+        """Forget the measurements of a step that came to nothing."""
         self.fitting.spoil()
 
     def _spare(self) -> int:
@@ -159,7 +159,7 @@ class Paged:
         self.hbm.room.resume()
 
     def _before_use(self) -> None:
-        """The model is called: Ctrl-C waits again where the user has changed that."""
+        """The model is called: Ctrl-C waits again, even if the user has changed that."""
         interrupts.hold(self.setup)
         self.broken.refuse()
         stepper = self.trained.stepper
@@ -183,10 +183,7 @@ class Paged:
     # -- between two steps -----------------------------------------------------------------------
 
     def border(self, division: Division) -> bool:
-        """Divide HBM by what was measured, and begin to prefetch.
-
-        Returns whether everything fits instead: then the caller goes on with `stay`.
-        """
+        """Apply a division of HBM and prefetch; returns True, to go on with `stay`, if all fits."""
         setup = self.setup
         setup.hooks.mend()
         self._take_stats()
@@ -203,10 +200,7 @@ class Paged:
         return False
 
     def stay(self, division: Division) -> Resident:
-        """Make the homes the parameters themselves; updates are done.
-
-        Returns the residence of the model from here on.
-        """
+        """Make the homes the parameters, after all updates; returns the residence from here on."""
         setup = self.setup
         self.detach()
         for index, (bucket, segment) in enumerate(setup.blueprint.layout.home):
@@ -222,14 +216,14 @@ class Paged:
         return Resident(setup, self)
 
     def _take_stats(self) -> None:
-        """Note what the step moved that is over."""
+        """Note the traffic of the step that ended."""
         counts, n_bytes = self.manager.counts, self.link.n_bytes
         self.setup.stats = stats = StepStats(Counter(n_bytes), Counter(counts))
         counts.clear()
         n_bytes.clear()
         stats.n_bytes.update(self.setup.store.pool.take_counts())
 
-    # -- what is where ---------------------------------------------------------------------------
+    # -- homes and frames ------------------------------------------------------------------------
 
     def at_home(self) -> AbstractContextManager[Any]:
         """Let a state dict read and write the homes inside."""
@@ -240,7 +234,7 @@ class Paged:
         self.manager.flush_and_wait(bucket_id)
 
     def update_of(self, bucket_id: int) -> Job | None:
-        """Return the update of a bucket that is under way, where there is one."""
+        """Return a bucket's update that is under way, if there is one."""
         work: Job | None = self.manager.copies[bucket_id].update
         return work
 
@@ -249,7 +243,7 @@ class Paged:
         return set(self.manager.replicas)
 
     def schedule(self) -> Schedule | None:
-        """Return the schedule of a step, or of the forward in use, where there is one."""
+        """Return the schedule of a step, or of the forward in use, if there is one."""
         fetches = self.runtime.fetches
         return (fetches.active if self.setup.inner is None else fetches.train).schedule
 
@@ -260,18 +254,18 @@ class Paged:
         self.runtime.pages.stepped(bucket.id for bucket in self.setup.buckets)
 
     def restate(self) -> None:
-        """Log what is in frames, for a log that begins here."""
+        """Log the replicas in frames, for a log that begins here."""
         self.manager.arena.restate()
 
     def abandon(self) -> None:
-        """Give up what is under way, after an update has failed."""
+        """Give up all pending work after an update has failed."""
         self.manager.abandon()
 
 
 def make_manager(
     setup: Setup, link: Link, trained: Trained, next_use: Callable[[int], float]
 ) -> ChunkManager:
-    """Return the residency of parameters; it leads to no module."""
+    """Return the manager of parameters; it refers to no module."""
     plan, device = setup.blueprint, setup.device
     hbm = setup.budget.divisible
     room = hbm.frames(0)
@@ -303,7 +297,7 @@ def make_runtime(
     events: StepEvents,
     early: EarlyUpdates | NoEarlyUpdates,
 ) -> Runtime:
-    """Return what asks for parameters; it leads to no module."""
+    """Return the runtime that asks for parameters; it refers to no module."""
     plan = setup.blueprint
     planned = partial(plan_for, layout=plan.layout, manager=manager, tuning=setup.tuning)
     trains = setup.inner is not None
@@ -327,7 +321,7 @@ def make_runtime(
 def plan_for(
     trace: Trace, *, layout: Layout, manager: ChunkManager, tuning: Tuning, training: bool
 ) -> Schedule:
-    """Plan a step, or a forward, like one that was traced, for the frames that there are."""
+    """Plan a step, or a forward, from its trace, for the present frames."""
     limit = manager.arena.frames.limit
     shapes = {b.id: Shape(b.granules, training and b.trainable) for b in layout.buckets}
     if tuning.schedule is not None:

@@ -1,4 +1,4 @@
-"""What is read from disk before updates need it (floor 2)."""
+"""Reads from disk before updates need it (floor 2)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PASSING = (Kind.PARAM, Kind.GRAD)  # on disk, they go through the pool's memory 
 
 
 class ReadAhead:
-    """Tells the pool what updates need: this step's at once, and in backward the next step's."""
+    """Announces updates' requests to the pool: this step's at once, the next one's in backward."""
 
     def __init__(self, pool: Pool | NoPool, budget: Budget) -> None:
         self._pool = pool
         spill = budget.spill
-        # whether backward leaves the drive alone
+        # whether backward leaves the drive idle
         self._rests = spill is not None and not any(kind in PASSING for kind, _ in spill.on_disk)
-        self._again: list[Request] = []  # what the next step's updates will need
+        self._again: list[Request] = []  # requests of the next step's updates
 
     def announce(self, begun: Sequence[Update], updates: Sequence[Update]) -> None:
         """Updates are handed over, in this order; those ``begun`` were announced before."""
@@ -31,7 +31,7 @@ class ReadAhead:
         self._again = [request.again() for request in (*early, *requests)]
 
     def backward_begins(self) -> None:
-        """Have states read for the next step's first updates, where the drive has nothing else."""
+        """Have states read for the next step's first updates, if backward leaves the drive idle."""
         again, self._again = self._again, []
         if again and self._rests:
             self._pool.later(again)

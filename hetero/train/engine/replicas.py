@@ -1,8 +1,8 @@
-"""Ranks that each hold a whole model: they begin with the same values and take the same steps.
+"""Ranks that each hold a whole model, begin with the same values and take the same steps.
 
-What torch's DistributedDataParallel does, for models that hetero has prepared (stage 0 of ZeRO,
-floor 2). Gradients are averaged where a script says that they are complete, on HOST, where
-they are anyway: the group is one of gloo, whatever the devices are.
+This is torch's DistributedDataParallel for models that hetero has prepared (stage 0 of ZeRO,
+floor 2). Gradients are averaged when a script says that they are complete, on HOST, where they
+lie: the group is one of gloo, whatever the devices are.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def open_group() -> dist.ProcessGroup | None:
 class Replicas:
     """One rank's copy of a model that every rank has.
 
-    Made before `hetero.prepare`, on all ranks in the same order: the first rank's parameters and
-    buffers become everybody's then. As in torch, it is a forward that decides whether gradients
-    are complete after the backward pass.
+    Made before `hetero.prepare`, on all ranks in the same order: it broadcasts the first rank's
+    parameters and buffers. As in torch, a forward decides whether gradients are complete after the
+    backward pass.
 
     Args:
         model: the plain model.
-        group: who averages; None: the default group.
-        buffers: whether the first rank's buffers become everybody's again and again, before
-            forwards that follow one whose gradients were to be averaged.
+        group: the ranks that average; None: the default group.
+        buffers: whether to broadcast the first rank's buffers again before each forward that
+            follows one whose gradients were to be averaged.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Replicas:
         """Average, over all ranks, each gradient that any rank has made since the last call.
 
         Collective. A rank without a gradient that others have counts as one of zeros; a gradient
-        that nobody has stays None. Each is multiplied by 1 / ranks and then summed, in the
+        that no rank has stays None. Each is multiplied by 1 / ranks and then summed, in the
         parameter's dtype, as torch does it.
         """
         here = torch.zeros(len(self._params), dtype=torch.uint8)

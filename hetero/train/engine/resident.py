@@ -29,7 +29,7 @@ def make_activations(
     enter: Callable[[int], bool],
     leave: Callable[[int, bool], None],
 ) -> ActivationPolicies:
-    """Return the policy of what units leave for backward."""
+    """Return the policies of units' activations."""
     saved.lower(setup.offload)
     return ActivationPolicies(
         setup.blueprint.units,
@@ -52,7 +52,7 @@ class Before(Protocol):
     trained: Trained
 
     def close(self) -> None:
-        """Refuse what is left of the model's graphs."""
+        """Refuse graphs of the model that are left."""
 
 
 class Resident:
@@ -72,7 +72,7 @@ class Resident:
             self.activations.proofs.update(before.activations.proofs)
 
     def attach(self) -> None:
-        """Let units leave what their policy says."""
+        """Apply the policies of units' activations."""
         setup = self.setup
         setup.handover.give_back_grads()
         if self.activations.shapes:
@@ -84,14 +84,14 @@ class Resident:
         """Stop taking gradients and writes."""
 
     def close(self) -> None:
-        """Refuse what is left of the graphs of a model that was paged."""
+        """Refuse graphs that are left of the time when the model was paged."""
         if self.before is not None:
             self.before.close()
 
     # -- a step ----------------------------------------------------------------------------------
 
     def quiesce(self) -> None:
-        """Bring gradients home, and note what was written to parameters."""
+        """Bring gradients home, and note writes to parameters."""
 
     def divide(self) -> None:
         """HBM is not divided: everything fits."""
@@ -100,13 +100,13 @@ class Resident:
         """The step of early updates is made; there are none."""
 
     def stepped(self, updates: Iterable[Update]) -> None:
-        """Versions of parameters have moved because of a step."""
+        """A step has moved versions of parameters."""
 
     def announce(self, begun: Sequence[Update], updates: Sequence[Update]) -> None:
-        """Tell the disk what updates need; no home lies there."""
+        """Announce requests of updates; no home lies on disk."""
 
     def in_order(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """Return buckets in the order in which the next forward needs them, where it is known."""
+        """Return buckets as they come: nothing is fetched."""
         return list(buckets)
 
     def hand_over(self, bucket: Bucket, job: Job) -> None:
@@ -119,19 +119,19 @@ class Resident:
         """All updates of the step are done."""
 
     def spoil(self) -> None:
-        """Forget what was measured in a step that came to nothing."""
+        """Forget the measurements of a step that came to nothing."""
 
-    # -- what is where ---------------------------------------------------------------------------
+    # -- homes and frames ------------------------------------------------------------------------
 
     def at_home(self) -> AbstractContextManager[Any]:
         """Let a state dict read and write the homes inside."""
         return nullcontext()
 
     def settle(self, bucket_id: int) -> None:
-        """Bring a home up to date; it is what computes."""
+        """Bring a home up to date; it is the parameter itself."""
 
     def update_of(self, bucket_id: int) -> Job | None:
-        """Return the update of a bucket that is under way; none outlasts its step."""
+        """Return a bucket's update that is under way; none outlasts its step."""
         return None
 
     def here(self) -> set[int]:
@@ -142,13 +142,13 @@ class Resident:
         """Return the schedule: nothing moves."""
 
     def loaded(self) -> None:
-        """Homes were written: show the new values, which are what computes."""
+        """Homes were written: show the new values; homes are the parameters themselves."""
 
     def restate(self) -> None:
-        """Log what is in frames; there are none."""
+        """Log the replicas in frames; there are none."""
 
     def abandon(self) -> None:
-        """Give up what is under way, after an update has failed."""
+        """Give up all pending work after an update has failed."""
 
 
 class Mastered(Resident):

@@ -22,29 +22,29 @@ class Frames(Protocol):
 
     @property
     def limit(self) -> int:
-        """How many there are, apart from the others or not."""
+        """Their number, those apart from the others included."""
 
     def resize(self, limit: int) -> bool:
         """Have so many; False, and nothing changed, while a replica is held."""
 
     def lower(self, limit: int) -> bool:
-        """Give up those from ``limit`` on; False where something that is held lies there."""
+        """Give up those from ``limit`` on; False if one of them is held."""
 
     def vacate(self) -> int:
-        """Give up all that is not held, for now; returns the bytes of the others."""
+        """Give up all not held now; returns the bytes of the others."""
 
     def shed(self) -> None:
-        """Give up those apart from the others that are not held."""
+        """Give up those apart from the others, unless held."""
 
     def fix(self) -> None:
-        """From here on there are no more than there are now, unless they are asked for."""
+        """Let their number grow on request only."""
 
 
 class GradientRing(Protocol):
     """Gradients on their way down, which the device holds until they have landed."""
 
     limit_bytes: int
-    """Of those that it may hold."""
+    """The most that it may hold."""
 
     @property
     def useful_bytes(self) -> int:
@@ -52,31 +52,31 @@ class GradientRing(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Of those that are held now."""
+        """Of those held now."""
 
     def poll(self) -> None:
-        """Wait until no more are held than may be."""
+        """Wait until it holds no more than the limit."""
 
 
 class Excess(NamedTuple):
-    """What passed the budget goes on, where HBM is simulated, for as long as it is measured."""
+    """A step that passed the budget of a simulated HBM, and goes on to be measured."""
 
     where: str = ""
     held_bytes: int = 0
     """Of frames, when it did."""
     most_bytes: int = 0
-    """That RAM holds meanwhile."""
+    """The most that RAM holds meanwhile."""
 
 
 class Seen(NamedTuple):
-    """A step, or a forward that is one, as it was measured."""
+    """Measurements of a step, or of a forward that is one."""
 
     input_bytes: int = 0
     peak_bytes: int = 0
 
 
 class Room:
-    """What HBM has for activations and the ring; frames give way to what is alive there.
+    """The room for activations and the ring on HBM; frames give way to their live bytes.
 
     Args:
         ram: returns the bytes of RAM that may still be taken.
@@ -100,34 +100,30 @@ class Room:
         self._ledger = ledger
         self._ram = ram
         self._live_bytes = live_bytes
-        self._due: int | None = None  # frames there are to be, as soon as nothing above is held
-        self._lent: int | None = None  # frames there were when activations' room was lent
+        self._due: int | None = None  # the number of frames to have once none above it is held
+        self._lent: int | None = None  # the number of frames when activations' room was lent
 
     @property
     def hbm(self) -> Hbm:
-        """What is divided."""
+        """The sizes by which HBM is divided."""
         return self.budget.divisible
 
     @property
     def n_bytes(self) -> int:
-        """What the frames that there are leave."""
+        """The bytes that frames leave."""
         return self.hbm.left_bytes(self.frames.limit)
 
     # -- at a border -----------------------------------------------------------------------------
 
     def apply(self, division: Division) -> bool:
-        """Have the frames of a division, and charge the rest; False, and nothing changed, while a
-        replica is held."""
+        """Have a division's frames and charge the rest; False, and nothing done, if one is held."""
         if not self.frames.resize(division.frames):
             return False
         self.charge(division)
         return True
 
     def charge(self, division: Division) -> None:
-        """Charge activations and the ring, in place of what was charged before.
-
-        From the first time on, frames grow into their room by `spare` alone.
-        """
+        """Charge activations and the ring anew; from now on frames grow by `spare` alone."""
         if self._lent is None:
             self._ledger.credit(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes)
         self._lent = None
@@ -146,20 +142,17 @@ class Room:
         if n_bytes <= self.n_bytes:
             return True
         limit = max(self.hbm.fewest_frames, self.hbm.frames(n_bytes))
-        with host_work():  # who leaves may be coded, on HOST
+        with host_work():  # an evicted replica may be coded, on HOST
             if self.lower(limit) and n_bytes <= self.n_bytes:
                 return True
-            # the unit that computes stands above: it keeps its frames until it is done
+            # the computing unit lies above: it keeps its frames until it is done
             if n_bytes > self.hbm.most_bytes - self._held_bytes():
                 return False
         self._due = limit
         return True
 
     def go_on(self, n_bytes: int, where: str = "") -> bool:
-        """Measure what does not fit to its end: what would be enough is known only there.
-
-        Returns False where RAM does not hold more.
-        """
+        """Let a step that does not fit go on to its end, to know its need; False if RAM is full."""
         if self.excess is not None:
             return False
         with host_work():
@@ -167,28 +160,29 @@ class Room:
         return True
 
     def forget(self) -> None:
-        """What passed, and what should have given way to it, is over: HBM is divided anew."""
+        """Forget the excess and the frames due: HBM is divided anew."""
         self.excess = self._due = None
 
     def settle(self) -> None:
-        """A unit begins: give up the frames that were in use when they should have been."""
+        """A unit begins: give up frames that are due and were in use before."""
         if self._due is not None and self.lower(self._due):
             self._due = None
 
     def lower(self, limit: int) -> bool:
-        """Have no more than ``limit`` frames; False where one above is held."""
+        """Have no more than ``limit`` frames; False if one above is held."""
         return limit >= self.frames.limit or self.frames.lower(limit)
 
     def _held_bytes(self) -> int:
-        """Give up the frames that are not held; returns the bytes of the others, the fewest at
-        least."""
+        """Give up frames not held; returns the bytes of the others, at least the fewest."""
         return max(self.frames.vacate(), self.hbm.least_bytes)
 
     # -- while nothing computes ------------------------------------------------------------------
 
     def spare(self) -> int:
-        """Return how many more frames there may be while nothing computes; from here on the room of
-        activations is not charged, until `resume`."""
+        """Return how many more frames there may be while nothing computes.
+
+        If any, activations' room is lent, and not charged until `resume`.
+        """
         taken = self._live_bytes() + self.ring.held_bytes
         spare = self.hbm.frames(taken) - self.frames.limit
         if spare > 0 and self._lent is None:
@@ -197,13 +191,10 @@ class Room:
         return max(0, spare)
 
     def resume(self) -> None:
-        """Something computes from here on: frames have no more than they had before `spare`.
-
-        Raises OutOfMemory where views of parameters hold too many.
-        """
+        """Have no more frames than before `spare`; OutOfMemory if views hold too many."""
         if self._lent is None:
             return
-        with host_work():  # who leaves may be coded, on HOST
+        with host_work():  # an evicted replica may be coded, on HOST
             self.frames.shed()
             if self.frames.limit > self._lent and not self.frames.lower(self._lent):
                 raise self._held_back(self._lent)
@@ -211,7 +202,7 @@ class Room:
         self._ledger.charge(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes, "activations")
 
     def _held_back(self, limit: int) -> OutOfMemory:
-        """Return the error of views that hold what activations are about to need."""
+        """Return the error for views that hold memory which activations need."""
         hbm = self.hbm
         held, there = self.frames.vacate(), limit * hbm.granule_bytes
         total = hbm.total_bytes + held + hbm.least_bytes - there

@@ -1,4 +1,4 @@
-"""What `prepare` sets up before parameters move: settings, budget, tiers, threads (floor 2)."""
+"""The set-up of `prepare` before parameters move: settings, budget, tiers, threads (floor 2)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StepStats:
 
 @dataclass(eq=False)
 class Setup:
-    """What both residences of a prepared model stand on."""
+    """The parts of a prepared model that every residence uses."""
 
     model: nn.Module
     inner: torch.optim.Optimizer | None
@@ -105,7 +105,7 @@ class Setup:
         self.handover.move_in(self.store, self.masters, place, self.config.weights)
 
     def rewrite(self) -> None:
-        """Let modules compute otherwise, where settings ask for it."""
+        """Rewrite modules as settings ask: a fused loss, tiles."""
         if self.config.fused_loss:
             self.hooks.fuse_loss(self.model)
         if self.config.tile and not self.hooks.tile(self.blueprint.units, self.config.tile):
@@ -116,7 +116,7 @@ class Setup:
             )
 
     def close(self) -> None:
-        """Give back files and threads, and what activations took."""
+        """Give back files, threads, and the memory of offloaded activations."""
         self.offload.close()
         self.store.close()
 
@@ -154,7 +154,7 @@ def set_up(
 
 
 def open_folders(config: Config, device: Device, tuning: Tuning) -> list[Folder]:
-    """Return the directories for what goes to disk; none where there are no bytes."""
+    """Return the directories of the disk tier; none for a device without bytes."""
     paths = config.nvme if device.has_bytes else ()
     return [spill_folder(path, tuning.io) for path in paths]
 
@@ -189,7 +189,7 @@ def make_offload(
     store: HomeStore,
     log: EventLog,
 ) -> Offload:
-    """Return what sends activations down, in chunks as parameters have them."""
+    """Return the offload of activations, in chunks like those of parameters."""
     required = config.activations == "offload"
     chunk_bytes = 4 * budget.plan.layout.chunk_numel
     parcels = ParcelStore(
@@ -207,8 +207,7 @@ def make_offload(
 def unclaimed(budget: Budget, ledger: Ledger, host: Tier) -> Callable[[Tier], int]:
     """Return a function of HOST or NVME: the bytes that homes will take there and have not yet.
 
-    It leads to no module (see [Note: out of gc's sight]); ``host`` is the tier that homes in
-    RAM are charged to.
+    Homes in RAM are charged to ``host``. It refers to no module: [Note: out of gc's sight].
     """
     whole = {Tier.HOST: budget.host_bytes, Tier.NVME: budget.disk_bytes}
 

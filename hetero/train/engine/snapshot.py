@@ -1,11 +1,11 @@
 """The state of a prepared model as named tensors, to be saved and loaded in pieces (floor 2).
 
-Names and shapes are the model's own and bytes are in row-major order: nothing of chunks, tiers or
-budgets is in them.
+Names and shapes are the model's own and bytes are in row-major order, whatever the chunks, tiers
+or budgets.
 
 [Note: copy on update]  A save reads a bucket's homes in a job of its own, and the next update of
-that bucket comes after that job. An update that starts before its bucket is saved performs that
-save first: nothing is copied aside, and training waits only where it has caught up with the drive.
+that bucket comes after it. An update that starts before its bucket is saved performs that save
+first: nothing is copied aside, and training waits only when it has caught up with the drive.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Part:
     dtype: torch.dtype
     shape: tuple[int, ...]
     bucket: int | None
-    """Whose update changes it; None for what no update does."""
+    """The bucket whose update changes it; None if no update does."""
     save: Callable[[Write], None]
     """Gives all bytes to ``write(first byte, bytes)``, which may not keep them."""
     load: Callable[[Read], None]
@@ -53,9 +53,9 @@ class Part:
 
 
 def of_home(name: Name, home: Home, segment: Segment, bucket: int) -> Part:
-    """Return a segment of a home as a part: bytes go in and out of where they live.
+    """Return a segment of a home as a part: bytes are read and written in place.
 
-    One that is coded is saved in code: what comes back stands for the same bits.
+    One that is coded is saved in code, and decodes to the same bits.
     """
     spec, dtype = segment.spec, home.item_dtype
     items = home.items(segment.offset, segment.end)
@@ -141,9 +141,9 @@ class Saving:
 
     Args:
         parts: everything to be saved, with its number in the checkpoint.
-        write: takes (number, first byte, bytes); what it raises ends the save, not the training.
-        pending: returns the update of a bucket that is under way, where there is one.
-        noted: called when a bucket's tensors were read, for what is saved beside them.
+        write: takes (number, first byte, bytes); its error ends the save, not the training.
+        pending: returns the update of a bucket that is under way, if there is one.
+        noted: called after a bucket's tensors were read, for the data saved with them.
     """
 
     def __init__(
@@ -170,12 +170,12 @@ class Saving:
         }
 
     def run(self) -> None:
-        """Read everything there is; returns when the last bucket is read."""
+        """Read everything; returns when the last bucket is read."""
         for job in self._jobs.values():
             job.wait()
 
     def before_writing(self, bucket: int | None) -> Sequence[Job]:
-        """Return what has to be done before a bucket's homes may change."""
+        """Return the jobs to be done before a bucket's homes may change."""
         job = self._jobs.get(bucket)
         return () if job is None or job.done else (job,)
 
@@ -189,7 +189,7 @@ class Saving:
             try:
                 part.save(partial(self._write, number))
             except BaseException as error:
-                # another thread's write may be refused before the failure it comes from is here
+                # another thread's refused write may come before the failure that caused it
                 if self.error is None or isinstance(error, StorageError):
                     self.error = error
 
@@ -211,7 +211,7 @@ class Waitable(Protocol):
 
 
 class Saver:
-    """The save that changes of homes come after: one at a time."""
+    """Holds the save that changes of homes wait for: one at a time."""
 
     def __init__(self) -> None:
         self.last: Waitable | None = None
@@ -219,10 +219,9 @@ class Saver:
         self._saving: Saving | None = None
 
     def begin(self, saving: Saving, store: HomeStore, *, paged: bool) -> None:
-        """From here on, homes change only after the save has read them.
+        """Begin a save: homes change only after it has read them.
 
-        What the user's code can change unseen is read at once: parameters that are plain, and
-        homes that a state dict shows.
+        Plain parameters, and homes that a state dict shows, may change unseen: read them at once.
         """
         self.finish()
         self._saving = saving

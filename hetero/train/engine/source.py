@@ -1,4 +1,4 @@
-"""Where parameters come from when they are not in the model yet (floor 2)."""
+"""The values of parameters that are not in the model yet (floor 2)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PIECE_NUMEL = 2**16, 4 * 2**20  # elements read at once: a chunk's, between thes
 
 
 class Promises:
-    """The values of empty parameters that know where these are.
+    """The values of empty parameters, in the files that these name.
 
-    Raises ConfigError where a file has changed its shapes since.
+    Raises ConfigError if shapes in a file have changed since.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
@@ -52,7 +52,7 @@ class Promises:
         fill(masters, segment, self._files[place.path], place.name, dtype)
 
     def renew(self, params: Sequence[nn.Parameter]) -> None:
-        """Let parameters that are empty again know again."""
+        """Mark parameters that are empty again with the places of their values."""
         for index, place in self._places.items():
             if params[index].is_meta:
                 promise(params[index], place)
@@ -70,10 +70,7 @@ def fill(
     name: str,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Read a tensor straight into a parameter's home, and into its master where it has one.
-
-    With ``dtype`` values are rounded to it on their way.
-    """
+    """Read a tensor straight into a parameter's home and master, rounded to ``dtype`` if given."""
     spec = segment.spec
     if spec.stride != contiguous_stride(spec.shape):
         value = whole(weights, name)
@@ -89,7 +86,7 @@ def fill(
 
 
 def whole(weights: Weights, name: str) -> torch.Tensor:
-    """Return a tensor of its own with the values of one in a file."""
+    """Return a new tensor with the values of one in a file."""
     value = torch.empty(weights.shape(name), dtype=weights.dtype(name))
     flat = value.view(-1)
     for start, values in weights.pieces(name, PIECE_NUMEL[0]):
@@ -131,7 +128,7 @@ class Source:
         self._tables = [param for key, param in params.items() if key not in paged]
 
     def into(self, masters: Masters, segment: Segment) -> None:
-        """Read a parameter straight into its home, and into its master where it has one."""
+        """Read a parameter straight into its home, and into its master if it has one."""
         fill(masters, segment, self._weights, self._of_index[segment.index])
 
     def keeps(self, index: int) -> bool:
@@ -139,7 +136,7 @@ class Source:
         return True
 
     def read_buffers(self) -> None:
-        """Read the buffers there are, and parameters that are never paged, where they are."""
+        """Read, in place, the buffers in the files and the parameters that are never paged."""
         with torch.no_grad():
             for table in self._tables:
                 value = whole(self._weights, self._name[id(table)])
@@ -152,14 +149,14 @@ class Source:
                     buffer.copy_(whole(self._weights, self._name[id(buffer)]))
 
     def renew(self, params: Sequence[nn.Parameter]) -> None:
-        """Parameters that are empty again: whoever prepares them names the directory."""
+        """Parameters are empty again; the next `prepare` names the directory itself."""
 
     def close(self) -> None:
         """Close the files."""
         self._weights.close()
 
     def _note(self, key: int, names: Iterable[str], tensor: torch.Tensor) -> list[str]:
-        """Remember under which name a tensor is there; return what is wrong with it."""
+        """Remember a tensor's name in the files; return what differs."""
         listed = list(names)
         found = next(
             (n for name in listed for n in (name, self._prefix + name) if n in self._there), None
@@ -182,7 +179,7 @@ class Source:
         return found
 
     def _find_prefix(self) -> str:
-        """Return what stands before a Hugging Face base model's names in a head model's files."""
+        """Return the prefix of a Hugging Face base model's names in a head model's files."""
         prefix = getattr(self._model, "base_model_prefix", "")
         dotted = f"{prefix}." if isinstance(prefix, str) and prefix else ""
         return dotted if any(name.startswith(dotted) for name in self._there) else ""

@@ -1,4 +1,4 @@
-"""What goes to disk of a model that HOST does not hold, and through how much memory (floor 2)."""
+"""The homes on disk of a model that HOST does not hold, and the pool's size (floor 2)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from hetero.types import Kind, format_bytes
 
 MAX_EXTENT_NUMEL = 2**21  # 8 MiB of 4-byte elements: past the knee of every drive measured
 EXTENTS = 256  # a model is cut into about so many, or more
-HUGE_NUMEL = (
-    2**19
-)  # a huge page of 4-byte elements: half the cost of a transfer's memory (measured)
-POOL_SHARE = 8  # this part of HOST is memory through which homes on disk pass
-MAX_POOL_BYTES = 2**30  # more of it does not make a drive faster, and homes on HOST do
+HUGE_NUMEL = 2**19  # a huge page of 4-byte elements: halves a transfer's memory cost (measured)
+POOL_SHARE = 8  # 1/8 of HOST is memory through which homes on disk pass
+MAX_POOL_BYTES = 2**30  # more of it makes no drive faster; homes on HOST do
 AT_ONCE = 2  # slices of updates that are under way together
-DEPTH = 8  # extents that are read or written beside them
+DEPTH = 8  # extents that are read or written meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class Spill:
     disk_bytes: int
     extent_numel: int
     host_bytes: int
-    """What homes on HOST, the pool and what is on its way take there at most."""
+    """The most that homes on HOST, the pool and transfers take there."""
 
     def holds(self, kind: Kind, bucket: int) -> bool:
         """Whether a home lies on disk."""
@@ -48,10 +46,10 @@ def draw_spill(
     *,
     pool: bool = False,
 ) -> Spill | None:
-    """Return what goes to disk under budgets in bytes; None where HOST holds everything.
+    """Return the homes that go to disk under budgets in bytes; None if HOST holds everything.
 
-    With ``pool`` there is a way to disk in any case, for what comes beside homes. Raises
-    BudgetError where HOST does not hold what has to be in memory at once, or NVME the rest.
+    With ``pool`` there is a way to disk in any case, for activations. Raises BudgetError if HOST
+    does not hold the bytes that must be in memory at once, or NVME the rest.
     """
     parts = list(parts_of(plan))
     ring = passing_bytes(plan)
@@ -59,7 +57,7 @@ def draw_spill(
         return None
     spare = min(host_bytes // POOL_SHARE, MAX_POOL_BYTES)
     size = extent_numel or extent_of(plan, spare)
-    # 1. the most that can be needed at once is what it would be with everything on disk
+    # 1. the most that can be needed at once is as with everything on disk
     least = ring + least_pool(plan, size)
     if least > host_bytes:
         raise BudgetError(
@@ -70,7 +68,7 @@ def draw_spill(
             tier="HOST",
             needed_bytes=least,
         )
-    # 2. a part of HOST is for them; homes take the rest
+    # 2. a part of HOST is the pool; homes take the rest
     pool_bytes = max(least - ring, spare)
     on_disk = place(parts, host_bytes - ring - pool_bytes)
     n_bytes = sum(disk_bytes(plan, kind, plan.layout.buckets[b]) for kind, b in on_disk)
@@ -87,7 +85,7 @@ def draw_spill(
 
 
 def draw_way(plan: Blueprint, host_bytes: int, extent_numel: int | None = None) -> Spill:
-    """Return a way to disk for what comes beside the homes of a model that is all in memory."""
+    """Return a way to disk for activations of a model whose homes are all in memory."""
     spare = min(host_bytes // POOL_SHARE, MAX_POOL_BYTES)
     size = extent_numel or extent_of(plan, spare)
     n_bytes = max(spare, DEPTH * 4 * max(size, plan.layout.chunk_numel))
@@ -95,7 +93,7 @@ def draw_way(plan: Blueprint, host_bytes: int, extent_numel: int | None = None) 
 
 
 def passing_bytes(plan: Blueprint) -> int:
-    """Return the HOST bytes of what is on its way between device and homes, at most."""
+    """Return the most HOST bytes of transfers between device and homes."""
     return ring_bytes(plan.grad_sizes) + widening(plan)
 
 
@@ -128,7 +126,7 @@ def disk_bytes(plan: Blueprint, kind: Kind, bucket: Bucket) -> int:
 def extent_of(plan: Blueprint, spare_bytes: int) -> int:
     """Return the elements of an extent: a power of two, smaller for small models.
 
-    It is at least a huge page where a pool of ``spare_bytes`` has room for such ones.
+    It is at least a huge page if a pool of ``spare_bytes`` has room for such ones.
     """
     numel = sum(bucket.numel for bucket in plan.layout.buckets)
     size = min(MAX_EXTENT_NUMEL, max(ALIGN, 1 << max(0, (numel // EXTENTS).bit_length() - 1)))

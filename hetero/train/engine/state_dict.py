@@ -27,15 +27,15 @@ from hetero.types import Kind
 Scalars = dict[str, dict[str, Any]]
 TensorMake = tuple[torch.dtype, tuple[int, ...]]
 Make = tuple[Name, torch.dtype, tuple[int, ...]]
-NO_STATES = (PARAM, GRAD, WIDE, LOW)  # names of homes that are looked after elsewhere
+NO_STATES = (PARAM, GRAD, WIDE, LOW)  # homes that hold no optimizer state
 _F32 = torch.float32
 
 
 def parts_of(engine: Engine, *, as_now: bool = False) -> list[Part]:
-    """Return parameters, what is left of masters, states and buffers, bucket by bucket.
+    """Return parameters, the ``low`` of masters, states and buffers, bucket by bucket.
 
-    Buckets come in the order of the next forward, which is that of their updates. With ``as_now``
-    what no update changes, buffers, is copied: the next forward may change it.
+    Buckets come in the order of the next forward, which is that of their updates. ``as_now`` copies
+    buffers and unpaged parameters: the next forward may change them.
     """
     found: list[Part] = []
     for bucket in ordered(engine):
@@ -74,7 +74,7 @@ def _of_parameter(engine: Engine, bucket: Bucket, segment: Segment) -> Iterator[
 
 
 def is_tensor(key: str, value: Any, segment: Segment) -> bool:
-    """Whether a state is saved as a tensor of its own, and not as a number beside it."""
+    """Whether a state is saved as a tensor of its own, and not among the scalars."""
     if not isinstance(value, torch.Tensor):
         return False
     return value.dim() > 0 or is_elementwise(key, value, segment.spec.shape)
@@ -103,7 +103,7 @@ def at_hand(model: nn.Module) -> Iterator[tuple[Name, torch.Tensor]]:
 
 
 def scalars_of(engine: Engine, bucket: Bucket) -> Scalars:
-    """Return the states of a bucket's parameters that are no tensors of their own: step counts."""
+    """Return the states of a bucket's parameters that are not saved as tensors: step counts."""
     found: Scalars = {}
     for segment in bucket.segments:
         state = known_state(engine, engine.setup.params[segment.index])
@@ -118,7 +118,7 @@ def scalars_of(engine: Engine, bucket: Bucket) -> Scalars:
 
 
 def counted_at_close(engine: Engine, bucket: Bucket) -> bool:
-    """Whether step counts move when a step is closed, and not when the bucket's update is done."""
+    """Whether step counts move when a step is closed, not when the bucket's update is done."""
     stepper = engine.steps.stepper
     if stepper is None:
         return True
@@ -131,12 +131,12 @@ def check_states(
     states: Iterable[Make],
     scalars: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Raise ValueError, or what the rule raises, unless a step goes on from these states.
+    """Raise ValueError, or the rule's own error, unless a step goes on from these states.
 
     Args:
         groups: settings that go on top of those of the optimizer's groups.
         states: every tensor's name, dtype and shape; the model has such parameters.
-        scalars: what is no tensor of its own, by the parameter's name.
+        scalars: states that are not saved as tensors, by the parameter's name.
     """
     if engine.optimizer is None:
         return
@@ -160,7 +160,7 @@ def check_states(
 
 
 def makes_of(engine: Engine, states: Iterable[Make]) -> dict[str, dict[str, TensorMake]]:
-    """Return dtypes and shapes by parameter and key; ValueError where homes cannot hold them."""
+    """Return dtypes and shapes by parameter and key; ValueError if homes cannot hold them."""
     found: defaultdict[str, dict[str, TensorMake]] = defaultdict(dict)
     dtypes = {place: home.dtype for place, home in engine.setup.store.homes.items()}
     places = places_of(engine)
@@ -176,7 +176,7 @@ def makes_of(engine: Engine, states: Iterable[Make]) -> dict[str, dict[str, Tens
 
 
 class Trial(NamedTuple):
-    """A step of a tiny parameter from states of the make that a parameter is to have."""
+    """A step of a tiny parameter, from states like those that a parameter is to have."""
 
     bucket: int
     shape: tuple[int, ...]
@@ -184,7 +184,7 @@ class Trial(NamedTuple):
     scalars: Mapping[str, Any]
 
     def run(self, engine: Engine, settings: Group) -> None:
-        """Make the step; raises what the rule raises, or ValueError."""
+        """Make the step; raises the rule's own error, or ValueError."""
         bucket, stepper = engine.setup.buckets[self.bucket], engine.steps.stepper
         rule = engine.steps.rule
         has_master = bucket.has_master
@@ -228,7 +228,7 @@ class Trial(NamedTuple):
     def _on_probe(
         self, key: str, shape: tuple[int, ...], settings: Group
     ) -> tuple[int, ...] | None:
-        """Return the shape that a state has beside the tiny parameter; None: of no known kind."""
+        """Return a state's shape for the tiny parameter; None: of no known kind."""
         probe = probe_shape(self.shape)
         if key in AdamW8bit.PER_BLOCK:
             block = settings["block_size"]
@@ -243,7 +243,7 @@ class Trial(NamedTuple):
 
 
 def probe_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a tiny shape with the ones of a shape, whose last two sizes differ."""
+    """Return a tiny shape that keeps sizes of 1; its last two differ."""
     most = [2] * max(0, len(shape) - 2) + [3, 4][-len(shape) :]
     return tuple(min(pair) for pair in zip(shape, most, strict=False))
 
@@ -262,7 +262,7 @@ def is_paged(engine: Engine, key: str, shape: tuple[int, ...], segment: Segment)
 
 
 def empty_states(engine: Engine, states: Iterable[Make]) -> dict[Name, torch.Tensor]:
-    """Return a tensor for every state to be loaded; BudgetError where there is no room for them."""
+    """Return a tensor for every state to be loaded; BudgetError if there is no room."""
     if engine.optimizer is None:
         return {}
     made: dict[Name, torch.Tensor] = {}
@@ -290,7 +290,7 @@ def begin_again(engine: Engine, states: Mapping[Name, torch.Tensor]) -> None:
 
 
 def take_scalars(engine: Engine, scalars: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give parameters the step counts, and what else is no tensor of its own, that were saved."""
+    """Give parameters the saved states that are not tensors: step counts."""
     if engine.optimizer is None:
         return
     by_name = {segment.spec.name: segment for _, segment in engine.setup.blueprint.layout.home}
@@ -309,7 +309,7 @@ def settle(engine: Engine) -> None:
 
 
 def loaded(engine: Engine) -> None:
-    """The homes were written: whoever shows their values shows the new ones."""
+    """The homes were written: show the new values everywhere."""
     for param in engine.setup.params:
         torch.autograd.graph.increment_version(param)
     engine.setup.masters.forget()

@@ -40,14 +40,14 @@ class NoSteps:
         self.residence = residence
 
     def make(self, optimizer: Optimizer, clip: Clip) -> Division | None:
-        """Make a step; returns how HBM is divided from the border on, where it is divided."""
+        """Make a step; returns the division of HBM from the border on, if there is one."""
         return None
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let updates begin in backward; none does."""
 
     def take_copies(self) -> None:
-        """Write home what was written to states through views of copies that stand for them."""
+        """Write home the user's writes to copies that stand for states."""
         if any(home.copies for home in self.setup.store.homes.values()):
             self.finish()
             self.setup.store.take_all()
@@ -59,7 +59,7 @@ class NoSteps:
             self.setup.store.take_all(held=False)
 
     def come_home(self) -> None:
-        """Finish what is under way; homes then hold the current values."""
+        """Finish all pending work; homes then hold the current values."""
         self.residence.quiesce()
         self.finish()
 
@@ -87,7 +87,7 @@ class TorchSteps(NoSteps):
         self.rule = Rule(inner)
 
     def make(self, optimizer: Optimizer, clip: Clip) -> None:
-        self.setup.saver.finish()  # what is saved is what is trained
+        self.setup.saver.finish()  # the save reads the very bytes that are trained
         self.take_copies()
         clip()
         self.rule.step_in_place(optimizer.param_groups, optimizer.known_state)
@@ -104,7 +104,7 @@ class HomeSteps(NoSteps):
         self.stepper = stepper
         self.rule = stepper.drafts.rule
         self.scaler = stepper.scaler
-        self._finished = True  # no update was begun since all of them were waited for
+        self._finished = True  # whether all updates that were begun were waited for
 
     @property
     def skipped(self) -> bool:  # type: ignore[override]  # a constant where steps are torch's
@@ -114,14 +114,14 @@ class HomeSteps(NoSteps):
     # -- a step ----------------------------------------------------------------------------------
 
     def make(self, optimizer: Optimizer, clip: Clip) -> Division | None:
-        """Close a step and begin its updates; returns how HBM is divided from the border on."""
+        """Close a step and begin its updates; returns the division of HBM from the border on."""
         residence, stepper = self.residence, self.stepper
         if residence.updates_in_place:
-            self.setup.saver.finish()  # what is saved is what is trained
+            self.setup.saver.finish()  # the save reads the very bytes that are trained
         self.take_copies()
         # 1. gradients and written parameters come home; norm, clip and settings are closed
         residence.quiesce()
-        division = residence.divide()  # or nothing is updated
+        division = residence.divide()  # if it raises, nothing is updated
         seen = self._seen(optimizer)
         updates = stepper.close(optimizer.param_groups, optimizer.known_state, clip)
         begun = self._seal()
@@ -139,8 +139,7 @@ class HomeSteps(NoSteps):
         return division
 
     def _hand_over_all(self, updates: list[Update], seen: Container[int]) -> None:
-        """Begin all updates, and do those of buckets that are ``seen``; then raise what a disk
-        or a second Ctrl-C raised: a step is begun as a whole."""
+        """Begin all updates, and do those of ``seen`` buckets; raise errors after that."""
         self._finished = False
         errors: list[StorageError | KeyboardInterrupt] = []
         for update in updates:
@@ -153,7 +152,7 @@ class HomeSteps(NoSteps):
             raise errors[0]
 
     def _hand_over(self, update: Update, *, seen: bool) -> None:
-        """Begin a bucket's update; wait where it must be done when `step` returns."""
+        """Begin a bucket's update; wait if it must be done when `step` returns."""
         bucket, store = update.bucket, self.setup.store
         after = self.setup.saver.jobs_before(bucket.id)
         job = self.stepper.begin(update, at_once=seen, after=after)
@@ -165,11 +164,11 @@ class HomeSteps(NoSteps):
         self.residence.updated(bucket)
 
     def _seen(self, optimizer: Optimizer) -> set[int]:
-        """Return the buckets whose updates would be watched, before updates refer to states."""
+        """Return the buckets whose updates the user's code would see."""
         buckets = self.setup.buckets
         if self.residence.updates_in_place or self.setup.tuning.update_on_device:
             return {bucket.id for bucket in buckets}
-        self.stepper.finish()  # as the updates of the last step do until they are done
+        self.stepper.finish()  # its updates' references to states look like a user's
         return {b.id for b in buckets if b.trainable and is_seen(self.setup, b, optimizer)}
 
     def follow(self, optimizer: Optimizer) -> None:
@@ -177,7 +176,7 @@ class HomeSteps(NoSteps):
             self.residence.backward_updates.optimizer = optimizer
 
     def _seal(self) -> list[Update]:
-        """The step is made: return the updates that it has begun already."""
+        """The step is made: return its updates that began early."""
         self.residence.seal()
         return self.stepper.seal()
 
@@ -191,14 +190,11 @@ class HomeSteps(NoSteps):
         if self.stepper.early:
             raise too_early(what)
 
-    # -- what is under way -----------------------------------------------------------------------
+    # -- pending work ----------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until every update is done; raises what one of them raised.
-
-        Once all is done, asking again costs nothing: loops over states ask for each parameter.
-        """
-        self.setup.saver.finish()  # the caller may write to states: a save has read them by then
+        """Wait until every update is done, at no cost if all are; raises an error of theirs."""
+        self.setup.saver.finish()  # the caller may write to states: let a save read them first
         if not self._finished:
             self.stepper.finish()
             self.residence.updates_done()
@@ -207,7 +203,7 @@ class HomeSteps(NoSteps):
 
     def come_home(self) -> None:
         if self.stepper.surfaced:
-            self.setup.worker.close()  # an update failed, as was said: what there is, is given back
+            self.setup.worker.close()  # an update failed, as was reported: give back the rest
             self.residence.trained.grads.abandon()
             self.residence.abandon()
         else:

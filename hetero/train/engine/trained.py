@@ -23,7 +23,7 @@ from hetero.train.update.step import Stepper
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What takes gradients home, and what steps there; ``stepper`` is None without an optimizer."""
+    """Takes gradients home and steps there; ``stepper`` is None without an optimizer."""
 
     setup: Setup
     grads: GradStore
@@ -38,11 +38,11 @@ class Trained:
 
     @property
     def scaling(self) -> Stepper | None:
-        """What scales losses, under precision="fp16"."""
+        """The stepper if it scales losses (precision="fp16")."""
         return None if self.stepper is None or self.stepper.scaler is None else self.stepper
 
     def hear_all(self, arrived: Callable[[nn.Parameter], None]) -> None:
-        """Call a method with every parameter that got a gradient; those at home in code get none.
+        """Call ``arrived`` with every parameter that got a gradient; coded ones must get none.
 
         Gradients in 2 bytes go home before autograd adds the next to one.
         """

@@ -1,4 +1,4 @@
-"""What tests vary and planning chooses (floor 2)."""
+"""Settings that tests vary and planning chooses (floor 2)."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Tuning:
     extent_numel: int | None = None
     """Elements of an extent, a multiple of 4096; None: chosen from the model's size."""
     io: IO | None = None
-    """Through which the files of the NVME tier are used; tests let it go wrong."""
+    """The door to the files of the NVME tier; tests make it fail."""
     open_pool: Callable[..., Pool] = open_pool
-    """Opens what keeps homes on disk."""
+    """Opens the pool that keeps homes on disk."""
     io_threads: int | None = None
     """Threads that read and write the NVME tier; None: chosen by measuring the drive."""
     checked: bool = True
-    """Whether what lies on disk is checksummed (benchmarks measure what that costs)."""
+    """Whether bytes on disk are checksummed (benchmarks measure the cost)."""

@@ -1,8 +1,8 @@
-"""Working weights with masters that stay on the device: who notices their writes (floor 2).
+"""Notices writes to working weights with masters that stay on the device (floor 2).
 
-A model that fits has plain parameters, whose data are the homes themselves. Their class tells of
-aliases that leave through ``p.data``; in-place writes are told by version counters. A weight that
-was written is its own master at the next step, as it would be had it been paged.
+A model that fits has plain parameters, whose data are the homes themselves. Their class reports
+aliases that leave through ``p.data``; version counters report in-place writes. A written weight is
+its own master at the next step, as if it were paged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WrittenWeights:
         self._versions: list[int] = []
 
     def attach(self) -> None:
-        """Let the class of parameters tell of writes."""
+        """Give parameters the class that reports writes."""
         _, pinned = faults.paged_classes(self)
         for param in self._params:
             param.__class__ = pinned
@@ -81,7 +81,7 @@ class WrittenWeights:
             before.copy_(row(faults.read_data(self._params[index])))
 
     def updated(self, bucket: Bucket) -> None:
-        """A bucket's weights were updated: from here on their writes are news."""
+        """A bucket's weights were updated: only later writes are the user's."""
         for segment in bucket.segments:
             index = segment.index
             self._versions[index] = binding.version(self._params[index])
@@ -108,7 +108,7 @@ class WrittenWeights:
         torch.autograd.graph.increment_version(param)
         self._versions[index] = binding.version(param)
 
-    # -- what the class of parameters asks -------------------------------------------------------
+    # -- for the class of parameters -------------------------------------------------------------
 
     @contextmanager
     def gathered(self, params: Sequence[nn.Parameter], *, write: bool) -> Iterator[None]:
@@ -116,7 +116,7 @@ class WrittenWeights:
         yield
 
     def alias(self, param: nn.Parameter) -> torch.Tensor:
-        """Return ``param.data``; what is written through it is compared at the next step."""
+        """Return ``param.data``; the next step compares it to find writes."""
         data = faults.read_data(param)
         index = self.index[id(param)]
         if index not in self._shown:
@@ -154,7 +154,7 @@ _BOUND = 4  # uses of a home's storage: home, parameter, the data asked about, t
 
 
 class _Loading(TorchFunctionMode):
-    """Sees the ``copy_`` of `nn.Module.load_state_dict` before torch rounds what is copied."""
+    """Sees the ``copy_`` of `nn.Module.load_state_dict` before torch rounds its values."""
 
     def __init__(self, weights: WrittenWeights) -> None:
         super().__init__()

@@ -37,19 +37,19 @@ PARAM = Kind.PARAM.value
 
 @dataclass(slots=True)
 class Update:
-    """What one bucket's update does: slices that may run in parallel, and the steps that follow."""
+    """One bucket's update: slices that may run in parallel, and the steps that follow."""
 
     bucket: Bucket
     slices: list[Slice] = field(default_factory=list)
     finishes: list[Slice] = field(default_factory=list)
     fresh: bool = False
-    """Whether states appear, which is not left to a thread."""
+    """Whether states appear: then `step` itself carries it out."""
     scaled: list[int] = field(default_factory=list)
     """Indices of the parameters whose stored gradients are multiplied by their pending factors."""
     touched: list[int] = field(default_factory=list)
     """Indices of the parameters."""
     requests: list[Request] = field(default_factory=list)
-    """What the slices need from disk, in their order."""
+    """The slices' requests to disk, in their order."""
     counts: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     """Step counts as this update leaves them, until the step is drafted."""
     begun: list[Ready] = field(default_factory=list)
@@ -64,12 +64,12 @@ class Update:
         """Leave step counts as the update leaves them."""
         for count, value in self.counts:
             count.fill_(value)
-        self.counts, self.begun = [], []  # references that are ours look like a user's
+        self.counts, self.begun = [], []  # our references look like a user's
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The homes that slices of updates read and write, and who computes where."""
+    """The homes that slices of updates read and write, and where they compute."""
 
     rule: Rule
     states: StateHomes
@@ -103,7 +103,7 @@ class Bench:
         work: Callable[[slice], None],
         numel: int | None,
     ) -> None:
-        """Add a piece to an update, in slices of about so many elements; None: as a whole.
+        """Add a piece to an update, in slices of about ``numel`` elements; None: as a whole.
 
         They are cut where chunks end or, if anything lies on disk, extents.
         """
@@ -125,7 +125,7 @@ class Bench:
     def _request(
         self, bucket: Bucket, piece: UpdatePiece, states: Mapping[str, Home], run: slice
     ) -> Request:
-        """Return what a slice needs from disk: weights, gradients, masters and states."""
+        """Return a slice's request to disk: weights, gradients, masters and states."""
         uses = [(self.param(bucket), PinUse.WRITE)]
         uses.append((self.grads.of(bucket), PinUse.WRITE if self.may_write else PinUse.READ))
         if bucket.has_master:
@@ -137,19 +137,19 @@ class Bench:
         return Request([PinSpan(home, run.start, run.stop, use) for home, use in uses])
 
     def _hold(self, request: Request, work: Callable[[slice], None], run: slice) -> None:
-        """Do a slice's work with all that it needs in memory: it fails before it begins."""
+        """Do a slice's work with its homes in memory: a disk fails before it begins."""
         with self.store.held(request):
             work(run)
 
     def turn(self) -> AbstractContextManager[None]:
-        """Return the turn of a slice that is the same on any cut: a device has one queue."""
+        """Return the turn of a slice that any cut leaves the same; a device has one queue."""
         return self.cores.one() if self.stream_to is None else self.cores.all()
 
     @contextmanager
     def streamed(
         self, homes: list[torch.Tensor], grad: torch.Tensor
     ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-        """Bring pieces of homes to where they are updated, and back; nothing moves at home."""
+        """Bring pieces of homes to the device that updates them, and back; none moves at home."""
         if self.stream_to is None:
             yield homes, grad
             return
@@ -189,8 +189,7 @@ def draft_formula(
 def _begin(
     bench: Bench, update: Update, row: Ready, scalars: Mapping[str, float], homes: dict[str, Home]
 ) -> tuple[str, ...] | None:
-    """Give a parameter the state that torch begins with; return the states that are missing, which
-    its first update fills, or None where it had them all."""
+    """Give a parameter torch's first state; return the keys that its update fills, None if none."""
     missing = tuple(key for key in homes if key not in row.state)
     if row.state and not missing:
         return None
@@ -214,7 +213,7 @@ class FormulaPass:
     grad: Home
     homes: dict[str, Home]
     fresh: dict[str, float]
-    """The states that appear, and the value that each is filled with first."""
+    """The states that appear, with their first values."""
     factors: tuple[float, ...]
 
     def __call__(self, run: slice) -> None:
@@ -265,7 +264,7 @@ class FlatRun:
     """The state as the step leaves it, with its scalars."""
 
     def __call__(self, whole: slice) -> None:
-        # an extent may be long: what lies between a rule's operations stays in the cache
+        # an extent may be long: temporaries of a short run stay in the cache
         for run in cut_run(whole, self.bench.at_once(self.bucket, RULE_NUMEL)):
             self._step(run)
 
@@ -299,7 +298,7 @@ def draft_whole(bench: Bench, update: Update, group: Group, rows: Sequence[Ready
     if not has_master:
         written = (row for row in rows if bench.may_write or (row.factors and bench.in_place))
         update.scaled.extend(row.segment.index for row in written)
-    alone = has_master or bench.store.pool.spills  # no more in memory than has to be
+    alone = has_master or bench.store.pool.spills  # as little in memory as possible
     for some in [(row,) for row in rows] if alone else [tuple(rows)]:
         work = WholeTensors(bench, group, update.bucket, some)
         bench.add(update, UpdatePiece(some), bench.states.needed(group, some[0]), work, None)

@@ -1,8 +1,8 @@
-"""What a step does to each bucket, closed at once and carried out later (floor 2).
+"""The updates of a step, closed at once and carried out later (floor 2).
 
-`Drafts.close` looks at every gradient, takes the groups' settings as they are at that moment, and
-says for each bucket which slices of work its update is. Nothing is updated yet: the engine gives
-the buckets to the worker in the order in which the next forward needs them.
+`Drafts.close` checks every gradient, takes the groups' settings as they are at that moment, and
+cuts each bucket's update into slices. Nothing is updated yet: the engine gives the buckets to the
+worker in the order in which the next forward needs them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hetero.train.update.trial import Trials
 
 
 class Settings(NamedTuple):
-    """What a group says of its parameters at one moment."""
+    """A group's settings at one moment."""
 
     group: Group
     kinds: str
@@ -82,10 +82,9 @@ class Drafts:
     ) -> list[Update]:
         """Return the updates of all buckets that have gradients; nothing is updated yet.
 
-        Those of the ``begun`` parameters are under way. All gradients are brought home and looked
-        at before the first state is made, so that a gradient that cannot be stepped leaves
-        everything as it was; as do settings with which the rule is not to be stepped so
-        (ConfigError).
+        Those of the ``begun`` parameters are under way. All gradients are brought home and checked
+        before the first state is made: a gradient that cannot be stepped, or settings that the rule
+        refuses (ConfigError), leave everything as it was.
         """
         self._trials.admit(groups)
         ready = [(group, self._ready(group, states, begun)) for group in groups]
@@ -116,8 +115,8 @@ class Drafts:
     ) -> Update | None:
         """Return the update of one bucket whose gradients have all come, before the step.
 
-        ``settings`` are of the parameters' groups, by index. None where something has to be looked
-        at that a step looks at: a parameter in no group, or a state that is about to appear.
+        ``settings`` are of the parameters' groups, by index. None if the step has to check first: a
+        parameter in no group, a state that is about to appear, or a rule that is not known.
         """
         if any(slot.segment.index not in settings for slot in slots) or self.rule.known is None:
             return None
@@ -135,19 +134,19 @@ class Drafts:
         return update
 
     def settings(self, groups: Sequence[Group]) -> dict[int, Settings]:
-        """Return what the groups say now of each parameter, by its index."""
+        """Return the present settings of each parameter's group, by its index."""
         found: dict[int, Settings] = {}
         for group in groups:
             found.update(dict.fromkeys(self._indices(group), settings_of(group)))
         return found
 
     def _indices(self, group: Group) -> Iterator[int]:
-        """Yield the numbers of a group's parameters, those of other models left out."""
+        """Yield the indices of a group's parameters, those of other models left out."""
         indices = (self._index.get(id(param)) for param in group["params"])
         return (index for index in indices if index is not None)
 
     def _is_settled(self, row: Ready, kinds: str) -> bool:
-        """Whether a parameter was stepped so before, and still has the states of that."""
+        """Whether a parameter was stepped with such settings before, and still has its states."""
         index = row.segment.index
         return self._stepped.get(index) == kinds and bool(row.state or index not in self._kept)
 
@@ -184,7 +183,7 @@ class Drafts:
             fresh |= self._lost_state(row) or self._stepped.get(index) != now.kinds
             self._stepped[index] = now.kinds
             update.touched.append(index)
-        if bucket.has_master and self.formula is not None:  # which makes its states here
+        if bucket.has_master and self.formula is not None:  # it makes its states here
             draft_formula(bench, self.formula, update, now.group, rows)
             return
         update.fresh |= fresh
@@ -192,7 +191,7 @@ class Drafts:
         (draft_flat if is_flat else draft_whole)(bench, update, now.group, rows)
 
     def _lost_state(self, row: Ready) -> bool:
-        """Whether a parameter that had states has none: they were cleared, and appear again."""
+        """Whether a parameter's states were cleared, and appear again."""
         index = row.segment.index
         if row.state:
             self._kept.add(index)
@@ -203,7 +202,7 @@ class Drafts:
 
 
 def settings_of(group: Group) -> Settings:
-    """Return what a group says now."""
+    """Return a group's present settings."""
     now = frozen(group)
     return Settings(now, kinds_of(now))
 

@@ -42,14 +42,14 @@ class Coefficients(NamedTuple):
     shrink: float
     """Then p * shrink, before the rule."""
     own: tuple[float, ...]
-    """What the rule itself takes."""
+    """The numbers of the rule itself."""
 
 
 Update = tuple[Coefficients, Scalars]
 
 
 class Ops:
-    """IEEE operations on fp32 blocks that torch has not, or not in one rounding, and two scratches.
+    """IEEE operations on fp32 blocks that torch lacks, or rounds otherwise, and two scratch blocks.
 
     ``t`` and ``u`` are as long as the block. Methods overwrite ``t``, and `add_quotient_` ``u``.
     """
@@ -96,14 +96,13 @@ class Ops:
 
 
 class Formula(ABC):
-    """One rule. It has no state: what it keeps per element and per parameter is the caller's."""
+    """One rule, without state: the caller keeps its states per element and per parameter."""
 
     states: tuple[str, ...] = ()
     """torch's keys of the states with one number per element, in the order of the kernel."""
 
     def arrays(self, group: Group) -> dict[str, float]:
-        """Return the states with one number per element, in the order of `apply`, and what fills
-        them first."""
+        """Return first values of the states with one number per element, in `apply`'s order."""
         return dict.fromkeys(self.states, 0.0)
 
     def scalars(self, group: Group) -> Scalars:
@@ -115,7 +114,7 @@ class Formula(ABC):
 
     @abstractmethod
     def coefficients(self, group: Group, scalars: Scalars, fresh: bool) -> Update:
-        """Return what one update takes, and the scalars after it.
+        """Return one update's coefficients, and the scalars after it.
 
         ``fresh``: the parameter had no state before; its arrays are filled already.
         """
@@ -394,7 +393,7 @@ class LionFormula(Formula):
 
 
 def formula_of(kind: type[torch.optim.Optimizer]) -> Formula | None:
-    """Return the rule of exactly this class, or None: a subclass may compute something else."""
+    """Return the rule of exactly this class, or None: a subclass may compute otherwise."""
     return _FORMULAS.get(f"{kind.__module__}.{kind.__qualname__}")
 
 

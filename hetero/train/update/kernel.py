@@ -1,6 +1,6 @@
 """Updates of an fp32 master: one compiled pass over memory, or torch's in blocks (floor 2).
 
-Both give the same bits (formulas.py). A master is kept beside the working weight ``param``:
+Both give the same bits (formulas.py). A master is kept with the working weight ``param``:
 
     bf16  ``low`` is int16. The bits of the master are (param's << 16) + low, so that param is the
           master rounded to nearest, ties away from zero. NaN is 0x7fc0 and 0.
@@ -57,7 +57,7 @@ class Library:
     """csrc/update.c, compiled. Calls release the GIL and run in the calling thread alone."""
 
     def __init__(self, path: Path) -> None:
-        """Load it; OSError where that cannot be, or where it has another ABI."""
+        """Load it; OSError if that fails, or if it has another ABI."""
         self._dll = ctypes.CDLL(str(path.absolute()))
         try:
             abi = self._dll.hetero_abi()
@@ -105,7 +105,7 @@ class Library:
 
 @functools.cache
 def load(path: Path = LIBRARY) -> Library | None:
-    """Return the compiled kernel, or None where there is none that this version can call."""
+    """Return the compiled kernel, or None if there is none that this version can call."""
     try:
         return Library(path)
     except OSError:
@@ -127,7 +127,7 @@ def update(
 
     ``grad`` (bf16, fp16 or fp32) is converted to fp32 and multiplied by each of at most two
     ``factors`` in turn. Runs in the calling thread: cut a long run into slices for several, the
-    bits are the same. StateError where the tensors are not as the module says.
+    bits are the same. StateError if the tensors are not as the module says.
     """
     _check(param, low, grad, states, factors)
     if native is not None and param.device.type == "cpu":
@@ -174,7 +174,7 @@ def _check(
     states: States,
     factors: Sequence[float],
 ) -> None:
-    """The kernel trusts addresses and lengths, so nothing else reaches it."""
+    """Raise StateError for wrong tensors: the kernel trusts addresses and lengths."""
     given = (param, low, grad, *states)
     right = (
         (param.dtype, low.dtype) in _LAYOUTS

@@ -65,7 +65,7 @@ def named_by(model: nn.Module, setting: str, patterns: Sequence[str]) -> set[int
 
 
 def low_dtype(precision: str) -> torch.dtype | None:
-    """Return the dtype of what is kept beside working weights; None where nothing is."""
+    """Return the dtype of ``low``; None at a precision without masters."""
     return {"bf16": torch.int16, "fp16": torch.float32}.get(precision)
 
 
@@ -77,8 +77,8 @@ class Masters:
         self._working = WORKING.get(precision)
         self._layout = layout
         self._store = store
-        self._loaded: set[int] = set()  # whose difference came from a state dict
-        self._written: set[int] = set()  # whose weight was written on the device
+        self._loaded: set[int] = set()  # parameters whose difference came from a state dict
+        self._written: set[int] = set()  # parameters written on the device
 
     @property
     def chunk_numel(self) -> int:
@@ -90,13 +90,13 @@ class Masters:
         return bucket.dtype is self._working and bucket.codec.exact
 
     def low(self, bucket: Bucket) -> Home:
-        """Return the home of what a bucket's working weights leave of their masters."""
+        """Return the ``low`` home of a bucket."""
         return self._store.get(Kind.MASTER, LOW, bucket, self._dtype)
 
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
-        """Make ``value`` a parameter's master, or what rounds it to its working dtype.
+        """Make ``value`` a parameter's master, or without one its weight, rounded.
 
-        A value of the working dtype keeps what a state dict has loaded for the difference.
+        A value of the working dtype keeps a difference that a state dict has loaded.
         """
         bucket = self._layout.bucket(segment)
         home = self._home(bucket)
@@ -116,20 +116,14 @@ class Masters:
         self._split(segment, segment.offset, row(exact))
 
     def room(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the memory that a parameter's value of this dtype may be written to as it is.
-
-        None where it would have to be converted, or to be brought somewhere else.
-        """
+        """Return the memory for a parameter's value of a dtype; None if it must be converted."""
         bucket = self._layout.bucket(segment)
         if bucket.dtype is not dtype or bucket.dtype is self._working:
             return None
         return self._home(bucket).memory(segment)
 
     def assign_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
-        """As `assign`, for elements from ``start`` on of a parameter that has no master yet.
-
-        ``values`` are in the order of memory.
-        """
+        """As `assign`, for elements in memory order from ``start`` on, without a master yet."""
         bucket = self._layout.bucket(segment)
         if self._is_working(bucket):
             self._split(segment, segment.offset + start, values.float())
@@ -137,7 +131,7 @@ class Masters:
             self._home(bucket).write_run(segment, start, values)
 
     def _split(self, segment: Segment, first: int, exact: torch.Tensor) -> None:
-        """Write fp32 numbers as working weights and what these leave of them."""
+        """Write fp32 numbers as working weights and ``low``."""
         bucket = self._layout.bucket(segment)
         home = self._home(bucket)
         for run in self._store.runs(
@@ -146,7 +140,7 @@ class Masters:
             working = home.part(run)
             if bucket.has_master:
                 low = self.low(bucket).part(run)
-            else:  # a frozen weight: rounded the same way, and nothing is kept of it
+            else:  # a frozen weight: rounded the same way, the rest dropped
                 low = torch.empty_like(working, dtype=self._dtype)
             split_(exact[run.start - first : run.stop - first], working, low)
 
@@ -188,7 +182,7 @@ class Masters:
                     self._reset(home.part(run), low.part(run), None)
 
     def written(self, segment: Segment) -> None:
-        """A working weight was written as a whole, as far as one can tell; it comes home next."""
+        """A working weight was written, perhaps as a whole; it comes home next."""
         if self._layout.bucket(segment).has_master:
             self._written.add(segment.index)
 
@@ -207,7 +201,7 @@ class Masters:
             with host_work():
                 self.reset_changed(bucket, start, before)
             for segment in bucket.segments:
-                # what was written as a whole comes home as a whole, its end last
+                # such a weight comes home as a whole, its end last
                 if start < segment.end <= end and segment.index in self._written:
                     self._written.discard(segment.index)
                     self.reset(segment)
@@ -256,7 +250,7 @@ class Masters:
         self._written.clear()
 
     def saved(self, segment: Segment) -> torch.Tensor | None:
-        """Return what a state dict keeps of a parameter's master, as an alias of its home."""
+        """Return a parameter's ``low`` for a state dict, as an alias; None without a master."""
         bucket = self._layout.bucket(segment)
         if not bucket.has_master:
             return None
@@ -264,11 +258,11 @@ class Masters:
 
 
 class Scaling(Protocol):
-    """What `hetero.backward` asks of a model whose loss is scaled."""
+    """The scaling of losses, as `hetero.backward` asks for it."""
 
     @property
     def scale(self) -> float:
-        """What the next loss is multiplied by."""
+        """The factor of the next loss."""
 
     def scaled(self, scale: float) -> AbstractContextManager[None]:
         """Run the backward pass of a loss that was multiplied by ``scale`` inside."""
@@ -300,7 +294,7 @@ class LossScaler:
             self.good_steps = 0
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a resumed run needs."""
+        """Return the state that a resumed run needs."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -29,7 +29,7 @@ MASTERS, SCALER = "masters", "scaler"
 
 
 class StepEngine(Protocol):
-    """What the optimizer asks of the engine."""
+    """The engine, as the optimizer asks it."""
 
     @property
     def skipped(self) -> bool:
@@ -45,20 +45,19 @@ class StepEngine(Protocol):
         """Return a state with torch's keys whose tensors are the homes' or copies."""
 
     def admit(self, param: torch.Tensor) -> None:
-        """Raise ConfigError for a parameter that is not of the prepared model, or needs a master
-        that it was prepared without."""
+        """Raise ConfigError for a parameter of another model, or one that lacks its master."""
 
     def finish(self) -> None:
         """Wait until every update is done; raises what one of them raised."""
 
     def refuse_broken(self) -> None:
-        """Raise StateError where a load failed half-way."""
+        """Raise StateError if a load failed half-way."""
 
     def saved_masters(self) -> dict[int, torch.Tensor]:
-        """Return what a state dict keeps of masters, by the parameter's id."""
+        """Return the ``low`` of each master, for a state dict, by the parameter's id."""
 
     def load_master(self, param: torch.Tensor, low: torch.Tensor) -> None:
-        """Take back what a state dict kept of a parameter's master."""
+        """Take the ``low`` of a parameter's master from a state dict."""
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -70,8 +69,8 @@ class Optimizer(torch.optim.Optimizer):
 
     ``param_groups`` is the original optimizer's list, so schedulers built on either see the same
     learning rates. ``state[p]`` has torch's keys, shapes and dtypes; its tensors are the homes.
-    `step` returns once the step is closed; updates go on while the next forward computes, and what
-    reads parameters or states waits for them.
+    `step` returns once the step is closed; updates go on while the next forward computes, and reads
+    of parameters or states wait for them.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, engine: StepEngine) -> None:
@@ -88,10 +87,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, dict[str, Any]]:
-        """The states after the last step: updates that are still under way are waited for.
-
-        The engine itself reads ``known_state``, which does not wait.
-        """
+        """The states after the last step; waits for its updates, unlike ``known_state``."""
         engine = getattr(self, "_engine", None)  # torch's constructor reads this too
         if engine is not None:
             engine.finish()
@@ -106,7 +102,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def states_are_held(self) -> bool:
-        """Whether the user's code holds ``state`` itself, and would see what is done to it."""
+        """Whether the user's code holds ``state`` itself, and would see it change."""
         return sys.getrefcount(self.known_state) > _MAPPING
 
     def state_is_held(self, param: torch.Tensor) -> bool:
@@ -199,8 +195,8 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict; tensors are aliases of the homes, as torch's are of its own.
 
-        Under "bf16" and "fp16" it also has, beside torch's keys, what the working weights leave of
-        their masters ("masters", by parameter number) and the loss scale ("scaler").
+        Under "bf16" and "fp16" it also has the part of fp32 masters that working weights lack
+        ("masters", by parameter number) and the loss scale ("scaler").
         """
         self._engine.refuse_broken()
         packed = super().state_dict()
@@ -226,7 +222,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def silence(inner: torch.optim.Optimizer) -> Callable[[], None]:
-    """Let an optimizer that was prepared refuse to step; returns what gives its step back."""
+    """Let an optimizer that was prepared refuse to step; returns a function that undoes this."""
     before = inner.__dict__.get("step")
     vars(inner)["step"] = MethodType(_forgotten, inner)
 
@@ -257,9 +253,9 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _is_held(states: Mapping[torch.Tensor, dict[str, Any]], param: torch.Tensor) -> bool:
-    """Whether the dict of a state, or a 0-dim tensor that it owns, has a reference besides.
+    """Whether there is another reference to a state's dict, or to a 0-dim tensor that it owns.
 
-    Tensors of a parameter's shape are homes' own: these tell themselves who holds them.
+    Tensors of a parameter's shape are homes', which know whether they are held.
     """
     state = states.get(param)
     if state is None:
@@ -290,5 +286,5 @@ _MAPPING, _ROW = _Owner().references()
 
 
 def _alias(value: Any) -> Any:
-    """Return what a state dict shows of a state: numbers stay torch's own objects."""
+    """Return a state's value for a state dict: numbers stay torch's own objects."""
     return value.detach() if isinstance(value, torch.Tensor) and value.dim() > 0 else value

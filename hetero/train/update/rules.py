@@ -29,12 +29,12 @@ WHOLE_TENSOR = (
     *(optim.LAMB, optim.LARS, optim.AdamW8bit),
 )
 SCALARS = frozenset({"step", "mu", "mu_product", "eta"})  # whatever their shape
-INERT = frozenset(  # names of a class body that no step asks for
+INERT = frozenset(  # names of a class body that no step reads
     {"__doc__", "__init__", "__module__", "__qualname__", "__firstlineno__", "__annotations__"}
     | {"__annotate_func__", "__annotations_cache__", "__static_attributes__", "__parameters__"}
     | {"__dict__", "__weakref__", "__abstractmethods__", "_abc_impl", "__orig_bases__"}
 )
-LIKE_NUMEL = 2**20  # elements of a parameter that shows what a rule keeps of large ones
+LIKE_NUMEL = 2**20  # elements of a probe that shows a rule's states of large parameters
 State = dict[str, Any]
 Group = dict[str, Any]
 
@@ -57,10 +57,10 @@ def raw_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 
 
 def known_rule(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
-    """Return the class above whose step an optimizer makes, changed in nothing; None for others.
+    """Return the class above whose unchanged step an optimizer makes; None for others.
 
     A subclass that sets other defaults, or has methods of its own, makes the same step. One that
-    has anything of a name that the class has too may compute something else.
+    redefines a name of the class may compute otherwise.
     """
     kind = type(optimizer)
     for place, base in enumerate(kind.__mro__):
@@ -89,7 +89,7 @@ class Rule:
 
     @property
     def formula(self) -> Formula | None:
-        """The written arithmetic of the same step, for masters; None where there is none."""
+        """The written arithmetic of the same step, for masters; None if there is none."""
         return None if self.known is None else formula_of(self.known)
 
     def step_of(self, optimizer: torch.optim.Optimizer) -> None:
@@ -117,8 +117,8 @@ class Rule:
     def settings_after(self, group: Group, *, stepped: bool) -> Group:
         """Return a group's settings as a step leaves them: some rules count in their groups.
 
-        ``stepped`` says whether any parameter of the group has a gradient. A throw-away one is
-        stepped to see: settings do not depend on which parameters there are (trial.py).
+        ``stepped`` says whether any parameter of the group has a gradient. A probe is stepped to
+        see: settings do not depend on the parameters there are (trial.py).
         """
         worker = make_worker(self._pattern)
         probes = [zeros(tiny(param.shape), param.dtype) for param in group["params"][:1]]
@@ -135,7 +135,7 @@ class Rule:
     ) -> dict[str, torch.dtype]:
         """Return the states with one number per element that such a parameter comes to have.
 
-        A small one is stepped to see: known rules tell by dtype, dimensions and ones among them,
+        A probe is stepped to see: known rules choose states by dtype, dimensions and sizes of 1,
         others perhaps by size too.
         """
         like = tiny(shape) if self.known is not None else large(shape)
@@ -176,12 +176,12 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def tiny(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a parameter that is stepped to see what a rule keeps of such ones."""
+    """Return the shape of a small probe of parameters of a shape."""
     return tuple(min(size, 4) for size in shape)
 
 
 def large(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of one that is as large as the real one, up to `LIKE_NUMEL` elements."""
+    """Return the shape of a probe as large as the parameter, up to `LIKE_NUMEL` elements."""
     most = round(LIKE_NUMEL ** (1 / max(1, len(shape))))
     return tuple(min(size, most) for size in shape)
 
@@ -198,7 +198,7 @@ def _frozen(value: Any) -> Any:
 
 
 def kinds_of(group: Group) -> str:
-    """Return what of settings decides which way a step goes: whether numbers are zero."""
+    """Return the part of settings that decides which way a step goes: which numbers are zero."""
     return repr([(key, _kind(value)) for key, value in group.items() if key != "params"])
 
 

@@ -21,11 +21,11 @@ from hetero.train.model.lazy import ShownTensor, handle, is_handle
 from hetero.train.update.rules import Group, Rule, State, copied, is_elementwise
 from hetero.types import Kind
 
-Missing = tuple[str, ...] | None  # states that appear with an update; None where none has to
+Missing = tuple[str, ...] | None  # states that appear with an update; None if none does
 
 
 class Ready(NamedTuple):
-    """A parameter with a gradient at home: its state, and what the gradient is multiplied by."""
+    """A parameter with a gradient at home: its state, and the gradient's factors."""
 
     segment: Segment
     state: State
@@ -40,8 +40,8 @@ class Ready(NamedTuple):
 
 
 class UpdatePiece(NamedTuple):
-    """Parameters that are updated as one: neighbours that share scalars and factors, or any that a
-    rule is given together as whole tensors."""
+    """Parameters that are updated as one: neighbours that share scalars and factors, or whole
+    tensors that a rule is given together."""
 
     rows: tuple[Ready, ...]
     missing: Missing = None
@@ -51,7 +51,7 @@ class UpdatePiece(NamedTuple):
         return self.rows[0]
 
     def slices(self, size: int | None) -> Iterator[slice]:
-        """Cut the run at multiples of ``size``, so that what is updated at once is small."""
+        """Cut the run at multiples of ``size``; None: not at all."""
         whole = slice(self.first.segment.offset, self.rows[-1].segment.end)
         return iter([whole]) if size is None else cut_run(whole, size)
 
@@ -103,18 +103,18 @@ class StateHomes:
         self._store = store
 
     def home(self, key: str, bucket: Bucket, dtype: torch.dtype) -> Home:
-        """Return the home of a state of a bucket, made where there is none."""
+        """Return the home of a state of a bucket; it is made if there is none."""
         return self._store.get(Kind.STATE, key, bucket, dtype)
 
     def show(self, state: State, key: str, home: Home, segment: Segment) -> None:
-        """Let a parameter's state be its part of a home."""
+        """Make a parameter's state its part of a home."""
         if not isinstance(state.get(key), ShownTensor):
             state[key] = handle(self._store, home, segment)
 
     def needed(self, group: Group, row: Ready) -> dict[str, Home]:
         """Return the homes of a parameter's states, those included that are about to appear.
 
-        Homes on disk have to be there before the step, so that nothing fails in its middle.
+        Homes on disk have to exist before the step, so that it does not fail half-way.
         """
         bucket, keys = self._layout.bucket(row.segment), row.paged()
         if self._store.pool.spills:
@@ -132,7 +132,7 @@ class StateHomes:
         return {**row.state, **homes}
 
     def keep(self, row: Ready, state: State) -> None:
-        """Take what a rule left: tensors of the parameter's shape lie in the homes."""
+        """Take the state that a rule left: tensors of the parameter's shape go to the homes."""
         bucket = self._layout.bucket(row.segment)
         for key, value in state.items():
             if not is_elementwise(key, value, row.segment.spec.shape):

@@ -1,7 +1,7 @@
 """Closing steps, and carrying them out while the next forward computes (floor 2).
 
 `close` does what makes a step exact: gradients home, norm, clip, finiteness, and the settings of
-the groups as they are now. What is left is work on homes, one job a bucket, for the worker. An
+the groups as they are now. The rest is work on homes, one job a bucket, for the worker. An
 error in one surfaces wherever a thread waits for that bucket, and in the next `close`; the jobs
 after it give up with the same error, so nothing hangs. An error of a disk is not the end: the step
 stays pending, every wait tries again, and no reader sees parameters of two steps.
@@ -72,7 +72,7 @@ class Stepper:
 
     @property
     def scale(self) -> float:
-        """What the next loss is multiplied by; 1 without loss scaling."""
+        """The factor of the next loss; 1 without loss scaling."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @contextmanager
@@ -89,7 +89,7 @@ class Stepper:
         try:
             yield
         finally:
-            grads.flush_pending()  # a pass that failed did not come to its end, which does this
+            grads.flush_pending()  # the end of a pass does this, but it may have failed
             grads.scaling = around
 
     def close(
@@ -98,7 +98,7 @@ class Stepper:
         states: defaultdict[torch.Tensor, State],
         clip: Callable[[], Any] | None = None,
     ) -> list[Update]:
-        """Return what every bucket's update does; nothing when loss scaling skips the step.
+        """Return every bucket's update; none when loss scaling skips the step.
 
         Those that were begun early are under way; `seal` makes them part of the step.
         """
@@ -133,8 +133,7 @@ class Stepper:
         states: defaultdict[torch.Tensor, State],
         before: Sequence[Job],
     ) -> Early | None:
-        """Return a bucket's update, to be submitted before the step that it belongs to; it waits
-        for the jobs ``before``. None where that step has to look at something first."""
+        """Return a bucket's update that waits for ``before``; None if its step must check first."""
         if self._settings is None:
             self._settings = self.drafts.settings(groups)
         settings = self._settings
@@ -149,8 +148,7 @@ class Stepper:
         return self.early[bucket.id]
 
     def check_early(self, groups: Sequence[Group]) -> list[int]:
-        """Return the parameters whose updates were begun; StateError where the step would be
-        another one now."""
+        """Return the parameters whose updates were begun; StateError if the step differs by now."""
         now = self.drafts.settings(groups) if self.early else {}
         begun: list[int] = []
         for early in self.early.values():
@@ -212,7 +210,7 @@ class Stepper:
     def finish(self) -> None:
         """Wait for every update of the last step; raises the first error of any, ever.
 
-        After a StorageError the step is pending: it goes on with the next call.
+        A StorageError leaves the step pending until the next call.
         """
         try:
             while self._jobs:

@@ -3,11 +3,11 @@
 Small parameters are stepped together, by a copy of the user's optimizer, and each alone, as the
 update does it: fresh tensors every time, one parameter in the group, nothing but its own state.
 Both have to give the same bits, at several scales of the gradients, in another order, with
-gradients that are missing or not finite; and nothing else may have changed that a later step could
-ask for. What is seen to be otherwise is refused, and the error says what was seen.
+gradients that are missing or not finite; and nothing else that a later step could read may have
+changed. Any difference is refused, and the error names it.
 
-[Note: ahead of the run]  Rules may go another way after many steps. One trial goes on with every
-step of the run, a few steps ahead of it, so that such a step is refused before it is made.
+[Note: ahead of the run]  Rules may go another way after many steps. One trial goes on a few steps
+ahead of the run, so that such a step is refused before it is made.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Trials:
         self._ahead: _Trial | None = None  # [Note: ahead of the run]
 
     def admit(self, groups: Sequence[Group]) -> None:
-        """Raise ConfigError where the next step is not to be made one parameter at a time."""
+        """Raise ConfigError if the next step cannot be made one parameter at a time."""
         if self._rule.known is not None:
             return
         variety = _variety(groups)
@@ -111,7 +111,7 @@ Variety = tuple[bool, frozenset[str]]
 
 
 def _variety(groups: Sequence[Group]) -> Variety:
-    """Return what decides which way steps go: whether there are several groups, and their kinds."""
+    """Return whether there are several groups, and their kinds: these decide how steps go."""
     return len(groups) > 1, frozenset(kinds_of(_moving(group)) for group in groups)
 
 
@@ -125,7 +125,7 @@ def _check_class(rule: Rule, optimizer: torch.optim.Optimizer) -> None:
 
 
 def try_out(rule: Rule, optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
-    """Raise ConfigError where steps with these groups' settings are not of one parameter each."""
+    """Raise ConfigError if these groups' parameters cannot be stepped one at a time."""
     apart, plans = _apart_from(optimizer), _plans(groups)
     with without_faults():
         dtypes = {p.dtype for group in groups for p in group["params"]} | {torch.float32}
@@ -149,7 +149,7 @@ Plan = tuple[Group, tuple[tuple[int, ...], ...]]
 
 
 def _few(groups: Sequence[Group]) -> list[Group]:
-    """Return two groups of each kind of settings, other ones where there are: one may rule both."""
+    """Return up to two groups of each kind of settings, which differ: one may rule both."""
     found: dict[str, dict[str, Group]] = {}
     for group in groups:
         alike = found.setdefault(kinds_of(group), {})
@@ -167,7 +167,7 @@ def _trains(dtype: torch.dtype) -> bool:
 
 
 class _Watched(nn.Parameter):
-    """A parameter that notes which attributes it is asked for that parameters do not have."""
+    """A parameter that notes reads of attributes that parameters do not have."""
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
@@ -176,7 +176,7 @@ class _Watched(nn.Parameter):
 
 
 class _Lone(NamedTuple):
-    """A parameter that is stepped alone beside the one that is stepped among others."""
+    """A parameter that is stepped alone, and its double among others."""
 
     together: nn.Parameter
     value: torch.Tensor
@@ -224,7 +224,7 @@ class _Trial:
         return numbers.normal_(generator=self._numbers).to(dtype)
 
     def run(self, drawn: Callable[[], bool]) -> None:
-        """Raise ConfigError at the first thing that is otherwise; ``drawn`` tells of generators."""
+        """Raise ConfigError at the first difference; ``drawn``: were random numbers drawn?"""
         while self._number < STEPS:
             if self._course.loaded and self._number == STEPS // 2:
                 self._load()
@@ -261,7 +261,7 @@ class _Trial:
                 self._compare(one)
 
     def _load(self) -> None:
-        """Cast states as torch does that loads them, and as `StateHomes.adopt` does."""
+        """Cast states as torch does when it loads them, and as `StateHomes.adopt` does."""
         for at, one in enumerate(self._lone):
             among, dtype = self._together.state[one.together], one.value.dtype
             for key, value in among.items():
@@ -291,7 +291,7 @@ class _Trial:
             self._refuse(f"its step asks parameters for an attribute {asked[0]!r} of the user's")
 
     def _step_alone(self, one: _Lone, grad: torch.Tensor, group: Group) -> State:
-        """Step a parameter as an update does: as a tensor of its own, whose state lies apart."""
+        """Step a parameter as an update does: a new tensor, with its state apart."""
         param = one.value.clone()
         param.grad = grad
         place = param.untyped_storage()._cdata
@@ -328,7 +328,7 @@ class _Trial:
                 self._refuse(f"its state {key!r} is a {type(value).__name__}")
 
     def _check_settings(self, before: Sequence[Group]) -> None:
-        """Settings that a step changes are the same whatever the parameters are."""
+        """Refuse a step that changes settings by what the parameters are."""
         for group, then in zip(self._together.param_groups, before, strict=True):
             stepped = any(param.grad is not None for param in group["params"])
             with self._told():
@@ -355,7 +355,7 @@ class _Trial:
             )
 
     def _check_dtypes(self) -> None:
-        """States of a name share a home, if they have a number per element."""
+        """Refuse states of several dtypes: those with a number per element share a home."""
         found: dict[str, torch.dtype] = {}
         for one in self._lone:
             for key, value in one.state.items():
@@ -365,7 +365,7 @@ class _Trial:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Refuse what a step raises: it is made without a closure, on dense gradients."""
+        """Refuse a step that raises: it is made without a closure, on dense gradients."""
         try:
             with self._apart:
                 yield
@@ -404,7 +404,7 @@ class _Apart(TorchDispatchMode):
 
 @contextmanager
 def _undrawn() -> Iterator[Any]:
-    """Give what tells whether a block has drawn random numbers; put generators back after it."""
+    """Yield a function that tells whether the block drew random numbers; restore generators."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
 
     def drawn() -> bool:
@@ -422,10 +422,7 @@ def _undrawn() -> Iterator[Any]:
 def _copy(
     rule: Rule, optimizer: torch.optim.Optimizer, held: dict[int, torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer without parameters whose own attributes are copies of the user's.
-
-    ``held`` are the model's parameters, by their ids: they stay what they are.
-    """
+    """Return an optimizer with copies of its attributes, but no parameters; ``held`` stay."""
     worker = make_worker(optimizer)
     own = {k: v for k, v in vars(worker).items() if _is_own(k)}
     try:
@@ -437,12 +434,12 @@ def _copy(
 
 
 def _is_own(name: str) -> bool:
-    """Whether an attribute is none that every optimizer has for its parameters and hooks."""
+    """Whether an attribute is not one of every optimizer's, for parameters and hooks."""
     return name not in ("param_groups", "state") and not name.startswith("_optimizer_")
 
 
 def _moving(group: Group) -> Group:
-    """Return settings with a learning rate: with none, a step of anything looks alike."""
+    """Return settings with a learning rate: with none, all steps look alike."""
     settings = frozen(group)
     lr = settings.get("lr")
     if isinstance(lr, (int, float, torch.Tensor)) and not lr:
@@ -451,7 +448,7 @@ def _moving(group: Group) -> Group:
 
 
 def _shown(value: Any, depth: int = 4) -> Any:
-    """Return what there is of a value, to be compared with what there is of it later."""
+    """Return a value's content, to be compared with its content later."""
     if isinstance(value, torch.Tensor):
         if isinstance(value, nn.Parameter):
             return id(value)  # of the model, which trains
@@ -467,7 +464,7 @@ def _shown(value: Any, depth: int = 4) -> Any:
 
 
 def _loaded(key: str, value: Any, param: torch.Tensor) -> Any:
-    """Return what `StateHomes.adopt` makes of a state that is loaded."""
+    """Return a loaded state as `StateHomes.adopt` keeps it."""
     if key == "step" or not isinstance(value, torch.Tensor):
         return value
     cast = value.to(param.dtype) if value.is_floating_point() and _trains(param.dtype) else value
