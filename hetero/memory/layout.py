@@ -2,8 +2,8 @@
 
 A bucket is one flat index space. Its tensors lie back to back, each aligned to ``ALIGN`` elements,
 and its chunks cut the space every ``chunk_numel`` elements, so only the last chunk of a bucket
-carries waste. Every kind (PARAM, GRAD, the optimizer's STATE) of a bucket shares the space. How its
-parameters lie at home is its codec's business (codec.py); a tensor begins a block of that.
+carries waste. Every kind (PARAM, GRAD, the optimizer's STATE) of a bucket shares the space. Its
+codec (codec.py) decides the format at home; every tensor begins a block of the codec.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WASTE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What the layout needs to know of a parameter: ``shape``, dense ``stride``, ``dtype``."""
+    """A parameter as the layout sees it: ``shape``, dense ``stride``, ``dtype``."""
 
     name: str
     unit: int
@@ -201,7 +201,7 @@ def waste_of(specs: Sequence[ParamSpec], chunk_numel: int) -> float:
 
 
 def choose_chunk_numel(specs: Sequence[ParamSpec]) -> int:
-    """Return the largest power of two of elements whose waste stays under half a per cent."""
+    """Return the largest power of two whose waste, as chunk size, is at most half a per cent."""
     numel = MAX_CHUNK_NUMEL
     while numel > MIN_CHUNK_NUMEL and waste_of(specs, numel) > WASTE:
         numel //= 2
