@@ -32,7 +32,7 @@ class Cores:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Keep this thread's operations on one core: for work whose result is the same on any cut."""
+        """Keep this thread's operations on one core: for work with the same result on any cut."""
         if self._limit is None:
             with self.all():
                 yield

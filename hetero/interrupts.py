@@ -119,7 +119,7 @@ class Deferring:
 
 
 def hold(user: object) -> None:
-    """Let Ctrl-C wait while code of ours runs, until `let_go`, even if the user changed the handler.
+    """Let Ctrl-C wait while code of ours runs, until `let_go`; wraps a handler set since, too.
 
     Only if a Python function handles it, and from the main thread, which alone is interrupted.
     """

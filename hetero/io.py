@@ -304,7 +304,7 @@ class Folder(Descriptor):
         return self._file("create", name, flags, direct=direct)
 
     def private(self, *, direct: bool = True) -> File:
-        """Make a file without a name (mode 0600): it vanishes with its process, however that ends."""
+        """Make a file without a name (mode 0600): it always vanishes with its process."""
         if hasattr(os, "O_TMPFILE"):
             try:
                 # O_EXCL: it can never be given a name

@@ -102,7 +102,7 @@ class Weights:
             file.read(entry.start, into)
 
     def close(self) -> None:
-        """Close the files; a second call does nothing. Pieces that are still held stay as they are."""
+        """Close the files; a second call does nothing. Pieces that are held stay as they are."""
         for file in self._files:
             file.close()
         self._files.clear()

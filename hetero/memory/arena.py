@@ -74,7 +74,7 @@ class Arena:
     # -- places ----------------------------------------------------------------------------------
 
     def place(self, bucket: Bucket, spare: Callable[[], int]) -> FramePlace:
-        """Return a place for a bucket, APART if only ``spare`` frames are left; else OutOfMemory."""
+        """Return a place for a bucket, or APART if ``spare`` frames suffice; else OutOfMemory."""
         place = self.frames.place(bucket.granules, self._leaving())
         if place is None:
             n_spare = spare()

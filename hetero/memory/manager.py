@@ -359,7 +359,7 @@ class ChunkManager:
         replica = self.replicas.get(bucket_id)
         if replica is not None and replica.is_news:
             self._below.wait_fetch(replica)
-            self._below.flush(replica, copy)  # for its other segments; those written are overwritten
+            self._below.flush(replica, copy)  # the other segments: these are overwritten
         try:
             for segment in written:
                 copy.home.take(segment)

@@ -155,7 +155,7 @@ class Nvme:
         for number in range(counts[-1]):
             file, offset = self._files[number % n_files], number // n_files * block_bytes
             blocks.append((DiskSlot(0, file, offset, block_bytes), aligned_buffer(block_bytes)))
-            self.write(*blocks[-1])  # blocks never written would be read without the drive, and fast
+            self.write(*blocks[-1])  # blocks never written are read without the drive
         rates = {n: self._rate(blocks[:n]) for n in counts}
         self.take_counts()
         return fewest(rates)

@@ -72,7 +72,7 @@ class StreamedBuckets:
         for at, need in enumerate(self._needs):
             for bucket in need:
                 self._uses.setdefault(bucket, []).append(at)
-        self._pairs: Counter[int] = Counter()  # frames of two accesses in a row -> number of such pairs
+        self._pairs: Counter[int] = Counter()  # frames of a pair in a row -> number of pairs
         self._count(range(n), 1)
 
     @property
