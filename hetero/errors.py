@@ -28,7 +28,7 @@ class HeteroError(Exception):
 
 
 def afresh(error: BaseException) -> BaseException:
-    """Return a copy of a kept error to raise: a raised error holds stack frames and their memory."""
+    """Return a copy of a kept error to raise: a raised one holds stack frames and their memory."""
     copy = type(error).__new__(type(error), *error.args)
     copy.args = error.args
     copy.__dict__.update(error.__dict__)
