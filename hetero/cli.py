@@ -370,7 +370,6 @@ def plan(model: str, as_json: bool, no_estimates: bool, output: str | None, **gi
 
 
 def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
-    """Return the requested plan."""
     from hetero.rehearse.plan import plan as make
 
     sys.path.insert(0, "")  # a console script does not search the working directory by itself
@@ -441,7 +440,6 @@ def chosen_bench(name: str | None, known: dict[str, str]) -> str:
 
 
 def said(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options given on the command line."""
     return {key: value for key, value in given.items() if value not in (None, ())}
 
 

@@ -81,7 +81,6 @@ class DryDevice(CpuDevice):
     arena = paged_slab = slab
 
     def compute(self, seconds: float) -> None:
-        """Let compute work for ``seconds``."""
         self.pass_until(self.clock_seconds + seconds)
 
     def pass_until(self, seconds: float) -> None:
@@ -91,7 +90,6 @@ class DryDevice(CpuDevice):
             self.time_passed()
 
     def is_busy(self, lane: Lane) -> bool:
-        """Whether a lane is busy now."""
         return self._free_at[lane] > self.clock_seconds
 
     def busy_until(self, lane: Lane, seconds: float) -> None:

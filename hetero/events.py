@@ -132,10 +132,8 @@ class EventLog:
         category: Kind | str | None = None,
         why: str = "",
     ) -> None:
-        """Append an event from ``t0`` to ``t1``, in seconds of the clock.
-
-        ``t1`` may be a `Timed`, which knows both later.
-        """
+        """Append an event from ``t0`` to ``t1``, in seconds of the clock. ``t1`` may be a `Timed`,
+        which knows both later."""
         if self.enabled:
             self.append((next(self._count), t0, t1, what, self.step, self.phase, lane, tier, unit,
                          bucket, n_bytes, category, why, self.access))  # fmt: skip
@@ -204,7 +202,6 @@ class EventLog:
         return len(self._ring)
 
     def clear(self) -> None:
-        """Forget everything recorded so far."""
         self._ring.clear()
         self.first_seq = next(self._count) + 1
 

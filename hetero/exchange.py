@@ -40,10 +40,8 @@ NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSY
 
 
 class StagedFiles:
-    """New files for a directory: hidden while they are written, then all visible at once.
-
-    As a context it removes all that it made, unless committed.
-    """
+    """New files for a directory: hidden while they are written, then all visible at once. As a
+    context it removes all that it made, unless committed."""
 
     def __init__(self, directory: Path, io: IO) -> None:
         with ExitStack() as undo:

@@ -131,7 +131,6 @@ def check_item(name: str, value: Any) -> None:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return torch's name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -119,10 +119,8 @@ class Deferring:
 
 
 def hold(user: object) -> None:
-    """Let Ctrl-C wait while code of ours runs, until `let_go`; wraps a handler set since, too.
-
-    Only if a Python function handles it, and from the main thread, which alone is interrupted.
-    """
+    """Let Ctrl-C wait while code of ours runs, until `let_go`; wraps a handler set since, too. Only
+    if a Python function handles it, and from the main thread, which alone is interrupted."""
     found: Any = signal.getsignal(signal.SIGINT)
     if not isinstance(found, Deferring):
         if not callable(found) or threading.current_thread() is not threading.main_thread():
@@ -165,10 +163,8 @@ def point(presses: int = 1) -> None:
 def wait(
     changed: threading.Condition, happened: Callable[[], bool], seconds: float | None = None
 ) -> bool:
-    """Wait on a held condition until ``happened``; False if that does not come in time.
-
-    A notification just as a wait times out is lost: only ``happened`` counts.
-    """
+    """Wait on a held condition until ``happened``; False if that does not come in time. A
+    notification just as a wait times out is lost: only ``happened`` counts."""
     if threading.current_thread() is not threading.main_thread():
         return changed.wait_for(happened, seconds)
     end = math.inf if seconds is None else time.monotonic() + seconds

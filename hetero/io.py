@@ -72,10 +72,8 @@ def align_up(n_bytes: int) -> int:
 
 
 def aligned_buffer(n_bytes: int) -> memoryview:
-    """Return zeroed memory of ``n_bytes`` rounded up to `ALIGN`, for direct transfers.
-
-    It is shared with children, so that a fork cannot divert a transfer under way.
-    """
+    """Return zeroed memory of ``n_bytes`` rounded up to `ALIGN`, for direct transfers. It is shared
+    with children, so that a fork cannot divert a transfer under way."""
     return memoryview(mmap.mmap(-1, max(ALIGN, align_up(n_bytes))))
 
 
@@ -102,7 +100,6 @@ class Descriptor:
         self._pid = os.getpid()
 
     def fileno(self) -> int:
-        """Return the descriptor."""
         return self._fd
 
     def close(self) -> None:
@@ -133,10 +130,8 @@ class File(Descriptor):
         self._window = 0
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` from byte ``offset`` on; a failed read is tried once more.
-
-        Raises TruncatedChunk at the end of the file, DiskReadError otherwise.
-        """
+        """Fill ``into`` from byte ``offset`` on; a failed read is tried once more. Raises
+        TruncatedChunk at the end of the file, DiskReadError otherwise."""
         try:
             self._transfer("read", os.preadv, offset, [into])
         except DiskReadError as error:
@@ -147,10 +142,8 @@ class File(Descriptor):
             self._uncache(offset, len(into))
 
     def write(self, offset: int, *parts: memoryview) -> None:
-        """Write pieces of memory, one after the other, from byte ``offset`` on, in one call.
-
-        Raises DiskFull or DiskWriteError.
-        """
+        """Write pieces of memory, one after the other, from byte ``offset`` on, in one call. Raises
+        DiskFull or DiskWriteError."""
         self._window += self._transfer("write", os.pwritev, offset, parts)
         if not self.direct and self._window >= WINDOW:
             self._window = 0
@@ -169,7 +162,6 @@ class File(Descriptor):
             self._uncache(0, 0)
 
     def size(self) -> int:
-        """Return the length in bytes."""
         return self._call("stat", os.fstat, self._fd).st_size
 
     def allocated(self) -> int:
@@ -274,16 +266,13 @@ class Folder(Descriptor):
 
     @classmethod
     def open(cls, path: str | Path, io: IO | None = None) -> Folder:
-        """Open an existing directory that the user named; links in its path are followed.
-
-        Raises DiskReadError if it is missing or not a directory.
-        """
+        """Open an existing directory that the user named; links in its path are followed. Raises
+        DiskReadError if it is missing or not a directory."""
         io = io or IO()
         where = os.fspath(path)
         return cls(io, patiently(io, "open", os.open, where, READ_FOLDER, where=where), where)
 
     def folder(self, name: str) -> Folder:
-        """Open a directory in this one."""
         fd = self._open("open", name, READ_FOLDER | os.O_NOFOLLOW)
         return Folder(self._io, fd, self.where(name))
 
@@ -319,7 +308,6 @@ class Folder(Descriptor):
         return file
 
     def names(self) -> list[str]:
-        """Return the names in this directory, sorted."""
         return sorted(self._call("list", os.listdir, self._fd))
 
     def stat(self, name: str) -> os.stat_result:
@@ -331,10 +319,8 @@ class Folder(Descriptor):
         self._call("chmod", os.fchmod, self._fd, mode)
 
     def lock(self) -> bool:
-        """Lock this directory while it is open; False if another process has it.
-
-        Raises StorageError if the file system has no locks.
-        """
+        """Lock this directory while it is open; False if another process has it. Raises
+        StorageError if the file system has no locks."""
         return self._call("lock", _lock, self._fd)
 
     def has(self, name: str) -> bool:
@@ -363,18 +349,14 @@ class Folder(Descriptor):
         self._at("link", lambda n, _: os.link(n, n, **fds, follow_symlinks=False), name, to)
 
     def exchange(self, name: str, to: str) -> None:
-        """Exchange two names in here atomically.
-
-        Raises StorageError of ENOSYS or EINVAL if the system has no such call.
-        """
+        """Exchange two names in here atomically. Raises StorageError of ENOSYS or EINVAL if the
+        system has no such call."""
         self._at("exchange", lambda n, to: _exchange(n, to, self._fd), name, self.checked(to))
 
     def unlink(self, name: str) -> None:
-        """Remove a file's name."""
         self._at("unlink", lambda n: os.unlink(n, dir_fd=self._fd), name)
 
     def rmdir(self, name: str) -> None:
-        """Remove an empty directory."""
         self._at("rmdir", lambda n: os.rmdir(n, dir_fd=self._fd), name)
 
     def sync(self) -> None:
@@ -426,7 +408,6 @@ class Folder(Descriptor):
         return self._at(op, lambda n, flags: os.open(n, flags, 0o600, dir_fd=self._fd), name, flags)
 
     def _at(self, op: str, act: Callable[..., T], name: str, *args: Any) -> T:
-        """Make a call about a name in this directory."""
         return patiently(self._io, op, act, self.checked(name), *args, where=self.where(name))
 
 
@@ -482,11 +463,8 @@ def existing(place: Path, io: IO | None) -> Folder | None:
 
 
 def spill_folder(path: str | Path, io: IO | None = None) -> Folder:
-    """Open a directory to spill to.
-
-    Raises ConfigError if it is missing, is RAM itself, or may be written by others; warns if it
-    lies on a network.
-    """
+    """Open a directory to spill to. Raises ConfigError if it is missing, is RAM itself, or may be
+    written by others; warns if it lies on a network."""
     where = os.fspath(path)
     try:
         folder = Folder.open(path, io)

@@ -136,10 +136,8 @@ class Job:
             then(self)
 
     def settle(self) -> None:
-        """Help until the job is done or has failed; raises the errors of `_do_one`.
-
-        A slice that failed on another thread is tried again here: its drive may work by now.
-        """
+        """Help until the job is done or has failed; raises the errors of `_do_one`. A slice that
+        failed on another thread is tried again here: its drive may work by now."""
         while not self._closed:
             while self._do_one():
                 interrupts.point(2)

@@ -83,9 +83,7 @@ def header(
     align: int = 8,
 ) -> bytes:
     """Return the beginning of a file of tensors (name, dtype, shape), up to the first of them.
-
-    Blanks pad it to a multiple of ``align`` bytes.
-    """
+    Blanks pad it to a multiple of ``align`` bytes."""
     found: dict[str, Any] = {"__metadata__": notes} if notes else {}
     at = 0
     for name, dtype, shape in tensors:
@@ -98,10 +96,8 @@ def header(
 
 
 def write(folder: Folder, name: str, n_bytes: int, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a new file of ``n_bytes``, piece by piece, durably.
-
-    Raises StateError if the pieces have another number of bytes.
-    """
+    """Write a new file of ``n_bytes``, piece by piece, durably. Raises StateError if the pieces
+    have another number of bytes."""
     with folder.create(name) as file:
         file.reserve(n_bytes)
         at = 0
@@ -117,10 +113,8 @@ def write(folder: Folder, name: str, n_bytes: int, pieces: Iterable[bytes | memo
 
 
 def block_crcs(number: int, start: int, data: memoryview) -> list[int]:
-    """Return the CRCs of the blocks of ``data``, which lies at byte ``start`` of a tensor.
-
-    Zeros pad the last one to a multiple of `ALIGN`. The seed detects bytes of another place.
-    """
+    """Return the CRCs of the blocks of ``data``, which lies at byte ``start`` of a tensor. Zeros
+    pad the last one to a multiple of `ALIGN`. The seed detects bytes of another place."""
     crcs = [
         crc32(data[at : at + BLOCK], crc32(SEED.pack(number, (start + at) // BLOCK)))
         for at in range(0, len(data), BLOCK)
@@ -219,7 +213,6 @@ def laid_out(
 
 
 def checked(where: str, name: str, raw: Any, start: int) -> StoredTensor:
-    """Return one tensor of a header."""
     raw = raw if isinstance(raw, dict) else {}
     code, shape, offsets = (raw.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (isinstance(code, str) and sizes(shape) and sizes(offsets) and len(offsets) == 2):
@@ -250,7 +243,6 @@ def unsafe(where: str, fault: str) -> UnsafeCheckpoint:
 
 
 def cut_short(where: str, fault: str) -> CheckpointCorrupt:
-    """Return the error for a file that ends too early."""
     return CheckpointCorrupt(
         f"{where} {fault}", advice="it was cut short: download or export it again"
     )

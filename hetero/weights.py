@@ -237,7 +237,6 @@ class Weights:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of torch's name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

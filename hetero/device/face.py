@@ -235,10 +235,8 @@ class Slab:
         return torch.utils.dlpack.from_dlpack(piece)
 
     def give_back(self, offset: int) -> None:
-        """Give the system the whole pages from ``offset`` on, until they are written again.
-
-        No copy may use them meanwhile. Memory that is not mapped stays.
-        """
+        """Give the system the whole pages from ``offset`` on, until they are written again. No copy
+        may use them meanwhile. Memory that is not mapped stays."""
         first = self.first + -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         end = self.first + self.n_bytes
         if self.mapping is not None and first < end and hasattr(mmap, "MADV_DONTNEED"):
@@ -246,10 +244,8 @@ class Slab:
 
 
 def map_slab(n_bytes: int, *, huge: bool = True, align: int = 1) -> Slab:
-    """Map zeroed anonymous memory of exactly ``n_bytes``; pages cost RAM when first touched.
-
-    It begins at a multiple of ``align`` bytes; addresses before it are never touched.
-    """
+    """Map zeroed anonymous memory of exactly ``n_bytes``; pages cost RAM when first touched. It
+    begins at a multiple of ``align`` bytes; addresses before it are never touched."""
     # Private: a forked child gets its own copies, as of torch's memory.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = mmap.mmap(-1, max(n_bytes, 1) + align - 1, flags=flags)

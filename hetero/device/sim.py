@@ -129,7 +129,6 @@ class SimDevice(CpuDevice):
         return self.clock_seconds
 
     def is_busy(self, lane: Lane) -> bool:
-        """Whether a lane copies now."""
         return self._free_at.get(lane, 0.0) > self.clock_seconds
 
     def clock(self) -> float:

@@ -28,10 +28,8 @@ UNDO = "undo"  # why a fetch overwrites a DIRTY replica
 
 
 class LocalBelow:
-    """Fetches replicas from their homes and flushes them there.
-
-    ``counts`` are the manager's; codes are decoded in ``workspace``.
-    """
+    """Fetches replicas from their homes and flushes them there. ``counts`` are the manager's; codes
+    are decoded in ``workspace``."""
 
     def __init__(
         self,
@@ -92,9 +90,7 @@ class LocalBelow:
 
     def flush(self, replica: Replica, copy: HomeCopy) -> None:
         """Copy dirty chunks home (all, if the replica is exposed) and wait until they have landed.
-
-        If that fails the replica stays dirty, and the next flush begins again.
-        """
+        If that fails the replica stays dirty, and the next flush begins again."""
         bucket = replica.bucket
         if replica.exposed:
             replica.write(0, bucket.segments[-1].end)

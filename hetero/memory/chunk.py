@@ -35,10 +35,8 @@ LEGAL: frozenset[tuple[CopyState, CopyState, str]] = frozenset(
 
 
 class CopyTable:
-    """States of all copies on two tiers, and the ring of the last moves.
-
-    ``home`` is the lower tier, whose copies are never ABSENT; ``what`` names a copy in messages.
-    """
+    """States of all copies on two tiers, and the ring of the last moves. ``home`` is the lower
+    tier, whose copies are never ABSENT; ``what`` names a copy in messages."""
 
     __slots__ = ("_home", "_moves", "_states", "_what")
 

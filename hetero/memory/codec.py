@@ -63,10 +63,8 @@ class Codec(ABC):
     def decode(
         self, items: torch.Tensor, into: torch.Tensor, workspace: Workspace | None = None
     ) -> None:
-        """Fill 1-D ``into`` with the values of items on the same device.
-
-        Their memory may overlap: see [Note: decoded in place]. Without a workspace one is made.
-        """
+        """Fill 1-D ``into`` with the values of items on the same device. Their memory may overlap:
+        see [Note: decoded in place]. Without a workspace one is made."""
 
     def n_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Return the bytes of ``numel`` elements at home."""
@@ -282,10 +280,8 @@ def cells(values: torch.Tensor) -> torch.Tensor:
 
 
 class Workspace:
-    """Memory to decode a slice of ``numel`` elements, allocated once.
-
-    It is one slab, so that its bytes can be charged before it is allocated.
-    """
+    """Memory to decode a slice of ``numel`` elements, allocated once. It is one slab, so that its
+    bytes can be charged before it is allocated."""
 
     def __init__(self, codec: Blocked, numel: int, block: torch.Tensor) -> None:
         self.n_blocks = numel // codec.block

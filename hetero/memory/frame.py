@@ -78,7 +78,6 @@ class FrameMap:
         self._starts.insert(at, start)
 
     def drop(self, owner: int) -> None:
-        """Free the run of ``owner``."""
         start = self._where.pop(owner)
         end = self._runs.pop(start).end
         at = bisect_left(self._starts, start)

@@ -249,19 +249,15 @@ class Home:
 
     def written(self, *, held: bool = True) -> list[Segment]:
         """Return the segments whose copies were written; drop other copies that are not held.
-
-        Without ``held``, skip the copies that are held.
-        """
+        Without ``held``, skip the copies that are held."""
         for segment, copy in list(self.copies.items()):
             if not (copy.held or copy.written):
                 del self.copies[segment]
         return [s for s, copy in self.copies.items() if (held or not copy.held) and copy.written]
 
     def take(self, segment: Segment) -> None:
-        """Write a segment's copy home; it then shows the home's value.
-
-        Raises ConfigError, with the write undone, for values that a codec cannot hold.
-        """
+        """Write a segment's copy home; it then shows the home's value. Raises ConfigError, with the
+        write undone, for values that a codec cannot hold."""
         value = self.copies[segment].value
         if self.codec.exact:
             self.write(segment, value)
@@ -369,7 +365,6 @@ def shaped(
 
 
 def refusal(segment: Segment, codec: Codec) -> ConfigError:
-    """Return the error for a parameter that a codec cannot hold."""
     return ConfigError(
         f"parameter {segment.spec.name!r} has weights that are NaN or infinite, which"
         f" frozen={codec.name!r} cannot hold",

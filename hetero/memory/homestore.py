@@ -116,7 +116,6 @@ class HomeStore:
             self._ledger.credit(self.tier, *charged)
 
     def close(self) -> None:
-        """Close all homes and the pool."""
         for home in self.homes.values():
             home.close()
         self.homes.clear()

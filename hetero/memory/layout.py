@@ -42,10 +42,8 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One tensor's place: elements ``[offset, offset + numel)`` of its bucket.
-
-    ``index`` is the parameter's in its model, ``position`` the segment's in its bucket.
-    """
+    """One tensor's place: elements ``[offset, offset + numel)`` of its bucket. ``index`` is the
+    parameter's in its model, ``position`` the segment's in its bucket."""
 
     index: int
     position: int
@@ -115,7 +113,6 @@ class Layout:
     unit_names: tuple[str, ...]
 
     def bucket(self, segment: Segment) -> Bucket:
-        """Return the bucket of a parameter."""
         return self.buckets[self.home[segment.index][0]]
 
     @property
@@ -166,7 +163,6 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def home_bytes(spec: ParamSpec) -> int:
-    """Return the bytes of a parameter at home."""
     return spec.codec.n_bytes(spec.numel, spec.dtype)
 
 
@@ -214,10 +210,8 @@ def build_layout(
     chunk_bytes: int | None = None,
     working: torch.dtype | None = None,
 ) -> Layout:
-    """Lay the parameters out; ``chunk_bytes`` is the size of a chunk of 4-byte elements.
-
-    Weights of the ``working`` dtype that train have masters.
-    """
+    """Lay the parameters out; ``chunk_bytes`` is the size of a chunk of 4-byte elements. Weights of
+    the ``working`` dtype that train have masters."""
     align = 4 * max([ALIGN, *(spec.codec.block for spec in specs)])  # a chunk is of whole blocks
     if chunk_bytes is not None and (chunk_bytes < align or chunk_bytes % align):
         raise ConfigError(

@@ -137,10 +137,8 @@ class ChunkManager:
                 replica.exposed = True
 
     def unpin(self, ids: Iterable[int]) -> None:
-        """Drop one pin per bucket; at zero, mark when the device is done with the frames.
-
-        The caller has unbound the parameters from the replica before (see [Note: leases]).
-        """
+        """Drop one pin per bucket; at zero, mark when the device is done with the frames. The
+        caller has unbound the parameters from the replica before (see [Note: leases])."""
         for bucket_id in ids:
             replica = self.replicas[bucket_id]
             replica.pins -= 1
@@ -156,10 +154,8 @@ class ChunkManager:
     def prefetch(
         self, bucket_id: int, start: int, leave: Sequence[int] = (), why: str = "plan"
     ) -> bool:
-        """Fetch a bucket into the frames at ``start``; False if a replica there must stay.
-
-        Buckets in ``leave`` are evicted as well, wherever they stand, unless they are held.
-        """
+        """Fetch a bucket into the frames at ``start``; False if a replica there must stay. Buckets
+        in ``leave`` are evicted as well, wherever they stand, unless they are held."""
         for other in leave:
             if other in self.replicas and self.replicas[other].may_leave:
                 self.evict(other)
@@ -321,10 +317,8 @@ class ChunkManager:
             self._below.refetch(replica, copy)
 
     def adopt_home_writes(self, *, held: bool = True) -> None:
-        """Take the writes to homes through state dicts.
-
-        Without ``held``, take only those to copies no longer held, and drop these copies.
-        """
+        """Take the writes to homes through state dicts. Without ``held``, take only those to copies
+        no longer held, and drop these copies."""
         for copy in self.copies:
             if held and copy.is_exposed and copy.update is None:
                 self._adopt_writes(copy.bucket.id)
@@ -370,10 +364,8 @@ class ChunkManager:
             self.refresh(bucket_id)
 
     def _fetch_unseen_writes(self, bucket_id: int) -> None:
-        """Fetch a replica again if a state dict shows its home, or did since the last fetch.
-
-        Writes by numpy or through ``.data`` move no version.
-        """
+        """Fetch a replica again if a state dict shows its home, or did since the last fetch. Writes
+        by numpy or through ``.data`` move no version."""
         copy = self.copies[bucket_id]
         if not copy.is_exposed:
             return
@@ -397,10 +389,7 @@ class ChunkManager:
 
     def shrink(self, limit: int) -> bool:
         """Give up frames from the end, down to ``limit`` with those apart; False if a replica in
-        the way is held.
-
-        Replicas below stay; those apart that are not held go.
-        """
+        the way is held. Replicas below stay; those apart that are not held go."""
         self.evict_all(lambda replica: replica.is_apart)
         limit -= self.arena.n_apart
         above = self.arena.beyond(limit)

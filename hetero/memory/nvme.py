@@ -83,10 +83,8 @@ class Nvme:
             file.reserve(self._each_bytes)
 
     def slot(self, kind: Kind, n_bytes: int, what: str) -> DiskSlot:
-        """Return the next slot, of ``n_bytes`` rounded up to whole blocks.
-
-        Raises BudgetError or DiskFull if there is no room; nothing has changed then.
-        """
+        """Return the next slot, of ``n_bytes`` rounded up to whole blocks. Raises BudgetError or
+        DiskFull if there is no room; nothing has changed then."""
         size = align_up(n_bytes)
         at = min(range(len(self._files)), key=lambda i: self._ends[i])
         offset, end = self._ends[at], self._ends[at] + size
@@ -144,10 +142,8 @@ class Nvme:
             self.log.add(What.MOVE, *span, lane=lane, n_bytes=n_bytes, category=slot.kind)
 
     def fastest(self, block_bytes: int) -> int:
-        """Measure, in half a second, how many threads move blocks fastest, checks included.
-
-        It overwrites the place of slots: call it before there are any.
-        """
+        """Measure, in half a second, how many threads move blocks fastest, checks included. It
+        overwrites the place of slots: call it before there are any."""
         n_files = len(self._files)
         room = n_files * max(1, self._each_bytes // block_bytes)
         counts = [n * n_files for n in TRIED if n * n_files <= room] or [1]
@@ -233,13 +229,11 @@ class IoThreads:
             thread.start()
 
     def submit(self, lane: Lane, n_bytes: int, work: Work, urgent: Urgent) -> None:
-        """Queue ``work`` for a free thread."""
         with self._queue.changed:
             self._queue.waiting.append((work, urgent))
             self._queue.changed.notify()
 
     def close(self) -> None:
-        """End the threads when all work is done."""
         self._end()
         for thread in self._threads:
             interrupts.join(thread)

@@ -43,7 +43,6 @@ class Window:
             self.kept_bytes += extent.n_bytes
 
     def let_go(self, extent: Extent) -> None:
-        """Stop keeping an extent."""
         if self._kept.pop(extent, None) is not None:
             self.kept_bytes -= extent.n_bytes
 
@@ -88,7 +87,6 @@ class PageCache:
         return sum(self.bytes.values()) - self.bytes[ABSENT]
 
     def state(self, extent: Extent) -> CopyState:
-        """Return the state of an extent's memory."""
         return self.table.state(extent.id, Tier.HOST)
 
     def is_unread(self, extent: Extent) -> bool:
@@ -140,9 +138,7 @@ class PageCache:
 
     def loose(self, state: CopyState, keep: Container[Extent], n_bytes: int) -> list[Extent]:
         """Return extents in a state, least recently used first, of ``n_bytes`` in total, or all.
-
-        None of them is pinned, kept, or in ``keep``.
-        """
+        None of them is pinned, kept, or in ``keep``."""
         found = []
         for extent in self._unheld(state, keep) if n_bytes > 0 else ():
             found.append(extent)

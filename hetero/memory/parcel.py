@@ -35,10 +35,8 @@ SPARE_BYTES = 256 * 2**20  # of RAM that stay free without a budget
 
 
 class ParcelChunk:
-    """A run of a parcel's bytes; ``idle`` fires when its last reader or writer is done.
-
-    ``beyond`` is the tier without room for it, if it is in memory only to be counted.
-    """
+    """A run of a parcel's bytes; ``idle`` fires when its last reader or writer is done. ``beyond``
+    is the tier without room for it, if it is in memory only to be counted."""
 
     __slots__ = ("beyond", "bytes", "idle", "slab")
     stays = True
@@ -159,10 +157,8 @@ class ParcelStore:
     def fetch(
         self, parcel: Parcel, needed: Iterable[int]
     ) -> tuple[dict[int, torch.Tensor], Ticket | None]:
-        """Queue copies of the needed storages of a parcel up; returns them by their number.
-
-        The ticket fires when all have landed; the caller holds them until it has waited for it.
-        """
+        """Queue copies of the needed storages of a parcel up; returns them by their number. The
+        ticket fires when all have landed; the caller holds them until it has waited for it."""
         # kernels queued before may still read memory that torch reuses here
         place, after = self._device.torch_device, (self._device.mark(),)
         targets = {
@@ -217,7 +213,6 @@ class ParcelStore:
         return found
 
     def close(self) -> None:
-        """Give the memory back."""
         self.shrink()
         self._free.clear()
 

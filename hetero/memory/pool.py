@@ -86,7 +86,6 @@ class Pool:
         return self.nvme.written_bytes
 
     def take_counts(self) -> Counter[Lane]:
-        """Return the bytes read and written since the last call."""
         return self.nvme.take_counts()
 
     def adopt(self, kind: Kind, slab: Slab, n_bytes: int, itemsize: int, what: str) -> Extents:
@@ -189,7 +188,6 @@ class Pool:
             self._wait(lambda: not self._in_flight)
 
     def close(self) -> None:
-        """Finish transfers and close the files."""
         if self._pid == os.getpid():
             self.drain()
             self._executor.close()
@@ -198,10 +196,8 @@ class Pool:
     # -- inside, under the lock ------------------------------------------------------------------
 
     def _take(self, request: Request, me: int) -> bool:
-        """Pin a request; False, with nothing pinned, if a read that was begun ahead failed.
-
-        A failed read-ahead is not reported: the caller retries the read.
-        """
+        """Pin a request; False, with nothing pinned, if a read that was begun ahead failed. A
+        failed read-ahead is not reported: the caller retries the read."""
         self._refuse_fork()
         with self._changed:
             # 1. wait until none to be written is being flushed, and the missing ones have room
@@ -474,9 +470,7 @@ def open_pool(
     checked: bool = True,
 ) -> Pool:
     """Return a pool over private files of ``disk_bytes`` in ``folders``; raises DiskFull.
-
-    ``n_threads`` None: measured, if enough is spilled to be worth the time.
-    """
+    ``n_threads`` None: measured, if enough is spilled to be worth the time."""
     for folder in folders:
         need, free = align_up(disk_bytes // len(folders)), folder.space()
         if need > free:

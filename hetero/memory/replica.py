@@ -24,9 +24,7 @@ APART = -1  # start of a replica with memory of its own
 
 class Replica:
     """The contiguous HBM run of one bucket's PARAM chunks, with a prebuilt view per parameter.
-
-    Fetches fill ``incoming`` (see [Note: decoded in place] in codec.py).
-    """
+    Fetches fill ``incoming`` (see [Note: decoded in place] in codec.py)."""
 
     __slots__ = (
         *("bucket", "start", "bytes", "incoming", "flat", "views", "cdata", "baseline"),

@@ -91,7 +91,6 @@ class Transfers(Generic[T]):
             self.finish_oldest()
 
     def finish_oldest(self) -> None:
-        """Wait until the copy that was queued first has landed."""
         transfer = self._queue.popleft()
         self.bytes_in_flight -= transfer.n_bytes
         transfer.end.wait()

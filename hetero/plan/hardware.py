@@ -271,7 +271,6 @@ def section_lines(section: Any, where: str) -> Iterator[str]:
 
 
 def written(value: Any, form: KeyForm) -> str:
-    """Return the value of one key."""
     if isinstance(value, Figure):
         return with_source(f"v = {number(value.value, form.exponents[0])}", value)
     if isinstance(value, Table):
@@ -293,7 +292,6 @@ def with_source(text: str, of: Figure | Table) -> str:
 
 
 def inline(section: Any) -> str:
-    """Return a section as an inline table."""
     pairs = [
         f"{f.name} = {written(getattr(section, f.name), form_of(f))}"
         for f in dataclasses.fields(section)

@@ -58,7 +58,6 @@ class KeyForm(NamedTuple):
 
 
 def form(key: str, *exponents: int, zero: bool = False) -> dict[str, KeyForm]:
-    """Return the metadata of a field."""
     return {"form": KeyForm(key, exponents or (0,), zero)}
 
 
@@ -86,7 +85,6 @@ class Peaks:
     fp32: Figure | None = optional("fp32", TERA)
 
     def of(self, dtype: Dtype) -> Figure | None:
-        """Return the peak of a dtype."""
         found: Figure | None = getattr(self, dtype)
         return found
 
@@ -111,7 +109,6 @@ class Matmul:
     attention_backward: Figure | None = optional("attention_backward_eff")
 
     def efficiency(self, dtype: Dtype) -> Figure | None:
-        """Return the share of the peak that matmuls of a dtype reach."""
         found: Figure | None = getattr(self, f"{dtype}_efficiency")
         return found
 
@@ -250,7 +247,6 @@ class Host:
         return self.counted.value if self.counted is not None else 0.0
 
     def gemm(self, dtype: Dtype) -> Figure | None:
-        """Return operations per second of large matmuls of a dtype."""
         found: Figure | None = getattr(self, f"gemm_{dtype}_per_second", None)
         return found
 
@@ -438,10 +434,8 @@ class MachineProfile:
         return curve_seconds(curve, n_bytes, rate, way.latency_seconds.value)
 
     def update_seconds(self, numel: int, bytes_touched: float) -> float:
-        """Return the time of an optimizer step over ``numel`` parameters on HOST (T4).
-
-        Bound by the kernel, or by the ``bytes_touched``: all it reads and writes.
-        """
+        """Return the time of an optimizer step over ``numel`` parameters on HOST (T4). Bound by the
+        kernel, or by the ``bytes_touched``: all it reads and writes."""
         kernel = numel / self.host.update_per_second.value
         return max(kernel, bytes_touched / self.host.dram_bytes_per_second.value)
 
@@ -455,9 +449,7 @@ class MachineProfile:
         self, n_bytes: float, written_before_bytes: float = 0, *, both_ways: bool = False
     ) -> float:
         """Return the time of a write to disk: a bucket of fast bytes, then the slow rate (T5).
-
-        ``written_before_bytes`` were written since the drive's cache was last empty.
-        """
+        ``written_before_bytes`` were written since the drive's cache was last empty."""
         nvme = self.drive()
         share = mixed(nvme, both_ways)
         late = nvme.write_latency_seconds.value if nvme.write_latency_seconds is not None else 0.0

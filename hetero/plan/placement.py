@@ -27,10 +27,8 @@ class HomePart(NamedTuple):
 
 
 def place(parts: Iterable[HomePart], host_bytes: int) -> frozenset[tuple[Kind, int]]:
-    """Return (kind, bucket) of the homes that no longer fit ``host_bytes``.
-
-    ``parts`` are in the order in which the model computes.
-    """
+    """Return (kind, bucket) of the homes that no longer fit ``host_bytes``. ``parts`` are in the
+    order in which the model computes."""
     spilled = set()
     for part in sorted(parts, key=lambda part: PRIORITY.index(part.kind)):
         if part.n_bytes <= host_bytes:

@@ -95,7 +95,6 @@ class Planner:
         self._standing: tuple[int, ...] = ()
 
     def build(self) -> Schedule:
-        """Return the schedule of the steady step."""
         best = self._standing_lap() if self._cyclic else self._settled(())
         return Schedule(self.trace, leaving(best.ops, best.moved), self.limit)
 

@@ -18,9 +18,7 @@ def attention_flops(
     batch: int, heads: int, queries: int, keys: int, widths: int, *, causal: bool, backward: bool
 ) -> float:
     """Return the operations of a fused attention: 2·b·a·s·s'·(d + d'), times 2.5 in backward.
-
-    ``widths`` is d + d', of a key and of a value. A causal one computes half the scores.
-    """
+    ``widths`` is d + d', of a key and of a value. A causal one computes half the scores."""
     forward = 2.0 * batch * heads * queries * keys * widths
     return forward * (ATTENTION_BACKWARD if backward else 1.0) * (0.5 if causal else 1.0)
 
@@ -77,9 +75,7 @@ def interpolated(rows: Rows, x: float) -> float:
 
 def between(axis: list[float], x: float) -> tuple[tuple[int, int], float]:
     """Return the places on an ascending axis around x, and its share of the way between, in logs.
-
-    If x is on the axis or beyond it, the share is 0.
-    """
+    If x is on the axis or beyond it, the share is 0."""
     if x <= axis[0]:
         return (0, 0), 0.0
     if x >= axis[-1]:
