@@ -1,10 +1,9 @@
 """Shares torch's own threads among several updating threads (floor 2).
 
 An operation of torch runs a team of OpenMP threads, one for each core. Two teams at once hinder
-each other (measured: ten times slower), and a team next to threads that move data waits at every
-barrier for the member that lost its core (measured: twice as slow). So if several threads update,
-each stays on one core; only rules whose results depend on the number of threads (sums over a
-tensor) use the team that plain torch would, one after another.
+each other (measured: ten times slower), as do threads that move data (twice as slow). So if several
+threads update, each stays on one core; only rules whose results depend on the number of threads
+(sums over a tensor) use torch's team, one after another.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A device without bytes: everything is counted and timed (floor 0).
 
-The library itself runs on it, with models on ``torch.device("meta")``: the real code finds what it
-would place, move and wait for on a machine, without that machine. Time is virtual: a model of
-compute advances it, and rates give the time of copies and waits.
+The library itself runs on it, with models on ``torch.device("meta")``, and so plans for a machine
+without it. Time is virtual: a model of compute advances it, and rates give the time of copies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The event log: events as fixed tuples in a ring (floor 0).
 
-Events are data; other rooms print and export them. The hot path only appends a tuple: the thread
-that drains the ring later makes names, nanoseconds and files of it.
+The hot path only appends a tuple: the thread that drains the ring makes names and nanoseconds of
+it, and other rooms print and export them.
 """
 
 from __future__ import annotations

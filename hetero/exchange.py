@@ -153,8 +153,7 @@ class Sibling:
             folder.unlink(MARKER)
 
     def exchange(self, folder: Folder, made: Folder, notes: Sequence[str]) -> bool:
-        """Exchange both directories; False if the system cannot: the new files are then in the
-        directory itself, under temporary names."""
+        """Exchange both directories; False if the system cannot, with the new files moved over."""
         new = made.names()
         for name in folder.names():
             if not is_ours(name) and name not in notes:

@@ -1,9 +1,8 @@
 """The one door to torch's private names (floor 0).
 
-They may change with any release of torch. Each is looked up once, as this module is imported; if
-one is missing, the error says which releases hetero knows. Functions of torch that hetero replaces
-while a model is prepared go through a `Replacement`, which counts its users and puts torch's own
-back.
+They may change with any release of torch. Each is looked up once, on import; if one is missing, the
+error names the releases that hetero knows. A `Replacement` replaces a function of torch while a
+model is prepared, counts its users, and puts torch's own back.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Threads that update homes while the model computes (floor 2).
 
-A `Job` is work on one bucket, cut into slices that may run anywhere at the same time. Worker
-threads take jobs in the order of submission, and a thread that waits for a job first helps with its
-slices: on one core, or without worker threads, waiting is doing. Workers never touch the device: a
-job is submitted when its inputs have landed.
+A `Job` is work on one bucket, cut into slices that may run in parallel. Worker threads take jobs in
+the order of submission, and a thread that waits for a job helps with its slices first. Workers
+never touch the device: a job is submitted when its inputs have landed.
 """
 
 from __future__ import annotations

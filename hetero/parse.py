@@ -1,8 +1,7 @@
 """Parses untrusted text within bounds (floor 0, no torch).
 
 Parsers trust their input: brackets use up the stack, a dotted key costs the square of its parts,
-aliases double, and a few bytes of text become hundreds in memory. A refusal by these functions, or
-by the parsers themselves, is an `Unparsable`.
+aliases double, and a few bytes become hundreds in memory. Any refusal is an `Unparsable`.
 """
 
 from __future__ import annotations

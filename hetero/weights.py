@@ -1,8 +1,8 @@
 """Weights of one safetensors file or a directory of them, read in pieces (floor 0).
 
-[Note: links to weights]  The Hugging Face cache keeps files as links to blobs in another folder.
-The user names a directory, so its files may be links: they are resolved once, and their targets are
-opened as regular files. Names in an index are single names, so that an index leads nowhere else.
+[Note: links to weights]  The Hugging Face cache keeps files as links to blobs in another folder, so
+the files of a directory may be links: they are resolved once, and their targets opened as regular
+files. Names in an index are single names: it leads nowhere else.
 """
 
 from __future__ import annotations

@@ -262,8 +262,7 @@ def map_slab(n_bytes: int, *, huge: bool = True, align: int = 1) -> Slab:
 def paged_slab(n_bytes: int) -> Slab:
     """Map memory for a home on disk, whose pages come and go by extents.
 
-    If extents are multiples of huge pages, they need an aligned address: an extent then takes one
-    fault for each huge page, not 512 (`pagecache.ask_for_pages`).
+    It is aligned to huge pages, which save 511 of 512 faults (`pagecache.ask_for_pages`).
     """
     return map_slab(n_bytes, huge=False, align=HUGE_PAGE if n_bytes >= HUGE_PAGE else 1)
 

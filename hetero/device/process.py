@@ -27,10 +27,9 @@ def accelerator_name() -> str | None:
 def return_large_blocks() -> None:
     """Return memory of freed tensors of 4 MiB and more to the system at once, in this process.
 
-    glibc raises that bound to the size of a freed block, up to 32 MiB, and then keeps such blocks
-    in a heap that fragments: a model three times its RAM took twice its budget (measured). The
-    temporaries of an update are smaller and stay: returning them each time makes AdamW three times
-    slower (measured, 1 MiB blocks).
+    glibc raises that bound to the size of a freed block, up to 32 MiB, and keeps such blocks in a
+    heap that fragments: a model three times its RAM took twice its budget (measured). Returning the
+    smaller temporaries of updates too makes AdamW three times slower (measured, 1 MiB blocks).
     """
     try:
         libc = ctypes.CDLL(None)

@@ -107,8 +107,7 @@ class Arena:
         """Yield victims, `FEW` at a time, furthest next use first.
 
         The first few are the most recently used, which a loop over all weights needs last, and the
-        least recently used. Asking all replicas would make the cost of a miss grow with their
-        number.
+        least recently used: asking all replicas would make a miss dearer the more there are.
         """
         last = list(itertools.islice(reversed(self.replicas), FEW // 2))
         older = itertools.filterfalse(frozenset(last).__contains__, self.replicas)

@@ -1,18 +1,17 @@
 """Codecs: the format of a bucket's parameters at home, below HBM (floor 1, mechanism).
 
-In frames a parameter has its own dtype; at home, on the link and on disk it is encoded by its
-bucket's codec. `EXACT`, the default, changes nothing.
-A `Blocked` codec cuts the index space into blocks of ``block`` elements, and keeps each block as
-its codes followed by one bf16 scale: ``code_bytes + 2`` bytes, independent of their position. So a
-run of blocks is a run of bytes, a chunk's codes and scales cross the link in one copy, and a
-tensor, which begins a block, has the same bytes under every budget and chunk size.
+In frames a parameter has its own dtype; at home, on the link and on disk its bucket's codec encodes
+it. `EXACT`, the default, changes nothing. A `Blocked` codec cuts the index space into blocks of
+``block`` elements, and keeps each as its codes and one bf16 scale: ``code_bytes + 2`` bytes. So a
+run of blocks is a run of bytes, which crosses the link in one copy, and a tensor, which begins a
+block, has the same bytes under every budget and chunk size.
 
 [Note: decoded in place]  A fetch puts codes at the end of the frames that they are decoded to, and
 needs no other memory than a `Workspace` for one slice, charged with the buffers. Decoding goes from
 the front, slice by slice. Codes are shorter than their values, so a slice's values end before the
 next slice's codes begin: after block b of n, by (n - b) times the difference. Decoding runs on the
-compute stream after the copy's ticket: compute follows it there and needs no other ticket, and the
-next writer of the frames waits for a mark after it.
+compute stream after the copy's ticket: compute follows it there, and the next writer of the frames
+waits for a mark after it.
 """
 
 from __future__ import annotations

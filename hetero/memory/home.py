@@ -1,10 +1,9 @@
 """Homes: every parameter's authoritative bytes (floor 1, mechanism).
 
 On HOST a home is one slab per kind and bucket, exactly sized and page-locked on CUDA. Every segment
-of a slab is its own storage, so that saving a state dict writes a tensor's bytes without its
-neighbours'. A home on disk has the same views, valid only while pinned (see [Note: addresses stay]
-in pagecache.py); for one on HOST, `HomeStore.held` and `runs` cost nothing.
-A coded home (codec.py) counts in items of the codec, and has no views of values.
+has its own storage, so that saving a state dict writes a tensor's bytes without its neighbours'. A
+home on disk has the same views, valid only while pinned (see [Note: addresses stay] in
+pagecache.py). A coded home (codec.py) counts in items of the codec, and has no views of values.
 
 [Note: copies that are shown]  A home on disk, or coded, cannot be aliased. A view of one of its
 segments is a view of a private copy, which stands for the segment while a view is alive: writes to

@@ -1,9 +1,8 @@
 """The layout: units -> buckets -> fixed-size chunks; tensors may straddle (floor 1, mechanism).
 
-A bucket is one flat index space. Its tensors lie back to back, each aligned to ``ALIGN`` elements,
-and its chunks cut the space every ``chunk_numel`` elements, so only the last chunk of a bucket
-carries waste. Every kind (PARAM, GRAD, the optimizer's STATE) of a bucket shares the space. Its
-codec (codec.py) decides the format at home; every tensor begins a block of the codec.
+A bucket is one flat index space, shared by every kind (PARAM, GRAD, the optimizer's STATE). Its
+tensors lie back to back, each aligned to ``ALIGN`` elements and to blocks of its codec, and chunks
+cut the space every ``chunk_numel`` elements, so only the last chunk of a bucket carries waste.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The NVME tier: slots in private files, checked on every way back (floor 1, mechanism).
 
-The files have no names and no content that outlives the process, so nothing is synced. The promise
-is integrity: every slot's bytes are read back as they were written last, or not at all. The digest
-is a CRC-32 seeded with the slot's number and the generation of its content, and kept in RAM: older
-content, or a neighbour's, does not pass.
+The files vanish with the process, so nothing is synced. A slot's bytes are read back as they were
+written last, or not at all: a CRC-32, seeded with the slot's number and the generation of its
+content and kept in RAM, refuses older content and a neighbour's.
 """
 
 from __future__ import annotations
@@ -212,8 +211,7 @@ class Executor(Protocol):
 class IoThreads:
     """``n_threads`` that do urgent work first.
 
-    They are daemons: while the interpreter ends they go on for a save that still reads homes, and
-    transfers cut off at its end are worth nothing without the process.
+    They are daemons: while the interpreter ends they go on for a save that still reads homes.
     """
 
     def __init__(self, n_threads: int) -> None:

@@ -1,8 +1,7 @@
 """Parcels: flushed activations, in chunks on HOST, beyond its budget on NVME (floor 1, mechanism).
 
-The storages of a parcel lie one after the other in an index space of bytes that chunks cut. All
-chunks have one size, so that free ones serve parcels of any size: sequences may grow and shrink.
-Landed bytes never change, and may be fetched any number of times.
+The storages of a parcel lie one after the other in an index space of bytes, cut into chunks of one
+size, so that free ones serve any parcel. Landed bytes never change, and may be fetched repeatedly.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """The pool: HOST memory for homes that lie on disk (floor 1, mechanism).
 
-A thread pins all that it needs at once or nothing; only the thread that launches work may pin more
-while it holds some: there is no circular wait.
-
-Dirty extents are written before their room is needed, least recently used first, and announced ones
-are read before they are pinned. Write-behind and read-ahead pause while any thread waits for
-memory. Extents announced for later are read while no others are, and give way to every pin.
-
-A failed read leaves an extent ABSENT, a failed write leaves it DIRTY: nothing is lost, the error
-goes to the thread that needs the bytes or the room, and the next request tries again.
+A thread pins all that it needs at once or nothing; only the launching thread may pin more while it
+holds some: there is no circular wait. Dirty extents are written before their room is needed, least
+recently used first, and announced ones are read before they are pinned; both pause while any thread
+waits for memory. A failed read leaves an extent ABSENT, a failed write leaves it DIRTY: nothing is
+lost, the error goes to the thread that needs the bytes or the room, and the next request retries.
 """
 
 from __future__ import annotations
@@ -117,8 +113,8 @@ class Pool:
         """Hold the spans of a request in memory for the length of a block.
 
         Raises StorageError if a read failed, or if writes fail and so no room can be made;
-        BudgetError if the pool is too small. Nothing is held then. If the block raises, a FRESH
-        span goes back to its old content, if that is still on disk.
+        BudgetError if the pool is too small. Nothing is held then. If the block raises, extents of
+        a FRESH span that were not in memory keep their old content.
         """
         me = threading.get_ident()
         while not self._take(request, me):

@@ -2,8 +2,7 @@
 
 A unit that keeps its activations costs only room. One that recomputes costs a second forward, and
 leaves its inputs. One that offloads costs the time by which its transfers outlast the computation
-that hides them, and leaves nothing. This simple model of time ranks choices, it does not predict a
-step.
+that hides them. This model of time ranks choices, it does not predict a step.
 """
 
 from __future__ import annotations

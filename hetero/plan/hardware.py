@@ -2,8 +2,7 @@
 
 A profile is TOML. Every number is ``{ v = 25.0, src = "est" }``, and measured ones also have a
 ``spread``; tables are ``{ rows = [[65536, 0.25], ...], src = "est" }``. ``src`` is a key of
-``[src]``, which names sources in words. `hetero.plan.machine` has the sections, their units and the
-times computed from them; ``hetero calibrate`` writes a machine's own profile.
+``[src]``, which names sources in words. `hetero.plan.machine` has the sections and their units.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Checks profiles, rule by rule (no torch).
 
 `broken` finds values that the formulas of `hetero.plan.machine` cannot use; `doubtful` finds
-numbers that no machine has: sparse rates, bits for bytes, GB for GiB, shares above 1, rates above
-peaks. Every problem names the key and the reason.
+numbers that no machine has: sparse rates, bits for bytes, GB for GiB, rates above peaks.
 """
 
 from __future__ import annotations

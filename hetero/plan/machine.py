@@ -1,9 +1,8 @@
 """A machine's rates, every number with its source, and the times of work on it (no torch).
 
-The sections are those of a profile file (`hetero.plan.hardware` reads and writes it). Numbers are
-kept in bytes, seconds and operations per second; a field's metadata holds the key and the power of
-ten that the file uses (``hbm_GBps`` is ``hbm_bytes_per_second`` divided by 10**9).
-Counts (cores, drives) are facts and carry no source.
+The sections are those of a profile file (`hetero.plan.hardware` reads and writes it), in bytes,
+seconds and operations per second; a field's metadata holds the file's key and power of ten
+(``hbm_GBps`` is ``hbm_bytes_per_second`` / 10**9). Counts (cores, drives) carry no source.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Prefetch and next-use eviction under the budget, from a trace (floor 1, policy; no torch).
 
 Belady's rule with look-ahead: fetches go out in the order of next use, as early as frames permit,
-and a fetch may only displace buckets that are needed later than its own. The planner lays out
-addresses, not only bytes, with the runtime's frame map (handed in as ``space``).
+and may only displace buckets that are needed later than their own. Addresses are laid out with the
+runtime's frame map (handed in as ``space``).
 """
 
 from __future__ import annotations

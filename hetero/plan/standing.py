@@ -1,12 +1,10 @@
 """Which buckets stay on HBM from one forward to the next (floor 1, policy; no torch).
 
-A model that computes without being trained repeats the same accesses, and no update rewrites a
-bucket. The bucket used last is then needed last, so fetching as early as frames permit would bring
-every bucket across the link in every forward. The best choice is to let some buckets stand and to
-stream the rest: each byte of standing frames saves a byte of every forward. The streamed ones need
-frames for two accesses, one that computes and the next one in flight; with less there are misses.
-
-Standing buckets are spread over the forward, so that the link is busy while they compute.
+Without training the same accesses repeat, and no update rewrites a bucket. The bucket used last is
+then needed last, so fetching as early as frames permit would bring every bucket across the link in
+every forward. The best choice is to let some buckets stand and to stream the rest: each standing
+byte saves a byte of every forward. Streaming needs frames for two accesses, one that computes and
+the next one in flight. Standing buckets are spread over the forward, so that the link stays busy.
 """
 
 from __future__ import annotations
