@@ -90,8 +90,7 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def run_backward(loss: torch.Tensor) -> None:
-    """Run backward under the active modes: they intercept `Tensor.backward`, which would run
-    without them."""
+    """Run backward under the active modes; `Tensor.backward` would run without them."""
     autograd: Any = torch.autograd
     autograd._engine_run_backward(
         *((loss,), (torch.ones_like(loss),), False, False, ()),

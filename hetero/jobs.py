@@ -80,8 +80,7 @@ class Job:
             return False
 
     def _do_one(self) -> bool:
-        """Do one slice; False if none is left to begin. Raises StorageError, or the error of a
-        second Ctrl-C: the slice is still to be done then."""
+        """Do one slice; False if none is left. After StorageError or Ctrl-C it is still to do."""
         with self._changed:
             if not self._slices:
                 return False

@@ -1,8 +1,7 @@
 """Safetensors: the one reader and writer of headers, and the CRCs of blocks (floor 0, no torch).
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and
-place of every tensor) and the tensors back to back, each in row-major order. Dtypes have torch's
-names.
+place of every tensor) and the tensors back to back, each in row-major order.
 """
 
 from __future__ import annotations

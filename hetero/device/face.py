@@ -222,9 +222,7 @@ class Slab:
     def carve(self, offset: int, n_bytes: int) -> torch.Tensor:
         """Return bytes [offset, offset + n_bytes) as a tensor with its own StorageImpl.
 
-        Two carvings of one range are two storages, so each use count tells whether a view of that
-        carving is alive.
-        """
+        Two carvings of one range are two storages, each with a use count of its views."""
         if n_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.block.device)
         memory = self.mapping if self.heap is None else self.heap
@@ -260,10 +258,8 @@ def map_slab(n_bytes: int, *, huge: bool = True, align: int = 1) -> Slab:
 
 
 def paged_slab(n_bytes: int) -> Slab:
-    """Map memory for a home on disk, whose pages come and go by extents.
-
-    It is aligned to huge pages, which save 511 of 512 faults (`pagecache.ask_for_pages`).
-    """
+    """Map memory for a home on disk, whose pages come and go by extents; aligned to huge pages,
+    which save 511 of 512 faults (`pagecache.ask_for_pages`)."""
     return map_slab(n_bytes, huge=False, align=HUGE_PAGE if n_bytes >= HUGE_PAGE else 1)
 
 

@@ -130,8 +130,7 @@ class Arena:
     # -- taking and giving back ------------------------------------------------------------------
 
     def take(self, bucket: Bucket, start: int, why: str) -> tuple[Replica, list[Ticket]]:
-        """Charge the frames at ``start`` (memory apart for APART); return the replica there, and
-        the tickets of the frames' last readers."""
+        """Charge frames at ``start`` (or APART); return a replica and the last readers' tickets."""
         self._ledger.charge(Tier.HBM, Kind.PARAM, bucket.n_bytes, f"bucket {bucket.id}")
         if start != APART:
             self.frames.take(bucket.id, start, bucket.granules)

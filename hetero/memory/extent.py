@@ -97,8 +97,7 @@ class Request:
         self.n_bytes = sum(extent.n_bytes for extent in self.needs)
 
     def again(self) -> Request:
-        """Return the request of the same work's next run, without extents it only reads: those
-        differ each time."""
+        """Return the same work's next request; extents it only reads differ each time."""
         request = Request(())
         changed = (extent for extent, use in self.needs.items() if use is not PinUse.READ)
         request.needs = dict.fromkeys(changed, PinUse.WRITE)

@@ -151,8 +151,7 @@ class FrameMap:
     def _windows(
         self, run: FrameRun, length: int, may: set[int], *, high: bool
     ) -> Iterator[tuple[int, list[FrameRun]]]:
-        """Yield (start, runs) of the windows that overlap ``run``, and otherwise only runs that
-        start in ``may``."""
+        """Yield (start, runs) of windows over ``run`` and other runs that start in ``may``."""
         first, last = self._stretch(run, length, may)
         low, top = self._end_before(first), self._start_behind(last) - length
         if run.length >= length:  # this run alone makes room

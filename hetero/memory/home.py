@@ -134,8 +134,7 @@ class Home:
         return self._segments[segment.position]
 
     def memory(self, segment: Segment) -> torch.Tensor | None:
-        """Return the bytes that a segment's value may be read into at any time; None if it is
-        coded, or not in RAM."""
+        """Return the bytes of a segment's value, to read into; None if coded or not in RAM."""
         if not self.shows or self.device.type != "cpu":
             return None
         return self._flat[segment.offset : segment.end].view(torch.uint8)
@@ -339,8 +338,7 @@ def cut(start: int, end: int, size: int) -> Iterator[slice]:
 
 
 def _references() -> int:
-    """Return the reference count of a segment that only a state dict refers to (it differs between
-    releases of Python)."""
+    """Return the reference count, in this Python, of a segment that only a state dict refers to."""
     segments = [object()]
     state = {"key": segments[0]}
     counts = [sys.getrefcount(segment) for segment in segments]

@@ -90,8 +90,7 @@ class HomeStore:
         return self.pool.pin(request) if request.needs else _NOTHING
 
     def runs(self, start: int, end: int, *uses: tuple[Home, PinUse]) -> Iterator[slice]:
-        """Yield [start, end), in items of the homes, in runs; each stays pinned in all of them
-        until the next is asked for."""
+        """Yield [start, end), in items, in runs that are pinned in all homes until the next one."""
         for run in cut(start, end, min(home.extent_numel for home, _ in uses)):
             with self.held(Request(PinSpan(home, run.start, run.stop, use) for home, use in uses)):
                 yield run

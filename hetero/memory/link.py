@@ -33,8 +33,7 @@ class Link:
         bucket: int = -1,
         why: str = "",
     ) -> Ticket:
-        """Queue a copy of raw bytes (1-D uint8, equally long); its ticket fires when it has
-        landed."""
+        """Queue a copy of raw bytes (1-D uint8, equally long); its ticket fires when it lands."""
         ticket = self._device.copy(lane, dst, src, after)
         self.n_bytes[lane] += dst.numel()
         self.log.add(

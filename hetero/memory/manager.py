@@ -129,8 +129,8 @@ class ChunkManager:
         return held
 
     def watch(self, ids: Iterable[int]) -> None:
-        """Expose unbound, pinned replicas that have views: such a view may go before the last pin
-        does, and then writes through it leave no trace."""
+        """Expose unbound, pinned replicas with views: a view may go before the last pin does, and
+        its writes would leave no trace."""
         for bucket_id in ids:
             replica = self.replicas.get(bucket_id)
             if replica is not None and replica.pins and replica.leased:
@@ -240,8 +240,7 @@ class ChunkManager:
     # -- updates ---------------------------------------------------------------------------------
 
     def may_hand_over(self, bucket_id: int) -> bool:
-        """Whether neither a home nor its replica is exposed, held or written: an update would go
-        unseen."""
+        """Whether an update would go unseen: home and replica not exposed, held or written."""
         copy, replica = self.copies[bucket_id], self.replicas.get(bucket_id)
         if copy.update is not None or copy.is_shown or copy.home.held:
             return False

@@ -209,10 +209,8 @@ class Executor(Protocol):
 
 
 class IoThreads:
-    """``n_threads`` that do urgent work first.
-
-    They are daemons: while the interpreter ends they go on for a save that still reads homes.
-    """
+    """``n_threads`` that do urgent work first. They are daemons: while the interpreter ends they go
+    on for a save that still reads homes."""
 
     def __init__(self, n_threads: int) -> None:
         self._queue = _Tasks()

@@ -79,8 +79,7 @@ class Transfers(Generic[T]):
         return (transfer.keep_alive for transfer in self._queue)
 
     def poll(self, limit_bytes: int = sys.maxsize) -> None:
-        """Drop copies that have landed; wait for the oldest while more than the limit is in
-        flight."""
+        """Drop landed copies; wait for the oldest while more than the limit is in flight."""
         queue = self._queue
         while queue and (self.bytes_in_flight > limit_bytes or queue[0].end.done):
             self.finish_oldest()

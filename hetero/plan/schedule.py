@@ -130,7 +130,7 @@ class _Frames:
             del self.resident[bucket]
 
     def apply(self, op: Op, needed: Sequence[int], line: str, strict: bool) -> bool:
-        """Carry out one op; False if nothing to do or, before the steady step, if it hits a need."""
+        """Carry out one op; False if there is nothing to do or, unless ``strict``, on a clash."""
         if op.bucket in self.resident and op.bucket not in op.evict and not op.demand:
             for bucket in op.evict:
                 self.resident.pop(bucket, None)
