@@ -61,7 +61,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch-bound names when first used, so that ``hetero --help`` does not load torch."""
+    """Import torch-bound names on first use, so that ``hetero --help`` does not load torch."""
     import importlib
 
     if name in _LAZY:
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Face(ModuleType):
-    """Keeps a public name public where a module of that name is imported beneath it."""
+    """Keeps a public name when a submodule of the same name is imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _LAZY and isinstance(value, ModuleType)):

@@ -1,4 +1,4 @@
-"""``python -m hetero``, for launchers that start modules (accelerate launch, torchrun)."""
+"""``python -m hetero``, for launchers of modules (accelerate launch, torchrun)."""
 
 from hetero.cli import main
 

@@ -40,7 +40,7 @@ def prepare(
         model: any ``nn.Module`` of plain dense parameters.
         optimizer: over the model's parameters, of any class that steps them one at a time. Without
             one the model is for inference.
-        config: a `Config`, a mapping, or the path of a TOML file; ``settings`` go on top.
+        config: a `Config`, a mapping, or the path of a TOML file; ``settings`` override it.
         settings: fields of `Config`, as ``hbm="20GiB"``.
 
     Returns:
@@ -49,8 +49,8 @@ def prepare(
 
     Raises:
         ConfigError: a setting, the model or the optimizer cannot be honoured.
-        BudgetError: the budgets cannot hold the states; it names the smallest that can. What
-            activations take besides is known when the first step ends.
+        BudgetError: the budgets cannot hold the states; it names the smallest that can. The need of
+            activations is known when the first step ends.
         StateError: the model or the optimizer is prepared already.
     """
     return prepare_tuned(model, optimizer, Config.load(config, **settings), None)
@@ -62,13 +62,13 @@ def prepare_tuned(
     config: Config,
     tuning: Tuning | None,
 ) -> Any:
-    """Carry out `prepare` with choices that change no number (tests and benchmarks)."""
+    """Carry out `prepare` with choices that change no result (tests and benchmarks)."""
     check_model(model, weights=config.weights is not None)
     inner = check_pair(model, optimizer)
     device = open_device(config.device)
     blueprint = draw(model, inner, config)
     check_codes(model, blueprint.layout)
-    with torch.inference_mode(False):  # what is made here outlives the caller's mode
+    with torch.inference_mode(False):  # the engine's tensors outlive the caller's mode
         engine = assemble(model, inner, config, device, blueprint, tuning)
     return model if inner is None else (model, engine.optimizer)
 
@@ -87,9 +87,9 @@ def engine_of(model: nn.Module) -> Engine:
 def backward(loss: torch.Tensor) -> None:
     """Run backward from a scalar loss, scaled under precision="fp16".
 
-    The same as ``loss.backward()`` otherwise. The scale is that of the prepared model whose
-    parameters the loss depends on; gradients are unscaled wherever they are looked at. Raises
-    StateError for a loss that leads to parameters outside the models of precision="fp16" as well.
+    Otherwise the same as ``loss.backward()``. The scale is that of the prepared model whose
+    parameters the loss depends on; visible gradients are always unscaled. Raises StateError if the
+    loss also depends on parameters outside the models of precision="fp16".
     """
     if loss.numel() != 1 or not loss.requires_grad:
         raise StateError(
@@ -132,7 +132,7 @@ def gathered(
         what: a prepared model, one of its modules, a parameter, or several parameters.
         write: in-place writes go home on exit; without it a write is undone and a StateError.
 
-    Raises BudgetError when they do not fit the device at once: gather fewer.
+    Raises BudgetError if they do not fit the device at once: gather fewer.
     """
     if isinstance(what, nn.Module):
         engine = what.__dict__.get(MARK)
@@ -166,14 +166,14 @@ def empty_init() -> AbstractContextManager[None]:
     ``requires_grad`` and attributes; one that is registered twice stays one. Buffers (rotary
     frequencies, masks, running means) are real, with their values. Initialisation of parameters
     (``nn.init``, ``reset_parameters``) runs on meta: it costs nothing and draws no random numbers,
-    so that buffers made of random numbers come out otherwise than in a plain build.
+    so buffers made of random numbers differ from those of a plain build.
 
     ``nn.Parameter(torch.empty(n))`` touches no memory on its way, ``nn.Parameter(torch.randn(n))``
-    does for a moment. What a constructor computes from registered parameters is on meta too, and a
-    constructor that asks for their values (``.item()``) fails. A reference to a parameter from
-    before it was registered is to the original. Sparse, quantized, lazy and subclassed tensors,
-    and entries that bypass ``register_parameter``, stay as they are. Loading weights inside (as
-    ``from_pretrained`` does) would lose them: build from a config.
+    does for a moment. Tensors that a constructor computes from registered parameters are on meta
+    too, and a constructor that asks for their values (``.item()``) fails. A reference to a
+    parameter from before it was registered is to the original. Sparse, quantized, lazy and
+    subclassed tensors, and entries that bypass ``register_parameter``, stay as they are. Loading
+    weights inside (as ``from_pretrained`` does) would lose them: build from a config.
 
     ``nn.Module.register_parameter`` is replaced inside the block, for the thread that entered it:
     others build as ever. Blocks nest.
@@ -183,7 +183,7 @@ def empty_init() -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What is where, and what the last whole step moved; sizes in bytes.
+    """Where everything is, and what the last whole step moved; sizes in bytes.
 
     Without an optimizer every forward of the whole model is a step.
     """
@@ -196,9 +196,9 @@ class Status:
     activation_bytes: int
     division: dict[str, int]
     """Of HBM since the last border, in bytes: ``buffers``, ``activations``, ``ring`` (gradients on
-    their way down) and ``frames``. Empty until it was measured, and where parameters stay."""
+    their way down) and ``frames``. Empty until it is measured, and if parameters stay on HBM."""
     policies: dict[str, str]
-    """Per unit, what becomes of its activations: "keep", "recompute", "offload" or both."""
+    """Per unit, the policy of its activations: "keep", "recompute", "offload" or both."""
     tiers: dict[str, dict[str, int | None]]
     """Per tier: ``budget``, ``used``, ``peak`` and one entry per kind."""
     units: dict[str, str]
@@ -210,7 +210,7 @@ class Status:
     write_bytes: int
     """To disk, in the last step."""
     written_bytes: int
-    """To disk since prepare: what the drives' endurance is spent on."""
+    """To disk since prepare: it wears the drives."""
     hits: int
     misses: int
     fetches: int
@@ -267,7 +267,7 @@ def status(model: nn.Module) -> Status:
 
 
 def division_of(budget: Budget) -> dict[str, int]:
-    """Return how HBM is divided, by what it is used for."""
+    """Return the division of HBM, by use."""
     division = budget.division
     if division is None:
         return {}
@@ -285,7 +285,7 @@ def release(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
     Args:
         optimizer: as `prepare` returned it, or in a wrapper (``trainer.optimizer``, accelerate's).
 
-    Returns ``(model, plain optimizer with its states)``, or the model when it was prepared alone.
+    Returns ``(model, plain optimizer with its states)``, or the model if it was prepared alone.
     Raises StateError for a model that a failed load left with values of two checkpoints.
     """
     engine = engine_of(model)

@@ -1,4 +1,4 @@
-"""Where the benchmarks are: beside the package, in a checkout (floor 4)."""
+"""Finds the benchmarks: next to the package, in a checkout (floor 4)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def runner() -> Any:
-    """Return the module that runs benchmarks; ConfigError where there is no checkout."""
+    """Return the module that runs benchmarks; ConfigError without a checkout."""
     if not (CHECKOUT / "benchmarks" / "runner.py").is_file():
         raise ConfigError(
             "the benchmarks are not part of the installed package",

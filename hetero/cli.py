@@ -47,7 +47,7 @@ NOT_USED = (
     "hetero run: {} built no Accelerator and no Trainer, so hetero had nothing to do. In a loop of"
     " your own, call model, optimizer = hetero.prepare(model, optimizer, hbm=...)"
 )
-POSITIONS = 1024  # of a sample that is planned with
+POSITIONS = 1024  # of a planned sample
 LAST_LINE = "Print JSON as the last line."
 EACH_STEP = "Print a line of JSON for each step, and one at the end."
 
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def answers(text: str = LAST_LINE) -> Callable[[Callable[..., int]], Callable[..., None]]:
-    """Give a command --json, and exit with the status that it returns, or 2 after a HeteroError."""
+    """Give a command --json, and exit with its status, or 2 after a HeteroError."""
 
     def decorate(command: Callable[..., int]) -> Callable[..., None]:
         @click.option("--json", "as_json", is_flag=True, help=text)
@@ -315,7 +315,7 @@ def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None
 def write_report(
     made: RunReport, output: str | None, png: str | None, perfetto: str | None
 ) -> list[str]:
-    """Write the files that were asked for; returns their paths."""
+    """Write the requested files; returns their paths."""
     if output is not None:
         made.write(output)
     if png is not None:
@@ -370,10 +370,9 @@ def plan(model: str, as_json: bool, no_estimates: bool, output: str | None, **gi
 
 
 def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
-    """Return the plan that the command line asks for."""
     from hetero.rehearse.plan import plan as make
 
-    sys.path.insert(0, "")  # a console script does not look for modules here by itself
+    sys.path.insert(0, "")  # a console script does not search the working directory by itself
     given = {key: value for key, value in given.items() if value not in (None, False)}
     samples, positions = given.pop("batch", 1), given.pop("sequence", POSITIONS)
     if "gpu_memory" in given:
@@ -441,7 +440,6 @@ def chosen_bench(name: str | None, known: dict[str, str]) -> str:
 
 
 def said(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that the command line gives."""
     return {key: value for key, value in given.items() if value not in (None, ())}
 
 
@@ -470,7 +468,7 @@ def failures(as_json: bool) -> Iterator[None]:
 
 
 def open_console(to_stderr: bool = False) -> Console:
-    """Return the console for people: standard error where standard output is for JSON."""
+    """Return the console for people: standard error if standard output is for JSON."""
     from rich.console import Console
 
     return Console(stderr=to_stderr)

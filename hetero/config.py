@@ -37,7 +37,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 FROZEN = ("keep", "int8", "nf4")
 UPDATES = ("step", "backward")
-NOT_YET = {  # named in the public face, and not in this version
+NOT_YET = {  # planned settings, not in this version
     "mesh": "several ranks",
 }
 Check = Callable[[str, Any], Any]
@@ -204,7 +204,7 @@ def unknown_key(key: str, known: list[str]) -> str:
 
 
 def check_paths(key: str, value: Any) -> tuple[str, ...]:
-    """Return one path or several as a tuple; None is no path."""
+    """Return one path or several as a tuple; empty for None."""
     given = [value] if isinstance(value, (str, os.PathLike)) else value
     given = () if given is None else given
     found: list[str] = []
@@ -219,7 +219,7 @@ def check_paths(key: str, value: Any) -> tuple[str, ...]:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether the file system can encode a text: it has no half of a surrogate pair."""
+    """Whether the file system can encode a text (no half of a surrogate pair)."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -233,7 +233,7 @@ def takes(
     said: str = "",
     then: Callable[[Any], Any] = lambda value: value,
 ) -> Check:
-    """Return a check that refuses values that do not fit, and returns ``then`` of the others."""
+    """Return a check that refuses values unless ``fits``, and returns ``then`` of the others."""
 
     def check(key: str, value: Any) -> Any:
         if not fits(value):
@@ -252,7 +252,7 @@ def count_of(what: str) -> Check:
 
 
 def optional(check: Check, absent: Any = None) -> Check:
-    """Return a check that takes None as well, and returns ``absent`` for it."""
+    """Return a check that also takes None, and returns ``absent`` for it."""
     return lambda key, value: absent if value is None else check(key, value)
 
 
@@ -266,7 +266,7 @@ def is_norm(value: Any) -> bool:
 
 
 def is_device(value: Any) -> bool:
-    """Whether a value is the name of a device, or an object, which is checked when it is opened."""
+    """Whether a value is a device's name, or an object, which is checked when it is opened."""
     return not isinstance(value, str) or value in DEVICES
 
 
@@ -309,7 +309,7 @@ CHECKS: dict[str, Check] = {
 
 
 class HostLimit(NamedTuple):
-    """The RAM that this process may use, and which file or figure limits it."""
+    """The RAM that this process may use, and the source of the limit."""
 
     n_bytes: int
     source: str
@@ -319,9 +319,8 @@ def host_limit(root: Path = Path("/")) -> HostLimit:
     """Return the RAM this process may still take: the least of free memory and cgroup limits.
 
     ``psutil`` reports the whole machine inside a container, so every ancestor cgroup is read, in
-    version 2 (``memory.max``, ``memory.high``) and version 1 (``memory.limit_in_bytes``) form;
-    file pages that the kernel would give back are not counted as used. ``root`` is where /proc and
-    /sys are looked up.
+    version 2 (``memory.max``, ``memory.high``) and version 1 (``memory.limit_in_bytes``) form; file
+    pages that the kernel would reclaim do not count as used. ``root`` holds /proc and /sys.
     """
     best = HostLimit(psutil.virtual_memory().available, "free memory of the machine")
     for folder, limit_name, used_name in cgroup_folders(root):
@@ -369,7 +368,7 @@ def read_inactive_file(folder: Path) -> int:
 
 
 def read_number(path: Path) -> int | None:
-    """Return the integer in a small file, or None where there is none ("max", missing)."""
+    """Return the integer in a small file, or None if there is none ("max", missing)."""
     try:
         return int(path.read_text().strip())
     except (OSError, ValueError):

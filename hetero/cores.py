@@ -1,10 +1,9 @@
-"""Who of several updating threads may use torch's own threads (floor 2).
+"""Shares torch's own threads among several updating threads (floor 2).
 
-An operation of torch brings a team of OpenMP threads, as many as there are cores. Two teams at once
-get in each other's way (measured: ten times slower), and one team beside threads that move data
-waits at every barrier for whoever lost its core (measured: twice as slow). So where several threads
-update, each stays on one core; only rules whose results depend on how many threads add (sums over
-a tensor) bring the team that plain torch would bring, one after another.
+An operation of torch runs a team of OpenMP threads, one for each core. Two teams at once hinder
+each other (measured: ten times slower), as do threads that move data (twice as slow). So if several
+threads update, each stays on one core; only rules whose results depend on the number of threads
+(sums over a tensor) use torch's team, one after another.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 
 
 class Cores:
-    """Turns at torch's threads, for updates that ``n_threads`` carry out beside the launcher."""
+    """Turns at torch's threads, for updates on ``n_threads`` other than the launcher."""
 
     def __init__(self, n_threads: int) -> None:
         self._alone = threading.Lock()
@@ -26,13 +25,13 @@ class Cores:
 
     @contextmanager
     def all(self) -> Iterator[None]:
-        """Let operations use every core, as outside; one caller at a time."""
+        """Let operations use every core; one caller at a time."""
         with self._alone:
             yield
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Keep this thread's operations on one core: for work that is the same on any cut."""
+        """Keep this thread's operations on one core: for work with the same result on any cut."""
         if self._limit is None:
             with self.all():
                 yield
@@ -46,14 +45,14 @@ class Cores:
 
 
 def limiter() -> Callable[[int], None] | None:
-    """Return what sets torch's thread count for the calling thread; None where nothing can.
+    """Return a setter of torch's thread count for the calling thread; None if there is none.
 
-    `torch.set_num_threads` also changes what every thread that starts later begins with, the
-    user's among them. OpenMP's own call does not; torch is asked whether it went by it.
+    `torch.set_num_threads` also changes the count of every thread that starts later, including the
+    user's. OpenMP's own call does not; check that torch obeys it.
     """
     try:
         limit = ctypes.CDLL(None).omp_set_num_threads
-    except (OSError, AttributeError):  # another runtime, or one that is not shared
+    except (OSError, AttributeError):  # another runtime, or linked statically
         return None
     before = torch.get_num_threads()
     limit(before + 1)

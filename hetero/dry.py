@@ -1,8 +1,7 @@
-"""A device made of numbers: everything is counted and timed, and no byte is there (floor 0).
+"""A device without bytes: everything is counted and timed (floor 0).
 
-The library itself runs on it, with models on ``torch.device("meta")``: what it would place, move
-and wait for on a machine is found out without that machine, by the code that does it there. Time is
-virtual: who models compute advances it, copies and waits take what the rates say.
+The library itself runs on it, with models on ``torch.device("meta")``, and so plans for a machine
+without it. Time is virtual: a model of compute advances it, and rates give the time of copies.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ META = torch.device("meta")
 
 @dataclass(slots=True)
 class DrySlab(Slab):
-    """Memory that is only as large as it says."""
+    """Memory that has a size and no bytes."""
 
     def carve(self, offset: int, n_bytes: int) -> torch.Tensor:
-        with without_modes():  # it is there already: nobody is to count it
+        with without_modes():  # no mode may count it as new memory
             return torch.empty(n_bytes, dtype=torch.uint8, device=META)
 
 
@@ -39,11 +38,11 @@ class DryDevice(CpuDevice):
     Args:
         is_cuda: whether it stands for a CUDA device; if not, for a CPU.
         same_ram: whether its memory is RAM, as of a CPU that is not "cpu:sim".
-        hbm_bytes: its size; None where it is RAM.
-        ram_bytes: what this process may take beside it.
+        hbm_bytes: its size; None if it is RAM.
+        ram_bytes: RAM that this process may take.
         copy_seconds: (lane, bytes, whether the other lane is busy) -> seconds.
-        copies_here: whether who launches copies, and only when a thread waits, as on "cpu:sim":
-            until then both ends are held. Nor does a stamp tell anything there.
+        copies_here: whether the launching thread copies, and only when it waits, as on "cpu:sim":
+            until then both ends are held. Stamps have no times then.
         touch_seconds: bytes that compute reads and writes -> seconds.
     """
 
@@ -66,7 +65,7 @@ class DryDevice(CpuDevice):
         self.same_ram = same_ram
         self.clock_seconds = 0.0
         self.time_passed: Callable[[], None] = lambda: None
-        """Called whenever the clock has moved."""
+        """Called after the clock has moved."""
         self._hbm_bytes = hbm_bytes
         self._ram_bytes = ram_bytes
         self._copy_seconds = copy_seconds
@@ -81,21 +80,19 @@ class DryDevice(CpuDevice):
     arena = paged_slab = slab
 
     def compute(self, seconds: float) -> None:
-        """Let compute work for ``seconds``."""
         self.pass_until(self.clock_seconds + seconds)
 
     def pass_until(self, seconds: float) -> None:
-        """Let time pass until then, if it is not later already."""
+        """Let time pass until then, unless it is past."""
         if seconds > self.clock_seconds:
             self.clock_seconds = seconds
             self.time_passed()
 
     def is_busy(self, lane: Lane) -> bool:
-        """Whether something goes on there now."""
         return self._free_at[lane] > self.clock_seconds
 
     def busy_until(self, lane: Lane, seconds: float) -> None:
-        """Note how long something else keeps a lane busy."""
+        """Note until when a lane is busy with other work."""
         self._free_at[lane] = seconds
 
     def copy(

@@ -1,4 +1,4 @@
-"""Typed failures: what was needed, what there was, and what to do (floor 0)."""
+"""Typed errors, each with the need, the supply and an advice (floor 0)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 class HeteroError(Exception):
     """Base of every failure that hetero reports.
 
-    ``advice`` says what to do next; ``moves`` holds the last chunk moves, oldest first, when the
-    failure came from inside the engine.
+    ``advice`` says how to go on; ``moves`` holds the last chunk moves, oldest first, if the failure
+    came from inside the engine.
     """
 
     def __init__(self, message: str, *, advice: str = "", moves: Iterable[str] = ()) -> None:
@@ -28,10 +28,7 @@ class HeteroError(Exception):
 
 
 def afresh(error: BaseException) -> BaseException:
-    """Return a copy of a kept error to raise.
-
-    The kept one would hold the frames of everybody it was raised in, and what these hold.
-    """
+    """Return a copy of a kept error to raise: a raised one holds stack frames and their memory."""
     copy = type(error).__new__(type(error), *error.args)
     copy.args = error.args
     copy.__dict__.update(error.__dict__)
@@ -45,12 +42,12 @@ class ConfigError(HeteroError, ValueError):
 
 
 class BudgetError(HeteroError, MemoryError):
-    """A tier's byte budget does not hold what is needed at once.
+    """A tier's byte budget is smaller than the need at one moment.
 
-    ``needed_bytes`` is a budget of ``tier`` that is enough for what was seen: from `prepare`, for
+    ``needed_bytes`` is a budget of ``tier`` that is enough for the need so far: from `prepare`, for
     the states; from ``optimizer.step()``, for batches like the one that it refuses. Nothing was
-    updated then, and training may go on. Where nobody could look on (``.advice`` says "at least"),
-    more may be needed.
+    updated then, and training may go on. If the need could not be measured (``.advice`` says "at
+    least"), more may be needed.
     """
 
     def __init__(
@@ -70,8 +67,8 @@ class BudgetError(HeteroError, MemoryError):
 class OutOfMemory(BudgetError, RuntimeError):
     """A tier ran out while the model computed; a smaller batch may fit.
 
-    Finders of batch sizes (accelerate's, Trainer's) know it by its one argument and by its words:
-    " out of memory.", and in accelerate 1.3 "CUDA out of memory.", which a budget is not.
+    Finders of batch sizes (accelerate's, Trainer's) recognise it by its one argument and its words:
+    " out of memory.", and in accelerate 1.3 "CUDA out of memory.", though it is a budget.
     """
 
     def __init__(self, message: str, *, tier: str, **known: Any) -> None:
@@ -88,13 +85,13 @@ class ForkedProcessError(StateError):
 
 
 class TransferError(HeteroError, RuntimeError):
-    """A copy between tiers failed, or arrived with other bytes than were sent."""
+    """A copy between tiers failed, or arrived with wrong bytes."""
 
 
 class StorageError(HeteroError, OSError):
     """A disk failed, filled up or returned other bytes than were written.
 
-    ``op`` is what was tried at byte ``offset`` of ``path``; ``wanted`` and ``got`` are bytes.
+    ``op`` was tried at byte ``offset`` of ``path``; ``wanted`` and ``got`` are bytes.
     """
 
     def __init__(
@@ -132,11 +129,11 @@ class DiskWriteError(StorageError):
 
 
 class TruncatedChunk(StorageError):
-    """A file ended before the bytes that were asked for."""
+    """A file ended before the requested bytes."""
 
 
 class ChunkCorrupt(StorageError):
-    """Bytes came back from a disk that were not the ones written last."""
+    """A disk returned other bytes than those written last."""
 
 
 class CheckpointError(HeteroError, RuntimeError):
@@ -148,7 +145,7 @@ class NoCheckpoint(CheckpointError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """A checkpoint's bytes are not the ones that were saved."""
+    """A checkpoint's bytes are not those that were saved."""
 
 
 class CheckpointTooNew(CheckpointError):
@@ -160,7 +157,7 @@ class CheckpointMismatch(CheckpointError):
 
 
 class UnsafeCheckpoint(CheckpointError):
-    """A checkpoint names or declares something that no save of ours writes; nothing was opened."""
+    """A checkpoint names or declares something that hetero never saves; nothing was opened."""
 
 
 class DivergenceError(HeteroError, RuntimeError):
@@ -168,14 +165,14 @@ class DivergenceError(HeteroError, RuntimeError):
 
 
 class UnknownTorch(HeteroError, ImportError):
-    """This release of torch is not one that hetero knows."""
+    """hetero does not know this release of torch."""
 
 
 KNOWN_TORCH = "2.9 to 2.13"
 
 
 def too_early(what: str) -> StateError:
-    """Return the error of something that needs what an early update has changed."""
+    """Return the error for an access to state that an early update has changed."""
     return StateError(
         f"updates='backward': {what} before optimizer.step(), and updates of this step have begun",
         advice="call optimizer.step() once after each backward pass, and before anything else reads"
@@ -184,7 +181,7 @@ def too_early(what: str) -> StateError:
 
 
 def unknown_torch(name: str, version: str) -> UnknownTorch:
-    """Return the error of a release of torch without a name that hetero needs."""
+    """Return the error for a release of torch without a name that hetero needs."""
     return UnknownTorch(
         f"torch {version} has no {name}, which hetero needs",
         advice=f"hetero knows torch {KNOWN_TORCH}; install one of these",

@@ -1,8 +1,7 @@
-"""The event log: what happened, when, where and why, as fixed tuples in a ring (floor 0).
+"""The event log: events as fixed tuples in a ring (floor 0).
 
-Events are data; printing and exporting are other rooms' business. The hot path appends a tuple and
-nothing else: names, nanoseconds and files are made of it later, by whoever drains the ring, on a
-thread of their own.
+The hot path only appends a tuple: the thread that drains the ring makes names and nanoseconds of
+it, and other rooms print and export them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from hetero.types import Kind, Lane, Tier
 
 _thread = threading.local()
-CAPACITY = 50_000  # events that are kept until they are drained
+CAPACITY = 50_000  # events kept until they are drained
 
 
 class What(Enum):
@@ -34,26 +33,26 @@ class What(Enum):
     MOVE = "move"
     """Bytes of a bucket (or of activations) on a lane."""
     WAIT = "wait"
-    """Compute, or the thread that launches it, stands still; ``why`` says for what."""
+    """Compute, or the thread that launches it, waits; ``why`` says for what."""
     UPDATE = "update"
-    """The update of a bucket, on the threads that do it."""
+    """The update of a bucket, on updating threads."""
     ALLOC = "alloc"
     """Bytes of a bucket have a place in a tier from here on; ``why`` as for the move."""
     FREE = "free"
-    """The place is given back: ``why`` is evict, discard ..."""
+    """That place is given back: ``why`` is evict, discard ..."""
     LEVEL = "level"
     """``n_bytes`` of a tier are charged to a category from here on."""
     LIVE = "live"
-    """``n_bytes`` of a category were counted in a tier, beside what is charged."""
+    """``n_bytes`` of a category were counted in a tier, on top of the charges."""
     DECISION = "decision"
-    """Somebody chose; ``why`` says what."""
+    """A policy chose; ``why`` names the choice."""
 
 
 class Event(NamedTuple):
     """One row, with the columns of the log's files."""
 
     seq: int
-    """Counts up; what is missing was dropped."""
+    """Counts up; gaps are dropped events."""
     t_ns: int
     """Begin, in nanoseconds of the log's clock."""
     dur_ns: int
@@ -72,21 +71,21 @@ class Event(NamedTuple):
     category: str
     why: str
     cause: int
-    """``seq`` of the access under way when this happened; -1 for none."""
+    """``seq`` of the access under way at that moment; -1 for none."""
 
 
 class Timed(Protocol):
-    """Something asynchronous that knows when it was, once it is over."""
+    """Something asynchronous that knows its times once it is over."""
 
     def span(self) -> tuple[float, float]:
         """Return begin and end in seconds of the log's clock; waits until they are known."""
 
 
 class EventLog:
-    """Keeps the last ``capacity`` events; to append costs about a microsecond.
+    """Keeps the last ``capacity`` events; appending costs about a microsecond.
 
     Args:
-        clock: seconds; virtual where time is modelled.
+        clock: seconds; virtual if time is modelled.
     """
 
     __slots__ = (
@@ -111,13 +110,13 @@ class EventLog:
         self.clock = clock
         self.enabled = True
         self.annotates = False
-        """Whether accesses are ranges of the vendor's profiler, too."""
+        """Whether accesses are also ranges of the vendor's profiler."""
         self.step = 0
         self.phase = "init"
         self.access = -1
         """``seq`` of the access under way."""
         self.first_seq = 0
-        """What the first event has that was appended since the log began, or was cleared."""
+        """``seq`` of the first event since the log began, or was cleared."""
 
     def add(
         self,
@@ -133,10 +132,8 @@ class EventLog:
         category: Kind | str | None = None,
         why: str = "",
     ) -> None:
-        """Append an event from ``t0`` to ``t1``, in seconds of the clock.
-
-        ``t1`` may be something that knows both later.
-        """
+        """Append an event from ``t0`` to ``t1``, in seconds of the clock. ``t1`` may be a `Timed`,
+        which knows both later."""
         if self.enabled:
             self.append((next(self._count), t0, t1, what, self.step, self.phase, lane, tier, unit,
                          bucket, n_bytes, category, why, self.access))  # fmt: skip
@@ -170,7 +167,7 @@ class EventLog:
 
     @contextmanager
     def standing(self, why: str) -> Iterator[None]:
-        """Append a WAIT for the length of a block, where it holds up who launches compute."""
+        """Append a WAIT for the length of a block, unless on a background thread."""
         if is_behind():
             yield
             return
@@ -178,23 +175,23 @@ class EventLog:
             yield
 
     def begin_access(self) -> int:
-        """Return the ``seq`` of an access that begins: what happens from here on is its doing."""
+        """Begin an access and return its ``seq``, the cause of the events from here on."""
         self.access = next(self._count)
         return self.access
 
     def end_access(self, seq: int, t0: float, unit: int, n_bytes: int) -> None:
-        """Append an access that is over."""
+        """Append a finished access."""
         if self.enabled:
             self.append((seq, t0, self.clock(), What.ACCESS, self.step, self.phase, Lane.COMPUTE,
                          None, unit, -1, n_bytes, None, "", -1))  # fmt: skip
 
     def drain(self) -> Iterator[Event]:
-        """Yield what is there and forget it; safe beside threads that append."""
+        """Yield all events and forget them; safe while other threads append."""
         ring = self._ring
         while ring:
             try:
                 row = ring.popleft()
-            except IndexError:  # somebody else was faster
+            except IndexError:  # another thread was faster
                 return
             yield event_of(row)
 
@@ -205,23 +202,22 @@ class EventLog:
         return len(self._ring)
 
     def clear(self) -> None:
-        """Forget everything recorded so far."""
         self._ring.clear()
         self.first_seq = next(self._count) + 1
 
 
 def go_behind() -> None:
-    """This thread works for those that launch compute: nothing stands still while it waits."""
+    """Mark this thread as a background thread: compute does not wait while it waits."""
     _thread.behind = True
 
 
 def is_behind() -> bool:
-    """Whether this thread said so."""
+    """Whether this is a background thread."""
     return getattr(_thread, "behind", False)
 
 
 def event_of(row: Any) -> Event:
-    """Return a row of the ring with names and nanoseconds; waits for what is not over."""
+    """Return a row of the ring with names and nanoseconds; waits until it is over."""
     seq, t0, t1, what, step, phase, lane, tier, unit, bucket, n_bytes, category, why, cause = row
     if not isinstance(t1, (float, int)):
         t0, t1 = t1.span()

@@ -1,18 +1,18 @@
 """A directory of weights that is replaced as a whole (floor 4).
 
-[Note: the switch]  A directory without an export gets new files under names that nothing loads
-(`NEW`), and their own names once all are written; what loaders look for (`SINGLE`, else `INDEX`)
-comes last. An export is replaced as a whole: the new one is written into a hidden directory beside
-it, all else that lies in the old one is linked there, and the two directories change places in one
-call. So a crash leaves the old directory or the new one, configs included. `MARKER` lies in the new
-one: where it is in the export's place, the hidden one is what was replaced, and the next export
-clears it.
+[Note: the switch]  A directory without an export gets new files under names that no loader knows
+(`NEW`), and their own names once all are written; the file that loaders look for (`SINGLE`, else
+`INDEX`) comes last. An export is replaced as a whole: the new one is written into a hidden
+directory next to it, all other files of the old one are linked there, and the two directories
+change places in one call. So a crash leaves the old directory or the new one, configs included. The
+new one holds `MARKER`: if that is in the export's place, the hidden directory is the replaced one,
+and the next export clears it.
 
-Where the system cannot exchange directories (and for a mount point, the working directory, one of
-another user), files change hands in place: what loaders look for is set aside first (`OLD`),
-configs, then index and weights, so that between the renames nothing loads; a failure undoes them,
-and what a killed process left, the next export undoes or clears. Names of one stage are durable
-before those of the next, and what loaders look for comes last both ways.
+If the system cannot exchange directories (and for a mount point, the working directory, another
+user's directory), files are switched in place: old files are set aside first (`OLD`), configs, then
+index and weights, so that nothing loads between the renames; a failure undoes them, and the next
+export undoes or clears the rest of a killed process. Names of one stage are durable before those of
+the next, and the file that loaders look for comes last both ways.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ NO_LINK = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSY
 
 
 class StagedFiles:
-    """New files for a directory: hidden while they are written, then all there at once.
-
-    As a context it takes away, where it is not committed, all that it made.
-    """
+    """New files for a directory: hidden while they are written, then all visible at once. As a
+    context it removes all that it made, unless committed."""
 
     def __init__(self, directory: Path, io: IO) -> None:
         with ExitStack() as undo:
@@ -59,7 +57,7 @@ class StagedFiles:
             self._undo = undo.pop_all()
 
     def check_room(self, n_bytes: int) -> None:
-        """Raise DiskFull before hours of writing rather than after them."""
+        """Raise DiskFull before hours of writing, not after."""
         have = self._place.space()
         if have < n_bytes:
             raise DiskFull(
@@ -78,14 +76,14 @@ class StagedFiles:
         tensorfile.write(self._place, self._prefix + name, n_bytes, pieces)
 
     def commit(self, parts: Sequence[str], notes: Sequence[str]) -> None:
-        """Let the directory have the files, weights and others, in place of an export's."""
+        """Replace the directory's export by the new files, weights and others."""
         with interrupts.held():
             sibling = self._sibling
             if sibling is None or not sibling.exchange(self._folder, self._place, notes):
                 switch(self._folder, parts, notes)
                 self._place, sibling = self._folder, None
             self._undo.pop_all()
-        # what nothing refers to any more
+        # remove files that nothing refers to any more
         with self._folder, self._place:
             self._place.sync()
             if sibling is not None:
@@ -101,7 +99,7 @@ class StagedFiles:
 
 
 def open_or_make(path: Path, io: IO, undo: ExitStack) -> Folder:
-    """Open a directory, made with its parents where missing; ``undo`` takes away what was made."""
+    """Open a directory, made with its parents if missing; ``undo`` removes those it made."""
     try:
         return Folder.open(path, io)
     except StorageError as error:
@@ -115,7 +113,7 @@ def open_or_make(path: Path, io: IO, undo: ExitStack) -> Folder:
 
 
 class Sibling:
-    """A hidden directory beside an export's own, which takes its place: see [Note: the switch]."""
+    """A hidden directory that takes an export's place: see [Note: the switch]."""
 
     def __init__(self, parent: Folder, name: str) -> None:
         self._parent = parent
@@ -124,7 +122,7 @@ class Sibling:
 
     @classmethod
     def of(cls, directory: Path, folder: Folder, io: IO) -> Sibling | None:
-        """Return what may change places with a directory; None where nothing may."""
+        """Return the sibling to change places with a directory; None if that cannot be."""
         real = os.path.realpath(directory)
         above, name = os.path.split(real)
         if not name or len(os.fsencode(NEW + name)) > MAX_NAME_BYTES or is_mount_point(real):
@@ -136,7 +134,7 @@ class Sibling:
         return cls(Folder.open(above, io), name)
 
     def make(self, folder: Folder, undo: ExitStack) -> Folder:
-        """Return the hidden directory, with the mode of the other; ``undo`` takes it away."""
+        """Return the hidden directory, with the other's mode; ``undo`` removes it."""
         made = self._parent.make(self._hidden)
         undo.callback(quietly, self.clear, made)
         made.permit(stat.S_IMODE(folder.stat(".").st_mode))
@@ -144,7 +142,7 @@ class Sibling:
         return made
 
     def recover(self, folder: Folder) -> None:
-        """Clear what an export that was killed left beside the directory."""
+        """Clear the rest of a killed export."""
         if self._parent.has(self._hidden):
             with self._parent.folder(self._hidden) as other:
                 if folder.has(MARKER):
@@ -155,10 +153,7 @@ class Sibling:
             folder.unlink(MARKER)
 
     def exchange(self, folder: Folder, made: Folder, notes: Sequence[str]) -> bool:
-        """Let the hidden directory be the export's; False where the system cannot.
-
-        The new files are in the directory itself then, under their temporary names.
-        """
+        """Exchange both directories; False if the system cannot, with the new files moved over."""
         new = made.names()
         for name in folder.names():
             if not is_ours(name) and name not in notes:
@@ -179,7 +174,7 @@ class Sibling:
         return True
 
     def retire(self, old: Folder, new: Folder) -> None:
-        """Remove the directory that was replaced; what else has come into it moves to the new."""
+        """Remove the replaced directory; other files that have come into it move to the new."""
         self._parent.sync()
         for name in old.names():
             if is_ours(name) or new.has(name):
@@ -192,14 +187,14 @@ class Sibling:
         new.unlink(MARKER)
 
     def clear(self, made: Folder) -> None:
-        """Remove the hidden directory of an export that did not come to its end."""
+        """Remove the hidden directory of an unfinished export."""
         for name in made.names():
             made.unlink(name)
         self._parent.rmdir(self._hidden)
 
 
 def link(folder: Folder, name: str, to: Folder) -> None:
-    """Give a file its name in another directory too; what has no second name moves there later."""
+    """Give a file its name in another directory too; if that cannot be, it moves there later."""
     try:
         folder.link(name, to)
     except StorageError as error:
@@ -208,7 +203,7 @@ def link(folder: Folder, name: str, to: Folder) -> None:
 
 
 def is_ours(name: str) -> bool:
-    """Whether an export writes files of a name, configs aside."""
+    """Whether an export writes files of a name, apart from configs."""
     part = PART.fullmatch(name)
     whole = name in (SINGLE, INDEX, MARKER) or name.startswith((NEW, OLD))
     return whole or (part is not None and part[1] == "model")
@@ -225,10 +220,10 @@ def switch(folder: Folder, parts: Sequence[str], notes: Sequence[str]) -> None:
         folder.rename(name, to)
         moved.append((name, to))
 
-    # 1. what tells `recover` that this did not come to its end
+    # 1. the new names are durable: they tell `recover` that this did not end
     folder.sync()
     try:
-        # 2. nothing loads what is there: configs, the index, whole weights, then parts
+        # 2. set old files aside: configs, the index, whole weights, then parts
         for name in dict.fromkeys((*notes, INDEX, SINGLE, *parts)):
             if name in there:
                 move(name, OLD + name)
@@ -239,7 +234,7 @@ def switch(folder: Folder, parts: Sequence[str], notes: Sequence[str]) -> None:
         for name in others:
             move(NEW + name, name)
         folder.sync()
-        # 4. what loaders look for
+        # 4. the file that loaders look for
         move(NEW + last, last)
     except BaseException:
         undo(folder, moved)
@@ -247,16 +242,16 @@ def switch(folder: Folder, parts: Sequence[str], notes: Sequence[str]) -> None:
 
 
 def undo(folder: Folder, moved: Sequence[tuple[str, str]]) -> None:
-    """Give files their names back; what loaders look for comes after the files it names."""
+    """Give files their names back; an index comes after the files it names."""
     for name, to in reversed(moved):
         if name in (INDEX, SINGLE):
             quietly(folder.sync)
         quietly(folder.rename, to, name)
-    quietly(folder.sync)  # before the new files go, which say that there is something to undo
+    quietly(folder.sync)  # before the new files go, which tell `recover` to undo
 
 
 def recover(folder: Folder, sibling: Sibling | None) -> None:
-    """Clear up after an export that was killed; one that had not got to its switch is undone."""
+    """Clear up after a killed export; undo one that had not finished its switch."""
     if sibling is not None:
         sibling.recover(folder)
     there = set(folder.names())
@@ -270,7 +265,7 @@ def recover(folder: Folder, sibling: Sibling | None) -> None:
 
 
 def put_back(folder: Folder, aside: Sequence[str]) -> None:
-    """Give what a killed export set aside its names again, in the order of `undo`."""
+    """Give files that a killed export set aside their names back, in the order of `undo`."""
     last = {OLD + INDEX, OLD + SINGLE}
     for names in (set(aside) - last, last & set(aside)):
         for name in sorted(names):
@@ -279,7 +274,7 @@ def put_back(folder: Folder, aside: Sequence[str]) -> None:
 
 
 def sweep(folder: Folder, parts: Sequence[str]) -> None:
-    """Remove the files of the export that was replaced."""
+    """Remove the files of the replaced export."""
     for name in folder.names():
         part = PART.fullmatch(name)
         surplus = part is not None and part[1] == "model" and name not in parts
@@ -289,7 +284,7 @@ def sweep(folder: Folder, parts: Sequence[str]) -> None:
 
 
 def remove(folder: Folder, prefix: str) -> None:
-    """Remove the files whose names begin so, as far as the drive lets us."""
+    """Remove the files whose names begin so; failures are ignored."""
     with contextlib.suppress(StorageError):
         for name in folder.names():
             if name.startswith(prefix):
@@ -297,6 +292,6 @@ def remove(folder: Folder, prefix: str) -> None:
 
 
 def quietly(act: Any, *args: Any) -> None:
-    """Undo one thing; that this fails too is no news."""
+    """Undo one thing; ignore a failure, since another is being raised."""
     with contextlib.suppress(StorageError):
         act(*args)

@@ -19,21 +19,21 @@ from hetero.exchange import StagedFiles
 from hetero.io import IO
 from hetero.tensorfile import CODES, INDEX, SINGLE, header
 
-PIECE = 8 * 2**20  # bytes of a tensor that are copied at once where they have to be
+PIECE = 8 * 2**20  # bytes copied at once of a tensor that needs a copy
 
 
 def export(model: nn.Module, directory: str | Path, *, max_shard_bytes: int | str = "5GB") -> Path:
     """Write a model's weights as Hugging Face safetensors, for any loader of that format.
 
     The tensors are those of ``model.state_dict()``, with their dtypes, in row-major order; at most
-    one of them is in memory beyond what was there. Tied weights are written once, under their
-    first name. ``config.json`` and ``generation_config.json`` come along where the model has such
-    objects. A directory that is missing is made; an export that is in it is replaced, and stays
-    as it is until the new one is complete.
+    one of them is copied to memory at a time. Tied weights are written once, under their first
+    name. ``config.json`` and ``generation_config.json`` are written if the model has such objects.
+    A missing directory is made; an export in it is replaced, and stays as it is until the new one
+    is complete.
 
-    Names and layout are the model's own. Where transformers changes them as it loads (experts that
-    it merges), ``model.save_pretrained`` writes what was loaded: it works on a prepared model too,
-    and holds a shard, and all that it converts.
+    Names and layout are the model's own. If transformers changed them while loading (it merges
+    experts), ``model.save_pretrained`` writes the original form: it works on a prepared model too,
+    and holds a shard, and all that it converts, in memory.
 
     Args:
         model: a prepared model, or any ``nn.Module``.
@@ -44,7 +44,7 @@ def export(model: nn.Module, directory: str | Path, *, max_shard_bytes: int | st
     Returns the directory. Use it by one process at a time, and from the thread that trains.
 
     Raises:
-        ConfigError: part of the state is no plain tensor (it is named), or a config is invalid.
+        ConfigError: part of the state is not a plain tensor (it is named), or a config is invalid.
         StorageError: the drive is full or failed; nothing of the new export is left.
     """
     limit_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
@@ -53,14 +53,14 @@ def export(model: nn.Module, directory: str | Path, *, max_shard_bytes: int | st
 
 def write(model: nn.Module, directory: Path, limit_bytes: int, io: IO) -> Path:
     """Carry out `export` through a given door to files."""
-    # 1. all that can be refused is refused before a file is touched
+    # 1. refuse before any file is touched
     items = items_of(model)
     notes = configs_of(model, items)
     parts = cut(items, limit_bytes)
     if SINGLE not in parts:
         notes[INDEX] = index_of(parts, sum(p.numel() for p in model.parameters()))
     with StagedFiles(directory, io) as files:
-        # 2. the new files, where nothing loads them
+        # 2. write the new files, hidden from loaders
         files.check_room(sum(item.n_bytes for item in items))
         for name, part in parts.items():
             head = header((item.row for item in part), notes={"format": "pt"})
@@ -68,12 +68,12 @@ def write(model: nn.Module, directory: Path, limit_bytes: int, io: IO) -> Path:
             files.write(name, n_bytes, chain([head], bytes_of(part)))
         for name, data in notes.items():
             files.write(name, len(data), [data])
-        # 3. the directory changes hands
+        # 3. switch
         files.commit(list(parts), list(notes))
     return directory
 
 
-# -- what is written -----------------------------------------------------------------------------
+# -- tensors and shards --------------------------------------------------------------------------
 
 
 class Item(NamedTuple):
@@ -88,12 +88,12 @@ class Item(NamedTuple):
 
     @property
     def row(self) -> tuple[str, str, Sequence[int]]:
-        """What a header says of it."""
+        """Name, dtype and shape, for a header."""
         return self.name, dtype_name(self.tensor), self.tensor.shape
 
 
 def items_of(model: nn.Module) -> list[Item]:
-    """Return the tensors of a model's state, tied ones once; ConfigError names what is none."""
+    """Return the tensors of a model's state, tied ones once; ConfigError names other state."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
     params = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -131,17 +131,16 @@ def check_item(name: str, value: Any) -> None:
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return what torch calls a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def is_plain(value: torch.Tensor) -> bool:
-    """Whether a tensor is memory and no more; others are materialised when they are written."""
+    """Whether a tensor is only memory; others are materialised when they are written."""
     return type(value) in (torch.Tensor, nn.Parameter)
 
 
 def memory_of(tensor: torch.Tensor) -> object:
-    """Return what two tensors have in common that are the same bytes; None where not known."""
+    """Return a key that is equal for tensors on the same bytes; None if not known."""
     if not is_plain(tensor) or not tensor.numel():
         return None
     view = tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
@@ -149,7 +148,7 @@ def memory_of(tensor: torch.Tensor) -> object:
 
 
 def cut(items: Iterable[Item], limit_bytes: int) -> dict[str, list[Item]]:
-    """Return ``{file name: tensors}``, in order, each file within the limit where it can be."""
+    """Return ``{file name: tensors}``, in order, each file within the limit if possible."""
     parts: list[list[Item]] = [[]]
     room = limit_bytes
     for item in items:
@@ -185,9 +184,9 @@ def bytes_of(part: Iterable[Item]) -> Iterator[memoryview]:
 
 
 def materialised(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor that makes them when it is used."""
+    """Return the values of a tensor subclass as a plain tensor."""
     value = tensor.detach().cpu()
-    if not is_plain(value):  # it is on the CPU as it was: a view of it needs the bytes, and no copy
+    if not is_plain(value):  # it was on the CPU: a view makes its bytes, without a copy
         value = value.view(value.shape)
     if not is_plain(value):
         raise ConfigError(
@@ -214,7 +213,7 @@ def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def configs_of(model: nn.Module, items: Sequence[Item]) -> dict[str, bytes]:
-    """Return ``{file name: contents}`` of the model's configs, where it has such objects."""
+    """Return ``{file name: contents}`` of the model's configs, if it has such objects."""
     found: dict[str, bytes] = {}
     for name, attribute in (
         ("config.json", "config"),
@@ -227,14 +226,14 @@ def configs_of(model: nn.Module, items: Sequence[Item]) -> dict[str, bytes]:
 
 
 def saved(config: Any, name: str) -> dict[str, bytes]:
-    """Return what a config object writes of itself (code of a remote model included)."""
+    """Return the files that a config object writes of itself (also a remote model's code)."""
     with tempfile.TemporaryDirectory() as place:
         try:
             if callable(getattr(config, "save_pretrained", None)):
                 config.save_pretrained(place)
             elif callable(getattr(config, "to_json_file", None)):
                 config.to_json_file(os.path.join(place, name))
-        except Exception as error:  # whatever their own checks raise
+        except Exception as error:  # of any kind, from their own checks
             raise ConfigError(
                 f"{name} cannot be saved: {error}",
                 advice=f"correct the model's {name.removesuffix('.json')}, or set it to None",
@@ -243,7 +242,7 @@ def saved(config: Any, name: str) -> dict[str, bytes]:
 
 
 def true_of(text: bytes, model: nn.Module, items: Sequence[Item]) -> bytes:
-    """Let a config of transformers name the class and the dtype of these weights."""
+    """Write the class and the dtype of these weights into a config of transformers."""
     found = json.loads(text)
     if not isinstance(found, dict) or "transformers_version" not in found:
         return text

@@ -1,9 +1,8 @@
 """The one door to torch's private names (floor 0).
 
-They may change with any release of torch. Each is looked up once, as this module is imported; where
-one is missing, the error says which releases hetero knows. Functions of torch that have to be
-others while a model is prepared are replaced by a `Replacement`, which counts who needs it and puts
-torch's own back.
+They may change with any release of torch. Each is looked up once, on import; if one is missing, the
+error names the releases that hetero knows. A `Replacement` replaces a function of torch while a
+model is prepared, counts its users, and puts torch's own back.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ NAMES = (  # module, attribute
 
 
 def find(module: str, name: str) -> Any:
-    """Return a private name of torch; raises UnknownTorch where this release has none."""
+    """Return a private name of torch; raises UnknownTorch if this release lacks it."""
     owner: Any
     try:
         owner = import_module(module)
@@ -67,13 +66,13 @@ _FOUND = {f"{module}.{name}": find(module, name) for module, name in NAMES}
 
 NO_TASK = -1
 graph_task: Callable[[], int] = _FOUND["torch._C._current_graph_task_id"]
-"""Return the number of the backward pass that the calling thread is in; NO_TASK outside of one."""
+"""Return the number of the calling thread's backward pass; NO_TASK outside of one."""
 ENGINE_CODE: CodeType = _FOUND["torch.autograd.graph._engine_run_backward"].__code__
 """Of the frame that calls the engine of autograd."""
 DISPATCHERS = (
     *("torch._ops", "torch.utils._python_dispatch", "torch._dynamo.eval_frame", "torch._compile"),
 )
-"""Modules whose frames stand between an operation and who asked for it."""
+"""Modules whose frames stand between an operation and its caller."""
 
 
 keeps_graph: Callable[[], bool] = _FOUND["torch._C._autograd._get_current_graph_task_keep_graph"]
@@ -86,13 +85,12 @@ def in_backward() -> bool:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have ``call`` called when the backward pass of this thread ends without an error."""
+    """Call ``call`` when the backward pass of this thread ends without an error."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def run_backward(loss: torch.Tensor) -> None:
-    """Run backward under the modes that are on: `Tensor.backward` is one of those that they see,
-    and would run without them."""
+    """Run backward under the active modes; `Tensor.backward` would run without them."""
     autograd: Any = torch.autograd
     autograd._engine_run_backward(
         *((loss,), (torch.ones_like(loss),), False, False, ()),
@@ -127,7 +125,7 @@ version_of: Callable[[torch.Tensor], int] = _FOUND["torch.Tensor._version"].__ge
 make_subclass: Callable[..., Any] = _FOUND["torch.Tensor._make_subclass"]
 """Return a tensor of a subclass on the memory of another."""
 make_wrapper: Callable[..., Any] = _FOUND["torch.Tensor._make_wrapper_subclass"]
-"""Return a tensor of a subclass and a shape that has no memory of its own."""
+"""Return a tensor of a subclass, with a shape and no memory."""
 without_modes: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._disable_current_modes"]
 """A block in which no dispatch mode sees operations."""
 _dispatch_mode = _FOUND["torch._C._get_dispatch_mode"]
@@ -136,7 +134,7 @@ current_mode: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._get_curr
 
 
 def is_faking() -> bool:
-    """Whether operations make fake tensors, which have shapes and no bytes."""
+    """Whether operations make fake tensors, which have no bytes."""
     return _dispatch_mode(_FAKE) is not None
 
 
@@ -145,7 +143,7 @@ functorch_level: Callable[[], Any] = _FOUND["torch._C._functorch.peek_interprete
 tracing_state: Callable[[], Any] = _FOUND["torch._C._get_tracing_state"]
 """Return the state of `torch.jit.trace`; None outside of it."""
 break_graphs_at: Callable[[str], None] = _FOUND["torch._dynamo.trace_rules.add"]
-"""Have the compiler break its graph at functions of a module."""
+"""Make the compiler break its graph at functions of a module."""
 
 # -- functions that are replaced -----------------------------------------------------------------
 
@@ -153,21 +151,21 @@ _lock = threading.RLock()
 
 
 class Replacement:
-    """A function of torch that is another one while anybody needs it.
+    """A function of torch that is replaced while it has users.
 
     Args:
-        make: returns what stands in its place, for torch's own. Where other code has replaced ours
-            in turn, ours stays beneath it, and is used again by the next who needs it.
+        make: returns the replacement of torch's own. If other code has replaced ours in turn, ours
+            stays beneath it, and serves the next user again.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         self._owner, self._name, self._make = owner, name, make
         self._n_users = 0
-        self._own: Any = None  # what the owner itself had: nothing, where it had inherited it
+        self._own: Any = None  # the owner's own attribute; None if inherited
         self._ours: Any = None
 
     def install(self) -> None:
-        """Count one more who needs it."""
+        """Count one more user."""
         with _lock:
             if self._ours is None:
                 self._own = vars(self._owner).get(self._name)
@@ -176,7 +174,7 @@ class Replacement:
             self._n_users += 1
 
     def uninstall(self) -> None:
-        """Count one less; torch's own is back after the last."""
+        """Count one user less; after the last, put torch's own back."""
         with _lock:
             self._n_users -= 1
             if self._n_users or vars(self._owner).get(self._name) is not self._ours:
@@ -189,13 +187,13 @@ class Replacement:
 
 
 class Place(NamedTuple):
-    """Where a function of torch is found that may be replaced."""
+    """The place of a function of torch that may be replaced."""
 
     owner: Any
     name: str
 
     def replaced(self, make: Callable[[Any], Any]) -> Replacement:
-        """Return a replacement by what ``make`` returns for torch's own."""
+        """Return a `Replacement` by ``make(torch's own)``."""
         return Replacement(self.owner, self.name, make)
 
 
@@ -209,7 +207,7 @@ WRAPPERS = (  # through which transforms of functorch take their arguments
 
 
 def install(replacements: tuple[Replacement, ...]) -> Callable[[], None]:
-    """Install replacements; returns what takes each of them off again."""
+    """Install replacements; returns a call that uninstalls them."""
     for each in replacements:
         each.install()
     left = list(replacements)

@@ -1,15 +1,15 @@
-"""Ctrl-C at safe points: it waits while code of ours runs, wherever it strikes (floor 0).
+"""Ctrl-C at safe points: it waits while code of ours runs (floor 0).
 
 [Note: whose code runs]  While a model is prepared, the handler of SIGINT is a `Deferring` around
-the one that was there. It looks at the stack that it interrupts. The innermost frame of ours
-decides: under `theirs`, or what is `passing`, the user's code runs, and the signal is handled at
-once, as ever; under any other a change of state may be under way, and the signal waits. So nothing
-has to be announced, the hot path pays nothing, and what runs at odd times (finalizers, hooks that
-autograd calls) is covered as well. What waits is handled by `point`, at the end of a step, or a
-moment later, when a thread finds code of ours no more on the stack.
+the previous one. It looks at the interrupted stack. The innermost frame of ours decides: under
+`theirs`, or a `passing` function, the user's code runs, and the signal is handled at once; under
+any other a change of state may be under way, and the signal waits. So nothing has to be announced,
+the hot path pays nothing, and code that runs at odd times (finalizers, hooks that autograd calls)
+is covered as well. A waiting signal is handled by `point`, at the end of a step, or a moment later,
+when a thread finds no more code of ours on the stack.
 
-Whoever waits for other threads, or for a drive, does so by `wait`, `join` or `finished`: the second
-Ctrl-C comes out of these, as an error of a disk would.
+Code that waits for other threads, or for a drive, uses `wait`, `join` or `finished`: the second
+Ctrl-C comes out of these, like a disk's error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOMS = (
     *("io", "jobs", "memory", "train"),
 )
 MANAGERS = ("torch.autograd.grad_mode", "torch.autograd.graph", "torch.amp.autocast_mode")
-LOOK_SECONDS = 1e-3  # between two looks at whether Ctrl-C may come out by now
+LOOK_SECONDS = 1e-3  # between two looks at whether Ctrl-C may be handled
 WAIT_SECONDS = 0.1  # between two looks at whether it was pressed again
 
 P = ParamSpec("P")
@@ -44,19 +44,19 @@ _OPEN: set[CodeType] = set()
 
 
 def passing(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function of ours that does nothing but call what may be the user's."""
+    """Mark a function of ours that only calls code that may be the user's."""
     _OPEN.add(function.__code__)
     return function
 
 
 @passing
 def theirs(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call what is the user's: Ctrl-C comes out of it at once."""
+    """Call the user's code: Ctrl-C comes out of it at once."""
     return call(*args, **kwargs)
 
 
 def is_closed(frame: FrameType | None) -> bool:
-    """Whether code of ours, or what it calls, is at work at the inner end of a stack."""
+    """Whether code of ours, or code it calls, is at the inner end of a stack."""
     while frame is not None:
         if frame.f_code in _OPEN:
             return False
@@ -72,22 +72,22 @@ def _is_ours(frame: FrameType) -> bool:
         generator = getattr(frame.f_locals.get("self"), "gen", None)
         inner = getattr(generator, "gi_frame", None)
         return inner is not None and _is_ours(inner)
-    if module in MANAGERS:  # what torch sets there for a thread stays set where this is cut
+    if module in MANAGERS:  # cut short, torch's setting of a thread would stay
         return frame.f_code.co_name in ("__enter__", "__exit__")
     package, _, rest = module.partition(".")
     return package == "hetero" and rest.partition(".")[0] in ROOMS
 
 
 class Deferring:
-    """A handler of SIGINT that calls another one at safe points."""
+    """A handler of SIGINT that calls the previous one at safe points."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The prepared models, or whoever else asked for it."""
+        """The prepared models, and other callers of `hold`."""
         self.waiting = 0
-        """How often Ctrl-C was pressed and not handled."""
-        self._looked = False  # whether the next signal is of the thread that looks, not of a user
+        """Presses of Ctrl-C that are not handled yet."""
+        self._looked = False  # whether the next signal is from `_look`, not from a user
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         pressed, self._looked = not self._looked, False
@@ -95,23 +95,23 @@ class Deferring:
         if not is_closed(frame):
             self.handle(frame)
         elif pressed:
-            _thread.start_new_thread(self._look, ())  # it takes no lock that is held here
+            _thread.start_new_thread(self._look, ())  # takes no lock that may be held here
 
     def handle(self, frame: FrameType | None) -> None:
-        """Call the other handler, as often as Ctrl-C was pressed, until it raises."""
+        """Call the previous handler, as often as Ctrl-C was pressed, until it raises."""
         presses, self.waiting = self.waiting, 0
         for _ in range(presses):
             self.handler(signal.SIGINT, frame)
 
     def _look(self) -> None:
-        """Ask again until nothing waits."""
+        """Send the signal again, when no code of ours runs, until none waits."""
         main = threading.main_thread().ident or 0
         while self.waiting:
             time.sleep(LOOK_SECONDS)
             if not self.waiting or is_closed(sys._current_frames().get(main)):
                 continue
             there: object = signal.getsignal(signal.SIGINT)
-            if there is not self:  # for the handler that is there now, it is news
+            if there is not self:  # the user set another handler since
                 self.waiting = 0
             else:
                 self._looked = True
@@ -119,10 +119,8 @@ class Deferring:
 
 
 def hold(user: object) -> None:
-    """Let Ctrl-C wait while code of ours runs, until `let_go`; again where the user changed it.
-
-    Only where a Python function handles it, and from the main thread, which alone is interrupted.
-    """
+    """Let Ctrl-C wait while code of ours runs, until `let_go`; wraps a handler set since, too. Only
+    if a Python function handles it, and from the main thread, which alone is interrupted."""
     found: Any = signal.getsignal(signal.SIGINT)
     if not isinstance(found, Deferring):
         if not callable(found) or threading.current_thread() is not threading.main_thread():
@@ -133,7 +131,7 @@ def hold(user: object) -> None:
 
 
 def let_go(user: object) -> None:
-    """One user less needs it; after the last one the handler is the one from before."""
+    """Drop one user; after the last, put the previous handler back."""
     found = signal.getsignal(signal.SIGINT)
     if isinstance(found, Deferring):
         found.users.discard(user)
@@ -144,8 +142,8 @@ def let_go(user: object) -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of a block of ours, where no model is prepared either."""
-    user = threading.Event()  # anything that can be referred to
+    """Let Ctrl-C wait for the end of a block of ours, even if no model is prepared."""
+    user = threading.Event()  # any object with weak references
     hold(user)
     try:
         yield
@@ -154,7 +152,7 @@ def held() -> Iterator[None]:
 
 
 def point(presses: int = 1) -> None:
-    """Handle Ctrl-C here, where it waits and was pressed so often; raises what its handler does."""
+    """Handle Ctrl-C here, if it was pressed so often and waits; raises its handler's error."""
     found = signal.getsignal(signal.SIGINT)
     if not isinstance(found, Deferring) or found.waiting < presses:
         return
@@ -165,10 +163,8 @@ def point(presses: int = 1) -> None:
 def wait(
     changed: threading.Condition, happened: Callable[[], bool], seconds: float | None = None
 ) -> bool:
-    """Wait on a condition that is held until something is so; False where it is not in time.
-
-    A notification that comes as a wait runs out of time is lost: only ``happened`` says the truth.
-    """
+    """Wait on a held condition until ``happened``; False if that does not come in time. A
+    notification just as a wait times out is lost: only ``happened`` counts."""
     if threading.current_thread() is not threading.main_thread():
         return changed.wait_for(happened, seconds)
     end = math.inf if seconds is None else time.monotonic() + seconds
@@ -187,7 +183,7 @@ def join(thread: threading.Thread) -> None:
 
 
 def finished(future: futures.Future[R]) -> R:
-    """Return what came of a future; the first Ctrl-C comes out, and it goes on without us."""
+    """Return a future's result; the first Ctrl-C comes out, and the future goes on."""
     while not futures.wait([future], WAIT_SECONDS).done:
         point()
     return future.result()

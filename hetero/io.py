@@ -2,12 +2,12 @@
 
 Every system call that touches a file goes through `IO.call`, where tests count, record, fail,
 shorten, falsify or kill it (`hetero.testing`). Above it, `File` and `Folder` loop until a transfer
-is complete, read every result and turn what fails into typed errors. Folders are descriptors,
-names are never paths, and symbolic links are not followed.
+is complete, check every result and turn failures into typed errors. Folders are descriptors, names
+are never paths, and symbolic links are not followed.
 
 [Note: direct I/O]  With O_DIRECT the buffer's address, the offset and the length are multiples of
-`ALIGN`. Where a file system refuses it, a file is buffered, and what passed is dropped from the
-page cache. A file is one or the other for life.
+`ALIGN`. If a file system refuses it, a file is buffered, and its pages are dropped from the page
+cache after each transfer. A file is one or the other for life.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hetero.types import format_bytes
 T = TypeVar("T")
 D = TypeVar("D", bound="Descriptor")
 
-ALIGN = 4096  # bytes: serves logical blocks of 512 and of 4096
+ALIGN = 4096  # bytes: a multiple of any logical block, 512 or 4096
 MAX_CALL = 2**30  # bytes of one system call; Linux moves at most 2^31 - 4096
 MAX_PARTS = 1024  # pieces of memory of one system call: IOV_MAX
 WINDOW = 32 * 2**20  # bytes written through the page cache before they are pushed out of it
@@ -49,7 +49,7 @@ CLOSED = -2  # a descriptor; -1 is the working directory to os.listdir
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
-ADVICE = {  # where the drive is not to blame
+ADVICE = {  # for errors that are not the drive's
     errno.EROFS: "the file system is read-only: remount it, or name another directory",
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM),
@@ -72,15 +72,13 @@ def align_up(n_bytes: int) -> int:
 
 
 def aligned_buffer(n_bytes: int) -> memoryview:
-    """Return zeroed memory of ``n_bytes`` rounded up to `ALIGN`, for direct transfers.
-
-    It is shared with children, so that a fork cannot divert a transfer that is under way.
-    """
+    """Return zeroed memory of ``n_bytes`` rounded up to `ALIGN`, for direct transfers. It is shared
+    with children, so that a fork cannot divert a transfer under way."""
     return memoryview(mmap.mmap(-1, max(ALIGN, align_up(n_bytes))))
 
 
 class IO:
-    """The real thing: carries out each call as it is given."""
+    """Carries out each call as given."""
 
     def call(self, op: str, act: Callable[..., T], *args: Any, where: str, offset: int = 0) -> T:
         """Return ``act(*args)``; ``where`` names the file or folder, ``offset`` is for transfers.
@@ -102,11 +100,10 @@ class Descriptor:
         self._pid = os.getpid()
 
     def fileno(self) -> int:
-        """Return the descriptor."""
         return self._fd
 
     def close(self) -> None:
-        """Let the descriptor go; again is no error, and neither is a forked child's."""
+        """Close the descriptor; a second call does nothing, nor does a forked child's."""
         fd, self._fd = self._fd, CLOSED
         if fd >= 0 and self._pid == os.getpid():
             os.close(fd)
@@ -133,10 +130,8 @@ class File(Descriptor):
         self._window = 0
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` from byte ``offset`` on; a failed read is tried once more.
-
-        Raises TruncatedChunk at the end of the file, DiskReadError otherwise.
-        """
+        """Fill ``into`` from byte ``offset`` on; a failed read is tried once more. Raises
+        TruncatedChunk at the end of the file, DiskReadError otherwise."""
         try:
             self._transfer("read", os.preadv, offset, [into])
         except DiskReadError as error:
@@ -147,10 +142,8 @@ class File(Descriptor):
             self._uncache(offset, len(into))
 
     def write(self, offset: int, *parts: memoryview) -> None:
-        """Write pieces of memory, one after the other, from byte ``offset`` on, in one call.
-
-        Raises DiskFull or DiskWriteError.
-        """
+        """Write pieces of memory, one after the other, from byte ``offset`` on, in one call. Raises
+        DiskFull or DiskWriteError."""
         self._window += self._transfer("write", os.pwritev, offset, parts)
         if not self.direct and self._window >= WINDOW:
             self._window = 0
@@ -158,7 +151,7 @@ class File(Descriptor):
             self._uncache(0, 0)
 
     def reserve(self, n_bytes: int) -> None:
-        """Let the file have ``n_bytes`` on its disk now; raises DiskFull where they are not."""
+        """Reserve ``n_bytes`` on the file's disk now; raises DiskFull."""
         if n_bytes > 0:
             self._call("reserve", os.posix_fallocate, self._fd, 0, n_bytes, wanted=n_bytes)
 
@@ -169,11 +162,10 @@ class File(Descriptor):
             self._uncache(0, 0)
 
     def size(self) -> int:
-        """Return the length in bytes."""
         return self._call("stat", os.fstat, self._fd).st_size
 
     def allocated(self) -> int:
-        """Return the bytes that the file takes on its disk."""
+        """Return the bytes that the file occupies on its disk."""
         return 512 * self._call("stat", os.fstat, self._fd).st_blocks
 
     def _transfer(
@@ -183,7 +175,7 @@ class File(Descriptor):
         offset: int,
         parts: Sequence[memoryview],
     ) -> int:
-        """Move all of some pieces of memory; returns how many bytes they are."""
+        """Move pieces of memory completely; returns their bytes."""
         wanted = sum(map(len, parts))
         done = idle = 0
         while done < wanted:
@@ -214,14 +206,14 @@ class File(Descriptor):
         return wanted
 
     def _uncache(self, offset: int, n_bytes: int) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # a hint, which some systems lack
+        with contextlib.suppress(OSError, AttributeError):  # only a hint; some systems lack it
             os.posix_fadvise(self._fd, offset, n_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def failed(
     op: str, error: OSError, path: str, *, offset: int = 0, wanted: int = 0, got: int = 0
 ) -> StorageError:
-    """Return the typed error for a system call that failed."""
+    """Return the typed error for a failed system call."""
     full = error.errno in NO_SPACE
     reading = ("read", "open", "stat", "list")
     kind = DiskFull if full else DiskReadError if op in reading else DiskWriteError
@@ -258,7 +250,7 @@ def patiently(io: IO, op: str, act: Callable[..., T], *args: Any, where: str, wa
 
 
 def within(parts: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
-    """Return bytes [start, end) of pieces of memory as pieces, as many as one call may have."""
+    """Return bytes [start, end) of pieces of memory as pieces, at most `MAX_PARTS`."""
     found: list[memoryview] = []
     for part in parts:
         if end <= 0 or len(found) == MAX_PARTS:
@@ -274,16 +266,13 @@ class Folder(Descriptor):
 
     @classmethod
     def open(cls, path: str | Path, io: IO | None = None) -> Folder:
-        """Open an existing directory, which the user named: links in its path are theirs.
-
-        Raises DiskReadError where it is missing or is no directory.
-        """
+        """Open an existing directory that the user named; links in its path are followed. Raises
+        DiskReadError if it is missing or not a directory."""
         io = io or IO()
         where = os.fspath(path)
         return cls(io, patiently(io, "open", os.open, where, READ_FOLDER, where=where), where)
 
     def folder(self, name: str) -> Folder:
-        """Open a directory in this one."""
         fd = self._open("open", name, READ_FOLDER | os.O_NOFOLLOW)
         return Folder(self._io, fd, self.where(name))
 
@@ -304,10 +293,10 @@ class Folder(Descriptor):
         return self._file("create", name, flags, direct=direct)
 
     def private(self, *, direct: bool = True) -> File:
-        """Make a file without a name (mode 0600): it goes when its process does, however."""
+        """Make a file without a name (mode 0600): it always vanishes with its process."""
         if hasattr(os, "O_TMPFILE"):
             try:
-                # O_EXCL: nor can anybody give it one
+                # O_EXCL: it can never be given a name
                 flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
                 return self._file("private", ".", flags, direct=direct)
             except StorageError as error:
@@ -319,26 +308,23 @@ class Folder(Descriptor):
         return file
 
     def names(self) -> list[str]:
-        """Return the names in this directory, sorted."""
         return sorted(self._call("list", os.listdir, self._fd))
 
     def stat(self, name: str) -> os.stat_result:
-        """Return what the system says of a name; of a link itself, not of where it leads."""
+        """Return the system's facts about a name; of a link itself, not its target."""
         return self._at("stat", lambda n: os.stat(n, dir_fd=self._fd, follow_symlinks=False), name)
 
     def permit(self, mode: int) -> None:
-        """Let this directory have a mode, whatever the process masks."""
+        """Set this directory's mode, ignoring the process's mask."""
         self._call("chmod", os.fchmod, self._fd, mode)
 
     def lock(self) -> bool:
-        """Take this directory for as long as it is open; False where another process has it.
-
-        Raises StorageError where the file system has no locks.
-        """
+        """Lock this directory while it is open; False if another process has it. Raises
+        StorageError if the file system has no locks."""
         return self._call("lock", _lock, self._fd)
 
     def has(self, name: str) -> bool:
-        """Whether there is something of that name, a link that leads nowhere included."""
+        """Whether the name exists, even as a broken link."""
         try:
             self.stat(name)
         except StorageError as error:
@@ -348,33 +334,29 @@ class Folder(Descriptor):
         return True
 
     def rename(self, name: str, to: str) -> None:
-        """Give a file or directory in here another name; what had that name is replaced."""
+        """Rename a file or directory in here; an existing one of the new name is replaced."""
         fds = {"src_dir_fd": self._fd, "dst_dir_fd": self._fd}
         self._at("rename", lambda n, to: os.replace(n, to, **fds), name, self.checked(to))
 
     def move(self, name: str, to: Folder) -> None:
-        """Bring a file or directory, under its name, to another directory of the file system."""
+        """Move a file or directory, under its name, to another directory of the file system."""
         fds = {"src_dir_fd": self._fd, "dst_dir_fd": to.fileno()}
         self._at("move", lambda n, _: os.rename(n, n, **fds), name, to)
 
     def link(self, name: str, to: Folder) -> None:
-        """Give a file in here the same name in another directory of the file system, too."""
+        """Give a file in here the same name in another directory of the file system too."""
         fds = {"src_dir_fd": self._fd, "dst_dir_fd": to.fileno()}
         self._at("link", lambda n, _: os.link(n, n, **fds, follow_symlinks=False), name, to)
 
     def exchange(self, name: str, to: str) -> None:
-        """Let two names in here lead to each other's files or directories, both at one moment.
-
-        Raises StorageError of ENOSYS or EINVAL where the system has no such call.
-        """
+        """Exchange two names in here atomically. Raises StorageError of ENOSYS or EINVAL if the
+        system has no such call."""
         self._at("exchange", lambda n, to: _exchange(n, to, self._fd), name, self.checked(to))
 
     def unlink(self, name: str) -> None:
-        """Remove a file's name."""
         self._at("unlink", lambda n: os.unlink(n, dir_fd=self._fd), name)
 
     def rmdir(self, name: str) -> None:
-        """Remove an empty directory."""
         self._at("rmdir", lambda n: os.rmdir(n, dir_fd=self._fd), name)
 
     def sync(self) -> None:
@@ -407,7 +389,7 @@ class Folder(Descriptor):
         except StorageError as error:
             if not direct or error.errno not in NO_DIRECT:
                 raise
-            if op == "create":  # some file systems refuse after they have made it
+            if op == "create":  # some file systems refuse after making it
                 with contextlib.suppress(StorageError):
                     self.unlink(name)
             return self._file(op, name, flags, direct=False)
@@ -426,7 +408,6 @@ class Folder(Descriptor):
         return self._at(op, lambda n, flags: os.open(n, flags, 0o600, dir_fd=self._fd), name, flags)
 
     def _at(self, op: str, act: Callable[..., T], name: str, *args: Any) -> T:
-        """Make a call about a name in this directory."""
         return patiently(self._io, op, act, self.checked(name), *args, where=self.where(name))
 
 
@@ -447,10 +428,10 @@ def _exchange(name: str, to: str, folder: int) -> None:
 
 
 def make_folder(path: str | Path, io: IO | None = None, mode: int = 0o700) -> Folder:
-    """Open a directory, made durably with its parents where it is missing.
+    """Open a directory, made durably with its parents if missing.
 
-    Other processes may make it meanwhile. Raises ConfigError for what is no path, StorageError
-    where it cannot be made or opened.
+    Other processes may make it meanwhile. Raises ConfigError if it is not a path, StorageError if
+    it cannot be made or opened.
     """
     missing, place = [], Path(path)
     while (folder := existing(place, io)) is None:
@@ -463,14 +444,14 @@ def make_folder(path: str | Path, io: IO | None = None, mode: int = 0o700) -> Fo
             if error.errno != errno.EEXIST:
                 raise
             child = folder.folder(name)
-        folder.sync()  # also where another made it, who may not have come to this
+        folder.sync()  # also if another process made it and did not sync yet
         folder.close()
         folder = child
     return folder
 
 
 def existing(place: Path, io: IO | None) -> Folder | None:
-    """Open a directory that a user named; None where there is none that could hold it."""
+    """Open a directory that a user named; None if it is missing."""
     try:
         return Folder.open(place, io)
     except ValueError as error:  # a NUL, or half of a surrogate pair
@@ -482,11 +463,8 @@ def existing(place: Path, io: IO | None) -> Folder | None:
 
 
 def spill_folder(path: str | Path, io: IO | None = None) -> Folder:
-    """Open a directory that is to hold what HOST cannot; refuse one that cannot be right for it.
-
-    Raises ConfigError where it is missing, is RAM itself, or may be written by others; warns where
-    it lies on a network.
-    """
+    """Open a directory to spill to. Raises ConfigError if it is missing, is RAM itself, or may be
+    written by others; warns if it lies on a network."""
     where = os.fspath(path)
     try:
         folder = Folder.open(path, io)

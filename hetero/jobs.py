@@ -1,9 +1,8 @@
 """Threads that update homes while the model computes (floor 2).
 
-A `Job` is work on one bucket, cut into slices that may run anywhere at the same time. Worker
-threads take jobs in the order in which they were given, and whoever waits for one helps with its
-slices first: on a machine with one core, or with no thread at all, waiting is doing. Threads never
-touch the device: a job is given when what it reads has landed.
+A `Job` is work on one bucket, cut into slices that may run in parallel. Worker threads take jobs in
+the order of submission, and a thread that waits for a job helps with its slices first. Workers
+never touch the device: a job is submitted when its inputs have landed.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ Slice = Callable[[], None]
 class Job:
     """Slices of work, ``finish`` after the last of them, and the jobs that come before it.
 
-    A slice that raises StorageError has changed nothing (it fails while it brings in what it needs)
-    and stays to be done: the next waiter tries it again. So does one that was given up for a
-    second Ctrl-C. Any other error ends the job.
+    A slice that raises StorageError has changed nothing (it fails while reading its inputs) and
+    stays to be done: the next waiter tries it again. So does one that a second Ctrl-C stopped. Any
+    other error ends the job.
     """
 
     __slots__ = (
@@ -50,13 +49,13 @@ class Job:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._flushes = flushes_denormals()  # as the thread that gives the job computes
+        self._flushes = flushes_denormals()  # as on the submitting thread
         self.began: float | None = None
-        """When its first slice was begun, in seconds of ``clock``."""
+        """When its first slice began, in seconds of ``clock``."""
         self.ended: float | None = None
         """When it was done, or had failed."""
         self.then: Callable[[Job], None] | None = None
-        """Called once it is done, and not where it failed."""
+        """Called when it is done, unless it failed."""
         self._slices = deque(slices)
         self._left = len(self._slices)
         self._finish = finish
@@ -70,19 +69,18 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to do, because all is done or because something failed."""
+        """Whether it is done, or has failed."""
         return self._closed
 
     def help(self) -> bool:
-        """Do one slice; False when none is left to begin, or one cannot be done now."""
+        """Do one slice; False if none is left to begin, or it cannot be done now."""
         try:
             return self._do_one()
-        except StorageError:  # who waits for it tries again, and is told
+        except StorageError:  # a waiter tries again, and gets the error
             return False
 
     def _do_one(self) -> bool:
-        """Do one slice; False when none is left to begin. Raises StorageError, and what a second
-        Ctrl-C raises: the slice is still to be done then."""
+        """Do one slice; False if none is left. After StorageError or Ctrl-C it is still to do."""
         with self._changed:
             if not self._slices:
                 return False
@@ -94,7 +92,7 @@ class Job:
                 job.wait()
             with torch.inference_mode(False), torch.no_grad(), flushing(self._flushes):
                 work()
-                work = noop  # what is done is not done again, should the finish fail
+                work = noop  # not again, should the finish fail
                 self._complete()
         except (StorageError, KeyboardInterrupt):
             with self._changed:
@@ -119,7 +117,7 @@ class Job:
         """Give up: no further slice begins, and every `wait` raises ``error``."""
         with self._changed:
             if self._error is None:
-                # the traceback as raised, without those who waited
+                # the traceback as raised, without waiters' frames
                 self._error = error, error.__traceback__
             self._slices.clear()
         self._close()
@@ -136,10 +134,8 @@ class Job:
             then(self)
 
     def settle(self) -> None:
-        """Return when the job is done or has failed, helping with it; raises what `_do_one` does.
-
-        What failed on another thread is tried again here: that drive may be well by now.
-        """
+        """Help until the job is done or has failed; raises the errors of `_do_one`. A slice that
+        failed on another thread is tried again here: its drive may work by now."""
         while not self._closed:
             while self._do_one():
                 interrupts.point(2)
@@ -147,7 +143,7 @@ class Job:
                 interrupts.wait(self._changed, lambda: self._closed or bool(self._slices))
 
     def wait(self) -> None:
-        """Return when the job is done, helping with it; raises what it raised, where it did."""
+        """Help until the job is done; raises its error, if it failed."""
         self.settle()
         if self._error is not None:
             error, trace = self._error
@@ -158,13 +154,13 @@ _DENORMAL = 5e-324
 
 
 def flushes_denormals() -> bool:
-    """Whether this thread takes denormals for zero: torch sets that, and does not tell it."""
+    """Whether this thread takes denormals for zero: torch can set that, but not tell."""
     return _DENORMAL == 0.0
 
 
 @contextmanager
 def flushing(flush: bool) -> Iterator[None]:
-    """Take denormals for zero, or do not, inside: `torch.set_flush_denormal` is of a thread."""
+    """Set in a block whether denormals count as zero: `torch.set_flush_denormal` is per thread."""
     before = flushes_denormals()
     if before == flush:
         yield
@@ -177,7 +173,7 @@ def flushing(flush: bool) -> Iterator[None]:
 
 
 class _Queue:
-    """What the threads see: they must not keep their Worker alive."""
+    """The threads' queue: they must not keep their Worker alive."""
 
     def __init__(self, pick: Callable[[int], int]) -> None:
         self.jobs: list[Job] = []
@@ -186,14 +182,14 @@ class _Queue:
         self.pick = pick
 
     def next(self) -> Job | None:
-        """Return a job to help with, waiting for one; None when it is time to end."""
+        """Wait for a job to help with; None when it is time to end."""
         with self.changed:
             while not self.jobs and not self.closed:
                 self.changed.wait()
             return self.jobs[self.pick(len(self.jobs))] if self.jobs else None
 
     def drop(self, job: Job) -> None:
-        """All slices of a job have begun."""
+        """Remove a job: all its slices have begun."""
         with self.changed:
             if job in self.jobs:
                 self.jobs.remove(job)
@@ -203,14 +199,14 @@ class Worker:
     """Runs jobs on ``n_threads`` threads, which start with the first job.
 
     Args:
-        n_threads: 0 runs every job where it is given.
+        n_threads: 0 runs every job in `submit`.
         pick: which of n waiting jobs a thread helps with next (tests reorder here).
     """
 
     def __init__(self, n_threads: int, *, pick: Callable[[int], int] = lambda n: 0) -> None:
         self.n_threads = n_threads
         self.clock: Callable[[], float] = time.monotonic
-        """By which jobs note their begin and end."""
+        """For jobs' begin and end."""
         self._queue = _Queue(pick)
         self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
@@ -251,20 +247,20 @@ class Worker:
         # A thread inside torch while the interpreter ends would abort the process.
         atexit.register(self._at_exit)
         if hasattr(os, "register_at_fork") and not self._watches_forks:
-            # A child has no threads: what one of them had begun would never be done there.
+            # A child has no threads: a slice under way would never be done there.
             os.register_at_fork(before=_if_alive(weakref.ref(self), Worker.rest))
             self._watches_forks = True
 
     def rest(self) -> None:
-        """Wait until every job that was given is done, or has failed."""
+        """Wait until every submitted job is done, or has failed."""
         with self._queue.changed:
             jobs = list(self._queue.jobs)
         for job in jobs:
-            with suppress(StorageError):  # nothing of it is under way then
+            with suppress(StorageError):  # none of its slices is under way then
                 job.settle()
 
     def close(self) -> None:
-        """End the threads; what they have begun is finished, what waits is left to its waiters."""
+        """End the threads; they finish slices under way, and leave the rest to waiters."""
         if self._pid != os.getpid():
             return  # a forked child: the threads, and perhaps a lock, are the parent's
         with self._queue.changed:
@@ -278,7 +274,7 @@ class Worker:
         atexit.unregister(self._at_exit)
 
     def __del__(self) -> None:
-        # Not joined: garbage may be collected on one of these very threads.
+        # Not joined: garbage collection may run on one of these very threads.
         if self._pid != os.getpid():
             return
         with self._queue.changed:
@@ -288,13 +284,13 @@ class Worker:
 
 
 def thread_budget() -> int:
-    """Return how many threads may update: all cores of this process but the launching one."""
+    """Return the number of updating threads: the process's cores but one, for the launcher."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) - 1)
 
 
 def _if_alive(worker: weakref.ref[Worker], act: Callable[[Worker], None]) -> Callable[[], None]:
-    """Return a call for the interpreter's own lists, which must not keep a worker alive."""
+    """Return a call for the interpreter's callback lists, which must not keep a worker alive."""
 
     def call() -> None:
         found = worker()
@@ -309,4 +305,4 @@ def _loop(queue: _Queue) -> None:
     while (job := queue.next()) is not None:
         if not job.help():
             queue.drop(job)
-        del job  # what a job holds goes when it is done, not when the next one comes
+        del job  # its references go now, not when the next job comes

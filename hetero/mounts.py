@@ -1,4 +1,4 @@
-"""What directories lie on, as the kernel lists it (floor 0, no torch)."""
+"""File systems of directories, from the kernel's list of mounts (floor 0, no torch)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FAR_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "over
 
 
 class Mount(NamedTuple):
-    """What a directory lies on."""
+    """The file system of a directory."""
 
     kind: str
-    """Type of the file system, as "ext4"; "" where the system does not say."""
+    """Its type, as "ext4"; "" if unknown."""
 
     @property
     def is_ram(self) -> bool:
@@ -27,12 +27,12 @@ class Mount(NamedTuple):
 
     @property
     def is_far(self) -> bool:
-        """Whether its answers come from a network or from another file system's layer."""
+        """Whether it lies on a network, or on another file system."""
         return self.kind.split(".")[0] in FAR_FILE_SYSTEMS
 
 
 def mount_of(path: str | Path, root: Path = Path("/")) -> Mount:
-    """Return what a directory lies on, by the device number that the kernel lists for mounts."""
+    """Return a directory's file system, by the device number in the kernel's list of mounts."""
     try:
         device = os.stat(path).st_dev
         rows = (root / "proc/self/mountinfo").read_text().splitlines()
@@ -56,12 +56,12 @@ def is_mount_point(path: str, root: Path = Path("/")) -> bool:
 
 
 def unescaped(text: str) -> str:
-    """Return a path of the kernel's tables: blanks and the like are octal there."""
+    """Return a path of the kernel's tables, where blanks and the like are octal."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 def check_spill(where: str) -> None:
-    """Refuse a directory that cannot be right for what HOST cannot hold; warn of a slow one."""
+    """Refuse a directory that is unfit for spilling; warn of a slow one."""
     mount, mode = mount_of(where), os.stat(where).st_mode
     if mount.is_ram:
         raise ConfigError(

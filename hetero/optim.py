@@ -37,10 +37,10 @@ def _check(settings: dict[str, Any]) -> None:
 
 
 class _Rule(torch.optim.Optimizer, ABC):
-    """The base of all four: checked groups, and one update per parameter with a gradient."""
+    """Base of all four: checks groups, and updates each parameter that has a gradient."""
 
     def __init__(self, params: ParamsT, given: dict[str, Any]) -> None:
-        """Take the settings among a constructor's ``locals()``, which are its arguments."""
+        """Take the settings from a constructor's ``locals()``, which are its arguments."""
         others = ("self", "params", "__class__")
         defaults = {name: value for name, value in given.items() if name not in others}
         _check(defaults)
@@ -56,7 +56,7 @@ class _Rule(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one step; ``closure``, when given, is evaluated first and its loss returned."""
+        """Perform one step; ``closure``, if given, is evaluated first and its loss returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -96,7 +96,7 @@ class Lion(_Rule):
         ValueError: a setting is out of range, or a parameter is complex.
         RuntimeError: a gradient is sparse.
 
-    A NaN gradient leaves its element as it is (torch's sign of NaN is 0) and its momentum NaN.
+    A NaN gradient leaves its element unchanged (torch's sign of NaN is 0) and its momentum NaN.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class LAMB(_Rule):
     """Adam scaled per tensor to the parameter's norm (You et al. 2020, arXiv:1904.00962).
 
     r = m^ / (sqrt(v^) + eps) + weight_decay * p;  p -= lr * ||p|| / ||r|| * r, over each whole
-    tensor; the ratio is 1 where either norm is 0. All tensors are adapted, biases too: give
-    those a group of another rule's lr if they should not be. State as Adam's: ``step``,
-    ``exp_avg``, ``exp_avg_sq``.
+    tensor; the ratio is 1 if either norm is 0. All tensors are adapted, biases too: give those a
+    group of another rule's lr if they should not be. State as Adam's: ``step``, ``exp_avg``,
+    ``exp_avg_sq``.
 
     Args:
         params: parameters or groups; real floating point.
@@ -248,12 +248,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class AdamW8bit(_Rule):
-    """AdamW whose moments are kept in 8 bits, block by block: NOT exact, a choice for memory.
+    """AdamW with moments in 8 bits, block by block: NOT exact, a choice for memory.
 
     The arithmetic is torch.optim.AdamW's (Loshchilov and Hutter 2019, arXiv:1711.05101) on
-    decoded moments; the first step has its bits. That moments survive 8 bits with a scale per
-    block is Dettmers et al. 2021 (arXiv:2110.02861); the companding is our own. With A a
-    block's largest magnitude, kept in fp32, and t the step:
+    decoded moments; the first step has its bits. Moments in 8 bits with a scale per block are
+    from Dettmers et al. 2021 (arXiv:2110.02861); the companding is our own. With A a block's
+    largest magnitude, kept in fp32, and t the step:
 
         exp_avg_q     int8    q = round(127 sign(m) sqrt(|m| / A))      decoded A sign(q) (q/127)^2
         exp_avg_sq_q  uint8   q = floor(255 (v / A)^(1/8) + dither(t))  decoded A (q/255)^8
@@ -263,7 +263,7 @@ class AdamW8bit(_Rule):
     one code per step: rounding up would let it only climb, to nearest forgets changes below half
     a code; the dither, t times the golden ratio modulo 1, makes codes right on average over
     steps, the same on every device. Blocks are runs of ``block_size`` elements in row-major
-    order, whatever the strides. A block that met a non-finite moment decodes to NaN, so its
+    order, whatever the strides. A block with a non-finite moment decodes to NaN, so its
     parameters are NaN from the next step on.
 
     State: ``step``, the two code tensors in the parameter's shape and strides, and
@@ -342,7 +342,7 @@ class AdamW8bit(_Rule):
 
 
 def _slices(numel: int, block: int) -> Iterator[tuple[int, int]]:
-    """Cut [0, numel) into slices of whole blocks; a last block that is short stands alone."""
+    """Cut [0, numel) into slices of whole blocks; a short last block is a slice of its own."""
     whole = numel // block * block
     size = max(1, SLICE_NUMEL // block) * block
     for start in range(0, whole, size):
@@ -390,6 +390,6 @@ def encode_positive(v: Tensor, codes: Tensor, absmax: Tensor, step: int) -> None
 
 
 def _absmax(x: Tensor) -> Tensor:
-    """Return the largest magnitude of every row, NaN for a row with anything not finite."""
+    """Return the largest magnitude of every row, NaN for a row with a non-finite value."""
     top = x.abs().amax(1, keepdim=True)
     return top + 0 * top  # inf * 0 is NaN

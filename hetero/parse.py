@@ -1,8 +1,7 @@
-"""Text that others wrote, parsed within bounds (floor 0, no torch).
+"""Parses untrusted text within bounds (floor 0, no torch).
 
-Parsers believe their input: brackets use up the stack, a dotted key costs the square of its parts,
-aliases double, and a few bytes of text become hundreds in memory. Whatever these functions refuse
-is an `Unparsable`, and so is what the parsers themselves refuse.
+Parsers trust their input: brackets use up the stack, a dotted key costs the square of its parts,
+aliases double, and a few bytes become hundreds in memory. Any refusal is an `Unparsable`.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ else:
     import tomli as tomllib
 
 MAX_DEPTH = 16
-MAX_BRACKETS = 2**21  # of any kind; they and commas keep what parsing allocates under 300 MiB
+MAX_BRACKETS = 2**21  # of any kind; this and MAX_COMMAS bound parsing's memory to 300 MiB
 MAX_COMMAS = 2**22
-MAX_DIGITS = 400  # of one integer: parsing takes the square of it
+MAX_DIGITS = 400  # of one integer: parsing time is quadratic
 MAX_TEXT_BYTES = 2**18  # of settings
-MAX_DOTS = 2**22  # squares of the dots of each line, added up: what their keys take
+MAX_DOTS = 2**22  # sum over lines of squared dots: the cost of their keys
 MAX_VALUES = 2**16
 MAX_BITS = 64  # of an integer among settings
-MAX_ALIASES = 16  # each may double what there is
+MAX_ALIASES = 16  # each may double the values
 FOLD = bytes.maketrans(b"{}", b"[]")
 NEITHER_QUOTE_NOR_BRACKET = bytes(set(range(256)) - set(b'"[]{}'))
 YAML_BUGS = (IndexError, KeyError, AttributeError, TypeError)  # of PyYAML, at "!!int ''" and such
 
 
 class Unparsable(ValueError):
-    """A text is not what it should be, or asks for more than its bounds; it says why."""
+    """A text is malformed or exceeds its bounds; the message says why."""
 
 
 def read_text(path: str | Path, limit_bytes: int = MAX_TEXT_BYTES) -> str:
-    """Return a text file; OSError where it cannot be read, Unparsable where it is too large."""
+    """Return a text file; OSError if it cannot be read, Unparsable if it is too large."""
     with Path(path).open("rb") as file:
         raw = file.read(limit_bytes + 1)
     if len(raw) > limit_bytes:
@@ -52,7 +51,7 @@ def read_text(path: str | Path, limit_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def json_of(raw: bytes, *, constants: bool = True) -> Any:
-    """Return the JSON; no key may come twice, nor NaN and its like without ``constants``."""
+    """Return the JSON value; duplicate keys are refused, and NaN too without ``constants``."""
     brackets, commas = sum(map(raw.count, b"[]{}")), raw.count(b",")
     if brackets > MAX_BRACKETS or commas > MAX_COMMAS:
         raise Unparsable(f"it has {brackets} brackets and {commas} commas: too many")
@@ -68,7 +67,7 @@ def json_of(raw: bytes, *, constants: bool = True) -> Any:
 
 
 def deeper_than(raw: bytes, depth: int) -> bool:
-    """Whether brackets are nested deeper, or something is left open; linear in the bytes."""
+    """Whether brackets are nested deeper, or left open; linear in the bytes."""
     text = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # a quote now begins or ends a string
     marks = text.translate(FOLD, NEITHER_QUOTE_NOR_BRACKET)
     parts = marks.replace(b'""', b"").split(b'"')  # few: at least a bracket lies between two quotes
@@ -119,7 +118,7 @@ def yaml_of(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # types of PyYAML are not there
-        """Follows few aliases: what they stand for may hold others, twice each."""
+        """Follows few aliases: each may hold others, twice."""
 
         aliases = 0
 
@@ -142,7 +141,7 @@ def yaml_of(text: str) -> Any:
 
 
 def check_values(found: Any) -> None:
-    """Raise Unparsable for values deeper, more or longer than settings are."""
+    """Raise Unparsable for deeper, more or longer values than settings have."""
     level, count = [found], 0
     for _ in range(MAX_DEPTH):
         count += len(level)

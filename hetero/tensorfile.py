@@ -1,8 +1,7 @@
 """Safetensors: the one reader and writer of headers, and the CRCs of blocks (floor 0, no torch).
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and
-place of every tensor) and the tensors back to back, each in row-major order. What a header or an
-index declares is checked before anything is done with it. Dtypes go by torch's names.
+place of every tensor) and the tensors back to back, each in row-major order.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ SUFFIX = ".safetensors"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
-MAX_HEADER = 100_000_000  # bytes: what the safetensors library reads
+MAX_HEADER = 100_000_000  # bytes: the limit of the safetensors library
 MAX_RANK = 64  # torch's own limit
-MAX_INT = 2**63  # sizes beyond are no tensor's
+MAX_INT = 2**63  # above any tensor's sizes
 BLOCK = 2**20  # bytes under one CRC
 SEED = struct.Struct("<QQ")  # number of the tensor, number of the block
 TABLE = (  # the format's word, torch's name, bytes of an element
@@ -56,7 +55,7 @@ ITEM_BYTES = {dtype: n_bytes for _, dtype, n_bytes in TABLE}
 
 
 class StoredTensor(NamedTuple):
-    """Where one tensor lies in its file."""
+    """A tensor's place in its file."""
 
     dtype: str
     """torch's name, as "bfloat16"."""
@@ -83,9 +82,7 @@ def header(
     align: int = 8,
 ) -> bytes:
     """Return the beginning of a file of tensors (name, dtype, shape), up to the first of them.
-
-    Blanks pad it to a multiple of ``align`` bytes.
-    """
+    Blanks pad it to a multiple of ``align`` bytes."""
     found: dict[str, Any] = {"__metadata__": notes} if notes else {}
     at = 0
     for name, dtype, shape in tensors:
@@ -98,10 +95,8 @@ def header(
 
 
 def write(folder: Folder, name: str, n_bytes: int, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a new file of ``n_bytes``, piece by piece, durably.
-
-    Raises StateError where the pieces are not as many bytes.
-    """
+    """Write a new file of ``n_bytes``, piece by piece, durably. Raises StateError if the pieces
+    have another number of bytes."""
     with folder.create(name) as file:
         file.reserve(n_bytes)
         at = 0
@@ -117,10 +112,8 @@ def write(folder: Folder, name: str, n_bytes: int, pieces: Iterable[bytes | memo
 
 
 def block_crcs(number: int, start: int, data: memoryview) -> list[int]:
-    """Return the CRCs of the blocks of ``data``, which lies at byte ``start`` of a tensor.
-
-    Zeros pad the last one to a multiple of `ALIGN`. The seed makes bytes of another place wrong.
-    """
+    """Return the CRCs of the blocks of ``data``, which lies at byte ``start`` of a tensor. Zeros
+    pad the last one to a multiple of `ALIGN`. The seed detects bytes of another place."""
     crcs = [
         crc32(data[at : at + BLOCK], crc32(SEED.pack(number, (start + at) // BLOCK)))
         for at in range(0, len(data), BLOCK)
@@ -129,14 +122,14 @@ def block_crcs(number: int, start: int, data: memoryview) -> list[int]:
     return crcs[:-1] + [crc32(bytes(padding), crcs[-1])] if padding else crcs
 
 
-# -- reading what files declare ------------------------------------------------------------------
+# -- reading headers -----------------------------------------------------------------------------
 
 
 def read_header(file: File) -> dict[str, StoredTensor]:
     """Return the tensors of a file in the order of their bytes, which they fill exactly.
 
     Raises CheckpointCorrupt for a file that is cut short or not safetensors, UnsafeCheckpoint for
-    what no writer declares, ConfigError for a dtype that torch does not have.
+    declarations that no writer makes, ConfigError for a dtype that torch does not have.
     """
     size = file.size()
     if size < 8:
@@ -176,14 +169,14 @@ def read_index(file: File, where: str) -> dict[str, str]:
 
 
 def bytes_at(file: File, offset: int, n_bytes: int) -> bytes:
-    """Return bytes of a file that are few."""
+    """Return a few bytes of a file."""
     raw = bytearray(n_bytes)
     file.read(offset, memoryview(raw))
     return bytes(raw)
 
 
 def parsed(text: bytes, where: str) -> dict[str, Any]:
-    """Return a JSON object; a name that comes twice, or NaN, is no JSON here."""
+    """Return a JSON object; duplicate names and NaN are refused."""
     try:
         found = json_of(text, constants=False)
     except Unparsable as error:
@@ -219,7 +212,6 @@ def laid_out(
 
 
 def checked(where: str, name: str, raw: Any, start: int) -> StoredTensor:
-    """Return one tensor as its header declares it."""
     raw = raw if isinstance(raw, dict) else {}
     code, shape, offsets = (raw.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (isinstance(code, str) and sizes(shape) and sizes(offsets) and len(offsets) == 2):
@@ -239,18 +231,17 @@ def checked(where: str, name: str, raw: Any, start: int) -> StoredTensor:
 
 
 def sizes(value: Any) -> bool:
-    """Whether a value is a list of sizes, as many as a tensor may have."""
+    """Whether a value is a list of sizes, at most `MAX_RANK`."""
     fits = isinstance(value, list) and len(value) <= MAX_RANK
     return fits and all(type(n) is int and 0 <= n < MAX_INT for n in value)
 
 
 def unsafe(where: str, fault: str) -> UnsafeCheckpoint:
-    """Return the error for a declaration that no writer makes."""
+    """Return the error for a declaration that no writer would make."""
     return UnsafeCheckpoint(f"{where} {fault}", advice="do not use it: get a copy you can trust")
 
 
 def cut_short(where: str, fault: str) -> CheckpointCorrupt:
-    """Return the error for a file that ends too early."""
     return CheckpointCorrupt(
         f"{where} {fault}", advice="it was cut short: download or export it again"
     )

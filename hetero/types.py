@@ -16,7 +16,7 @@ class Tier(IntEnum):
 
 
 class Kind(Enum):
-    """What bytes are for; PARAM, GRAD, MASTER and STATE of one bucket share its index space."""
+    """The purpose of bytes; PARAM, GRAD, MASTER and STATE of a bucket share its index space."""
 
     __hash__ = object.__hash__  # not of their names, in Python: they are keys on the hot path
 
@@ -73,4 +73,4 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def noop(*_: Any) -> None:
-    """Do nothing, where something may be called."""
+    """Do nothing: a callback without effect."""

@@ -1,9 +1,8 @@
 """Weights of one safetensors file or a directory of them, read in pieces (floor 0).
 
-[Note: links to weights]  The Hugging Face cache keeps files as links to blobs in another folder.
-The user names a directory, so the files that lie in it may be links: they are resolved once, and
-what they lead to is opened as a regular file. Names in an index are single names, so that an index
-leads nowhere else.
+[Note: links to weights]  The Hugging Face cache keeps files as links to blobs in another folder, so
+the files of a directory may be links: they are resolved once, and their targets opened as regular
+files. Names in an index are single names: it leads nowhere else.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from hetero.tensorfile import (
 
 
 class Weights:
-    """The tensors of a safetensors file, or of a directory of them, without holding any.
+    """The tensors of a safetensors file, or of a directory of them, read on request.
 
     Args:
         directory: one ``*.safetensors`` file, or a directory with ``model.safetensors``, else with
             ``model.safetensors.index.json`` and the files it names, else with other
-            ``*.safetensors`` files, which are taken together.
+            ``*.safetensors`` files, all together.
         io: a fake twin of the file system, for tests.
 
-    With an index, its names are the tensors; what its files hold besides is left alone. Links: see
+    With an index, its names are the tensors; others in its files are ignored. Links: see
     [Note: links to weights].
 
     Raises:
-        ConfigError: there is nothing of that kind (it says what there is), or a dtype that torch
-            does not have.
+        ConfigError: there are no such files (it lists those there are), or a dtype that torch does
+            not have.
         CheckpointCorrupt: a file is missing, cut short or not safetensors.
-        UnsafeCheckpoint: a header or an index declares what no writer writes.
+        UnsafeCheckpoint: a header or an index declares something that no writer would.
         StorageError: the drive failed.
     """
 
@@ -66,22 +65,22 @@ class Weights:
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape; raises ConfigError for a name that is not there."""
+        """Return a tensor's shape; raises ConfigError for an unknown name."""
         return self._find(name)[1].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype; raises ConfigError for a name that is not there."""
+        """Return a tensor's dtype; raises ConfigError for an unknown name."""
         return dtype_named(self._find(name)[1].dtype)
 
     def pieces(self, name: str, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Read a tensor piece by piece, in row-major order.
 
         Yields ``(first element, piece)``: pieces are 1-D CPU tensors of at most ``numel`` elements
-        that cover the tensor exactly; an empty tensor has none. They are views of one buffer, so a
-        piece is good until the next one is asked for. What was read leaves the page cache.
+        that cover the tensor exactly; an empty tensor has none. They are views of one buffer, valid
+        until the next one is asked for. Read bytes leave the page cache.
 
-        Raises ConfigError for a name that is not there, TruncatedChunk where the file has been cut
-        short since, DiskReadError where it cannot be read.
+        Raises ConfigError for an unknown name, TruncatedChunk if the file has been cut short since,
+        DiskReadError if it cannot be read.
         """
         if numel < 1:
             raise ConfigError(f"pieces of {numel} elements", advice="ask for at least one")
@@ -90,8 +89,8 @@ class Weights:
     def read(self, name: str, into: memoryview) -> None:
         """Read a tensor's bytes, in row-major order, into memory of that many bytes.
 
-        What was read leaves the page cache. Raises ConfigError for a name that is not there,
-        StateError for memory of another size, and otherwise as `pieces`.
+        Read bytes leave the page cache. Raises ConfigError for an unknown name, StateError for
+        memory of another size, and otherwise as `pieces`.
         """
         file, entry = self._find(name)
         if len(into) != entry.n_bytes:
@@ -103,7 +102,7 @@ class Weights:
             file.read(entry.start, into)
 
     def close(self) -> None:
-        """Close the files; again is no error. Pieces that are still held stay as they are."""
+        """Close the files; a second call does nothing. Pieces that are held stay as they are."""
         for file in self._files:
             file.close()
         self._files.clear()
@@ -133,7 +132,7 @@ class Weights:
             return
         dtype = dtype_named(entry.dtype)
         step, size = min(numel, entry.numel), dtype.itemsize
-        buffer, self._spare = self._spare, None  # nobody else's while this one reads
+        buffer, self._spare = self._spare, None  # not shared while this one reads
         if buffer is None or len(buffer) < step * size:
             buffer = aligned_buffer(step * size)
         try:
@@ -171,7 +170,7 @@ class Weights:
             )
 
     def _folder(self) -> Folder | None:
-        """Return the directory that was named, or None where it is a file."""
+        """Return the named directory, or None if it is a file."""
         try:
             return Folder.open(self._given, self._io)
         except (DiskReadError, ValueError) as error:
@@ -210,7 +209,7 @@ class Weights:
             self._take(file, by_file[file])
 
     def _take(self, name: str, wanted: set[str] | None) -> None:
-        """Open one file and note its tensors, or those of them that are wanted."""
+        """Open one file and note its tensors, or only those ``wanted``."""
         file = self._regular(name)
         self._files.append(file)
         entries = read_header(file)
@@ -238,7 +237,6 @@ class Weights:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype that torch calls so."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -250,7 +248,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def check_complete(where: str, names: Sequence[str]) -> None:
-    """Refuse ``x-00001-of-00003.safetensors`` without its siblings, where no index lists them."""
+    """Refuse ``x-00001-of-00003.safetensors`` without its siblings, if no index lists them."""
     have: dict[tuple[str, str], set[int]] = {}
     for name in names:
         if found := PART.fullmatch(name):

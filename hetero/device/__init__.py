@@ -76,7 +76,7 @@ __all__ = [
 
 
 def open_device(spec: object = None) -> Device:
-    """Return the device that a `Config.device` names; an object is taken as it is."""
+    """Return the device that a `Config.device` names; a device is returned as it is."""
     if spec is None:
         spec = "cuda" if torch.cuda.is_available() else "cpu"
     if spec == "cpu":

@@ -27,8 +27,7 @@ from hetero.types import Lane
 
 
 class CpuDevice:
-    """One memory, and copies that are done when they are asked for: RAM, or a CUDA device's own,
-    where the current stream orders them."""
+    """One memory with immediate copies: RAM, or a CUDA device's own, in order of its stream."""
 
     name = "cpu"
     same_ram = True

@@ -26,7 +26,7 @@ from hetero.device.face import (
 from hetero.errors import ConfigError
 from hetero.types import Lane
 
-BESIDE = 3  # times as many copies on one lane outlast those on the other
+BESIDE = 3  # times as many copies keep the other lane busy all the while
 SPIN_CYCLES = 50_000  # of a device's clock while the host queues one copy: 25 us at 2 GHz
 
 
@@ -53,11 +53,11 @@ class CudaDevice:
         self._anchor: tuple[torch.cuda.Event, float] | None = None
 
     def slab(self, n_bytes: int) -> Slab:
-        # torch's page-locked allocator rounds to powers of two; mapping and registering is exact.
+        # torch's page-locked allocator rounds up to powers of two; mapping and registering do not
         slab = map_slab(n_bytes)
         status = torch.cuda.cudart().cudaHostRegister(slab.block.data_ptr(), max(n_bytes, 1), 0)
         slab.registered = int(status) == 0
-        if not slab.registered:  # pageable then, which is slower and still right
+        if not slab.registered:  # pageable: slower, still right
             torch.cuda.cudart().cudaGetLastError()  # or the next kernel launch reports it
         return slab
 
@@ -88,7 +88,7 @@ class CudaDevice:
         return ticket
 
     def _timing(self, stream: torch.cuda.Stream) -> Timing | None:
-        """Return the begin of a copy, where it is asked for."""
+        """Return the begin of a copy, if times are watched."""
         if self._anchor is None:
             return None
         first = torch.cuda.Event(enable_timing=True)
@@ -172,7 +172,7 @@ class CudaDevice:
         return n_bytes / self._bytes_per_second[lane]
 
     def lane_seconds(self, lane: Lane, moves: Sequence[Move], beside: Sequence[Move] = ()) -> float:
-        # 1. let both lanes wait until everything is queued: the host is slower than small copies
+        # 1. make both lanes wait until all is queued: the host is slower than small copies
         self.close()
         stream, other = self._streams[lane], self._streams[OPPOSITE[lane]]
         beside = [*beside] * BESIDE
@@ -182,7 +182,7 @@ class CudaDevice:
             queued = torch.cuda.Event()
             queued.record()
         other.wait_event(queued)
-        # 2. queue what runs beside, then what is timed
+        # 2. queue the copies on the other lane, then the timed ones
         with torch.cuda.stream(other):
             for move in beside:
                 move.dst.copy_(move.src, non_blocking=True)

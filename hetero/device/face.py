@@ -1,8 +1,7 @@
-"""What a device is to everybody else: tickets, slabs and copies on lanes (floor 0).
+"""The interface of devices: tickets, slabs and copies on lanes (floor 0).
 
-[Note: one ordering rule]  Who reads bytes that a lane writes waits for the copy's ticket;
-who overwrites bytes passes the ticket of their last reader as ``after``. There is no other
-synchronisation anywhere.
+[Note: one ordering rule]  A reader of bytes that a lane writes waits for the copy's ticket; a
+writer passes the ticket of the bytes' last reader as ``after``. There is no other synchronisation.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from hetero.internals import storage_uses
 from hetero.types import Lane
 
 POISON = 0xFF  # a NaN in every float format, -1 in every int format
-ALONE = 2  # uses of a storage: the tensor asked about, and the handle asked through
-LINE = 64  # bytes to which torch aligns what it allocates
-SMALL = 64 * 2**10  # bytes of a slab that is not worth a mapping
-HUGE = 4 * 2**20  # bytes of a slab from which huge pages are asked for
+ALONE = 2  # uses of a storage: the tensor, and the handle through which it is counted
+LINE = 64  # bytes to which torch aligns its allocations
+SMALL = 64 * 2**10  # smaller slabs are not worth a mapping
+HUGE = 4 * 2**20  # slabs of so many bytes ask for huge pages
 HUGE_PAGE = 2 * 2**20
-PROBE_BYTES = 16 * 2**20  # a copy of so many bytes tells a link's rate
+PROBE_BYTES = 16 * 2**20  # copied to measure a link's rate
 COPY_LANES = (Lane.H2D, Lane.D2H)
 OPPOSITE = {Lane.H2D: Lane.D2H, Lane.D2H: Lane.H2D}
 
@@ -48,16 +47,16 @@ class Ticket:
         self._timing: Timing | None = None
 
     def was(self, begin: float, end: float) -> Ticket:
-        """Note when it was, in seconds of `Device.clock`, as far as is known."""
+        """Note its begin and end, in seconds of `Device.clock`, as far as known."""
         self._begin, self._end = begin, end
         return self
 
     def ended(self, end: float) -> None:
-        """Note its end, where its begin was noted before."""
+        """Note its end, after its begin."""
         self._end = end
 
     def time_by(self, timing: Timing) -> None:
-        """Let the device say when it was."""
+        """Take begin and end from the device's events."""
         self._timing = timing
 
     def span(self) -> tuple[float, float]:
@@ -71,14 +70,14 @@ class Ticket:
 
 
 class Timing(NamedTuple):
-    """The event at which a copy began, and one whose time on the host's clock is known."""
+    """The event at which a copy began, and an anchor whose time on the host's clock is known."""
 
     first: torch.cuda.Event
     anchor: torch.cuda.Event
     anchor_seconds: float
 
 
-Stall = tuple[float, float | Ticket]  # begin and end (or who knows both) of standing still
+Stall = tuple[float, float | Ticket]  # begin and end, or a ticket that knows both
 
 
 class Move(NamedTuple):
@@ -89,7 +88,7 @@ class Move(NamedTuple):
 
 
 class Accelerator(NamedTuple):
-    """What a device says it is."""
+    """A device's own description."""
 
     name: str
     arch: str
@@ -99,7 +98,7 @@ class Accelerator(NamedTuple):
 
 
 class Device(Protocol):
-    """What the mechanism may ask of a device. Bytes are 1-D uint8 tensors."""
+    """The only calls that the mechanism makes on a device. Bytes are 1-D uint8 tensors."""
 
     name: str
     torch_device: torch.device
@@ -107,18 +106,18 @@ class Device(Protocol):
     is_cuda: bool
     """Whether it is a CUDA device, or stands for one."""
     has_bytes: bool
-    """Whether there is memory behind its tensors; if not, they are on the meta device."""
+    """Whether its tensors have memory; if not, they are on the meta device."""
     cheap_slabs: bool
-    """Whether a slab may come and go with every step; page-locking one takes long."""
+    """Whether a slab may be made in every step; page-locking one takes long."""
 
     def slab(self, n_bytes: int) -> Slab:
-        """Return zeroed HOST memory, page-locked where that means something."""
+        """Return zeroed HOST memory, page-locked on CUDA."""
 
     def paged_slab(self, n_bytes: int) -> Slab:
-        """Return HOST memory whose pages come and go one by one, for what lies on disk."""
+        """Return HOST memory for homes on disk, whose pages come and go one by one."""
 
     def arena(self, n_bytes: int) -> Slab:
-        """Return device memory for frames; its storages are carved by `Slab.carve`."""
+        """Return device memory for frames; `Slab.carve` cuts it into storages."""
 
     def copy(
         self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
@@ -138,44 +137,44 @@ class Device(Protocol):
         """Return a ticket for all compute queued so far."""
 
     def touched(self, n_bytes: int) -> None:
-        """Note that compute reads and writes so many bytes, where no clock of operations looks."""
+        """Note bytes that compute reads and writes, unseen by any clock of operations."""
 
     def stamp(self) -> Ticket:
-        """Return a mark whose time `seconds_between` can tell."""
+        """Return a mark for `seconds_between`."""
 
     def seconds_between(self, first: Ticket, second: Ticket) -> float:
         """Return the time that compute took between two stamps; waits for the second."""
 
     def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
-        """Return how long a copy of ``n_bytes`` takes on a lane that is free, as measured."""
+        """Return the measured time of a copy of ``n_bytes`` on a free lane."""
 
     def lane_seconds(self, lane: Lane, moves: Sequence[Move], beside: Sequence[Move] = ()) -> float:
-        """Return what copies take one after another, with nothing of the host's between them.
+        """Return the time of copies one after another, without the host's overhead.
 
-        Those of ``beside`` are on the other lane all the while, over and over; where copies are
-        done by whoever asks for them, both take turns.
+        Those of ``beside`` run on the other lane meanwhile, over and over; on a device with
+        immediate copies, both take turns.
         """
 
     def facts(self) -> Accelerator | None:
-        """Return what the device is; None where it is the processor."""
+        """Return the device's description; None for the processor."""
 
     def reserved_bytes(self) -> int:
-        """Return what torch's allocator keeps of HBM; 0 where it is RAM."""
+        """Return the bytes of HBM that torch's allocator keeps; 0 if HBM is RAM."""
 
     def poison(self, dst: torch.Tensor) -> None:
         """Fill bytes that must not be read with NaN."""
 
     def check_read(self, src: torch.Tensor) -> None:
-        """Raise TransferError where a copy into ``src`` is known to be still queued."""
+        """Raise TransferError if a copy into ``src`` is known to be still queued."""
 
     def now(self) -> float:
         """Return seconds of the device's clock."""
 
     def clock(self) -> float:
-        """Return seconds for the event log: of the host, or virtual ones where time is modelled."""
+        """Return seconds for the event log: of the host, or virtual if time is modelled."""
 
     def watch(self, on: bool) -> None:
-        """Let the device say from here on when its copies and marks were, or stop that."""
+        """Begin, or stop, to time copies and marks on the device."""
 
     def annotate(self, name: str) -> object:
         """Begin a range of that name for the vendor's profiler; returns its handle."""
@@ -184,19 +183,19 @@ class Device(Protocol):
         """End a range, on any thread."""
 
     def total_bytes(self) -> int | None:
-        """Return the physical size of HBM; None where it is RAM."""
+        """Return the physical size of HBM; None if it is RAM."""
 
     def free_bytes(self) -> int | None:
-        """Return what other users of the device leave of HBM; None where it is RAM."""
+        """Return the bytes of HBM free on the device; None if it is RAM."""
 
     def host_limit(self) -> HostLimit:
-        """Return how much RAM this process may still take, and who says so."""
+        """Return how much RAM this process may still take, and the source of that limit."""
 
     def reset_peak(self) -> None:
         """Start a new measurement of the allocator's peak."""
 
     def allocated_peak(self) -> int | None:
-        """Return the allocator's peak since `reset_peak`; None where there is no such count."""
+        """Return the allocator's peak since `reset_peak`; None without such a count."""
 
     def close(self) -> None:
         """Finish everything queued."""
@@ -204,28 +203,26 @@ class Device(Protocol):
 
 @dataclass(slots=True)
 class Slab:
-    """A block of memory of exactly ``n_bytes``, cut into storages of their own by `carve`."""
+    """A block of memory of exactly ``n_bytes``; `carve` cuts it into storages."""
 
     n_bytes: int
     block: torch.Tensor
     mapping: mmap.mmap | None = None
     registered: bool = False
     heap: npt.NDArray[np.uint8] | None = None
-    """The memory of a small one, which is not mapped."""
+    """The memory of a small slab, which is not mapped."""
     first: int = 0
     """Byte of the mapping where the block begins."""
 
     def __del__(self) -> None:
-        # Registered pages must be given back before the mapping goes; at exit the driver is gone.
+        # Unregister pages before the mapping goes; at exit the driver is gone.
         if self.registered and not sys.is_finalizing() and torch.cuda.is_available():
             release_slab(self)
 
     def carve(self, offset: int, n_bytes: int) -> torch.Tensor:
         """Return bytes [offset, offset + n_bytes) as a tensor with its own StorageImpl.
 
-        Two carvings of the same range are two storages, so each one's use count tells whether
-        a view of it is alive.
-        """
+        Two carvings of one range are two storages, each with a use count of its views."""
         if n_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.block.device)
         memory = self.mapping if self.heap is None else self.heap
@@ -236,10 +233,8 @@ class Slab:
         return torch.utils.dlpack.from_dlpack(piece)
 
     def give_back(self, offset: int) -> None:
-        """Let the system have the whole pages from ``offset`` on, until they are written again.
-
-        Nothing may read or write there meanwhile; of memory that is not mapped nothing goes.
-        """
+        """Give the system the whole pages from ``offset`` on, until they are written again. No copy
+        may use them meanwhile. Memory that is not mapped stays."""
         first = self.first + -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         end = self.first + self.n_bytes
         if self.mapping is not None and first < end and hasattr(mmap, "MADV_DONTNEED"):
@@ -247,17 +242,15 @@ class Slab:
 
 
 def map_slab(n_bytes: int, *, huge: bool = True, align: int = 1) -> Slab:
-    """Map zeroed anonymous memory of exactly ``n_bytes``; pages cost RAM when first touched.
-
-    With ``align`` it begins at a multiple of so many bytes: addresses before it are never touched.
-    """
-    # Private: a forked child gets copies of its own, as it does of torch's memory.
+    """Map zeroed anonymous memory of exactly ``n_bytes``; pages cost RAM when first touched. It
+    begins at a multiple of ``align`` bytes; addresses before it are never touched."""
+    # Private: a forked child gets its own copies, as of torch's memory.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = mmap.mmap(-1, max(n_bytes, 1) + align - 1, flags=flags)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
     first = -whole.data_ptr() % align
     if huge and n_bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        try:  # updates stream through homes: a page table entry for 2 MiB, not for 4 KiB
+        try:  # updates stream through homes: fewer page table entries
             mapping.madvise(mmap.MADV_HUGEPAGE)
         except OSError:  # a kernel built without them
             pass
@@ -265,17 +258,14 @@ def map_slab(n_bytes: int, *, huge: bool = True, align: int = 1) -> Slab:
 
 
 def paged_slab(n_bytes: int) -> Slab:
-    """Map memory for a home on disk, whose pages come and go by extents.
-
-    Huge pages are asked for where extents are whole ones, which takes an address that is a multiple
-    of theirs: an extent is then one fault, and not 512 (`pool._ask_for_pages`).
-    """
+    """Map memory for a home on disk, whose pages come and go by extents; aligned to huge pages,
+    which save 511 of 512 faults (`pagecache.ask_for_pages`)."""
     return map_slab(n_bytes, huge=False, align=HUGE_PAGE if n_bytes >= HUGE_PAGE else 1)
 
 
 def heap_slab(n_bytes: int) -> Slab:
-    """Return zeroed memory of the heap: to map a few pages takes longer than to use them."""
-    whole = np.zeros(max(n_bytes, 1) + LINE, dtype=np.uint8)  # which no meter of torch's counts
+    """Return zeroed memory of the heap: mapping a few pages takes longer than using them."""
+    whole = np.zeros(max(n_bytes, 1) + LINE, dtype=np.uint8)  # not counted by torch's meters
     first = -whole.ctypes.data % LINE
     memory = whole[first : first + max(n_bytes, 1)]
     return Slab(n_bytes, torch.frombuffer(memory, dtype=torch.uint8), heap=memory)

@@ -1,4 +1,4 @@
-"""What torch's allocators and generators, and the C library's heap, say and do in this process."""
+"""torch's allocators and generators, and the C library's heap, in this process."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ MT_WORDS = 624  # of a Mersenne Twister's state
 
 
 def finish_compute() -> None:
-    """Wait for everything queued on the CUDA device, where there is one (benchmarks)."""
+    """Wait for everything queued on the CUDA device, if there is one (benchmarks)."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def accelerator_name() -> str | None:
-    """Return the CUDA device's name, None where there is none."""
+    """Return the CUDA device's name, None without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def return_large_blocks() -> None:
-    """Let memory of freed tensors of 4 MiB and more go back to the system at once, in this process.
+    """Return memory of freed tensors of 4 MiB and more to the system at once, in this process.
 
-    glibc raises that bound to the size of what was freed, up to 32 MiB, and then keeps such blocks
-    in a heap that fragments: a model three times its RAM took twice its budget (measured). What an
-    update's operations leave between them is smaller and stays: to give it back each time makes
-    AdamW three times slower (measured, 1 MiB blocks).
+    glibc raises that bound to the size of a freed block, up to 32 MiB, and keeps such blocks in a
+    heap that fragments: a model three times its RAM took twice its budget (measured). Returning the
+    smaller temporaries of updates too makes AdamW three times slower (measured, 1 MiB blocks).
     """
     try:
         libc = ctypes.CDLL(None)
@@ -41,7 +40,7 @@ def return_large_blocks() -> None:
 
 
 class Allocated(NamedTuple):
-    """What torch's allocator counts on a device, in bytes."""
+    """The counts of torch's allocator on a device, in bytes."""
 
     now_bytes: int
     peak_bytes: int
@@ -51,7 +50,7 @@ class Allocated(NamedTuple):
 
 
 def allocated(place: torch.device) -> Allocated | None:
-    """Return what torch's allocator counts; None where there is no such count, as on a CPU."""
+    """Return the counts of torch's allocator; None on a CPU."""
     if place.type != "cuda":
         return None
     stats = torch.cuda.memory_stats(place)
@@ -65,16 +64,16 @@ def accelerator_rng(place: torch.device) -> torch.Tensor | None:
 
 
 def check_accelerator_rng(place: torch.device, state: torch.Tensor) -> None:
-    """Try a state on a CUDA generator of our own; RuntimeError for what is none."""
+    """Try a state on a CUDA generator of our own; RuntimeError if it is not one."""
     if place.type == "cuda":
         torch.Generator(place).set_state(state)
 
 
 def checked_rng(state: torch.Tensor) -> torch.Tensor:
-    """Return the state of a CPU generator; ValueError for one that would read beyond itself.
+    """Return the state of a CPU generator; ValueError if it would read beyond its words.
 
-    It begins as ``at::mt19937`` is: a seed, then ``left`` (the draws until new words are made, and
-    one) and ``next`` (the word drawn next). torch checks that each alone is within the words.
+    It begins like ``at::mt19937``: a seed, then ``left`` (one more than the draws until new words
+    are made) and ``next`` (the word drawn next). torch only checks each alone.
     """
     if state.dtype is not torch.uint8 or state.numel() != torch.Generator().get_state().numel():
         raise ValueError(f"a state of {state.dtype} {list(state.shape)} is no generator's")
@@ -85,13 +84,13 @@ def checked_rng(state: torch.Tensor) -> torch.Tensor:
 
 
 def set_accelerator_rng(place: torch.device, state: torch.Tensor) -> None:
-    """Set the state of a CUDA device's generator; nothing on a CPU."""
+    """Set the state of a CUDA device's generator; does nothing on a CPU."""
     if place.type == "cuda":
         torch.cuda.set_rng_state(state, place)
 
 
 def trim_heap() -> None:
-    """Hand freed heap pages back to the system, so that moved parameters do not count twice."""
+    """Return freed heap pages to the system, so that moved parameters do not count twice."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):

@@ -1,7 +1,7 @@
 """ "cpu:sim": a device that is late on purpose, the race detector of tests and a tool for users.
 
-It defers copies on seeded fake streams, poisons what is not there yet, bounds its HBM arena
-physically and can model link rates on a virtual clock.
+It defers copies on seeded fake streams, poisons their destinations, bounds its HBM arena physically
+and can model link rates on a virtual clock.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class SimDevice(CpuDevice):
         h2d_bytes_per_second, d2h_bytes_per_second: link rates on the virtual clock; None: instant.
         shared_link: both directions share one link, as on a half-duplex bus.
         checked: also digest every source, so that a source changed in flight (write after read)
-            is a TransferError and not only a wrong number; so are bytes that are not held any more.
+            is a TransferError and not only a wrong number; so are bytes freed too early.
         lazy: how often a stream makes progress unasked, in [0, 1].
 
     Time is virtual: `compute` advances it, waiting for a ticket advances it to the ticket's end,
-    and no core is used by a copy's duration.
+    and a copy's duration uses no core.
     """
 
     name = "cpu:sim"
@@ -61,7 +61,7 @@ class SimDevice(CpuDevice):
         super().__init__()
         self.rates = {Lane.H2D: h2d_bytes_per_second, Lane.D2H: d2h_bytes_per_second}
         self.is_timed = any(self.rates.values())
-        """Whether links have rates: time is what they and `compute` take then."""
+        """Whether links have rates: then only they and `compute` take time."""
         self.shared_link = shared_link
         self.checked = checked
         self.clock_seconds = 0.0
@@ -70,7 +70,7 @@ class SimDevice(CpuDevice):
         self._queues: dict[Lane, deque[_Deferred]] = {lane: deque() for lane in COPY_LANES}
         self._free_at = dict.fromkeys(COPY_LANES, 0.0)
         if not self.is_timed:
-            self.clock = time.monotonic  # type: ignore[method-assign]  # asked for every event
+            self.clock = time.monotonic  # type: ignore[method-assign]  # called for every event
 
     def compute(self, seconds: float) -> None:
         """Let the modelled compute stream work for ``seconds``."""
@@ -91,7 +91,7 @@ class SimDevice(CpuDevice):
         digest = _crc(src) if self.checked and ready and not self._written(src) else None
         if self.checked:
             self._refuse_reuse(dst, after)
-            dst, src = dst.detach(), src.detach()  # ours: it shows who else refers to the bytes
+            dst, src = dst.detach(), src.detach()  # aliases of our own, for use counts
         if ready:
             dst.fill_(POISON)
         ticket = Ticket(lane, end)
@@ -114,14 +114,14 @@ class SimDevice(CpuDevice):
 
     def query(self, ticket: Ticket) -> bool:
         self._tick()
-        if self.is_timed:  # then time decides, and not chance
+        if self.is_timed:  # time decides, not chance
             if ticket.end > self.clock_seconds:
                 return False
             self._run_to(ticket)
         return ticket.done
 
     def mark(self) -> Ticket:
-        # Compute runs at once in this process, so everything queued so far has happened.
+        # Compute is immediate in this process: everything queued so far has happened.
         self._tick()
         return Ticket(Lane.COMPUTE, self.clock_seconds, done=True)
 
@@ -129,7 +129,6 @@ class SimDevice(CpuDevice):
         return self.clock_seconds
 
     def is_busy(self, lane: Lane) -> bool:
-        """Whether a lane copies now."""
         return self._free_at.get(lane, 0.0) > self.clock_seconds
 
     def clock(self) -> float:
@@ -151,7 +150,7 @@ class SimDevice(CpuDevice):
                 self._step(queue)
 
     def _any_lane(self) -> Lane:
-        """Return what `random.choice` would of the lanes, without its calls."""
+        """Return the lane that `random.choice` would, without its calls."""
         bits, n_lanes = self._random.getrandbits, len(COPY_LANES)
         while (number := bits(n_lanes.bit_length())) >= n_lanes:
             pass
@@ -195,7 +194,7 @@ class SimDevice(CpuDevice):
                 )
 
     def _refuse_freed(self, item: _Deferred) -> None:
-        """Refuse a copy of bytes that only queued copies refer to: an allocator gives them away."""
+        """Refuse a copy of bytes that only queued copies refer to: an allocator may reuse them."""
         queued = [piece for q in self._queues.values() for i in q for piece in (i.dst, i.src)]
         sharing = Counter(piece.untyped_storage()._cdata for piece in queued)
         for piece in (item.dst, item.src):
@@ -206,7 +205,7 @@ class SimDevice(CpuDevice):
                 )
 
     def check_read(self, src: torch.Tensor) -> None:
-        """Raise TransferError when a queued copy has yet to write what is about to be read."""
+        """Raise TransferError if a queued copy has yet to write ``src``."""
         if self._written(src):
             raise TransferError(
                 "read before ready: a copy into these bytes is still queued",

@@ -1,9 +1,8 @@
-"""The arena of HBM: its frames, and the replicas that stand in them (floor 1, mechanism).
+"""The arena of HBM: its frames, and the replicas in them (floor 1, mechanism).
 
-[Note: replicas apart]  While nothing computes, many views at once (``parameters_to_vector``) may
-take more frames than the arena has: activations' room is idle. What the arena has no place for then
-gets memory of its own, counted in ``limit`` like frames of the arena, and given back before
-something computes.
+[Note: replicas apart]  While nothing computes, activations' room is idle, and many views at once
+(``parameters_to_vector``) may take more frames than the arena has. A replica without a place in the
+arena then gets memory of its own, counted in ``limit`` and given back before anything computes.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from hetero.memory.ledger import Ledger
 from hetero.memory.replica import APART, Replica
 from hetero.types import Kind, Tier, format_bytes
 
-FEW = 32  # replicas among which the one that is to leave is looked for
-SHELLS = 4  # a bucket, on average, whose views are kept while nothing is in them
+FEW = 32  # victims are chosen among so many replicas
+SHELLS = 4  # sets of views kept for each bucket, on average
 
 
 class Arena:
-    """Frames, charged as they are taken, and who stands where; ``frames`` has their addresses."""
+    """Charges frames as they are taken; ``frames`` maps them to buckets."""
 
     def __init__(
         self,
@@ -42,10 +41,10 @@ class Arena:
         ceiling: int,
         next_use: Callable[[int], float],
     ) -> None:
-        self.replicas: dict[int, Replica] = {}  # those last that were used last
+        self.replicas: dict[int, Replica] = {}  # least recently used first
         self.by_storage: dict[int, Replica] = {}
         self.frames = FrameMap(limit)
-        self.ceiling = ceiling  # frames there are; `frames.limit` of them are in use
+        self.ceiling = ceiling  # all frames; the first `frames.limit` are in use
         self.slab: Slab = device.arena(ceiling * layout.chunk_numel)
         self._layout = layout
         self._device = device
@@ -60,7 +59,7 @@ class Arena:
 
     @property
     def limit(self) -> int:
-        """How many frames there are, those of replicas apart among them."""
+        """The number of frames, including those of replicas apart."""
         return self.frames.limit + self.n_apart
 
     @property
@@ -71,10 +70,7 @@ class Arena:
     # -- places ----------------------------------------------------------------------------------
 
     def place(self, bucket: Bucket, spare: Callable[[], int]) -> FramePlace:
-        """Return where a bucket can stand, apart where there are ``spare`` frames for it.
-
-        Raises OutOfMemory.
-        """
+        """Return a place for a bucket, or APART if ``spare`` frames suffice; else OutOfMemory."""
         place = self.frames.place(bucket.granules, self._leaving())
         if place is None:
             n_spare = spare()
@@ -84,7 +80,7 @@ class Arena:
         return place
 
     def owners(self, bucket: Bucket, start: int) -> tuple[int, ...] | None:
-        """Return who has to leave for a bucket to stand at ``start``; None where it cannot."""
+        """Return the buckets to evict for one to stand at ``start``; None if it cannot."""
         if start + bucket.granules > self.frames.limit:
             return None
         runs = self.frames.overlapping(start, bucket.granules)
@@ -97,18 +93,17 @@ class Arena:
         return tuple(run.owner for run in runs)
 
     def touch(self, replicas: Iterable[Replica]) -> None:
-        """Note that replicas are used now."""
+        """Mark replicas as used now."""
         self._clock += 1
         for replica in replicas:
             replica.stamp = self._clock
             self.replicas[replica.bucket.id] = self.replicas.pop(replica.bucket.id)
 
     def _leaving(self) -> Iterator[tuple[object, int]]:
-        """Yield who may leave, of a few those first whose next use is furthest away.
+        """Yield victims, `FEW` at a time, furthest next use first.
 
-        The few are who was used longest ago, and first of all who was used last as well, whom a
-        loop over all weights needs last: to ask all of them would make a miss dearer the more there
-        are.
+        The first few are the most recently used, which a loop over all weights needs last, and the
+        least recently used: asking all replicas would make a miss dearer the more there are.
         """
         last = list(itertools.islice(reversed(self.replicas), FEW // 2))
         older = itertools.filterfalse(frozenset(last).__contains__, self.replicas)
@@ -118,7 +113,7 @@ class Arena:
             few = list(itertools.islice(older, FEW))
 
     def _furthest(self, few: Sequence[int]) -> Iterator[tuple[object, int]]:
-        """Yield those of a few that may leave, by next use; of equals the one used longest ago."""
+        """Yield the victims among a few, furthest next use first, then least recently used."""
         found = [
             ((self._next_use(bucket_id), -replica.stamp), bucket_id)
             for bucket_id in few
@@ -131,8 +126,7 @@ class Arena:
     # -- taking and giving back ------------------------------------------------------------------
 
     def take(self, bucket: Bucket, start: int, why: str) -> tuple[Replica, list[Ticket]]:
-        """Charge the frames at ``start`` (memory apart for APART), and return the replica that
-        stands there now, and the last readers of what stood there."""
+        """Charge frames at ``start`` (or APART); return a replica and the last readers' tickets."""
         self._ledger.charge(Tier.HBM, Kind.PARAM, bucket.n_bytes, f"bucket {bucket.id}")
         if start == APART:
             self.n_apart += bucket.granules
@@ -156,7 +150,7 @@ class Arena:
         self._ledger.credit(Tier.HBM, Kind.PARAM, bucket.n_bytes)
 
     def vacate(self, replica: Replica, *, poison: bool) -> None:
-        """Note who may still read the frames of a replica that is off the books."""
+        """Remember the last reader of the frames of a replica that was given back."""
         if poison:
             self._device.poison(replica.bytes)
             replica.idle = self._device.mark()
@@ -166,17 +160,16 @@ class Arena:
         replica.idle = None
 
     def _readers(self, start: int, end: int) -> list[Ticket]:
-        """Return the tickets of the last readers of frames [start, end) that are still at it.
+        """Return the tickets of readers of frames [start, end) that are not done.
 
         [Note: idle before write]  A frame is rewritten only after its `idle` ticket: the compute
-        stream may still read what the host has long let go.
+        stream may still read what the host has long released.
         """
         self._vacated = [row for row in self._vacated if not self._device.query(row[2])]
         return [ticket for s, e, ticket in self._vacated if s < end and start < e]
 
     def _shell(self, bucket: Bucket, start: int) -> Replica:
-        """Return the replica of a bucket at an address, with its views built once; one that is
-        apart is built each time."""
+        """Return the replica of a bucket at an address; its views are kept, except APART."""
         key = bucket.id, start
         shell = self._shells.pop(key, None)
         if shell is None:
@@ -195,37 +188,36 @@ class Arena:
         return shell
 
     def _forget_shells(self) -> None:
-        """Let go of the views that were used longest ago: there are as many as buckets times
-        places."""
+        """Drop the least recently used views: there can be as many as buckets times places."""
         most = SHELLS * len(self._layout.buckets)
         while len(self._shells) > most:
             key = next(iter(self._shells))
             shell = self._shells.pop(key)
             if self.replicas.get(shell.bucket.id) is shell:
-                self._shells[key] = shell  # it is resident: it comes to the end, as if used now
+                self._shells[key] = shell  # resident: move it to the end
             else:
                 del self.by_storage[shell.cdata]
 
     # -- size ------------------------------------------------------------------------------------
 
     def grow(self, granules: int) -> None:
-        """Use as many more frames at the end as the ceiling allows."""
+        """Use ``granules`` more frames at the end, as far as the ceiling allows."""
         most = self.ceiling - self.n_apart
         self.frames.limit = max(self.frames.limit, min(most, self.frames.end + granules))
 
     def resize(self, limit: int) -> None:
-        """Have so many frames, in which nothing stands."""
+        """Change the number of frames; all must be free."""
         n_bytes = limit * self._layout.chunk_numel
-        if n_bytes != self.slab.n_bytes:  # what frames give up is activations' from here on
+        if n_bytes != self.slab.n_bytes:  # frames that go become activations' room
             self._shells.clear()
             self.by_storage.clear()
-            self.slab = self._device.arena(0)  # let the old one go before the new one is made
+            self.slab = self._device.arena(0)  # free the old one before allocating
             self.slab = self._device.arena(n_bytes)
         self.frames = FrameMap(limit)
         self.ceiling = limit
 
     def beyond(self, limit: int) -> list[Replica]:
-        """Return the replicas that stand, in part, at or after a frame."""
+        """Return the replicas that reach beyond frame ``limit``."""
         return [
             replica
             for replica in self.replicas.values()
@@ -233,16 +225,15 @@ class Arena:
         ]
 
     def shrink(self, limit: int) -> None:
-        """Give up frames from the end, where nothing stands; where HBM is RAM, their pages go back
-        to the system."""
+        """Give up free frames at the end; if HBM is RAM, return their pages to the system."""
         self.frames.limit = self.ceiling = limit
-        if self._device.same_ram:  # every copy is done: nothing reads there any more
+        if self._device.same_ram:  # every copy is done: nothing reads them
             self.slab.give_back(limit * self._layout.chunk_numel)
 
-    # -- what is said of it ----------------------------------------------------------------------
+    # -- events and errors -----------------------------------------------------------------------
 
     def restate(self) -> None:
-        """Log what is resident, for a log that begins here."""
+        """Log the residents, for a log that begins here."""
         for replica in self.replicas.values():
             self._note(What.ALLOC, replica.bucket, "before")
 

@@ -1,8 +1,8 @@
-"""The way between replicas and what lies under HBM: their homes (floor 1, mechanism).
+"""Moves bytes between replicas and their homes, below HBM (floor 1, mechanism).
 
-[Note: written codes]  A home that is coded (codec.py) rounds what is written to it. A replica that
-was written, or exposed, is coded when it goes home and when it is pinned next, and refreshed then,
-so eviction never changes a computed value.
+[Note: written codes]  A coded home (codec.py) rounds the values written to it. A replica that was
+written or exposed is encoded when it is flushed or pinned next, and refreshed from the codes, so
+eviction never changes a computed value.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from hetero.memory.replica import Replica
 from hetero.types import CopyState, Kind, Lane
 
 ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
-UNDO = "undo"  # why a replica is fetched over what was written to it
+UNDO = "undo"  # why a fetch overwrites a DIRTY replica
 
 
 class LocalBelow:
-    """Fetches replicas from their homes and flushes them there.
-
-    ``counts`` of the manager it works for; ``workspace`` is where codes are decoded.
-    """
+    """Fetches replicas from their homes and flushes them there. ``counts`` are the manager's; codes
+    are decoded in ``workspace``."""
 
     def __init__(
         self,
@@ -49,7 +47,7 @@ class LocalBelow:
         self._counts = counts
 
     def fetch(self, replica: Replica, copy: HomeCopy, after: Iterable[Ticket], why: str) -> None:
-        """Queue the way up of all that is at home; `wait_fetch` comes before the first read."""
+        """Queue copies of the whole home up; call `wait_fetch` before the first read."""
         bucket, home, was = replica.bucket, copy.home, replica.state
         copy.check_digest()
         replica.move(FILLING, UNDO if why == UNDO else "fetch")
@@ -61,22 +59,22 @@ class LocalBelow:
                 place = replica.incoming[run.start * size : run.stop * size]
                 part = home.part(run).view(torch.uint8)
                 replica.ready = self._move(Lane.H2D, place, part, replica, after, why)
-                if not home.stays:  # its memory is not page-locked, and is given back
+                if not home.stays:  # not page-locked, and given back after the pin
                     self._sync(replica.ready, replica)
         except BaseException:
             replica.ready = None
-            replica.move(ABSENT if was is ABSENT else CLEAN, "fail")  # what it was, for who is next
+            replica.move(ABSENT if was is ABSENT else CLEAN, "fail")  # its old state, for a retry
             raise
         if replica.ready is None:
             replica.move(CLEAN, "ready")
 
     def refetch(self, replica: Replica, copy: HomeCopy, why: str = "refresh") -> None:
-        """Let a replica show what is at home now, also to those who look at it already."""
+        """Fetch the home's present bytes into a replica, in place, so that leases see them too."""
         self.fetch(replica, copy, (self._device.mark(),), why)
         self.wait_fetch(replica)
 
     def wait_fetch(self, replica: Replica) -> None:
-        """Make compute wait for the fetch that is under way; from here on the copy may be read."""
+        """Make compute wait for the fetch under way; the replica may be read from here on."""
         if replica.ready is None:
             return
         self._link.wait(replica.ready, kind=Kind.PARAM, bucket=replica.bucket.id)
@@ -91,10 +89,8 @@ class LocalBelow:
         replica.move(CLEAN, "ready")
 
     def flush(self, replica: Replica, copy: HomeCopy) -> None:
-        """Bring the dirty chunks home, of an exposed replica all, and wait until they are there.
-
-        Where that fails the replica stays dirty: the next flush begins again.
-        """
+        """Copy dirty chunks home (all, if the replica is exposed) and wait until they have landed.
+        If that fails the replica stays dirty, and the next flush begins again."""
         bucket = replica.bucket
         if replica.exposed:
             replica.write(0, bucket.segments[-1].end)
@@ -110,7 +106,7 @@ class LocalBelow:
         self._counts["flush"] += 1
 
     def merge_writes(self, replica: Replica, copy: HomeCopy) -> None:
-        """Both copies were written: bring home the segments that were not written there."""
+        """Both copies were written: copy home the segments that were not written there."""
         bucket = replica.bucket
         self._events.writing(bucket.id)
         self.wait_fetch(replica)
@@ -138,7 +134,7 @@ class LocalBelow:
         copy.home.refresh()
 
     def _bring_home(self, replica: Replica, copy: HomeCopy, elements: slice) -> None:
-        """Overwrite elements at home; masters are told before and after."""
+        """Overwrite elements at home; `HomeEvents.overwriting` is called before and after."""
         size = replica.bucket.dtype.itemsize
         for run in copy.home.runs(elements.start, elements.stop, PinUse.WRITE):
             landed = self._events.overwriting(replica.bucket, run.start, run.stop)
@@ -150,7 +146,7 @@ class LocalBelow:
             landed()
 
     def _recode(self, replica: Replica, copy: HomeCopy) -> None:
-        """Code what was written, and show what the codes stand for; see [Note: written codes]."""
+        """Encode a written replica and refresh it from the codes; see [Note: written codes]."""
         bucket, home = replica.bucket, copy.home
         wrong = next((s for s in bucket.segments if not is_finite(replica.views[s.position])), None)
         if wrong is not None:
@@ -171,7 +167,7 @@ class LocalBelow:
         self.refetch(replica, copy)
 
     def _values(self, replica: Replica, start: int, end: int) -> torch.Tensor:
-        """Return elements of a replica as values on HOST."""
+        """Return elements of a replica, copied to HOST."""
         part = replica.flat[start:end]
         values = torch.empty(part.shape, dtype=part.dtype)
         target, source = values.view(torch.uint8), part.view(torch.uint8)

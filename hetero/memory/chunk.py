@@ -1,7 +1,7 @@
 """The state machine of chunk copies (floor 1, mechanism).
 
-State belongs to a copy: (chunk, tier). One table says which transitions are legal, one method
-consults it, and what breaks it raises with the last moves.
+State belongs to a copy: (chunk, tier). One table lists the legal transitions, one method consults
+it; any other transition raises with the last moves.
 """
 
 from __future__ import annotations
@@ -14,31 +14,29 @@ from hetero.types import CopyState, Tier
 A, F, C, D, L = CopyState
 LEGAL: frozenset[tuple[CopyState, CopyState, str]] = frozenset(
     {
-        (A, F, "fetch"),  # room is made, the copy is queued
+        (A, F, "fetch"),  # the copy is queued
         (F, C, "ready"),  # its ticket was waited for
         (C, D, "write"),  # a user wrote here
         (D, D, "write"),
-        (D, L, "flush"),  # the way down is queued
+        (D, L, "flush"),  # the copy down is queued
         (L, C, "ready"),
-        (D, C, "recode"),  # the home stands for it now, and it is fetched from there
-        (D, F, "undo"),  # a write that is given up where a lease shows it: the home comes again
-        (C, F, "update"),  # a home is left to the optimizer's update
+        (D, C, "recode"),  # the home has its codes, and it is fetched from there
+        (D, F, "undo"),  # a discarded write that a lease shows: the home is fetched over it
+        (C, F, "update"),  # the optimizer's update rewrites a home
         (C, F, "fetch"),  # overwritten by a newer copy (a flush into a home, a refresh)
         (C, A, "evict"),  # clean: moves no bytes
         (C, A, "discard"),  # dead: another copy is newer
-        (D, A, "discard"),  # a write that is given up on purpose
+        (D, A, "discard"),  # a write discarded on purpose
         (F, C, "fail"),  # a home whose flush failed keeps its old bytes
-        (F, A, "fail"),  # a read that failed leaves nothing
-        (L, D, "fail"),  # a write that failed leaves the only good copy where it was
+        (F, A, "fail"),  # a failed read leaves nothing
+        (L, D, "fail"),  # a failed write leaves the only good copy in place
     }
 )
 
 
 class CopyTable:
-    """State of every copy on a tier and in the homes below it, and the ring of the last moves.
-
-    ``home`` is the tier whose copies are never ABSENT; ``what`` names a copy in messages.
-    """
+    """States of all copies on two tiers, and the ring of the last moves. ``home`` is the lower
+    tier, whose copies are never ABSENT; ``what`` names a copy in messages."""
 
     __slots__ = ("_home", "_moves", "_states", "_what")
 

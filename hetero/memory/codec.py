@@ -1,19 +1,17 @@
-"""Codecs: how a bucket's parameters lie at home, below HBM (floor 1, mechanism).
+"""Codecs: the format of a bucket's parameters at home, below HBM (floor 1, mechanism).
 
-In frames a parameter is of its own dtype; at home, on the link and on disk it is what its bucket's
-codec makes of it. `EXACT`, which all buckets have by default, makes nothing.
-A `Blocked` codec cuts the index space into blocks of ``block`` elements, and keeps of each one its
-codes and, right after them, one bf16 scale: ``code_bytes + 2`` bytes that mean the same wherever
-they stand. So a run of blocks is a run of bytes, a chunk's codes and scales cross the link in one
-copy, and a tensor, which begins a block, has the same bytes under every budget and chunk size.
+In frames a parameter has its own dtype; at home, on the link and on disk its bucket's codec encodes
+it. `EXACT`, the default, changes nothing. A `Blocked` codec cuts the index space into blocks of
+``block`` elements, and keeps each as its codes and one bf16 scale: ``code_bytes + 2`` bytes. So a
+run of blocks is a run of bytes, which crosses the link in one copy, and a tensor, which begins a
+block, has the same bytes under every budget and chunk size.
 
-[Note: decoded in place]  A fetch puts codes at the end of the very frames that they become, and
-needs no other memory than a `Workspace` for a slice of them, which is charged with the buffers.
-Decoding goes from the front, slice by slice. What a slice writes ends before the codes of the next
-one begin, as codes are shorter than what they become: after block b of n, by (n - b) times the
-difference. It runs where compute runs, after the copy's ticket: who computes with the weights is
-after it in the same stream, and needs no other ticket; who overwrites the frames next waits for a
-mark after it.
+[Note: decoded in place]  A fetch puts codes at the end of the frames that they are decoded to, and
+needs no other memory than a `Workspace` for one slice, charged with the buffers. Decoding goes from
+the front, slice by slice. Codes are shorter than their values, so a slice's values end before the
+next slice's codes begin: after block b of n, by (n - b) times the difference. Decoding runs on the
+compute stream after the copy's ticket: compute follows it there, and the next writer of the frames
+waits for a mark after it.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ from hetero.device import Device
 
 SCALE = torch.bfloat16
 SCALE_BYTES = 2
-TINY = torch.finfo(torch.float32).tiny  # the least normal number: a smaller scale is none
+TINY = torch.finfo(torch.float32).tiny  # the least normal number; smaller scales become 0
 CODED = (torch.float32, torch.bfloat16, torch.float16)
-ENCODED_AT_ONCE = 2**16  # elements: 1 MiB beside what they become, which a cache holds
-DECODED_AT_ONCE = 2**17  # elements: what a slice makes stays in a processor's cache
+ENCODED_AT_ONCE = 2**16  # elements: 1 MiB of values and codes, which fit a cache
+DECODED_AT_ONCE = 2**17  # elements: a slice's values stay in a processor's cache
 DECODED_AT_ONCE_ON_CUDA = 2**21  # 12 MiB of workspace, and five launches
-SLICES = 8  # a small bucket is decoded in so many, so that the workspace is small, too
+SLICES = 8  # of a small bucket, so that its workspace is small too
 
 
 class NotFinite(ValueError):
@@ -40,13 +38,13 @@ class NotFinite(ValueError):
 
 
 class Codec(ABC):
-    """What a bucket's elements are at home; *items* are what a home counts in."""
+    """The format of a bucket's elements at home, which counts in *items*."""
 
     name: str
     block: int
     """Elements that are coded together; tensors begin at multiples of it."""
     exact: bool
-    """Whether a home keeps whatever is written to it."""
+    """Whether a home keeps the exact values written to it."""
 
     @abstractmethod
     def items(self, numel: int) -> int:
@@ -54,35 +52,30 @@ class Codec(ABC):
 
     @abstractmethod
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what the items of elements of a dtype are."""
+        """Return the dtype of items, for elements of ``dtype``."""
 
     @abstractmethod
     def encode(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return 1-D ``values`` as items; ``dtype`` is what they will be decoded to.
-
-        Raises NotFinite.
-        """
+        """Return 1-D ``values`` as items, to be decoded to ``dtype``. Raises NotFinite."""
 
     @abstractmethod
     def decode(
         self, items: torch.Tensor, into: torch.Tensor, workspace: Workspace | None = None
     ) -> None:
-        """Fill 1-D ``into`` with what items on the same device stand for.
-
-        Both may be one memory: see [Note: decoded in place]. Without a workspace one is made.
-        """
+        """Fill 1-D ``into`` with the values of items on the same device. Their memory may overlap:
+        see [Note: decoded in place]. Without a workspace one is made."""
 
     def n_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return the bytes of so many elements at home."""
+        """Return the bytes of ``numel`` elements at home."""
         return self.items(numel) * self.dtype(dtype).itemsize
 
     def touched_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Return what decoding so many elements reads and writes."""
+        """Return the bytes that decoding ``numel`` elements reads and writes."""
         return self.n_bytes(numel, dtype) + numel * dtype.itemsize
 
 
 class Exact(Codec):
-    """Elements are at home as they are in frames."""
+    """Elements at home equal those in frames."""
 
     name = "keep"
     block = 1
@@ -106,21 +99,21 @@ class Exact(Codec):
 class Blocked(Codec):
     """Codes and one scale for each block; a value is fp32(level of its code x scale), rounded.
 
-    The scale is bf16(largest magnitude of the block / ``most``), and 0 where that is no normal
-    number: such a block is zeros. It is kept from values beyond the dtype's largest number, which
-    matters to blocks within a half per cent of that. All of it is IEEE arithmetic on one element at
-    a time, so that codes are the same on any device and with any number of threads.
+    The scale is bf16(largest magnitude of the block / ``most``), or 0 if that is no normal number:
+    such a block is zeros. It is capped so that no value exceeds the dtype's largest number, which
+    matters to blocks within a half per cent of that. All of it is elementwise IEEE arithmetic, so
+    codes are the same on any device and with any number of threads.
     """
 
     exact = False
     code_bytes: int
-    """Of a block."""
+    """Bytes of a block's codes."""
     most: float
     """The largest level."""
     scratch_bytes: int
-    """What decoding an element takes beside the element."""
+    """Workspace bytes to decode an element."""
     passing_bytes: int
-    """What decoding an element reads and writes beside its code and the element."""
+    """Bytes that decoding an element reads and writes, apart from its code and the element."""
 
     @property
     def block_bytes(self) -> int:
@@ -188,14 +181,14 @@ class Blocked(Codec):
 
     @abstractmethod
     def read_levels(self, codes: torch.Tensor, work: Workspace) -> torch.Tensor:
-        """Return rows of the levels that codes stand for, in the workspace."""
+        """Return the levels of rows of codes, in the workspace."""
 
 
 class Int8(Blocked):
     """Symmetric whole numbers from -127 to 127: 1.016 bytes a parameter.
 
     |w - w'| <= scale / 2 exactly, for w in fp32 and w' before it is rounded to a narrower dtype:
-    a scale has 8 significant bits, so that no quotient rounds across the middle of two codes, the
+    a scale has 8 significant bits, so no quotient rounds across the middle of two codes, the
     largest one is at most 127.25, and the product is exact.
     """
 
@@ -216,8 +209,8 @@ class Int8(Blocked):
 class Nf4(Blocked):
     """The 4-bit NormalFloat of QLoRA: 0.531 bytes a parameter, two codes a byte, high nibble first.
 
-    |w - w'| is at most half the gap of the two levels beside w, times the scale, and fp32 rounding;
-    the widest gap is 0.304, from -1 to -0.696.
+    |w - w'| is at most half the gap between the two levels around w, times the scale, plus fp32
+    rounding; the widest gap is 0.304, from -1 to -0.696.
     """
 
     name = "nf4"
@@ -228,14 +221,14 @@ class Nf4(Blocked):
     passing_bytes = 12
 
     def write_codes(self, rows: torch.Tensor, into: torch.Tensor) -> None:
-        # 1. at most one middle of two levels lies in a cell, and cells are in order: who is in
-        #    another cell than a middle is on the same side of it as the cell is
+        # 1. at most one middle of two levels lies in a cell, and cells are in order: a number in
+        #    another cell than a middle is on the same side of the middle as its cell
         middles = nf4_middles(rows.device)
         of_middles = cells(middles).long()
         low = torch.bucketize(torch.arange(CELLS, device=rows.device), of_middles).to(torch.uint8)
         bound = torch.full((CELLS,), float("inf"), device=rows.device)
         bound[of_middles] = middles
-        # 2. the code is the number of middles below: those of lower cells, and the one of this cell
+        # 2. a code is the number of middles below: those of lower cells, perhaps this cell's
         where = cells(rows).view(-1)
         codes = low.index_select(0, where).view(rows.shape)
         above = rows > bound.index_select(0, where).view(rows.shape)
@@ -253,10 +246,10 @@ class Nf4(Blocked):
 def normal_levels() -> tuple[float, ...]:
     """Return the 16 levels of NF4, ascending from -1 to 1, with an exact zero.
 
-    Quantiles of the standard normal: 8 above zero at probabilities that are evenly spaced from
+    Quantiles of the standard normal: 8 above zero at probabilities evenly spaced from
     1 - (1/30 + 1/32) / 2 down to, not including, 1/2, 7 below zero alike, and zero; all divided by
     the largest. (Dettmers, Pagnoni, Holtzman, Zettlemoyer: QLoRA, NeurIPS 2023, arXiv 2305.14314,
-    section 3 and appendix E; the offset is the one of the authors' own code.)
+    section 3 and appendix E; the offset is from the authors' code.)
     """
     first = 1 - (1 / 30 + 1 / 32) / 2
     quantile = NormalDist().inv_cdf
@@ -275,21 +268,19 @@ CELLS = 129  # from -1 to 1: the middles of levels are 0.08 apart, or more
 
 
 def nf4_middles(device: torch.device) -> torch.Tensor:
-    """Return where the code changes from each level to the next."""
+    """Return the middles between neighbouring levels, where the code changes."""
     levels = torch.tensor(NF4_LEVELS, dtype=torch.float32, device=device)
     return (levels[1:] + levels[:-1]) / 2
 
 
 def cells(values: torch.Tensor) -> torch.Tensor:
-    """Return the cell of each number: one that is larger is in no lower one."""
+    """Return the cell of each number; a larger number is never in a lower cell."""
     return values.add(1.0).mul_(CELLS // 2).to(torch.int32).clamp_(0, CELLS - 1)
 
 
 class Workspace:
-    """Memory in which a slice of ``numel`` elements is decoded, made once.
-
-    It is one slab of the device, so that its bytes can be charged before there are any.
-    """
+    """Memory to decode a slice of ``numel`` elements, allocated once. It is one slab, so that its
+    bytes can be charged before it is allocated."""
 
     def __init__(self, codec: Blocked, numel: int, block: torch.Tensor) -> None:
         self.n_blocks = numel // codec.block
@@ -304,18 +295,18 @@ class Workspace:
 
     @staticmethod
     def size_bytes(codec: Blocked, numel: int) -> int:
-        """Return what a slice of so many elements, whole blocks, takes."""
+        """Return the bytes for a slice of ``numel`` elements, whole blocks."""
         return codec.scratch_bytes * numel + 4 * (numel // codec.block) + PAIRS_BYTES
 
     @classmethod
     def on(cls, device: Device, codec: Blocked, numel: int) -> Workspace:
-        """Return one in a device's memory."""
+        """Return a workspace in a device's memory."""
         slab = device.arena(cls.size_bytes(codec, numel))
         return cls(codec, numel, slab.carve(0, slab.n_bytes))
 
     @classmethod
     def beside(cls, codec: Blocked, into: torch.Tensor) -> Workspace:
-        """Return a passing one, for what is read once."""
+        """Return a temporary workspace next to ``into``, for a single read."""
         n_blocks = max(1, -(-into.numel() // codec.block))
         numel = min(DECODED_AT_ONCE, n_blocks * codec.block)
         size = cls.size_bytes(codec, numel)
@@ -323,18 +314,18 @@ class Workspace:
 
 
 PAIR = torch.int64  # two fp32 levels, looked up as one (measured: a fifth of the time)
-PAIRS_BYTES = 256 * PAIR.itemsize  # for every byte of NF4
+PAIRS_BYTES = 256 * PAIR.itemsize  # one pair for each byte of NF4
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether all of a tensor is finite; no copy of it is made."""
+    """Whether all of a tensor is finite; makes no copy."""
     if values.numel() == 0 or values.is_meta:
         return True
     return all(bool(bound.isfinite()) for bound in values.detach().aminmax())
 
 
 def slice_numel(codec: Blocked, numel: int, *, is_cuda: bool) -> int:
-    """Return the elements of a slice, where the largest bucket has ``numel``."""
+    """Return the elements of a slice, if the largest bucket has ``numel``."""
     most = DECODED_AT_ONCE_ON_CUDA if is_cuda else DECODED_AT_ONCE
     return min(most, -(-numel // (SLICES * codec.block)) * codec.block)
 

@@ -1,7 +1,7 @@
-"""Extents: the runs in which homes on disk come and go (floor 1, mechanism).
+"""Extents: the units in which homes on disk are read and written (floor 1, mechanism).
 
-An *extent* is a fixed number of elements of a bucket's index space, for every kind the same, so
-that an update pins the same run of all of them.
+An *extent* is a fixed number of elements of a bucket's index space, the same for every kind, so an
+update pins the same run of all kinds.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from hetero.memory.nvme import DiskSlot
 
 
 class PinUse(IntEnum):
-    """What a pinned span is for."""
+    """The purpose of a pinned span."""
 
     READ = 0
     WRITE = 1
     FRESH = 2
-    """Every element is going to be written: what was there is not read."""
+    """Every element will be written: the old content is not read."""
 
 
 class Extent:
-    """One run of a home: its memory, its slot, who uses it."""
+    """One run of a home: its memory, its slot, its pins."""
 
     __slots__ = (
         *("blank", "error", "id", "mapping", "n_bytes", "page", "pins", "slot", "stored"),
@@ -40,8 +40,8 @@ class Extent:
         self.n_bytes = n_bytes
         self.view = memoryview(b"" if mapping is None else mapping)[page : page + n_bytes]
         self.slot = slot
-        self.stored = False  # whether the slot has what an ABSENT extent reads; zeros otherwise
-        self.blank = False  # whether what it is to hold is still being written by who pinned it
+        self.stored = False  # whether the slot has the content; if not, it reads as zeros
+        self.blank = False  # whether a FRESH pin has not finished writing it
         self.pins = 0
         self.used_at = 0
         self.error: BaseException | None = None
@@ -58,7 +58,7 @@ class Extents:
         self._numel = numel
 
     def needs(self, start: int, end: int, use: PinUse) -> Iterator[tuple[Extent, PinUse]]:
-        """Yield the extents that elements [start, end) touch, and what each is needed for."""
+        """Yield the extents that elements [start, end) touch, and the use of each."""
         if end <= start:
             return
         for at in range(start // self._size, (end - 1) // self._size + 1):
@@ -68,10 +68,10 @@ class Extents:
 
 
 class HasExtents(Protocol):
-    """Elements of which some may lie in extents."""
+    """Elements that may lie in extents."""
 
     def needs(self, start: int, end: int, use: PinUse) -> Iterable[tuple[Extent, PinUse]]:
-        """Return the extents that elements [start, end) touch, and what each is needed for."""
+        """Return the extents that elements [start, end) touch, and the use of each."""
 
 
 class PinSpan(NamedTuple):
@@ -84,7 +84,7 @@ class PinSpan(NamedTuple):
 
 
 class Request:
-    """Spans that are pinned together, and may be announced before."""
+    """Spans that are pinned together, and may be announced first."""
 
     __slots__ = ("asked_at", "n_bytes", "needs")
 
@@ -97,8 +97,7 @@ class Request:
         self.n_bytes = sum(extent.n_bytes for extent in self.needs)
 
     def again(self) -> Request:
-        """Return what the same work needs the next time, without what it only reads: that is new
-        then."""
+        """Return the same work's next request; extents it only reads differ each time."""
         request = Request(())
         changed = (extent for extent, use in self.needs.items() if use is not PinUse.READ)
         request.needs = dict.fromkeys(changed, PinUse.WRITE)

@@ -1,7 +1,7 @@
 """Frames and runs: the address space of the HBM arena (floor 1, mechanism; pure Python).
 
-An address is a frame of the 1-byte class (a *granule*, ``chunk_numel`` bytes); a chunk of itemsize
-``s`` fills ``s`` of them. A replica is one contiguous run, so that parameters are plain views.
+An address counts frames of the 1-byte class (*granules*, ``chunk_numel`` bytes each); a chunk of
+itemsize ``s`` fills ``s`` granules. A replica is one contiguous run, so parameters are plain views.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hetero.errors import StateError
 
 Leaving = Iterable[tuple[object, int]]
-"""(worth, owner) of those who may leave, those first who are to leave first."""
+"""(worth, owner) of the evictable runs, in the order of eviction."""
 
 
 class FrameRun(NamedTuple):
@@ -29,14 +29,14 @@ class FrameRun(NamedTuple):
 
 
 class FramePlace(NamedTuple):
-    """Where a new run can go, and who has to leave for it."""
+    """The address for a new run, and the owners to evict for it."""
 
     start: int
     evict: tuple[int, ...]
 
 
 class FrameMap:
-    """Which owner holds which run; finds room for a new one."""
+    """Maps owners to runs, and finds room for new ones."""
 
     __slots__ = ("_gaps", "_runs", "_starts", "_where", "limit")
 
@@ -78,7 +78,6 @@ class FrameMap:
         self._starts.insert(at, start)
 
     def drop(self, owner: int) -> None:
-        """Free the run of ``owner``."""
         start = self._where.pop(owner)
         end = self._runs.pop(start).end
         at = bisect_left(self._starts, start)
@@ -91,7 +90,7 @@ class FrameMap:
             self._open(before, after)
 
     def _end_before(self, at: int) -> int:
-        """Return where the run before the one at a position ends, 0 where there is none."""
+        """Return the end of the run before position ``at``, 0 without one."""
         return self._runs[self._starts[at - 1]].end if at else 0
 
     def _open(self, start: int, end: int) -> None:
@@ -119,10 +118,9 @@ class FrameMap:
     def place(self, length: int, leaving: Leaving, *, high: bool = False) -> FramePlace | None:
         """Find a run of ``length`` frames whose present owners are worth least.
 
-        ``leaving`` is asked for as many owners as it takes. Free frames come first, lowest address
-        first (``high``: highest first); then the window that can be had with the fewest of
-        ``leaving``, and of those whose last one is worth the same the one that evicts fewest
-        frames.
+        Free frames come first, lowest address first (``high``: highest first). Otherwise, take
+        owners from ``leaving`` until a window fits, and of the windows whose last owner has the
+        same worth choose the one that evicts fewest frames.
         """
         start = self._free(length, high=high)
         if start is not None:
@@ -142,7 +140,7 @@ class FrameMap:
         return chosen
 
     def _free(self, length: int, *, high: bool) -> int | None:
-        """Return the lowest, or the highest, start of so many free frames."""
+        """Return the lowest, or the highest, start of ``length`` free frames."""
         fit = [(n, starts) for n, starts in self._gaps.items() if n >= length]
         if self.limit - self.end >= length and (high or not fit):
             return self.limit - length if high else self.end
@@ -153,11 +151,10 @@ class FrameMap:
     def _windows(
         self, run: FrameRun, length: int, may: set[int], *, high: bool
     ) -> Iterator[tuple[int, list[FrameRun]]]:
-        """Yield the windows, and their runs, that take frames of ``run`` and else of those at
-        starts in ``may``."""
+        """Yield (start, runs) of windows over ``run`` and other runs that start in ``may``."""
         first, last = self._stretch(run, length, may)
         low, top = self._end_before(first), self._start_behind(last) - length
-        if run.length >= length:  # no window takes less than this one run
+        if run.length >= length:  # this run alone makes room
             yield (top if high else low), [run]
             return
         among = [self._runs[start] for start in self._starts[first : last + 1]]
@@ -167,8 +164,8 @@ class FrameMap:
                 yield start, [r for r in among if r.start < start + length and start < r.end]
 
     def _stretch(self, run: FrameRun, length: int, may: set[int]) -> tuple[int, int]:
-        """Return the positions of the first and the last run that may leave with ``run``, as far
-        as a window reaches that has frames of it."""
+        """Return the positions of the first and last run that may leave together with ``run``,
+        within the reach of a window that overlaps it."""
         starts = self._starts
         first = last = bisect_left(starts, run.start)
         if run.length >= length:
@@ -180,5 +177,5 @@ class FrameMap:
         return first, last
 
     def _start_behind(self, at: int) -> int:
-        """Return where the run after the one at a position begins, the limit where none is."""
+        """Return the start of the run after position ``at``, the limit without one."""
         return self._starts[at + 1] if at + 1 < len(self._starts) else self.limit

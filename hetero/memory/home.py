@@ -1,16 +1,14 @@
-"""Homes: where every parameter's authoritative bytes live (floor 1, mechanism).
+"""Homes: every parameter's authoritative bytes (floor 1, mechanism).
 
 On HOST a home is one slab per kind and bucket, exactly sized and page-locked on CUDA. Every segment
-of a slab is its own storage, so that saving a state dict writes a tensor's bytes and not its
-neighbours'. A home on disk has the same views, which mean something while they are pinned (see
-[Note: addresses stay] in pagecache.py); for one on HOST, `HomeStore.held` and `runs` cost nothing.
-A home of parameters that are coded (codec.py) counts in items of the codec, and has no views of
-values.
+has its own storage, so that saving a state dict writes a tensor's bytes without its neighbours'. A
+home on disk has the same views, valid only while pinned (see [Note: addresses stay] in
+pagecache.py). A coded home (codec.py) counts in items of the codec, and has no views of values.
 
-[Note: copies that are shown]  A home on disk, or in code, cannot be aliased. A view of one of its
-segments is a view of a private copy, which stands for the segment while a view is alive: what was
-written to it goes home before anything reads or writes the home, and what the home is given the
-copy is given too. Bits are compared, by their digest: numpy and ``.data`` move no version.
+[Note: copies that are shown]  A home on disk, or coded, cannot be aliased. A view of one of its
+segments is a view of a private copy, which stands for the segment while a view is alive: writes to
+the copy go home before anything reads or writes the home, and writes to the home go to the copy
+too. Writes are found by a digest of the bits: numpy and ``.data`` move no version.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ Fill = Callable[[torch.Tensor], None]
 
 
 class Copy:
-    """What stands for a segment of a home that cannot be aliased; dense, on HOST."""
+    """Stands for a segment of a home that cannot be aliased; dense, on HOST."""
 
     __slots__ = ("_digest", "value")
 
@@ -48,11 +46,11 @@ class Copy:
 
     @property
     def written(self) -> bool:
-        """Whether it is not what was shown last."""
+        """Whether it differs from the value shown last."""
         return self._now() != self._digest
 
     def show(self, value: torch.Tensor) -> None:
-        """Become another value."""
+        """Take a new value from its home."""
         self.value.copy_(value)
         self._digest = self._now()
 
@@ -62,18 +60,18 @@ class Copy:
 
 
 class Home:
-    """One kind of one bucket; where it lies is its class.
+    """One kind of one bucket; its class says where it lies.
 
-    `part` and `view` are its own memory, which means something while the elements are
-    pinned; `read` and `write` pin by themselves. Where ``codec`` is not exact, parts are of its
-    items, and views are of the right shape and dtype but one NaN.
+    `part` and `view` are its own memory, valid while the elements are pinned; `read` and `write`
+    pin by themselves. If ``codec`` is not exact, parts are its items, and views have the right
+    shape and dtype but show a single NaN.
     """
 
     __slots__ = ("_baseline", "_flat", "_segments", "_slab", "codec", "copies", "dtype")
     stays = True
-    """Whether all of it is in memory all the time, page-locked where a device copies from it."""
+    """Whether all of it is always in memory, page-locked if a device copies from it."""
     extent_numel = sys.maxsize
-    """Items that are in memory, or not, together."""
+    """Items that enter and leave memory together."""
 
     def __init__(self, slab: Slab, bucket: Bucket, dtype: torch.dtype, codec: Codec) -> None:
         self._slab = slab
@@ -91,11 +89,11 @@ class Home:
         ]
         self._baseline = sum(use_count(segment) for segment in self._segments)
 
-    # -- what it is ------------------------------------------------------------------------------
+    # -- properties ------------------------------------------------------------------------------
 
     @property
     def item_dtype(self) -> torch.dtype:
-        """What parts are of."""
+        """The dtype of parts."""
         return self._flat.dtype
 
     @property
@@ -104,7 +102,7 @@ class Home:
 
     @property
     def shows(self) -> bool:
-        """Whether views always show the values: they are in memory, and as they are."""
+        """Whether views always show the values: in memory, and not coded."""
         return self.stays and self.codec.exact
 
     @property
@@ -114,7 +112,7 @@ class Home:
 
     @property
     def objects_held(self) -> bool:
-        """Whether a segment's very object is referred to by more than one dict of ours."""
+        """Whether anything but one state dict of ours refers to a segment's very object."""
         return any(sys.getrefcount(segment) > _OURS for segment in self._segments)
 
     def versions(self) -> tuple[int, ...]:
@@ -122,13 +120,13 @@ class Home:
         return tuple(segment._version for segment in self._segments)
 
     def items(self, start: int, end: int) -> slice:
-        """Return elements [start, end) of the bucket, where ``start`` begins a block, in items."""
+        """Return elements [start, end) of the bucket in items; ``start`` begins a block."""
         return slice(self.codec.items(start), self.codec.items(end))
 
     # -- its memory ------------------------------------------------------------------------------
 
     def part(self, run: slice) -> torch.Tensor:
-        """Return some of its items, as one dimension."""
+        """Return a run of its items, 1-D."""
         return self._flat[run]
 
     def view(self, segment: Segment) -> torch.Tensor:
@@ -136,21 +134,20 @@ class Home:
         return self._segments[segment.position]
 
     def memory(self, segment: Segment) -> torch.Tensor | None:
-        """Return the bytes that a segment's value may be read into at any time; None where it
-        lies elsewhere, or in code."""
+        """Return the bytes of a segment's value, to read into; None if coded or not in RAM."""
         if not self.shows or self.device.type != "cpu":
             return None
         return self._flat[segment.offset : segment.end].view(torch.uint8)
 
     def empty(self, segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return memory of its own for a segment's value, in the segment's strides."""
+        """Return new memory for a segment's value, in the segment's strides."""
         spec = segment.spec
         return torch.empty_strided(
             spec.shape, spec.stride, dtype=dtype or self.dtype, device=self.device
         )
 
     def needs(self, start: int, end: int, use: PinUse) -> Iterable[tuple[Extent, PinUse]]:
-        """Return the extents that items [start, end) touch, and what each is needed for."""
+        """Return the extents that items [start, end) touch, and the use of each."""
         return ()
 
     def runs(self, start: int, end: int, use: PinUse) -> Iterator[slice]:
@@ -158,11 +155,11 @@ class Home:
         yield slice(start, end)
 
     def crc(self) -> int | None:
-        """Return a digest of all of it; None where that is seen to elsewhere."""
+        """Return a digest of all of it; None if its slots have digests."""
         return crc32(memoryview(self._flat.view(torch.uint8).numpy()))
 
     def discard(self) -> None:
-        """Let the content go; its memory goes when its last tensor does."""
+        """Drop the content; its memory goes with its last tensor."""
         release_slab(self._slab)
 
     def close(self) -> None:
@@ -171,25 +168,25 @@ class Home:
     # -- values ----------------------------------------------------------------------------------
 
     def load(self, items: slice) -> torch.Tensor:
-        """Return items: themselves where they stay in memory, else a copy."""
+        """Return items: its own memory if it stays, else a copy."""
         return self._flat[items]
 
     def store(self, items: slice, fill: Fill) -> None:
-        """Let ``fill`` write items, as many as it likes to have in memory at once."""
+        """Let ``fill`` write items, all in memory at once."""
         fill(self._flat[items])
 
     def read(self, segment: Segment) -> torch.Tensor:
-        """Return a tensor of its own with a segment's value, in the home's dtype and strides."""
+        """Return a new tensor with a segment's value, in the home's dtype and strides."""
         value = self.empty(segment)
         self.codec.decode(self.load(self.items(segment.offset, segment.end)), row(value))
         return value
 
     def value(self, segment: Segment) -> torch.Tensor:
-        """Return a segment's value: its own tensor where that shows it, else a copy."""
+        """Return a segment's value: its own tensor if the home shows values, else a copy."""
         return self.view(segment) if self.shows else self.read(segment)
 
     def blank(self, segment: Segment) -> torch.Tensor:
-        """Return a tensor to make a segment's value in, which is then written."""
+        """Return a tensor in which the caller makes a segment's value, to `write` it then."""
         return self.view(segment) if self.shows else self.empty(segment)
 
     def write(self, segment: Segment, value: torch.Tensor) -> None:
@@ -206,7 +203,7 @@ class Home:
         """Write 1-D ``values`` (any dtype) to elements of a segment, from ``start`` on.
 
         ``start`` begins a block. Raises ConfigError, naming the parameter, for values that a codec
-        cannot hold; what came before them is written then.
+        cannot hold; the pieces before them are written then.
         """
         at = segment.offset + start
         for piece in values.detach().split(ENCODED_AT_ONCE):
@@ -226,8 +223,8 @@ class Home:
     def recode(self, start: int, values: torch.Tensor) -> None:
         """Take ``values``, 1-D and in the home's dtype, for whole blocks of a coded home.
 
-        A block that stands for these very bits stays as it is: what was only looked at has the
-        codes that it had. Raises NotFinite, and nothing has changed then.
+        A block that already decodes to these very bits keeps its codes, so that reading changes
+        nothing. Raises NotFinite, and nothing has changed then.
         """
         where = self.items(start, start + values.numel())
         known, before = self.load(where), torch.empty_like(values)
@@ -239,30 +236,26 @@ class Home:
         items[same] = known.view(len(same), -1)[same]
         self._put(where.start, items.view(-1))
 
-    # -- copies that are shown -------------------------------------------------------------------
+    # -- see [Note: copies that are shown] -------------------------------------------------------
 
     def alias(self, segment: Segment) -> torch.Tensor:
-        """Return an alias of a segment's copy, made where there is none yet."""
+        """Return an alias of a segment's copy, made if missing."""
         if segment not in self.copies:
             with torch.inference_mode(False):  # it outlives the user's mode
                 self.copies[segment] = Copy(self.read(segment))
         return self.copies[segment].value.detach()
 
     def written(self, *, held: bool = True) -> list[Segment]:
-        """Return the segments whose copies were written; other copies that are not held go.
-
-        Without ``held`` the copies that are held are not looked at.
-        """
+        """Return the segments whose copies were written; drop other copies that are not held.
+        Without ``held``, skip the copies that are held."""
         for segment, copy in list(self.copies.items()):
             if not (copy.held or copy.written):
                 del self.copies[segment]
         return [s for s, copy in self.copies.items() if (held or not copy.held) and copy.written]
 
     def take(self, segment: Segment) -> None:
-        """Write home what was written to a segment's copy, which then shows what became of it.
-
-        Raises ConfigError, with the write undone, for values that a codec cannot hold.
-        """
+        """Write a segment's copy home; it then shows the home's value. Raises ConfigError, with the
+        write undone, for values that a codec cannot hold."""
         value = self.copies[segment].value
         if self.codec.exact:
             self.write(segment, value)
@@ -278,7 +271,7 @@ class Home:
             raise refusal(segment, self.codec)
 
     def refresh(self) -> None:
-        """Its bytes are others: let copies show them, except those that were written too."""
+        """Its bytes changed: let copies show them, except those that were written too."""
         for segment, copy in self.copies.items():
             if not copy.written:
                 copy.show(self.read(segment))
@@ -291,7 +284,7 @@ class HostHome(Home):
 
 
 class DiskHome(Home):
-    """A home on disk, of which memory holds the extents that are pinned, or were."""
+    """A home on disk; memory holds extents that are, or were, pinned."""
 
     __slots__ = ("_extents", "_pool", "extent_numel")
     stays = False
@@ -345,8 +338,7 @@ def cut(start: int, end: int, size: int) -> Iterator[slice]:
 
 
 def _references() -> int:
-    """Return the references to a segment that a state dict has and nothing else (it differs
-    between releases of Python)."""
+    """Return the reference count, in this Python, of a segment that only a state dict refers to."""
     segments = [object()]
     state = {"key": segments[0]}
     counts = [sys.getrefcount(segment) for segment in segments]
@@ -364,13 +356,12 @@ def shaped(
     numel: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return part of a slab as a tensor of the given geometry, with a storage of its own."""
+    """Return part of a slab as a tensor of this geometry, with its own storage."""
     piece = slab.carve(offset_bytes, numel * dtype.itemsize).view(dtype)
     return torch.as_strided(piece, tuple(shape), tuple(stride))
 
 
 def refusal(segment: Segment, codec: Codec) -> ConfigError:
-    """Return the error for a parameter that a codec cannot hold."""
     return ConfigError(
         f"parameter {segment.spec.name!r} has weights that are NaN or infinite, which"
         f" frozen={codec.name!r} cannot hold",

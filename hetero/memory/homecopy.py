@@ -1,8 +1,8 @@
-"""What the manager knows of a bucket's parameters at home (floor 1, mechanism).
+"""The manager's state of a bucket's parameters at home (floor 1, mechanism).
 
 [Note: update tickets]  An optimizer's step hands homes over to work that goes on while the model
-computes. Whatever needs the bytes of such a home, a fetch or a state dict, finishes its update
-first: it waits for that work alone, and raises what the work raised.
+computes. A fetch or state dict that needs the bytes of such a home finishes its update first: it
+waits for that work alone, and raises the work's error.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class Work(Protocol):
         """Whether waiting would return, or raise, at once."""
 
     def wait(self) -> None:
-        """Return when it is done; raises what it raised."""
+        """Return when it is done; raises its error."""
 
 
 class HomeEvents(NamedTuple):
-    """What follows what happens to the homes of parameters."""
+    """Callbacks for what happens to parameters' homes."""
 
     writing: Callable[[int], None]
-    """What a user wrote is about to come to a bucket's home; returns when it may."""
+    """A user's writes are about to come to a bucket's home; returns when they may."""
     overwriting: Callable[[Bucket, int, int], Callable[[], None]]
-    """Elements [start, end) at home are about to be overwritten; the result is called then."""
+    """Elements [start, end) at home are about to be overwritten; the result is called after."""
     written: Callable[[Segment], None]
     """A parameter was written at home, through a state dict."""
     updated: Callable[[Bucket], None]
-    """An update of a bucket is done, and was waited for."""
+    """An update of a bucket is finished."""
 
 
 class HomeCopy:
-    """One home: the update under way, the versions that a state dict shows, what is read ahead."""
+    """One home: its update under way, its versions in a state dict, its announced reads."""
 
     __slots__ = (
         *("_announced", "_checked", "_digest", "_pool", "_table"),
@@ -67,11 +67,11 @@ class HomeCopy:
         self.unit = unit
         self.update: Any = None
         """The work that rewrites it now."""
-        self.is_early = False  # whether that belongs to a step that is not made yet
+        self.is_early = False  # whether that belongs to a step not made yet
         self._table = table
         self._pool = pool
         self._checked = checked
-        self._announced: list[Request] | None = None  # what is read ahead for the next fetch
+        self._announced: list[Request] | None = None  # read ahead for the next fetch
         self._digest: int | None = None
         self.exposed: tuple[int, ...] | None = None  # versions last seen of what a state dict shows
 
@@ -82,7 +82,7 @@ class HomeCopy:
     # -- updates ---------------------------------------------------------------------------------
 
     def begin_update(self, work: Work) -> None:
-        """Leave it to ``work``, which rewrites it."""
+        """Let ``work`` rewrite it."""
         self.move(CopyState.FILLING, "update")
         self.update = work
 
@@ -91,7 +91,7 @@ class HomeCopy:
         if self.is_early:
             raise too_early(f"the weights of unit {self.unit!r} are needed")
         if self.update.done:
-            self.update.wait()  # raises what it raised
+            self.update.wait()  # raises its error
         else:
             with log.during(What.WAIT, bucket=self.bucket.id, why="update"):
                 self.update.wait()
@@ -106,7 +106,7 @@ class HomeCopy:
     # -- reading ahead ---------------------------------------------------------------------------
 
     def is_busy(self, *, resident: bool) -> bool:
-        """Whether a fetch would have to wait, for an update or for the disk, which is asked."""
+        """Whether a fetch would wait for an update or the disk; begins to read ahead."""
         if self.update is not None and (self.is_early or not self.update.done):
             return True
         if resident:
@@ -119,10 +119,10 @@ class HomeCopy:
         return not all(map(self._pool.ready, self._announced))
 
     def fetched(self) -> None:
-        """It is fetched now: the next one is announced anew."""
+        """It is fetched now: announce the next fetch anew."""
         self._announced = None
 
-    # -- what a state dict shows -----------------------------------------------------------------
+    # -- exposure through state dicts ------------------------------------------------------------
 
     @property
     def is_shown(self) -> bool:
@@ -130,23 +130,23 @@ class HomeCopy:
         return self.exposed is not None or bool(self.home.copies)
 
     def expose(self) -> None:
-        """Its tensors are handed out: from now on their versions are followed."""
+        """Its tensors are handed out: track their versions from now on."""
         self.exposed = self.home.versions()
 
     def hide(self) -> None:
-        """Follow it no longer where no state dict refers to it any more."""
+        """Stop tracking it if no state dict refers to it any more."""
         if not self.home.held:
             self.exposed = None
 
     def changed(self) -> list[Segment]:
-        """Return the segments that were written since they were seen last."""
+        """Return the segments written since their versions were last seen."""
         if self.exposed is None:
             return []
         now = zip(self.bucket.segments, self.exposed, self.home.versions(), strict=True)
         return [segment for segment, then, later in now if then != later]
 
     def rewritten(self) -> None:
-        """Its bytes are others: whoever looks at them sees these from now on."""
+        """Its bytes changed: digest, copies and versions follow."""
         self.note_digest()
         self.home.refresh()
         self.hide()
@@ -156,12 +156,12 @@ class HomeCopy:
     # -- digests ---------------------------------------------------------------------------------
 
     def note_digest(self) -> None:
-        """Remember its bytes, where they are checked."""
+        """Remember a digest of its bytes, if they are checked."""
         if self._checked:
             self._digest = self.home.crc()
 
     def check_digest(self) -> None:
-        """Compare its bytes with those it had; a home that is exposed may change unseen."""
+        """Compare its bytes with the digest, unless it is exposed and may change unseen."""
         if self._digest is None or self.exposed is not None:
             return
         if self.home.crc() != self._digest:

@@ -1,4 +1,4 @@
-"""The store of homes: which there are, under their tiers' budgets (floor 1, mechanism)."""
+"""The store of all homes, under their tiers' budgets (floor 1, mechanism)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hetero.types import Kind, Tier, noop
 class HomeStore:
     """Makes homes under their tier's budget and keeps them: ``homes[kind name, bucket id]``.
 
-    With ``resident`` the homes are on the device, otherwise on HOST, or on disk where ``on_disk``
-    says so of a kind and a bucket.
+    With ``resident`` the homes are on the device; otherwise on disk if ``on_disk(kind, bucket)``,
+    else on HOST.
     """
 
     __slots__ = (
@@ -49,15 +49,15 @@ class HomeStore:
         self._names: list[str] = []  # ascending
         self.pool: Pool | NoPool = pool or NoPool()
         self.homes: dict[tuple[str, int], Home] = {}
-        self.before_use: Callable[[], None] = noop  # the user's code reads or writes a state
+        self.before_use: Callable[[], None] = noop  # called before the user reads or writes a state
 
     @property
     def tier(self) -> Tier:
-        """Where the homes are that are not on disk."""
+        """The tier of homes that are not on disk."""
         return Tier.HBM if self._resident else Tier.HOST
 
     def get(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype | None = None) -> Home:
-        """Return the home of ``name`` (a parameter kind or a state's key), made when missing."""
+        """Return the home of ``name`` (a parameter kind or a state's key), made if missing."""
         key = name, bucket.id
         if key not in self.homes:
             parked = self._parked.pop(key, None)
@@ -86,26 +86,24 @@ class HomeStore:
                 yield name, home
 
     def held(self, request: Request) -> AbstractContextManager[None]:
-        """Hold what a request names in memory for the length of a block (see `Pool.pin`)."""
+        """Hold a request's extents in memory for the length of a block (see `Pool.pin`)."""
         return self.pool.pin(request) if request.needs else _NOTHING
 
     def runs(self, start: int, end: int, *uses: tuple[Home, PinUse]) -> Iterator[slice]:
-        """Yield [start, end), in items of the homes, in runs that are pinned in all of them until
-        the next is asked for."""
+        """Yield [start, end), in items, in runs that are pinned in all homes until the next one."""
         for run in cut(start, end, min(home.extent_numel for home, _ in uses)):
             with self.held(Request(PinSpan(home, run.start, run.stop, use) for home, use in uses)):
                 yield run
 
     def take_all(self, *, held: bool = True) -> None:
-        """Write home what was written to copies of anything but parameters (see `written`)."""
+        """Write home the writes to copies of all kinds but PARAM (see `Home.written`)."""
         for (name, _), home in self.homes.items():
             if home.copies and name != Kind.PARAM.value:
                 for segment in home.written(held=held):
                     home.take(segment)
 
     def drop(self, name: str, bucket_id: int) -> None:
-        """Let one home go. One on disk keeps its addresses, and is there again when it is asked
-        for."""
+        """Drop one home. One on disk keeps its addresses, for the next `get`."""
         home = self.homes.pop((name, bucket_id), None)
         if home is None:
             return
@@ -117,7 +115,6 @@ class HomeStore:
             self._ledger.credit(self.tier, *charged)
 
     def close(self) -> None:
-        """Let all homes go."""
         for home in self.homes.values():
             home.close()
         self.homes.clear()

@@ -1,9 +1,8 @@
 """The layout: units -> buckets -> fixed-size chunks; tensors may straddle (floor 1, mechanism).
 
-A bucket is one flat index space. Its tensors lie back to back, each aligned to ``ALIGN`` elements,
-and its chunks cut the space every ``chunk_numel`` elements, so only the last chunk of a bucket
-carries waste. Every kind (PARAM, GRAD, the optimizer's STATE) of a bucket shares the space. How its
-parameters lie at home is its codec's business (codec.py); a tensor begins a block of that.
+A bucket is one flat index space, shared by every kind (PARAM, GRAD, the optimizer's STATE). Its
+tensors lie back to back, each aligned to ``ALIGN`` elements and to blocks of its codec, and chunks
+cut the space every ``chunk_numel`` elements, so only the last chunk of a bucket carries waste.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ WASTE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What the layout needs to know of a parameter: ``shape``, dense ``stride``, ``dtype``."""
+    """A parameter as the layout sees it: ``shape``, dense ``stride``, ``dtype``."""
 
     name: str
     unit: int
@@ -42,10 +41,8 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One tensor's place: elements ``[offset, offset + numel)`` of its bucket.
-
-    ``index`` is the parameter's in its model, ``position`` the segment's in its bucket.
-    """
+    """One tensor's place: elements ``[offset, offset + numel)`` of its bucket. ``index`` is the
+    parameter's in its model, ``position`` the segment's in its bucket."""
 
     index: int
     position: int
@@ -115,7 +112,6 @@ class Layout:
     unit_names: tuple[str, ...]
 
     def bucket(self, segment: Segment) -> Bucket:
-        """Return the bucket of a parameter."""
         return self.buckets[self.home[segment.index][0]]
 
     @property
@@ -166,7 +162,6 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def home_bytes(spec: ParamSpec) -> int:
-    """Return the bytes of a parameter at home."""
     return spec.codec.n_bytes(spec.numel, spec.dtype)
 
 
@@ -201,7 +196,7 @@ def waste_of(specs: Sequence[ParamSpec], chunk_numel: int) -> float:
 
 
 def choose_chunk_numel(specs: Sequence[ParamSpec]) -> int:
-    """Return the largest power of two of elements whose waste stays under half a per cent."""
+    """Return the largest power of two whose waste, as chunk size, is at most half a per cent."""
     numel = MAX_CHUNK_NUMEL
     while numel > MIN_CHUNK_NUMEL and waste_of(specs, numel) > WASTE:
         numel //= 2
@@ -214,10 +209,8 @@ def build_layout(
     chunk_bytes: int | None = None,
     working: torch.dtype | None = None,
 ) -> Layout:
-    """Lay the parameters out; ``chunk_bytes`` is the size of a chunk of 4-byte elements.
-
-    Weights of the ``working`` dtype that train have masters.
-    """
+    """Lay the parameters out; ``chunk_bytes`` is the size of a chunk of 4-byte elements. Weights of
+    the ``working`` dtype that train have masters."""
     align = 4 * max([ALIGN, *(spec.codec.block for spec in specs)])  # a chunk is of whole blocks
     if chunk_bytes is not None and (chunk_bytes < align or chunk_bytes % align):
         raise ConfigError(

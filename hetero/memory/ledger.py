@@ -42,7 +42,7 @@ class Ledger:
         self._note(tier, kind)
 
     def credit(self, tier: Tier, kind: Kind, n_bytes: int) -> None:
-        """Give back what was charged; more than was charged is a StateError."""
+        """Give back charged bytes; more than were charged is a StateError."""
         if self._used[tier, kind] < n_bytes:
             raise StateError(f"{tier.name} {kind.value}: gave back {n_bytes} bytes, more than held")
         self._used[tier, kind] -= n_bytes
@@ -54,7 +54,7 @@ class Ledger:
             self._log.now(What.LEVEL, tier=tier, category=kind, n_bytes=self._used[tier, kind])
 
     def restate(self) -> None:
-        """Log what is charged now, for a log that begins here."""
+        """Log the present charges, for a log that begins here."""
         for tier, kind in list(self._used):
             self._note(tier, kind)
 
@@ -67,6 +67,6 @@ class Ledger:
         return self._peak[tier, kind]
 
     def free(self, tier: Tier) -> int | None:
-        """Return the bytes left under the budget, None where there is no budget."""
+        """Return the bytes left under the budget, None without a budget."""
         budget = self.budgets.get(tier)
         return None if budget is None else budget - self.used(tier)

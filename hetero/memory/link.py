@@ -33,7 +33,7 @@ class Link:
         bucket: int = -1,
         why: str = "",
     ) -> Ticket:
-        """Queue a copy of raw bytes (1-D uint8, equally long); its ticket fires when it landed."""
+        """Queue a copy of raw bytes (1-D uint8, equally long); its ticket fires when it lands."""
         ticket = self._device.copy(lane, dst, src, after)
         self.n_bytes[lane] += dst.numel()
         self.log.add(
@@ -47,7 +47,7 @@ class Link:
         return ticket
 
     def count(self, lane: Lane, n_bytes: int, *, kind: Kind, bucket: int, why: str) -> None:
-        """Count what a copy would move, where both sides are one memory."""
+        """Count the bytes of a copy that is not needed: both sides are one memory."""
         self.n_bytes[lane] += n_bytes
         self.log.now(What.MOVE, lane=lane, bucket=bucket, n_bytes=n_bytes, category=kind, why=why)
 

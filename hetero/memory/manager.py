@@ -1,7 +1,7 @@
 """The chunk manager: pins, fetches, flushes and evicts the parameters' copies (floor 1, mechanism).
 
 A bucket has a home (homecopy.py) and, while it is resident, a replica (replica.py) in frames of the
-arena (arena.py); bytes move between the two through `LocalBelow`. What concerns both is here.
+arena (arena.py); `LocalBelow` moves bytes between the two. The manager keeps them consistent.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class ChunkManager:
     def pin(self, ids: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0) -> None:
         """Make the buckets resident and hold them; a miss is fetched on demand.
 
-        ``spare`` returns how many frames there may be besides now (see [Note: replicas apart]).
-        Raises BudgetError, with nothing pinned, when they do not fit beside those that are held.
+        ``spare`` returns the number of extra frames allowed now (see [Note: replicas apart]).
+        Raises BudgetError, with nothing pinned, if they do not fit next to those that are held.
         """
         try:
             held = self._hold(ids, why)
         except BudgetError:
-            # What is held may stand in the middle of the free frames: start over from empty ones.
+            # Held replicas may split the free frames: evict all the others and try again.
             self.evict_all()
             self.arena.grow(sum(self.layout.buckets[b].granules for b in ids))
             held = self._hold(ids, why, spare)
@@ -104,7 +104,7 @@ class ChunkManager:
     def _hold(
         self, ids: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0
     ) -> list[Replica]:
-        """Pin the buckets, fetching what is missing; pins nothing when one of them fails."""
+        """Pin the buckets, fetching the missing ones; pins nothing if one of them fails."""
         held: list[Replica] = []
         try:
             for bucket_id in ids:
@@ -132,18 +132,16 @@ class ChunkManager:
         return held
 
     def watch(self, ids: Iterable[int]) -> None:
-        """Note views of unbound replicas that are pinned still: what is written through one that
-        goes before the last pin does leaves no trace."""
+        """Expose unbound, pinned replicas with views: a view may go before the last pin does, and
+        its writes would leave no trace."""
         for bucket_id in ids:
             replica = self.replicas.get(bucket_id)
             if replica is not None and replica.pins and replica.leased:
                 replica.exposed = True
 
     def unpin(self, ids: Iterable[int]) -> None:
-        """Let go of one pin per bucket; at zero, note when the device is done with the frames.
-
-        The caller has taken the parameters off the replica before (see [Note: leases]).
-        """
+        """Drop one pin per bucket; at zero, mark when the device is done with the frames. The
+        caller has unbound the parameters from the replica before (see [Note: leases])."""
         for bucket_id in ids:
             replica = self.replicas[bucket_id]
             replica.pins -= 1
@@ -159,10 +157,8 @@ class ChunkManager:
     def prefetch(
         self, bucket_id: int, start: int, leave: Sequence[int] = (), why: str = "plan"
     ) -> bool:
-        """Fetch a bucket into the frames at ``start``; False when something there must stay.
-
-        The buckets in ``leave`` go as well, wherever they stand, where they may.
-        """
+        """Fetch a bucket into the frames at ``start``; False if a replica there must stay. Buckets
+        in ``leave`` are evicted as well, wherever they stand, unless they are held."""
         for other in leave:
             if other in self.replicas and self.replicas[other].may_leave:
                 self.evict(other)
@@ -174,7 +170,7 @@ class ChunkManager:
         return True
 
     def _fetch(self, bucket: Bucket, place: FramePlace, why: str) -> Replica:
-        # 1. wait for the home, and let the present owners of the frames go
+        # 1. wait for the home, and evict the present owners of the frames
         self.finish_update(bucket.id)
         for owner in place.evict:
             self.evict(owner)
@@ -199,7 +195,7 @@ class ChunkManager:
             self._drop(replica, why)
 
     def evict_all(self, which: Callable[[Replica], bool] = lambda r: True) -> int:
-        """Evict all of ``which`` that are not held; returns the bytes that are resident still."""
+        """Evict all of ``which`` that are not held; returns the bytes still resident."""
         for bucket_id, replica in list(self.replicas.items()):
             if replica.may_leave and which(replica):
                 self.evict(bucket_id)
@@ -236,7 +232,7 @@ class ChunkManager:
         self._adopt_writes(bucket_id)
 
     def discard_writes(self, bucket_id: int) -> None:
-        """Undo what was written to an unpinned replica since it was last flushed."""
+        """Undo the writes to an unpinned replica since its last flush."""
         replica = self.replicas[bucket_id]
         if replica.leased:
             why = UNDO if replica.dirty else "refresh"
@@ -247,21 +243,20 @@ class ChunkManager:
     # -- updates ---------------------------------------------------------------------------------
 
     def may_hand_over(self, bucket_id: int) -> bool:
-        """Whether neither a home nor its replica is exposed, held or written: an update would not
-        be seen."""
+        """Whether an update would go unseen: home and replica not exposed, held or written."""
         copy, replica = self.copies[bucket_id], self.replicas.get(bucket_id)
         if copy.update is not None or copy.is_shown or copy.home.held:
             return False
         return replica is None or (replica.may_leave and not replica.is_news)
 
     def hand_over(self, bucket_id: int, work: Work, *, early: bool = False) -> None:
-        """Leave a home to ``work``, which rewrites it; the caller has flushed it before.
+        """Let ``work`` rewrite a home; the caller has flushed it before.
 
-        A replica that is not held is dead. One that is held, and a home that a state dict shows,
-        must show the new bytes: they are waited for. An ``early`` update, where `may_hand_over`, is
-        of a step that is not made yet: until `seal`, whatever needs the home raises StateError.
+        Discard a replica that is not held. A held one, and a home that a state dict shows, must
+        show the new bytes: wait for the update. An ``early`` update (see `may_hand_over`) belongs
+        to a step not made yet: until `seal`, any need of the home raises StateError.
         """
-        self.finish_update(bucket_id)  # a bucket that was not needed since its last update
+        self.finish_update(bucket_id)  # the last one, if nothing has needed the bucket since
         copy, replica = self.copies[bucket_id], self.replicas.get(bucket_id)
         copy.begin_update(work)
         copy.hide()
@@ -273,19 +268,19 @@ class ChunkManager:
         copy.is_early = early
 
     def seal(self) -> None:
-        """The step of early updates is made: who needs their homes waits, as for any update."""
+        """The step of early updates is made: they become updates like any other."""
         for copy in self.copies:
             copy.is_early = False
 
     def abandon(self) -> None:
-        """Stop waiting for updates that failed; their homes are what the work left there."""
+        """Stop waiting for failed updates; their homes stay as the work left them."""
         self.seal()
         for copy in self.copies:
             if copy.update is not None:
                 copy.end_update("fail")
 
     def finish_update(self, bucket_id: int) -> None:
-        """Wait for the update of a home, where one is under way (see [Note: update tickets])."""
+        """Wait for a home's update, if one is under way (see [Note: update tickets])."""
         copy = self.copies[bucket_id]
         work = copy.update
         if work is None:
@@ -295,24 +290,23 @@ class ChunkManager:
         if bucket_id in self.replicas or copy.is_shown:
             try:
                 self.refresh(bucket_id)
-            except StorageError:  # who looks at the replica next tries again
+            except StorageError:  # the next access of the replica tries again
                 copy.begin_update(work)
                 raise
 
-    # -- homes that are written by others --------------------------------------------------------
+    # -- writes to homes -------------------------------------------------------------------------
 
     def is_busy(self, bucket_id: int) -> bool:
-        """Whether a fetch would have to wait, for an update or for the disk, which is asked."""
+        """Whether a fetch would wait for an update or the disk; begins to read ahead."""
         return self.copies[bucket_id].is_busy(resident=bucket_id in self.replicas)
 
     def home(self, bucket_id: int) -> Home:
-        """Return a bucket's PARAM home, once its update is done; `flush_and_wait` comes before
-        reading it."""
+        """Return a bucket's PARAM home after its update; call `flush_and_wait` before reading."""
         self.finish_update(bucket_id)
         return self.copies[bucket_id].home
 
     def refresh(self, bucket_id: int) -> None:
-        """The home was written: discard the replica, or refresh it where the user looks at it."""
+        """The home was written: discard the replica, or refresh it if it is held."""
         self.finish_update(bucket_id)
         copy, replica = self.copies[bucket_id], self.replicas.get(bucket_id)
         copy.rewritten()
@@ -325,10 +319,8 @@ class ChunkManager:
             self._below.refetch(replica, copy)
 
     def adopt_home_writes(self, *, held: bool = True) -> None:
-        """Take what was written to homes through state dicts.
-
-        Without ``held`` only copies that are not held any more are looked at, and let go of.
-        """
+        """Take the writes to homes through state dicts. Without ``held``, take only those to copies
+        no longer held, and drop these copies."""
         for copy in self.copies:
             if held and copy.exposed is not None and copy.update is None:
                 self._adopt_writes(copy.bucket.id)
@@ -352,7 +344,7 @@ class ChunkManager:
         self.refresh(bucket_id)
 
     def _adopt_copies(self, bucket_id: int, *, held: bool = True) -> None:
-        """Take what was written to copies of a home (see [Note: copies that are shown])."""
+        """Take the writes to copies of a home (see [Note: copies that are shown])."""
         copy = self.copies[bucket_id]
         if not copy.home.copies or copy.update is not None:
             return
@@ -363,7 +355,7 @@ class ChunkManager:
         replica = self.replicas.get(bucket_id)
         if replica is not None and replica.is_news:
             self._below.wait_fetch(replica)
-            self._below.flush(replica, copy)  # the other segments: these are written over it
+            self._below.flush(replica, copy)  # the other segments: these are overwritten
         try:
             for segment in written:
                 copy.home.take(segment)
@@ -374,16 +366,14 @@ class ChunkManager:
             self.refresh(bucket_id)
 
     def _fetch_unseen_writes(self, bucket_id: int) -> None:
-        """Fetch a replica anew whose home a state dict shows, or showed since it was fetched.
-
-        What numpy writes, or what is written through ``.data``, moves no version.
-        """
+        """Fetch a replica again if a state dict shows its home, or did since the last fetch. Writes
+        by numpy or through ``.data`` move no version."""
         copy = self.copies[bucket_id]
         if copy.exposed is None:
             return
         self.finish_update(bucket_id)
         copy.note_digest()
-        copy.hide()  # this is the last time where no state dict refers to it
+        copy.hide()  # the last time, if no state dict refers to it
         replica = self.replicas.get(bucket_id)
         if replica is not None and replica.may_leave and not replica.is_news:
             self._below.wait_fetch(replica)
@@ -392,7 +382,7 @@ class ChunkManager:
     # -- size ------------------------------------------------------------------------------------
 
     def resize(self, limit: int) -> bool:
-        """Change the number of frames; False, and nothing changed, while replicas are held."""
+        """Change the number of frames; False, with nothing changed, while replicas are held."""
         if self.arena.held:
             return False
         self.evict_all()
@@ -400,11 +390,8 @@ class ChunkManager:
         return True
 
     def shrink(self, limit: int) -> bool:
-        """Give up frames from the end, to have ``limit`` with those apart; False where one that is
-        to go is held.
-
-        Replicas below stay, those apart that are not held go.
-        """
+        """Give up frames from the end, down to ``limit`` with those apart; False if a replica in
+        the way is held. Replicas below stay; those apart that are not held go."""
         self.evict_all(lambda replica: replica.is_apart)
         limit -= self.arena.n_apart
         above = self.arena.beyond(limit)

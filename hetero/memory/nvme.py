@@ -1,9 +1,8 @@
 """The NVME tier: slots in private files, checked on every way back (floor 1, mechanism).
 
-The files have no names and no content that outlives the process, so nothing is synced. What is
-promised is integrity: every slot's bytes are read back as they were written last, or not at all.
-The digest is a CRC-32 seeded with the slot's number and the generation of its content, and kept in
-RAM: an older content, or a neighbour's, does not pass.
+The files vanish with the process, so nothing is synced. A slot's bytes are read back as they were
+written last, or not at all: a CRC-32, seeded with the slot's number and the generation of its
+content and kept in RAM, refuses older content and a neighbour's.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hetero.io import File, Folder, align_up, aligned_buffer
 from hetero.memory.ledger import Ledger
 from hetero.types import Kind, Lane, Tier, format_bytes
 
-TRIED = (1, 2, 4, 8)  # transfers at once, for each drive
+TRIED = (1, 2, 4, 8)  # parallel transfers for each drive
 TRIAL_SECONDS = 0.08
 NEARLY = 0.9  # of the best rate is good enough, with fewer threads
 
@@ -34,7 +33,7 @@ Urgent = Callable[[], bool]
 
 
 class DiskSlot:
-    """A run of one file that holds one extent; ``generation`` 0 means that nothing was written."""
+    """A run of one file that holds one extent; ``generation`` 0: never written."""
 
     __slots__ = ("digest", "file", "generation", "kind", "n_bytes", "number", "offset")
 
@@ -55,9 +54,9 @@ class Nvme:
 
     Args:
         folders: directories, best on different drives.
-        n_bytes: reserved now, all together; DiskFull where they are not there.
+        n_bytes: reserved now, in total; DiskFull if there is less.
         ledger: charged as slots are taken.
-        checked: whether digests are made and compared (benchmarks measure what they cost).
+        checked: whether digests are made and compared (benchmarks measure their cost).
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Nvme:
         checked: bool = True,
     ) -> None:
         self._moved: Counter[Lane] = Counter()
-        self.written_bytes = 0  # since the beginning: what a drive's endurance is spent on
+        self.written_bytes = 0  # since the beginning, to watch a drive's endurance
         self._checked = checked
         self._ledger = ledger
         self.log = log
@@ -83,10 +82,8 @@ class Nvme:
             file.reserve(self._each_bytes)
 
     def slot(self, kind: Kind, n_bytes: int, what: str) -> DiskSlot:
-        """Return the next slot, of ``n_bytes`` rounded up to whole blocks.
-
-        Raises BudgetError or DiskFull where there is no more; nothing has changed then.
-        """
+        """Return the next slot, of ``n_bytes`` rounded up to whole blocks. Raises BudgetError or
+        DiskFull if there is no room; nothing has changed then."""
         size = align_up(n_bytes)
         at = min(range(len(self._files)), key=lambda i: self._ends[i])
         offset, end = self._ends[at], self._ends[at] + size
@@ -102,7 +99,7 @@ class Nvme:
         return DiskSlot(self._n_slots, self._files[at], offset, size, kind)
 
     def read(self, slot: DiskSlot, into: memoryview) -> None:
-        """Fill ``into`` with a slot's content; ChunkCorrupt where it is not what was written."""
+        """Fill ``into`` with a slot's content; ChunkCorrupt if it is not as written."""
         began = self.log.clock()
         slot.file.read(slot.offset, into)
         if self._checked and _crc(into, slot.number, slot.generation) != slot.digest:
@@ -120,7 +117,7 @@ class Nvme:
         self._count(Lane.READ, slot, began, self.log.clock())
 
     def write(self, slot: DiskSlot, data: memoryview) -> None:
-        """Make ``data`` a slot's content. After a failure it has none: the caller keeps its own."""
+        """Make ``data`` a slot's content. A failed write leaves none: the caller keeps ``data``."""
         generation, began = slot.generation + 1, self.log.clock()
         digest = _crc(data, slot.number, generation) if self._checked else 0
         slot.file.write(slot.offset, data)
@@ -128,7 +125,7 @@ class Nvme:
         self._count(Lane.WRITE, slot, began, self.log.clock())
 
     def take_counts(self) -> Counter[Lane]:
-        """Return the bytes moved since this was last asked."""
+        """Return the bytes moved since the last call."""
         with self._lock:
             moved, self._moved = self._moved, Counter()
         return moved
@@ -144,10 +141,8 @@ class Nvme:
             self.log.add(What.MOVE, *span, lane=lane, n_bytes=n_bytes, category=slot.kind)
 
     def fastest(self, block_bytes: int) -> int:
-        """Return how many threads move blocks fastest here, checks included, in half a second.
-
-        What it writes stands where slots will be: ask before there is one.
-        """
+        """Measure, in half a second, how many threads move blocks fastest, checks included. It
+        overwrites the place of slots: call it before there are any."""
         n_files = len(self._files)
         room = n_files * max(1, self._each_bytes // block_bytes)
         counts = [n * n_files for n in TRIED if n * n_files <= room] or [1]
@@ -155,7 +150,7 @@ class Nvme:
         for number in range(counts[-1]):
             file, offset = self._files[number % n_files], number // n_files * block_bytes
             blocks.append((DiskSlot(0, file, offset, block_bytes), aligned_buffer(block_bytes)))
-            self.write(*blocks[-1])  # what was never written is read from nowhere, and fast
+            self.write(*blocks[-1])  # blocks never written are read without the drive
         rates = {n: self._rate(blocks[:n]) for n in counts}
         self.take_counts()
         return fewest(rates)
@@ -182,17 +177,17 @@ class Nvme:
         return all(file.direct for file in self._files)
 
     def open_files(self) -> list[tuple[int, int]]:
-        """Return the descriptor and the length in bytes of every file (to be looked at)."""
+        """Return the descriptor and the length in bytes of every file."""
         return [(file.fileno(), file.size()) for file in self._files]
 
     def close(self) -> None:
-        """Let the files go; their space is free then."""
+        """Close the files, which frees their space."""
         for file in self._files:
             file.close()
 
 
 def fewest(rates: Mapping[int, float]) -> int:
-    """Return the least number of threads whose rate is nearly the best."""
+    """Return the smallest number of threads whose rate is nearly the best."""
     return min(n for n, rate in rates.items() if rate >= NEARLY * max(rates.values()))
 
 
@@ -200,25 +195,22 @@ def _crc(data: memoryview, number: int, generation: int) -> int:
     return crc32(data, crc32(struct.pack("<QQ", number, generation)))
 
 
-# -- who carries transfers out -------------------------------------------------------------------
+# -- executors of transfers ----------------------------------------------------------------------
 
 
 class Executor(Protocol):
-    """Does work at some time, elsewhere; tests draw its order."""
+    """Does work later, elsewhere; tests draw its order."""
 
     def submit(self, lane: Lane, n_bytes: int, work: Work, urgent: Urgent) -> None:
-        """Have ``work`` done, before what is not urgent at that time."""
+        """Queue ``work``; work that is ``urgent()`` goes first."""
 
     def close(self) -> None:
-        """Return when everything is done, and no more will be."""
+        """Return when all work is done; no more is taken."""
 
 
 class IoThreads:
-    """``n_threads`` that do first what a thread waits for by now.
-
-    They are daemons: while the interpreter ends they go on for a save that still reads homes, and
-    what they have begun when it is gone was worth nothing without it.
-    """
+    """``n_threads`` that do urgent work first. They are daemons: while the interpreter ends they go
+    on for a save that still reads homes."""
 
     def __init__(self, n_threads: int) -> None:
         self._queue = _Tasks()
@@ -233,13 +225,11 @@ class IoThreads:
             thread.start()
 
     def submit(self, lane: Lane, n_bytes: int, work: Work, urgent: Urgent) -> None:
-        """Have ``work`` done by a thread that is free."""
         with self._queue.changed:
             self._queue.waiting.append((work, urgent))
             self._queue.changed.notify()
 
     def close(self) -> None:
-        """End the threads when everything is done."""
         self._end()
         for thread in self._threads:
             interrupts.join(thread)
@@ -250,13 +240,13 @@ class IoThreads:
             self._queue.changed.notify_all()
 
     def __del__(self) -> None:
-        # Not joined: garbage may be collected on one of these very threads.
+        # Not joined: garbage collection may run on one of these very threads.
         if self._pid == os.getpid():  # in a forked child the lock may have no holder
             self._end()
 
 
 class _Tasks:
-    """What the threads see: they must not keep their owner alive."""
+    """The threads' queue: they must not keep their owner alive."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[Work, Urgent]] = deque()
@@ -264,7 +254,7 @@ class _Tasks:
         self.closed = False
 
     def next(self) -> Work | None:
-        """Return what is to be done next, waiting for it; None when it is time to end."""
+        """Wait for the next work and return it; None when it is time to end."""
         with self.changed:
             while not (self.waiting or self.closed):
                 self.changed.wait()
@@ -279,4 +269,4 @@ def _work(queue: _Tasks) -> None:
     go_behind()
     while (work := queue.next()) is not None:
         work()
-        del work  # what it holds goes when it is done, not when the next one comes
+        del work  # its references go now, not when the next work comes

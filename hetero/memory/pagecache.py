@@ -1,9 +1,9 @@
-"""Memory that extents share: who is in it, in which state, and who leaves (floor 1, mechanism).
+"""Memory that extents share: residents, their states, and eviction (floor 1, mechanism).
 
 [Note: addresses stay]  A home on disk has its whole range of addresses for life, and memory only
-where an extent is resident: an extent is read into its place, and its pages are given back when it
-is evicted. Views of such a home are therefore always there, and mean something only while they are
-pinned. (The technique is vmcache's: Leis et al., SIGMOD 2023.)
+for resident extents: an extent is read into its place, and its pages are given back when it is
+evicted. Views of such a home therefore always exist, and are valid only while they are pinned. (The
+technique is vmcache's: Leis et al., SIGMOD 2023.)
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hetero.memory.chunk import CopyTable
 from hetero.memory.extent import Extent, PinUse, Request
 from hetero.types import CopyState, Tier
 
-AHEAD_SHARE = 3  # this part of the pool is kept for what is read ahead
+AHEAD_SHARE = 3  # 1/3 of the pool may hold extents read ahead
 ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
 
 
 class Window:
-    """What was announced, and the extents that are kept in memory for the first of it."""
+    """Announced requests, and the extents kept in memory for the first of them."""
 
     __slots__ = ("_kept", "kept_bytes", "n_bytes", "requests")
 
@@ -37,18 +37,17 @@ class Window:
         return extent in self._kept
 
     def keep(self, extent: Extent, now: int) -> None:
-        """Keep an extent that is in memory, or will be, until it is used."""
+        """Keep an extent that is in memory, or coming, until it is used."""
         if extent not in self._kept:
             self._kept[extent] = now
             self.kept_bytes += extent.n_bytes
 
     def let_go(self, extent: Extent) -> None:
-        """Keep an extent no longer, where it was kept."""
         if self._kept.pop(extent, None) is not None:
             self.kept_bytes -= extent.n_bytes
 
     def let_go_before(self, then: int) -> None:
-        """Give up what has been kept for too long: nobody came for it."""
+        """Stop keeping extents that no pin has used for too long."""
         while self._kept:
             extent, since = next(iter(self._kept.items()))
             if since >= then:
@@ -56,7 +55,7 @@ class Window:
             self.let_go(extent)
 
     def let_go_last(self) -> bool:
-        """Give up what would be used last; False where nothing is kept."""
+        """Stop keeping the extent that would be used last; False if none is kept."""
         if not self._kept:
             return False
         self.let_go(next(reversed(self._kept)))
@@ -64,7 +63,7 @@ class Window:
 
 
 class PageCache:
-    """Memory of ``n_bytes``; ``checked`` poisons what leaves it."""
+    """Memory of ``n_bytes``; ``checked`` poisons extents that leave it."""
 
     def __init__(self, n_bytes: int, *, checked: bool) -> None:
         self.n_bytes = n_bytes
@@ -73,26 +72,25 @@ class PageCache:
         self.peak = 0
         self.bytes = dict.fromkeys(CopyState, 0)  # of the extents in each state
         self.resident: OrderedDict[Extent, None] = OrderedDict()  # least recently used first
-        self.clock = 0  # moves with every pin, and with every byte that is brought in
+        self.clock = 0  # counts pins, and bytes brought in
         self.window = Window(n_bytes // AHEAD_SHARE)
         self.later = Window(n_bytes // AHEAD_SHARE)
 
     def add(self, n_bytes: int) -> int:
-        """Count an extent that is only on disk; returns its number."""
+        """Add an extent that is only on disk; returns its number."""
         self.bytes[ABSENT] += n_bytes
         return self.table.extend(1)
 
     @property
     def used(self) -> int:
-        """Bytes of the extents that have memory now."""
+        """Bytes of the resident extents."""
         return sum(self.bytes.values()) - self.bytes[ABSENT]
 
     def state(self, extent: Extent) -> CopyState:
-        """Return the state of an extent's memory."""
         return self.table.state(extent.id, Tier.HOST)
 
     def is_unread(self, extent: Extent) -> bool:
-        """Whether the disk has what memory has not."""
+        """Whether its content is only on disk."""
         return extent.stored and self.state(extent) is ABSENT
 
     def move(self, extent: Extent, state: CopyState, why: str) -> None:
@@ -103,7 +101,7 @@ class PageCache:
         self.bytes[state] += extent.n_bytes
 
     def enter(self, extent: Extent, use: PinUse) -> bool:
-        """Give an extent memory; whether its content has to be read then."""
+        """Give an extent memory; returns whether its content has to be read."""
         self.move(extent, FILLING, "fetch")
         self.resident[extent] = None
         self.peak = max(self.peak, self.used)
@@ -123,7 +121,7 @@ class PageCache:
         del self.resident[extent]
         self.let_go(extent)
         extent.blank = False
-        if self.checked:  # who reads it without a pin reads NaN
+        if self.checked:  # a read without a pin shows NaN
             extent.view[:] = bytes([POISON]) * extent.n_bytes
         elif extent.mapping is not None:
             extent.mapping.madvise(mmap.MADV_DONTNEED, extent.page, extent.n_bytes)
@@ -131,18 +129,16 @@ class PageCache:
     # -- room ------------------------------------------------------------------------------------
 
     def missing(self, request: Request) -> int:
-        """Return the bytes of a request that have no memory."""
+        """Return the bytes of a request that are not resident."""
         return sum(e.n_bytes for e in request.needs if self.state(e) is ABSENT)
 
     def short(self, n_bytes: int) -> int:
-        """Return what is missing of so much room, when everything is written that is begun."""
+        """Return the bytes missing for ``n_bytes`` of room after all writes under way."""
         return n_bytes - (self.n_bytes - self.used) - self.bytes[FLUSHING]
 
     def loose(self, state: CopyState, keep: Container[Extent], n_bytes: int) -> list[Extent]:
-        """Return the first extents in a state that have ``n_bytes`` together, or all.
-
-        None of them is held, waited for, kept, or in ``keep``; least recently used first.
-        """
+        """Return extents in a state, least recently used first, of ``n_bytes`` in total, or all.
+        None of them is pinned, kept, or in ``keep``."""
         found = []
         for extent in self._unheld(state, keep) if n_bytes > 0 else ():
             found.append(extent)
@@ -158,7 +154,7 @@ class PageCache:
                 yield extent
 
     def evict(self, n_bytes: int, keep: Container[Extent]) -> bool:
-        """Let clean extents leave until ``n_bytes`` are free; none where that is not enough."""
+        """Evict clean extents until ``n_bytes`` are free; if that cannot be, evict none."""
         short = n_bytes - (self.n_bytes - self.used)
         leaving = self.loose(CLEAN, keep, short)
         if sum(extent.n_bytes for extent in leaving) < short:
@@ -167,19 +163,19 @@ class PageCache:
             self.leave(extent, "evict")
         return True
 
-    # -- what is kept for those who announced it -------------------------------------------------
+    # -- extents kept for announced requests -----------------------------------------------------
 
     def let_go(self, extent: Extent) -> None:
-        """Keep an extent no longer: it is used, or gone."""
+        """Stop keeping an extent: it is used, or gone."""
         self.window.let_go(extent)
         self.later.let_go(extent)
 
     def is_kept(self, extent: Extent) -> bool:
-        """Whether an extent is in memory for what was announced."""
+        """Whether an extent is kept for an announced request."""
         return extent in self.window or extent in self.later
 
     def due(self, request: Request) -> list[Extent]:
-        """Return what is to be in memory for a request, where nothing sees to that yet."""
+        """Return the extents of a request that still have to be kept, or read, for it."""
         return [e for e, use in request.needs.items() if self._is_due(e, use, request)]
 
     def _is_due(self, extent: Extent, use: PinUse, request: Request) -> bool:
@@ -191,8 +187,8 @@ class PageCache:
 def ask_for_pages(mapping: mmap.mmap, first: int, n_bytes: int, huge_bytes: int) -> None:
     """Ask for huge pages at the beginning of a home, and for small ones after them.
 
-    A huge page that is a part of one extent only makes transfers of few long runs (measured: twice
-    as fast) and is cheap to give back; one of two extents would stay when one of them goes.
+    A huge page within one extent makes transfers of few long runs (measured: twice as fast) and is
+    cheap to give back; one across two extents would stay when one of them goes.
     """
     try:
         if huge_bytes:

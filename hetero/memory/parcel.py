@@ -1,9 +1,7 @@
-"""Parcels: activations that went down, in chunks on HOST, and on NVME beyond its budget (floor 1,
-mechanism).
+"""Parcels: flushed activations, in chunks on HOST, beyond its budget on NVME (floor 1, mechanism).
 
-The storages of a parcel lie one after the other in an index space of bytes that chunks cut. All
-chunks are of one size, so that free ones serve parcels of any size: sequences may grow and shrink.
-What has landed never changes, and may be fetched any number of times.
+The storages of a parcel lie one after the other in an index space of bytes, cut into chunks of one
+size, so that free ones serve any parcel. Landed bytes never change, and may be fetched repeatedly.
 """
 
 from __future__ import annotations
@@ -30,20 +28,18 @@ from hetero.types import Kind, Lane, Tier, format_bytes
 
 ALIGN_BYTES = 64  # where a storage begins in its parcel
 WHAT = "activations"
-ELEMENT_BYTES = 4  # what an extent counts
+ELEMENT_BYTES = 4  # of an extent's elements
 BUDGETS = {Tier.HOST: "host", Tier.NVME: "nvme_bytes"}
-SPARE_BYTES = 256 * 2**20  # of RAM that stay free where no budget says how much is ours
+SPARE_BYTES = 256 * 2**20  # of RAM that stay free without a budget
 
 
 class ParcelChunk:
-    """A run of a parcel's bytes; ``idle`` fires when its last reader or writer is done.
-
-    ``beyond`` is the tier that has no room for it, where it is in memory only to be counted.
-    """
+    """A run of a parcel's bytes; ``idle`` fires when its last reader or writer is done. ``beyond``
+    is the tier without room for it, if it is in memory only to be counted."""
 
     __slots__ = ("beyond", "bytes", "idle", "slab")
     stays = True
-    """Whether it is in memory all the time."""
+    """Whether it is always in memory."""
 
     def __init__(
         self,
@@ -57,11 +53,11 @@ class ParcelChunk:
         self.idle: tuple[Ticket, ...] = ()
 
     def request(self, use: PinUse) -> Request:
-        """Return what has to be pinned of it: nothing on HOST."""
+        """Return the request that pins it; empty on HOST."""
         return Request(())
 
     def discard(self, pool: Pool | NoPool) -> None:
-        """Let its content on disk go."""
+        """Drop its content on disk."""
 
 
 class DiskChunk(ParcelChunk):
@@ -104,9 +100,9 @@ class ParcelStore:
 
     Args:
         chunk_bytes: of every chunk, a multiple of 64.
-        pool: where chunks go that HOST has no room for.
-        reserved: returns the bytes of a tier that others have not taken yet and will.
-        counts_on: whether what passes a budget is counted, for `refusal`, and not an error at once.
+        pool: for chunks that HOST has no room for.
+        reserved: returns the bytes of a tier that others will still take.
+        counts_on: whether chunks beyond a budget are counted, for `refusal`, instead of an error.
     """
 
     def __init__(
@@ -122,24 +118,24 @@ class ParcelStore:
     ) -> None:
         self._device = device
         self.link = link
-        """What these bytes move on; its counts are of them alone."""
+        """The link of these bytes; it counts them alone."""
         self._ledger = ledger
         self._chunk_bytes = align_up(chunk_bytes) if pool.spills else chunk_bytes
         self._pool = pool
         self._reserved = reserved
         self._counts_on = counts_on
-        self._beyond: Counter[Tier] = Counter()  # chunks that there are
-        self._most_beyond: Counter[Tier] = Counter()  # and were, since `refusal`
+        self._beyond: Counter[Tier] = Counter()  # chunks now
+        self._most_beyond: Counter[Tier] = Counter()  # since `refusal`
         self._free: list[ParcelChunk] = []  # those on HOST last: they are taken first
         self.transfers: Transfers[object] = Transfers()
-        """Copies under way, which keep what they read or pin."""
+        """Copies under way, which keep their sources and pins."""
 
     def flush(self, sources: Sequence[torch.Tensor], held: object = None) -> Parcel:
-        """Queue copies of storages (1-D uint8 on the device, which is not written any more) down.
+        """Queue copies of storages (1-D uint8 on the device, not written any more) down.
 
-        Sources, and ``held``, stay until they have landed, which is waited for when the next parcel
-        comes: so much and no more is on its way. Raises OutOfMemory or StorageError where there is
-        no room; nothing has happened then.
+        Sources and ``held`` are kept until they have landed; the next flush waits for that, so one
+        parcel at a time is in flight. Raises OutOfMemory or StorageError if there is no room;
+        nothing has happened then.
         """
         self.transfers.finish()
         parcel = Parcel(tuple(source.numel() for source in sources))
@@ -160,12 +156,9 @@ class ParcelStore:
     def fetch(
         self, parcel: Parcel, needed: Iterable[int]
     ) -> tuple[dict[int, torch.Tensor], Ticket | None]:
-        """Queue copies of the needed storages of a parcel up; returns them by their number.
-
-        The ticket fires when all have landed: until a waiter has returned for it, the caller holds
-        them.
-        """
-        # memory that torch gives may still be read by what was queued before
+        """Queue copies of the needed storages of a parcel up; returns them by their number. The
+        ticket fires when all have landed; the caller holds them until it has waited for it."""
+        # kernels queued before may still read memory that torch reuses here
         place, after = self._device.torch_device, (self._device.mark(),)
         targets = {
             number: torch.empty(parcel.sizes_bytes[number], dtype=torch.uint8, device=place)
@@ -179,18 +172,18 @@ class ParcelStore:
                     chunk = parcel.chunks[number]
                     ticket = self._move(Lane.H2D, chunk, targets, wanted, after, None)
         except BaseException:
-            if ticket is not None:  # what was queued still writes to the targets
+            if ticket is not None:  # queued copies still write to the targets
                 self._landing(ticket).wait()
             raise
         self.transfers.poll()
         return targets, ticket
 
     def announce(self, parcel: Parcel) -> None:
-        """Say that a parcel is fetched soon: what lies on disk of it is read ahead."""
+        """Read ahead a parcel's chunks on disk: it is fetched soon."""
         self._pool.ahead(chunk.request(PinUse.READ) for chunk in parcel.chunks)
 
     def discard(self, parcel: Parcel) -> None:
-        """Let a parcel's bytes go: it is not fetched any more."""
+        """Drop a parcel's bytes: it is not fetched any more."""
         for chunk in parcel.chunks:
             if chunk.beyond is not None:
                 self._release(chunk)
@@ -213,13 +206,12 @@ class ParcelStore:
         self._free = [chunk for chunk in self._free if not chunk.stays]
 
     def refusal(self) -> OutOfMemory | None:
-        """Return the error of what passed a budget since this was asked last."""
+        """Return the error for chunks beyond a budget since the last call, if any."""
         found = next((self._short(tier) for tier, n in self._most_beyond.items() if n), None)
         self._most_beyond.clear()
         return found
 
     def close(self) -> None:
-        """Give the memory back."""
         self.shrink()
         self._free.clear()
 
@@ -234,7 +226,7 @@ class ParcelStore:
         after: tuple[Ticket, ...],
         held: object,
     ) -> Ticket:
-        """Queue the copies between one chunk and the storages that lie in it."""
+        """Queue the copies between one chunk and its storages."""
         down = lane is Lane.D2H
         request = chunk.request(PinUse.FRESH if down else PinUse.READ)
         pins = ExitStack()
@@ -255,7 +247,7 @@ class ParcelStore:
                     why=WHAT,
                 )
             chunk.idle = (ticket,)
-            if down or request.needs:  # who fetches holds the targets, until it has waited
+            if down or request.needs:  # a fetch's caller holds the targets
                 kept = (tensors, held) if down else None
                 self.transfers.queue(self._landing(ticket), kept, then=pins.pop_all().close)
         return ticket
@@ -273,7 +265,7 @@ class ParcelStore:
         release_slab(chunk.slab)
 
     def _take(self) -> ParcelChunk:
-        """Return a free chunk: one that was used before, a new one on HOST, or one on disk."""
+        """Return a chunk: a used one, a new one on HOST, or one on disk."""
         if self._free and self._free[-1].stays:
             return self._free.pop()
         has_room = self._room(Tier.HOST) >= self._chunk_bytes
@@ -293,7 +285,7 @@ class ParcelStore:
         return DiskChunk(slab, self._chunk_bytes, extents)
 
     def _room(self, tier: Tier) -> int:
-        """Return the bytes that chunks may still take; without a budget, of the machine."""
+        """Return the bytes that chunks may still take: of the budget, or else of the machine."""
         free = self._ledger.free(tier)
         if free is None:
             free = self._spare_ram() if tier is Tier.HOST else sys.maxsize
@@ -303,7 +295,7 @@ class ParcelStore:
         return self._device.host_limit().n_bytes - SPARE_BYTES
 
     def _take_beyond(self, tier: Tier) -> ParcelChunk:
-        """Return a chunk for which a tier has no room, or raise OutOfMemory."""
+        """Return a chunk counted beyond a tier's room, or raise OutOfMemory."""
         self._beyond[tier] += 1
         self._most_beyond[tier] = max(self._most_beyond[tier], self._beyond[tier])
         bounded = self._ledger.budgets.get(tier) is not None
@@ -316,7 +308,7 @@ class ParcelStore:
         raise error
 
     def _short(self, tier: Tier) -> OutOfMemory:
-        """Return what chunks beyond a tier's room would take there."""
+        """Return the error for chunks beyond a tier's room."""
         used, here = self._ledger.used(tier, Kind.ACTIVATION), self._room(tier)
         beyond = self._most_beyond[tier] * self._chunk_bytes
         budget = self._ledger.budgets.get(tier)
@@ -335,7 +327,7 @@ class ParcelStore:
         )
 
     def _by_chunk(self, parcel: Parcel) -> Iterator[tuple[int, list[ParcelPiece]]]:
-        """Yield each chunk of a parcel with the pieces of storages that lie in it."""
+        """Yield each chunk of a parcel with the pieces of storages in it."""
         found: dict[int, list[ParcelPiece]] = {}
         begin, size = 0, self._chunk_bytes
         for source, n_bytes in enumerate(parcel.sizes_bytes):
@@ -352,5 +344,5 @@ class ParcelStore:
 
 
 def aligned(n_bytes: int) -> int:
-    """Return where the next storage may begin in its parcel."""
+    """Return ``n_bytes`` rounded up to where the next storage may begin."""
     return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES

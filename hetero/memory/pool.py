@@ -1,14 +1,10 @@
 """The pool: HOST memory for homes that lie on disk (floor 1, mechanism).
 
-What one thread needs is pinned at once or not at all; only the thread that launches work may pin
-more while it holds some: nobody waits in a circle.
-
-Dirty extents are written before their room is needed, the least recently used first, and announced
-ones are read before they are pinned. Write-behind and read-ahead pause while any thread waits for
-memory. What is announced for later is read while nothing else is, and gives way to every pin.
-
-A read that fails leaves an extent ABSENT, a write that fails leaves it DIRTY: nothing is lost, the
-error goes to the thread that needs the bytes or the room, and the next who asks tries again.
+A thread pins all that it needs at once or nothing; only the launching thread may pin more while it
+holds some: there is no circular wait. Dirty extents are written before their room is needed, least
+recently used first, and announced ones are read before they are pinned; both pause while any thread
+waits for memory. A failed read leaves an extent ABSENT, a failed write leaves it DIRTY: nothing is
+lost, the error goes to the thread that needs the bytes or the room, and the next request retries.
 """
 
 from __future__ import annotations
@@ -35,11 +31,11 @@ from hetero.memory.nvme import DiskSlot, Executor, IoThreads, Nvme
 from hetero.memory.pagecache import PageCache, Window, ask_for_pages
 from hetero.types import CopyState, Kind, Lane, format_bytes
 
-STALL_SECONDS = 600.0  # without anything happening, while a thread waits for room that others hold
-N_THREADS = 4  # transfers at once, where little is spilled
-TRY_FROM_BYTES = 2**30  # so much is spilled that the drive is asked how many are best
-DIRTY_SHARE = 3  # more than this part does not wait to be written
-FORGET_AFTER = 2  # what is read ahead and not used while the pool is filled so often
+STALL_SECONDS = 600.0  # without progress, while a thread waits for room that others hold
+N_THREADS = 4  # parallel transfers, if little is spilled
+TRY_FROM_BYTES = 2**30  # from so much spilled on, measure how many threads are best
+DIRTY_SHARE = 3  # beyond 1/3 of the pool, dirty extents are written at once
+FORGET_AFTER = 2  # an unused read-ahead is dropped after so many fills of the pool
 ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
 
 
@@ -48,11 +44,11 @@ class Pool:
 
     Args:
         extent_numel: elements of an extent, a multiple of 4096.
-        executor: runs transfers; None: threads of its own, ``n_threads`` of them.
+        executor: runs transfers; None: ``n_threads`` threads of its own.
     """
 
     spills = True
-    """Whether anything can lie on disk."""
+    """Whether homes can lie on disk."""
 
     def __init__(
         self,
@@ -71,22 +67,21 @@ class Pool:
         self._executor = executor or IoThreads(n_threads)
         self._changed: threading.Condition = threading.Condition()
         self._in_flight = 0
-        self._holders: Counter[int] = Counter()  # threads, and how many requests each has pinned
+        self._holders: Counter[int] = Counter()  # requests pinned, by thread
         self._n_waiting = 0  # threads that wait for room
-        self._n_changes = 0  # of which they were told
+        self._n_changes = 0  # that waiters were notified of
         self._failures = 0  # of writes
-        self._failure: BaseException | None = None  # the last one, for whoever needs the room
+        self._failure: BaseException | None = None  # the last one, for a thread that needs the room
         self.told = False  # whether a drive's error was raised, since an owner last asked
         self._pid = os.getpid()
         _watch_forks(weakref.ref(self))
 
     @property
     def written_bytes(self) -> int:
-        """Bytes that went to disk since it was opened."""
+        """Bytes written to disk since it was opened."""
         return self.nvme.written_bytes
 
     def take_counts(self) -> Counter[Lane]:
-        """Return the bytes read and written since this was asked last."""
         return self.nvme.take_counts()
 
     def adopt(self, kind: Kind, slab: Slab, n_bytes: int, itemsize: int, what: str) -> Extents:
@@ -102,7 +97,7 @@ class Pool:
         return Extents(extents, self.extent_numel, n_bytes // itemsize)
 
     def _first_page(self, slab: Slab, size_bytes: int, n_bytes: int, what: str) -> int:
-        """Return where a home begins in its mapping, and ask for pages that suit its extents."""
+        """Return a home's offset in its mapping, and ask for pages that suit its extents."""
         mapping = slab.mapping
         if mapping is None:
             raise BudgetError(f"{what} lies on the device, which has no way to disk")
@@ -117,9 +112,9 @@ class Pool:
     def pin(self, request: Request) -> Iterator[None]:
         """Hold the spans of a request in memory for the length of a block.
 
-        Raises StorageError where a read failed, or where room cannot be made because writes fail;
-        BudgetError where the pool is too small. Nothing is held then. What a block that raises has
-        left of a FRESH span is given up for what was there before, where that is still on disk.
+        Raises StorageError if a read failed, or if writes fail and so no room can be made;
+        BudgetError if the pool is too small. Nothing is held then. If the block raises, extents of
+        a FRESH span that were not in memory keep their old content.
         """
         me = threading.get_ident()
         while not self._take(request, me):
@@ -150,10 +145,10 @@ class Pool:
             self._pump()
 
     def later(self, requests: Iterable[Request]) -> None:
-        """Announce what will be pinned once other work is done, in place of what was so before.
+        """Announce requests to be pinned after other work, in place of those announced before.
 
-        It is read while nothing is left to read ahead, and given up, the last of it first, as soon
-        as a pin needs its room. A forked process, which must not read, announces nothing.
+        They are read while nothing is left to read ahead, and dropped, last first, as soon as a pin
+        needs their room. A forked process, which must not read, announces nothing.
         """
         if self._pid != os.getpid():
             return
@@ -165,7 +160,7 @@ class Pool:
             self._pump()
 
     def discard(self, extents: Extents) -> None:
-        """Let a home's content go, in memory and on disk; it reads as zeros from now on."""
+        """Drop a home's content, in memory and on disk; it reads as zeros from now on."""
         self._refuse_fork()
         with self._changed:
             moving = (FILLING, FLUSHING)
@@ -180,7 +175,7 @@ class Pool:
             self._tell_waiters()
 
     def drain(self) -> None:
-        """Return when no transfer is under way; what was announced is forgotten."""
+        """Forget announced requests, and return when no transfer is under way."""
         if self._pid != os.getpid():
             return
         with self._changed:
@@ -189,7 +184,6 @@ class Pool:
             self._wait(lambda: not self._in_flight)
 
     def close(self) -> None:
-        """Finish transfers and let the files go; what is in memory is gone with them."""
         if self._pid == os.getpid():
             self.drain()
             self._executor.close()
@@ -198,13 +192,11 @@ class Pool:
     # -- inside, under the lock ------------------------------------------------------------------
 
     def _take(self, request: Request, me: int) -> bool:
-        """Pin a request; False, and nothing is pinned, where a read that was begun ahead failed.
-
-        A failed read-ahead is not reported: the caller retries the read.
-        """
+        """Pin a request; False, with nothing pinned, if a read that was begun ahead failed. A
+        failed read-ahead is not reported: the caller retries the read."""
         self._refuse_fork()
         with self._changed:
-            # 1. wait until none of them is on its way down, and there is room for what is missing
+            # 1. wait until none to be written is being flushed, and the missing ones have room
             if not self._has_room(request):
                 with self.nvme.log.standing("write"):
                     self._wait_for_room(request, me)
@@ -220,7 +212,7 @@ class Pool:
                 for extent, use in request.needs.items():
                     if self.cache.state(extent) is ABSENT:
                         self._bring(extent, use)
-                # 3. wait for what is read
+                # 3. wait for the reads
                 if self._is_filling(request.needs):
                     with self.nvme.log.standing("read"):
                         self._wait(lambda: not self._is_filling(request.needs))
@@ -259,13 +251,13 @@ class Pool:
 
     def _unpin(self, request: Request, me: int) -> None:
         self._holders[me] -= 1
-        self._holders += Counter()  # without those who hold nothing
+        self._holders += Counter()  # drop threads that hold nothing
         for extent in request.needs:
             extent.pins -= 1
             if extent in self.cache.resident:
                 self.cache.resident.move_to_end(extent)
             if extent.blank and not extent.pins:
-                self.cache.leave(extent, "discard")  # never written whole: the old content stands
+                self.cache.leave(extent, "discard")  # not fully written: keep the old content
         self._pump()
         self._tell_waiters()
 
@@ -285,19 +277,19 @@ class Pool:
     def _has_room(self, request: Request) -> bool:
         for extent, use in request.needs.items():
             if use is not PinUse.READ and self.cache.state(extent) is FLUSHING:
-                return False  # it must not change while it is written
+                return False  # it must not change while it is flushed
         while not self.cache.evict(self.cache.missing(request), request.needs):
-            self.cache.later.requests.clear()  # what would be read now would be given up again
+            self.cache.later.requests.clear()  # reading now would be for nothing
             if not self.cache.later.let_go_last():
                 return False
         return True
 
     def _make_room(self, request: Request, me: int, *, failed: bool) -> None:
-        """Do something for a request that has no room, or wait until somebody has."""
-        # 1. write what is least recently used; nothing more once a write has failed
+        """Make some room for a request, or wait for another thread to."""
+        # 1. write the least recently used; nothing more once a write has failed
         if not failed:
             self._flush(self.cache.short(self.cache.missing(request)), request.needs)
-        # 2. where nothing is on its way down, what is read ahead makes room, the last of it first
+        # 2. if nothing is being flushed, drop extents read ahead, last first
         if not self.cache.bytes[FLUSHING] and (failed or not self._in_flight):
             if self.cache.window.let_go_last():
                 return
@@ -305,27 +297,27 @@ class Pool:
                 raise self._tell(self._failure)
             if self._holders.keys() == {me}:
                 raise self._too_small(request.n_bytes)
-        # 3. wait for those who hold some
+        # 3. wait for the threads that hold some
         seen = self._n_changes
         changed = self._wait(lambda: self._n_changes != seen, STALL_SECONDS)
         if not changed and not self._in_flight:
             raise self._too_small(request.n_bytes)
 
     def _flush(self, n_bytes: int, keep: Container[Extent] = ()) -> None:
-        """Begin to write ``n_bytes`` of dirty extents, or what there is."""
+        """Begin to write ``n_bytes`` of dirty extents, or all there are."""
         for extent in self.cache.loose(DIRTY, keep, n_bytes):
             self.cache.move(extent, FLUSHING, "flush")
             self._begin(Lane.WRITE, extent)
 
     def _bring(self, extent: Extent, use: PinUse) -> None:
-        """Give an extent memory, and its content where the user looks at that."""
+        """Give an extent memory, and begin to read its content if the use needs it."""
         if self.cache.enter(extent, use):
             self._begin(Lane.READ, extent)
 
     # -- ahead of need ---------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Write dirty extents, and read ahead within the window; threads that wait come first."""
+        """Write dirty extents, and read ahead within the window, unless a thread waits."""
         if self._n_waiting:
             return
         self._flush(self.cache.bytes[DIRTY] - self.n_bytes // DIRTY_SHARE)
@@ -334,7 +326,7 @@ class Pool:
             self._read_ahead(self.cache.later)
 
     def _read_ahead(self, window: Window) -> bool:
-        """Begin to read what a window has room for; whether that is all that was announced."""
+        """Begin to read as much as a window has room for; whether that is all of it."""
         while window.requests:
             request = window.requests[0]
             coming = self.cache.due(request)
@@ -358,7 +350,7 @@ class Pool:
     # -- transfers, on their own threads ---------------------------------------------------------
 
     def _begin(self, lane: Lane, extent: Extent) -> None:
-        """Have an extent read or written, first of all where a thread waits for that."""
+        """Have an extent read or written, urgently if a thread waits for it."""
         self._in_flight += 1
         urgent = (lambda: extent.pins > 0) if lane is Lane.READ else lambda: self._n_waiting > 0
         self._executor.submit(lane, extent.n_bytes, partial(self._carry_out, lane, extent), urgent)
@@ -375,9 +367,9 @@ class Pool:
             else:
                 self._failures, self._failure = self._failures + 1, error
                 self.cache.move(extent, DIRTY, "fail")
-                self.cache.resident.move_to_end(extent)  # others come before it is tried again
+                self.cache.resident.move_to_end(extent)  # try others first
             self._in_flight -= 1
-            if error is None or lane is Lane.READ:  # or a full disk would be asked for ever
+            if error is None or lane is Lane.READ:  # else a full disk would be tried for ever
                 self._pump()
             self._tell_waiters()
 
@@ -405,7 +397,7 @@ class Pool:
 
 
 class NoPool:
-    """In place of a pool, where no home lies on disk: nothing has to be pinned."""
+    """Stands for a pool if no home lies on disk: nothing has to be pinned."""
 
     spills = False
     extent_numel = sys.maxsize
@@ -444,7 +436,7 @@ def _attempt(act: Callable[[DiskSlot, memoryview], None], extent: Extent) -> Bas
 
 
 def _watch_forks(pool: weakref.ref[Pool]) -> None:
-    """Let no transfer into private memory be under way in a fork (open(2), NOTES)."""
+    """Finish transfers into private memory before any fork (open(2), NOTES)."""
     held: list[Pool] = []
 
     def before() -> None:
@@ -474,9 +466,7 @@ def open_pool(
     checked: bool = True,
 ) -> Pool:
     """Return a pool over private files of ``disk_bytes`` in ``folders``; raises DiskFull.
-
-    ``n_threads`` None: the drive is asked, where so much goes to it that this is worth the time.
-    """
+    ``n_threads`` None: measured, if enough is spilled to be worth the time."""
     for folder in folders:
         need, free = align_up(disk_bytes // len(folders)), folder.space()
         if need > free:

@@ -1,4 +1,4 @@
-"""Replicas: the copies of parameters that compute (floor 1, mechanism).
+"""Replicas: the copies of parameters that compute reads (floor 1, mechanism).
 
 [Note: leases]  A view of a weight can outlive its pin (``p.detach()`` kept by a logger, a unit that
 returns ``latents.expand(...)``). Every replica has a storage of its own; its frames are reused only
@@ -19,14 +19,12 @@ from hetero.memory.chunk import CopyTable
 from hetero.memory.layout import Bucket
 from hetero.types import CopyState, Tier
 
-APART = -1  # where a replica starts that has memory of its own
+APART = -1  # start of a replica with memory of its own
 
 
 class Replica:
     """The contiguous HBM run of one bucket's PARAM chunks, with a prebuilt view per parameter.
-
-    ``incoming`` are the bytes that fetches fill (see [Note: decoded in place] in codec.py).
-    """
+    Fetches fill ``incoming`` (see [Note: decoded in place] in codec.py)."""
 
     __slots__ = (
         *("bucket", "start", "bytes", "incoming", "flat", "views", "cdata", "baseline"),
@@ -50,14 +48,14 @@ class Replica:
         self.ready: Ticket | None = None
         self.idle: Ticket | None = None
         self.exposed = False
-        self.dirty: set[int] = set()  # chunks that were written here
+        self.dirty: set[int] = set()  # chunks written here
         self._table = table
         self.baseline = use_count(piece)
 
     @property
     def leased(self) -> bool:
         """Whether the user's code still holds a view; only meaningful while unbound."""
-        # A fetch under way holds the frames too, and its bytes were not seen yet.
+        # A fetch under way holds the frames too; the user has not seen its bytes yet.
         return self.ready is None and storage_uses(self.cdata) > self.baseline
 
     @property
@@ -67,7 +65,7 @@ class Replica:
 
     @property
     def is_news(self) -> bool:
-        """Whether it may hold what its home does not."""
+        """Whether it may hold bytes that its home does not."""
         return self.exposed or bool(self.dirty)
 
     @property
@@ -79,7 +77,7 @@ class Replica:
         return storage_uses(self.cdata) > self.baseline + n_bound
 
     def move(self, state: CopyState, why: str) -> None:
-        """Change its state, or raise StateError; only a DIRTY one has dirty chunks."""
+        """Change its state, or raise StateError; only DIRTY and FLUSHING keep dirty chunks."""
         self._table.transition(self.bucket.id, Tier.HBM, state, why)
         if state in (CopyState.ABSENT, CopyState.FILLING, CopyState.CLEAN):
             self.dirty.clear()

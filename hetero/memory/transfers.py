@@ -1,4 +1,4 @@
-"""Copies that are on their way, oldest first (floor 1, mechanism)."""
+"""Copies in flight, oldest first (floor 1, mechanism)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Pending(Protocol):
         """Whether it is over."""
 
     def wait(self) -> None:
-        """Block until it is over; raises what it raised."""
+        """Block until it is over; raises its error."""
 
 
 class Landing(NamedTuple):
-    """The end of one copy, and how its stall is logged if the host has to wait for it."""
+    """The end of one copy, and the log fields of a stall on it."""
 
     link: Link
     ticket: Ticket
@@ -44,7 +44,7 @@ class Landing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QueuedTransfer(Generic[T]):
-    """One copy under way, what it needs until it has landed, and what happens then."""
+    """One copy under way, the objects it needs until it has landed, and a callback."""
 
     end: Pending
     keep_alive: T
@@ -53,14 +53,14 @@ class QueuedTransfer(Generic[T]):
 
 
 class Transfers(Generic[T]):
-    """A queue of copies: each keeps what it needs alive until it has landed."""
+    """A queue of copies; each keeps its objects alive until it has landed."""
 
     __slots__ = ("_queue", "bytes_in_flight")
 
     def __init__(self) -> None:
         self._queue: deque[QueuedTransfer[T]] = deque()
         self.bytes_in_flight = 0
-        """Bytes of what was queued and is not known to have landed."""
+        """Bytes queued and not known to have landed."""
 
     def queue(
         self,
@@ -70,17 +70,16 @@ class Transfers(Generic[T]):
         n_bytes: int = 0,
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Add a copy; ``then`` is called after ``keep_alive`` is let go."""
+        """Add a copy; ``then`` is called when it has landed."""
         self._queue.append(QueuedTransfer(end, keep_alive, n_bytes, then))
         self.bytes_in_flight += n_bytes
 
     def kept(self) -> Iterator[T]:
-        """Yield what is kept alive, oldest first."""
+        """Yield the objects kept alive, oldest first."""
         return (transfer.keep_alive for transfer in self._queue)
 
     def poll(self, limit_bytes: int = sys.maxsize) -> None:
-        """Let go of what has landed, and wait for the oldest while more than a limit is in
-        flight."""
+        """Drop landed copies; wait for the oldest while more than the limit is in flight."""
         queue = self._queue
         while queue and (self.bytes_in_flight > limit_bytes or queue[0].end.done):
             self.finish_oldest()
@@ -91,7 +90,6 @@ class Transfers(Generic[T]):
             self.finish_oldest()
 
     def finish_oldest(self) -> None:
-        """Wait until the copy that was queued first has landed."""
         transfer = self._queue.popleft()
         self.bytes_in_flight -= transfer.n_bytes
         transfer.end.wait()

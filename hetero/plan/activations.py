@@ -1,9 +1,8 @@
-"""What each unit leaves for its backward: the cheapest choice that fits (floor 1, policy).
+"""Chooses each unit's activation policy: the cheapest that fits (floor 1, policy).
 
-A unit that keeps costs nothing but room. One that is computed again costs its forward once more and
-leaves its inputs. One whose activations go down costs the time by which their transfers outlast the
-computation they hide behind, and leaves nothing. The model of time is this small on purpose: it
-ranks choices, it does not predict a step.
+A unit that keeps its activations costs only room. One that recomputes costs a second forward, and
+leaves its inputs. One that offloads costs the time by which its transfers outlast the computation
+that hides them. This model of time ranks choices, it does not predict a step.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-BACKWARD = 2.0  # forwards that a backward takes
+BACKWARD = 2.0  # time of a backward, in forwards
 
 
 class Policy(NamedTuple):
-    """What becomes of what a unit's forward leaves for its backward."""
+    """How a unit's activations reach its backward."""
 
     recompute: bool
-    """Only its inputs are left; the rest is computed again."""
+    """Only its inputs are left; the rest is recomputed."""
     offload: bool
-    """What is left goes down after the forward, and comes up before backward needs it."""
+    """The rest goes down after the forward, and comes up before backward needs it."""
 
     def __str__(self) -> str:
         names = [
@@ -37,24 +36,24 @@ LEAST = Policy(True, True)
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a unit's forward leaves and takes."""
+    """The bytes that a unit's forward leaves, and its time."""
 
     saved_bytes: int
     """All that autograd saves."""
     input_bytes: int
-    """What is left of it when it is computed again."""
+    """Bytes of these that stay if the unit recomputes."""
     forward_seconds: float = 0.0
     weight_bytes: int = 0
-    """What the link carries for it besides, in forward and in backward."""
+    """Bytes of weights that the link also carries for it, in forward and in backward."""
     again: bool = True
-    """Whether it may be computed again."""
+    """Whether it may recompute."""
 
     def may(self, policy: Policy) -> Policy:
-        """Return the nearest policy that it may have."""
+        """Return the nearest policy that is allowed."""
         return policy if self.again else Policy(False, policy.offload)
 
     def left_bytes(self, policy: Policy) -> int:
-        """Return what stays for backward somewhere."""
+        """Return the bytes kept for backward, on any tier."""
         return self.input_bytes if policy.recompute else self.saved_bytes
 
 
@@ -71,11 +70,10 @@ def peak_bytes(
 ) -> int:
     """Return the most bytes on the device at once in forward and backward.
 
-    ``working_bytes`` come on top of what is held while a unit computes, ``end_bytes`` after the
-    forward of the last one, where nothing has been given back yet: for a loss. Of what goes down,
-    two units' are on the device at once: in forward one on its way and one that is being made, in
-    backward one in use and the next, unless nothing ``overlaps``. So a unit's backward has at least
-    what its forward had.
+    ``working_bytes`` are needed on top while a unit computes, ``end_bytes`` after the last forward,
+    before anything is given back: for a loss. Of offloaded units, two are on the device at once: in
+    forward one in flight and one being computed, in backward one in use and the next, unless
+    nothing ``overlaps``. So a unit's backward has at least as much room as its forward.
     """
     return peaks(uses, policies, working_bytes, end_bytes=end_bytes, overlaps=overlaps)[0]
 
@@ -88,17 +86,17 @@ def peaks(
     end_bytes: int = 0,
     overlaps: bool = True,
 ) -> list[int]:
-    """Return `peak_bytes` of the units from each one on, and of none."""
-    near, far = end_bytes, 0  # at the peak: up to the next unit that goes down, and after it
+    """Return `peak_bytes` of the units from each one to the last, and of none."""
+    near, far = end_bytes, 0  # peaks up to the next unit that offloads, and after it
     found = [max(working_bytes, near)]
     for use, policy in zip(reversed(uses), reversed(policies), strict=True):
         left = use.left_bytes(policy)
         here = left + working_bytes
-        if policy.recompute:  # its inputs are among what it saves
+        if policy.recompute:  # saved_bytes include its inputs
             here += max(0, use.saved_bytes - use.input_bytes)
         if not policy.offload:
             near, far = max(here, left + near), left + far
-        else:  # it comes up while those before the next that goes down compute
+        else:  # it is fetched while the units up to the next that offloads compute
             near, far = here, max(near + left * overlaps, far)
         found.append(max(near, far))
     return found[::-1]
@@ -113,11 +111,11 @@ def choose(
     working_bytes: int = 0,
     end_bytes: int = 0,
 ) -> list[Policy] | None:
-    """Return a policy for each unit, in the order of forward; None where nothing fits.
+    """Return a policy for each unit, in the order of forward; None if nothing fits.
 
-    Units give way in the order of what that costs for each byte it frees, earlier ones first: what
-    comes late in forward is needed first in backward. The last one keeps: it is needed at once.
-    ``down`` and ``up`` return the seconds in which the link moves bytes.
+    Units give way in the order of cost per byte freed, earlier ones first: backward needs late
+    units first. The last one keeps: it is needed at once. ``down`` and ``up`` return the seconds in
+    which the link moves bytes.
     """
 
     def fits(policies: list[Policy]) -> bool:
@@ -127,7 +125,7 @@ def choose(
         pairs = zip(uses, policies, strict=True)
         return sum(cost_seconds(use, policy, down, up) for use, policy in pairs)
 
-    # 1. units give way one by one, each to what is cheapest for it; with none does the peak rise
+    # 1. units give way one by one, each in its cheapest way; no step raises the peak
     ways = _ways(uses, down, up)
 
     def given(n: int) -> list[Policy]:
@@ -137,7 +135,7 @@ def choose(
     found = _first(len(ways), lambda n: fits(given(n)))
     if found is not None:
         return given(found)
-    # 2. two units of what goes down are on the device, maybe more than inputs; or inputs go too
+    # 2. else: all recompute, all offload (two are on the device at once), or inputs go down too
     n_before = max(0, len(uses) - 1)
 
     def smallest(n: int) -> list[Policy]:
@@ -149,13 +147,13 @@ def choose(
 
 
 def _first(most: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the smallest of 0 to ``most`` that fits, where all larger ones do."""
+    """Return the smallest of 0 to ``most`` that fits, if all larger ones do too."""
     found = bisect_left(range(most + 1), True, key=fits)
     return found if found <= most else None
 
 
 def _with(uses: Sequence[Use], policies: Sequence[Policy]) -> list[Policy]:
-    """Return policies as units may have them; the last one keeps."""
+    """Return the nearest allowed policies; the last unit keeps."""
     may = [use.may(policy) for use, policy in zip(uses[:-1], policies, strict=True)]
     return may + [KEEP] * bool(uses)
 
@@ -183,6 +181,6 @@ def cost_seconds(use: Use, policy: Policy, down: Seconds, up: Seconds) -> float:
     if policy.offload:
         left, weights = use.left_bytes(policy), use.weight_bytes
         cost += max(0.0, down(left) - forward)
-        late = max(0.0, up(weights) - backward)  # as it is without
+        late = max(0.0, up(weights) - backward)  # the delay without offload
         cost += max(0.0, up(weights + left) - backward) - late
     return cost

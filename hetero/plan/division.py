@@ -1,6 +1,6 @@
-"""How HBM is divided until the next border: buffers, activations, ring, frames (floor 1).
+"""Divides HBM until the next border: buffers, activations, ring, frames (floor 1).
 
-Pure arithmetic on bytes; no torch. What activations need is measured and forecast elsewhere.
+Pure arithmetic on bytes; no torch. Activations' need is measured and forecast elsewhere.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 
 from hetero.plan.activations import Policy
 
-WORTH = 8  # frames get no less than this part of HBM more at once: they are filled and planned anew
+WORTH = 8  # add frames only for more than 1/8 of HBM: they are filled and planned anew
 
 
 @dataclass(frozen=True, slots=True)
 class Hbm:
-    """The bytes of a device, and what of them cannot be anything else."""
+    """The bytes of a device, and its fixed parts."""
 
     total_bytes: int
     buffer_bytes: int
     least_bytes: int
-    """Of the frames that the widest unit pins: fewer cannot work."""
+    """Of the frames that the widest unit pins: the minimum."""
     granule_bytes: int
     """Of one frame."""
 
     @property
     def most_bytes(self) -> int:
-        """For frames and all that moves."""
+        """For frames, activations and the ring."""
         return self.total_bytes - self.buffer_bytes
 
     @property
@@ -36,7 +36,7 @@ class Hbm:
 
     @property
     def fewest_frames(self) -> int:
-        """Frames that there have to be."""
+        """The minimum number of frames."""
         return self.least_bytes // self.granule_bytes
 
     def frames(self, n_bytes: int) -> int:
@@ -44,18 +44,18 @@ class Hbm:
         return (self.most_bytes - n_bytes) // self.granule_bytes
 
     def left_bytes(self, frames: int) -> int:
-        """Return what so many frames leave to activations and the ring."""
+        """Return the bytes that ``frames`` leave to activations and the ring."""
         return self.most_bytes - frames * self.granule_bytes
 
     def is_worth(self, n_bytes: int, frames: int) -> bool:
-        """Whether there can be many more frames than ``frames``, with ``n_bytes`` of the rest."""
+        """Whether many more than ``frames`` fit with ``n_bytes`` of activations and ring."""
         least = max(self.most_bytes // WORTH, self.least_bytes)
         return self.left_bytes(frames) - n_bytes > least
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How HBM is divided; what is left over is less than a frame, or not worth a new plan."""
+    """A division of HBM; the rest is less than a frame, or not worth a new plan."""
 
     buffer_bytes: int
     activation_bytes: int
@@ -63,11 +63,11 @@ class Division:
     """Of gradients on their way down."""
     frames: int
     policies: Mapping[int, Policy] = field(default_factory=dict)
-    """By unit: what becomes of its activations."""
+    """Of activations, by unit."""
 
     @property
     def moving_bytes(self) -> int:
-        """Of activations and the ring, which are charged together."""
+        """Of activations and the ring, charged together."""
         return self.activation_bytes + self.ring_bytes
 
 
@@ -83,12 +83,12 @@ def divide(
     """Return the division: activations first, then the ring, then frames in what is left.
 
     Args:
-        activation_bytes: that the next step is expected to need.
+        activation_bytes: expected need of the next step.
         ring_bytes: of the ring that lets copies overlap with compute; it may get less.
-        frames: that there are now.
-        keeps: whether these stay where a few more would fit.
+        frames: present number.
+        keeps: whether to stay at that number if only a few more would fit.
 
-    Raises ValueError where activations do not fit with the fewest frames.
+    Raises ValueError if activations do not fit with the fewest frames.
     """
     if activation_bytes > hbm.room_bytes:
         raise ValueError(f"{activation_bytes} bytes of activations; there is {hbm.room_bytes}")

@@ -2,8 +2,7 @@
 
 A profile is TOML. Every number is ``{ v = 25.0, src = "est" }``, and measured ones also have a
 ``spread``; tables are ``{ rows = [[65536, 0.25], ...], src = "est" }``. ``src`` is a key of
-``[src]``, which says in words where numbers come from. `hetero.plan.machine` has the sections,
-their units and the times that follow from them; ``hetero calibrate`` writes a machine's own.
+``[src]``, which names sources in words. `hetero.plan.machine` has the sections and their units.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def load(path: str | Path) -> MachineProfile:
-    """Return the profile in a file; ConfigError names the file, the key and what is wrong."""
+    """Return the profile in a file; ConfigError names the file, the key and the problem."""
     try:
         return parse(text_in(path))
     except ConfigError as error:
@@ -55,12 +54,12 @@ def text_in(path: str | Path) -> str:
         return read_text(path)
     except OSError as error:
         raise ConfigError(error.strerror or str(error), advice="check the path") from error
-    except ValueError as error:  # Unparsable, and a path with a NUL in it
+    except ValueError as error:  # Unparsable, or a NUL in the path
         raise ConfigError(str(error), advice="check the path") from error
 
 
 def parse(text: str) -> MachineProfile:
-    """Return the profile in a TOML text; ConfigError says of each wrong key what is wrong."""
+    """Return the profile in a TOML text; ConfigError lists every wrong key with its problem."""
     profile, problems = read(text)
     if profile is not None and not problems:
         problems = broken(profile)
@@ -70,7 +69,7 @@ def parse(text: str) -> MachineProfile:
 
 
 def lint(text: str) -> list[str]:
-    """Return what is wrong or doubtful in the text of a profile, each with its key and why."""
+    """Return the problems and doubts in a profile's text, each with its key and the reason."""
     profile, problems = read(text)
     if profile is None:
         return problems
@@ -79,7 +78,7 @@ def lint(text: str) -> list[str]:
 
 
 def lint_file(path: str | Path) -> list[str]:
-    """Return what is wrong or doubtful in a file; that it cannot be read is such a problem."""
+    """Return the problems and doubts in a file; an unreadable file is one problem."""
     try:
         return lint(text_in(path))
     except ConfigError as error:
@@ -87,7 +86,7 @@ def lint_file(path: str | Path) -> list[str]:
 
 
 def read(text: str) -> tuple[MachineProfile | None, list[str]]:
-    """Return what a text says, as far as it can be understood, and what is wrong with its form."""
+    """Return the profile in a text, None if it cannot be understood, and the problems of form."""
     try:
         given = toml_of(text, parse_float=Decimal)
     except Unparsable as error:
@@ -102,7 +101,7 @@ def read(text: str) -> tuple[MachineProfile | None, list[str]]:
 
 
 class ProfileReader:
-    """Turns parsed TOML into sections, and collects what is wrong on the way."""
+    """Turns parsed TOML into sections, and collects problems."""
 
     def __init__(self, sources: Any) -> None:
         self.problems: list[str] = []
@@ -114,7 +113,7 @@ class ProfileReader:
         self._known = {source.key for source in self.sources}
 
     def section(self, kind: type[T], given: Any, where: str) -> T | None:
-        """Return a section, None where too little of it is there."""
+        """Return a section, None if a part of it is missing or wrong."""
         if not isinstance(given, dict):
             self.problems.append(f"{where.rstrip('.')}: takes a table")
             return None
@@ -246,7 +245,7 @@ def sha256(profile: MachineProfile) -> str:
 
 
 def sections(of: Any) -> Iterator[tuple[Any, str]]:
-    """Yield the sections in a section, with their keys; one that says nothing is left out."""
+    """Yield the sections in a section, with their keys; those with only defaults are left out."""
     for f in dataclasses.fields(of):
         value = getattr(of, f.name)
         whole = dataclasses.is_dataclass(value) and not isinstance(value, (Figure, Table, Io))
@@ -255,7 +254,7 @@ def sections(of: Any) -> Iterator[tuple[Any, str]]:
 
 
 def section_lines(section: Any, where: str) -> Iterator[str]:
-    """Yield the lines of a section and of those in it; what is None is left out."""
+    """Yield the lines of a section and its subsections; None values are left out."""
     inner = list(sections(section))
     lines = []
     for f in dataclasses.fields(section):
@@ -271,7 +270,6 @@ def section_lines(section: Any, where: str) -> Iterator[str]:
 
 
 def written(value: Any, form: KeyForm) -> str:
-    """Return the value of one key."""
     if isinstance(value, Figure):
         return with_source(f"v = {number(value.value, form.exponents[0])}", value)
     if isinstance(value, Table):
@@ -293,7 +291,6 @@ def with_source(text: str, of: Figure | Table) -> str:
 
 
 def inline(section: Any) -> str:
-    """Return a section as an inline table."""
     pairs = [
         f"{f.name} = {written(getattr(section, f.name), form_of(f))}"
         for f in dataclasses.fields(section)
@@ -302,7 +299,7 @@ def inline(section: Any) -> str:
 
 
 def number(value: float, exponent: int) -> str:
-    """Return a number over a power of ten, with as few digits as say exactly this number."""
+    """Return a number over a power of ten, in the fewest digits that are exact."""
     return f"{Decimal(repr(value)).scaleb(-exponent).normalize():f}"
 
 
@@ -318,12 +315,12 @@ def bare(key: str) -> str:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the profiles that come with hetero."""
+    """Return the names of hetero's own profiles."""
     return tuple(sorted(path.stem for path in folder().glob("*.toml")))
 
 
 def find(name_or_path: str | Path) -> MachineProfile:
-    """Return the profile in a file, or the one of that name that comes with hetero."""
+    """Return the profile in a file, or hetero's own of that name."""
     path = Path(name_or_path)
     if path.is_file():
         return load(path)
@@ -339,5 +336,5 @@ def find(name_or_path: str | Path) -> MachineProfile:
 
 
 def folder() -> Path:
-    """Return where the profiles are that come with hetero."""
+    """Return the directory of hetero's own profiles."""
     return next((path for path in FOLDERS if path.is_dir()), FOLDERS[0])

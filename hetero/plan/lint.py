@@ -1,8 +1,7 @@
-"""What is wrong with a profile, rule by rule (no torch).
+"""Checks profiles, rule by rule (no torch).
 
-`broken` finds what the formulas of `hetero.plan.machine` cannot work with; `doubtful` finds numbers
-that no machine has: sparse rates, bits for bytes, GB for GiB, shares above 1, rates above peaks.
-Every problem names the key and says why.
+`broken` finds values that the formulas of `hetero.plan.machine` cannot use; `doubtful` finds
+numbers that no machine has: sparse rates, bits for bytes, GB for GiB, rates above peaks.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from hetero.plan.machine import (
 from hetero.plan.rates import Rows, axes
 
 GIB = 2**30
-ROUNDING = 1.01  # of measured shares
-SLACK = 1.05  # above a datasheet by clocks and rounding
-CARD_BYTES = (0.95, 1.02)  # of its nominal GiB that a driver reports
+ROUNDING = 1.01  # tolerance of measured shares
+SLACK = 1.05  # rates above a datasheet, by clocks and rounding
+CARD_BYTES = (0.95, 1.02)  # share of its nominal GiB that a driver reports
 LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # a PCIe lane, one way
 C2C_GBPS = 450.0  # NVLink-C2C, one way
 DRIVE_GBPS = 16.0  # PCIe 5.0 x4
@@ -41,7 +40,7 @@ Rule = Callable[[MachineProfile], Iterator[str]]
 
 
 class Card(NamedTuple):
-    """What the datasheet of a card says: dense, accumulated in fp32; 10**12 and 10**9 a second."""
+    """A card's datasheet: dense, accumulated in fp32; 10**12 and 10**9 a second."""
 
     pattern: str
     gib: tuple[int, ...]
@@ -66,7 +65,7 @@ CARDS = (
 
 
 def card_of(name: str) -> Card | None:
-    """Return what is known of a GPU by the name that its driver gives it."""
+    """Return the datasheet of a GPU by its driver's name for it, None if unknown."""
     return next((card for card in CARDS if re.search(card.pattern, name)), None)
 
 
@@ -79,7 +78,7 @@ class ProfileEntry(NamedTuple):
 
 
 def entries(section: Any, where: str = "") -> Iterator[ProfileEntry]:
-    """Yield every figure and table of a section and of those in it."""
+    """Yield every figure and table of a section and its subsections."""
     for f in dataclasses.fields(section):
         value, form = getattr(section, f.name), form_of(f)
         if isinstance(value, (Figure, Table)):
@@ -94,11 +93,11 @@ def shown(entry: Figure | float, exponent: int) -> str:
     return f"{value / 10**exponent:.6g}"
 
 
-# -- what the formulas cannot work with ----------------------------------------------------------
+# -- values that the formulas cannot use ---------------------------------------------------------
 
 
 def broken(profile: MachineProfile) -> list[str]:
-    """Return what keeps a profile from being used."""
+    """Return the problems that make a profile unusable."""
     return [problem for rule in BROKEN for problem in rule(profile)]
 
 
@@ -160,7 +159,7 @@ BROKEN: tuple[Rule, ...] = (
 )
 
 
-# -- what no machine has -------------------------------------------------------------------------
+# -- numbers that no machine has -----------------------------------------------------------------
 
 
 def doubtful(profile: MachineProfile) -> list[str]:
@@ -203,7 +202,7 @@ def rates_keep_below_peaks(profile: MachineProfile) -> Iterator[str]:
 
 
 def rates_and_peaks(profile: MachineProfile) -> Iterator[tuple[str, Figure | None, Figure | None]]:
-    """Yield rates, and what bounds each: a peak, the lane alone, the drive's first rate."""
+    """Yield rates and their bounds: a peak, the lane alone, the drive's first rate."""
     host, link, nvme = profile.host, profile.link, profile.nvme
     yield "host.dram_GBps", host.dram_bytes_per_second, host.dram_peak_bytes_per_second
     yield "host.gemm_fp32_GFLOPS", host.gemm_fp32_per_second, host.fp32_peak_per_second
@@ -231,7 +230,7 @@ def grids_keep_below_peaks(profile: MachineProfile) -> Iterator[str]:
 
 
 def peaks(profile: MachineProfile) -> Iterator[tuple[str, Matmul, Dtype, Figure]]:
-    """Yield every peak of a dtype, and the matmuls that have to keep below it."""
+    """Yield every peak of a dtype, and the matmuls that must stay below it."""
     host, gpu = profile.host, profile.gpu
     if host.matmul is not None and host.fp32_peak_per_second is not None:
         yield "host", host.matmul, "fp32", host.fp32_peak_per_second
@@ -269,7 +268,7 @@ def bytes_are_not_bits(profile: MachineProfile) -> Iterator[str]:
 
 
 def physical(profile: MachineProfile) -> Iterator[tuple[str, Figure | None, float, str]]:
-    """Yield rates of links, memory, drives and nets with what their kind can have."""
+    """Yield rates of links, memory, drives and nets, with the maximum of their kind."""
     gpu, nvme, net = profile.gpu, profile.nvme, profile.net
     for key, way, kind in directions(profile):
         most, whose = physical_gbps(kind) or math.inf, f"that {kind} can move"
@@ -310,7 +309,7 @@ def directions(profile: MachineProfile) -> Iterator[tuple[str, Direction, str]]:
 
 
 def physical_gbps(kind: str) -> float | None:
-    """Return what a type of link can move one way, None for an unknown one."""
+    """Return GB/s that a type of link can move one way, None for an unknown type."""
     match = re.fullmatch(r"pcie([1-6])x(1|2|4|8|16)", kind)
     if match:
         return LANE_GBPS[int(match[1])] * int(match[2])

@@ -1,9 +1,8 @@
-"""What a machine can do, every number with its source, and how long work takes on it (no torch).
+"""A machine's rates, every number with its source, and the times of work on it (no torch).
 
-The sections are those of a profile file (`hetero.plan.hardware` reads and writes it). Numbers are
-kept in bytes, seconds and operations per second; a field's metadata holds the key and the power of
-ten that the file uses (``hbm_GBps`` is ``hbm_bytes_per_second`` divided by 10**9).
-Counts (cores, drives) are facts and carry no source.
+The sections are those of a profile file (`hetero.plan.hardware` reads and writes it), in bytes,
+seconds and operations per second; a field's metadata holds the file's key and power of ten
+(``hbm_GBps`` is ``hbm_bytes_per_second`` / 10**9). Counts (cores, drives) carry no source.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ GIGA, TERA, MICRO = 9, 12, -6  # powers of ten
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number, the key of its source, and how far its samples lay apart."""
+    """A number, the key of its source, and the spread of its samples."""
 
     value: float
     source: str
     spread: float = 0.0
-    """Interquartile range of the samples over their median; 0 where nothing was sampled."""
+    """Interquartile range of the samples over their median; 0 without samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of numbers of one source; the last column is what the others lead to."""
+    """Rows of numbers of one source; the last column is a function of the others."""
 
     rows: Rows
     source: str
@@ -54,11 +53,10 @@ class KeyForm(NamedTuple):
     key: str
     exponents: tuple[int, ...]
     zero: bool
-    """Whether nothing at all is a sensible value, as it is of bytes and never of a rate."""
+    """Whether zero is a sensible value, as of bytes and never of a rate."""
 
 
 def form(key: str, *exponents: int, zero: bool = False) -> dict[str, KeyForm]:
-    """Return the metadata of a field."""
     return {"form": KeyForm(key, exponents or (0,), zero)}
 
 
@@ -68,7 +66,7 @@ def optional(key: str, *exponents: int, zero: bool = False) -> Any:
 
 
 def form_of(f: Field[Any]) -> KeyForm:
-    """Return how a file writes a field; most are written as they are called."""
+    """Return how a file writes a field; by default under its own name."""
     found: KeyForm = f.metadata.get("form", KeyForm(f.name, (0,), False))
     return found
 
@@ -86,17 +84,16 @@ class Peaks:
     fp32: Figure | None = optional("fp32", TERA)
 
     def of(self, dtype: Dtype) -> Figure | None:
-        """Return the peak of a dtype."""
         found: Figure | None = getattr(self, dtype)
         return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matmul:
-    """``[gpu.matmul]``, ``[host.matmul]``: what matmuls reach, by shape or at least as a share."""
+    """``[gpu.matmul]``, ``[host.matmul]``: rates of matmuls, by shape or as a share of the peak."""
 
     launch_seconds: Figure = field(metadata=form("launch_us", MICRO, zero=True))
-    """What one operation costs the host before anything is computed."""
+    """The host's overhead of one operation."""
     bf16_efficiency: Figure | None = optional("bf16_eff")
     fp16_efficiency: Figure | None = optional("fp16_eff")
     fp8_efficiency: Figure | None = optional("fp8_eff")
@@ -107,16 +104,15 @@ class Matmul:
     fp8_grid: Table | None = optional("fp8_grid", 0, 0, 0, TERA)
     fp32_grid: Table | None = optional("fp32_grid", 0, 0, 0, TERA)
     attention: Figure | None = optional("attention_eff")
-    """Share that fused attention's forward reaches of a square matmul of as many operations."""
+    """Rate of fused attention's forward, as a share of a square matmul of as many operations."""
     attention_backward: Figure | None = optional("attention_backward_eff")
 
     def efficiency(self, dtype: Dtype) -> Figure | None:
-        """Return the share of the peak that matmuls of a dtype reach."""
         found: Figure | None = getattr(self, f"{dtype}_efficiency")
         return found
 
     def grid(self, dtype: Dtype) -> Table | None:
-        """Return what matmuls of a dtype reached, by shape."""
+        """Return the measured rates of matmuls of a dtype, by shape."""
         found: Table | None = getattr(self, f"{dtype}_grid")
         return found
 
@@ -141,7 +137,8 @@ class Gpu:
     matmul: Matmul
 
     def matmul_seconds(self, m: int, n: int, k: int, dtype: Dtype) -> float:
-        """Return 2mnk over what the grid says of that shape (T2); see `wave_operations` without."""
+        """Return 2mnk over the grid's rate of that shape (T2), or else `wave_operations` over the
+        peak's share."""
         grid = self.matmul.grid(dtype)
         if grid is not None:
             return 2 * m * n * k / grid_rate(grid.rows, m, n, k)
@@ -159,7 +156,7 @@ class Gpu:
         return 0.0
 
     def launch_seconds(self) -> float:
-        """Return what one operation costs before anything is computed."""
+        """Return the overhead of one operation."""
         return self.matmul.launch_seconds.value
 
 
@@ -168,14 +165,14 @@ class Direction:
     """``[link.h2d]``, ``[link.d2h]``: copies between HOST and HBM, one way."""
 
     type: str = ""
-    """"pcie4x16" and the like, "c2c", "ram" where HBM is RAM, or "unknown"; of d2h "" is as h2d."""
+    """"pcie4x16" and the like, "c2c", "ram" if HBM is RAM, or "unknown"; of d2h "" is as h2d."""
     peak_bytes_per_second: Figure | None = optional("peak_GBps", GIGA)
     bytes_per_second: Figure = field(metadata=form("GBps", GIGA))
     """Of large copies from page-locked memory, with nothing else on the link."""
     latency_seconds: Figure = field(metadata=form("alpha_us", MICRO, zero=True))
     pageable_factor: Figure | None = optional("pageable_factor")
     size_curve: Table | None = optional("size_curve", 0, 0)
-    """Rows (bytes, share of ``bytes_per_second`` that a copy of so many reaches)."""
+    """Rows (bytes of a copy, share of ``bytes_per_second`` that it reaches)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +185,7 @@ class Duplex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """``[link]``: what joins HOST and HBM."""
+    """``[link]``: between HOST and HBM."""
 
     contention: Table | None = optional("contention", 0, GIGA)
     """Rows (devices that copy at once, bytes per second of each)."""
@@ -207,32 +204,32 @@ class ThreadRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """``[host]``: processors and RAM; the computing device too where there is no other."""
+    """``[host]``: processors and RAM; also the computing device if there is no other."""
 
     cores: int
     numa_nodes: int = 1
     isa: tuple[str, ...] = ()
     ram_bytes: Figure = field(metadata=form("ram_bytes"))
     limit_bytes: Figure | None = optional("limit_bytes")
-    """What a process could take of it when it was measured; None: all of it."""
+    """Part of it that a process could take when it was measured; None: all of it."""
     memlock_bytes: Figure | None = optional("memlock_bytes", zero=True)
-    """What a process may lock; None: no limit."""
+    """Bytes that a process may lock; None: no limit."""
     dram_peak_bytes_per_second: Figure | None = optional("dram_peak_GBps", GIGA)
     dram_bytes_per_second: Figure = field(metadata=form("dram_GBps", GIGA))
-    """Read and written together by all threads; what is read only to be overwritten not counted."""
+    """Read and written together by all threads; reads of bytes that are overwritten not counted."""
     update_per_second: Figure = field(metadata=form("adam_Gparam_s", GIGA))
-    """Parameters that the update kernel brings up to date."""
+    """Parameters that the update kernel updates."""
     fp32_peak_per_second: Figure | None = optional("fp32_peak_GFLOPS", GIGA)
     gemm_fp32_per_second: Figure | None = optional("gemm_fp32_GFLOPS", GIGA)
     gemm_bf16_per_second: Figure | None = optional("gemm_bf16_GFLOPS", GIGA)
     gemm_fp16_per_second: Figure | None = optional("gemm_fp16_GFLOPS", GIGA)
     access: Figure | None = optional("access_us", MICRO, zero=True)
-    """Seconds of hetero's own work at a unit's access, where the same processor computes."""
+    """Seconds of hetero's own work at a unit's access, if the same processor computes."""
     counted: Figure | None = optional("counted_us", MICRO, zero=True)
-    """Seconds of looking at an operation or a view, where no allocator counts: "cpu:sim"."""
+    """Seconds to inspect an operation or a view if no allocator counts: "cpu:sim"."""
     elementwise: Table | None = optional("elementwise_GBps", 0, GIGA)
-    """Rows (bytes that are read and written, rate) of an operation that makes its output: fresh
-    memory is slower than what ``dram_GBps`` says of memory that is there."""
+    """Rows (bytes read and written, rate) of an operation that allocates its output: fresh memory
+    is slower than the rate ``dram_GBps`` of memory in use."""
     functions_per_second: Figure | None = optional("functions_Gelem_s", GIGA)
     """Elements for which an activation function, or its derivative, is computed."""
     threads: ThreadRates = field(default_factory=ThreadRates)
@@ -240,21 +237,20 @@ class Host:
 
     @property
     def access_seconds(self) -> float:
-        """What a unit's access costs who launches; 0 where it was not measured."""
+        """Cost of a unit's access to the launching thread; 0 if not measured."""
         return self.access.value if self.access is not None else 0.0
 
     @property
     def counted_seconds(self) -> float:
-        """What it costs to look at an operation; 0 where it was not measured."""
+        """Cost of inspecting an operation; 0 if not measured."""
         return self.counted.value if self.counted is not None else 0.0
 
     def gemm(self, dtype: Dtype) -> Figure | None:
-        """Return operations per second of large matmuls of a dtype."""
         found: Figure | None = getattr(self, f"gemm_{dtype}_per_second", None)
         return found
 
     def matmul_seconds(self, m: int, n: int, k: int, dtype: Dtype) -> float:
-        """Return 2mnk over what the grid says of that shape, or over what large matmuls reach."""
+        """Return 2mnk over the grid's rate of that shape, or over that of large matmuls."""
         grid = self.matmul.grid(dtype) if self.matmul is not None else None
         if grid is not None:
             return 2 * m * n * k / grid_rate(grid.rows, m, n, k)
@@ -270,12 +266,12 @@ class Host:
         return n_bytes / self.dram_bytes_per_second.value
 
     def function_seconds(self, numel: int) -> float:
-        """Return the time of an activation function's arithmetic; 0 where it was not measured."""
+        """Return the time of an activation function's arithmetic; 0 if not measured."""
         rate = self.functions_per_second
         return numel / rate.value if rate is not None else 0.0
 
     def launch_seconds(self) -> float:
-        """Return what one operation costs before anything is computed; 0 where nobody measured."""
+        """Return the overhead of one operation; 0 if not measured."""
         return self.matmul.launch_seconds.value if self.matmul is not None else 0.0
 
 
@@ -291,7 +287,7 @@ class Io:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriveRates:
-    """``[nvme]``: ``devices`` equal drives, striped; rates are of all together."""
+    """``[nvme]``: ``devices`` equal drives, striped; rates are their total."""
 
     devices: int = 1
     odirect: bool = True
@@ -301,20 +297,20 @@ class DriveRates:
     write_sustained_bytes_per_second: Figure | None = optional("write_sustained_GBps", GIGA)
     """Past that cache."""
     slc_bytes: Figure | None = optional("slc_bytes")
-    """What the cache takes; None: nobody has found its end."""
+    """Size of that cache; None: no measurement reached its end."""
     mixed_factor: Figure | None = optional("mixed_factor")
     """Share of its rate that each direction keeps while the other one is busy too."""
     read_latency_seconds: Figure | None = optional("read_alpha_us", MICRO, zero=True)
-    """Of a transfer, beside its bytes, with as many under way as ``io`` says."""
+    """Of a transfer, on top of its bytes, with ``io``'s number in flight."""
     write_latency_seconds: Figure | None = optional("write_alpha_us", MICRO, zero=True)
     tbw_bytes: Figure | None = optional("tbw_bytes")
-    """What may be written in the drive's life."""
+    """Bytes that may be written in the drive's life."""
     io: Io = field(default_factory=Io)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Net:
-    """``[net]``: what joins devices of one machine."""
+    """``[net]``: between devices of one machine."""
 
     intra: str = "none"
     bytes_per_second: Figure | None = optional("GBps", GIGA)
@@ -326,7 +322,7 @@ class Net:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """``[overlap]``: how much longer the first takes while the second runs, 1 or more (T7)."""
+    """``[overlap]``: slowdown of the first while the second runs, 1 or more (T7)."""
 
     gemm_under_h2d: Figure | None = optional("gemm_under_h2d")
     gemm_under_d2h: Figure | None = optional("gemm_under_d2h")
@@ -338,7 +334,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """``[quality]``: how a measured profile came about."""
+    """``[quality]``: how a profile was measured."""
 
     measured_on: str = ""
     """UTC date."""
@@ -346,19 +342,19 @@ class Quality:
     mode: str = ""
     """"quick" or "full"."""
     seconds: float = field(default=0.0, metadata=form("seconds", zero=True))
-    """What measuring took."""
+    """Duration of the measurement."""
     spread_percent: float = field(default=0.0, metadata=form("spread_pct", zero=True))
     """The widest spread of all figures."""
     noisy: tuple[str, ...] = ()
     """Keys whose spread is above 5 %: not to be relied on."""
     notes: tuple[str, ...] = ()
-    """What was not measured, and why."""
+    """Missing measurements, and the reasons."""
     torch: str = ""
     driver: str = ""
 
 
 class Citation(NamedTuple):
-    """Where numbers come from: ``key = "text"`` under ``[src]``."""
+    """A source of numbers: ``key = "text"`` under ``[src]``."""
 
     key: str
     text: str
@@ -382,14 +378,14 @@ class MachineProfile:
 
     @property
     def compute(self) -> Gpu | Host:
-        """What models compute on."""
+        """The device that models compute on."""
         return self.gpu if self.gpu is not None else self.host
 
     def matmul_seconds(self, m: int, n: int, k: int, dtype: Dtype = "bf16") -> float:
-        """Return the time of an (m, k) by (k, n) matmul; ConfigError for a dtype it has not (T2).
+        """Return the time of an (m, k) by (k, n) matmul; ConfigError for an unknown dtype (T2).
 
-        From the measured grid, interpolated in log space and level beyond its borders; without one
-        from the peak, its efficiency, and whole waves of tiles.
+        From the measured grid, interpolated in log space and constant beyond its borders; without
+        one from the peak, its efficiency, and whole waves of tiles.
         """
         return self.compute.matmul_seconds(m, n, k, dtype)
 
@@ -398,10 +394,8 @@ class MachineProfile:
         return self.compute.memory_seconds(n_bytes)
 
     def attention_seconds(self, flops: float, dtype: Dtype, *, backward: bool) -> float:
-        """Return the time of a fused attention of so many operations (T2).
-
-        That of a square matmul of as many, over the share of its rate that attention reaches.
-        """
+        """Return the time of a fused attention (T2): that of a square matmul of as many operations,
+        over the share of its rate that attention reaches."""
         side = side_of(flops)
         matmul = self.compute.matmul
         share = matmul and (matmul.attention_backward if backward else matmul.attention)
@@ -419,7 +413,7 @@ class MachineProfile:
 
         Args:
             both_ways: the other direction is saturated meanwhile.
-            devices: how many devices copy at once, with this one.
+            devices: number of devices that copy at once, including this one.
 
         Without a link section HBM is RAM, and a copy reads and writes it: 2n over its rate.
         """
@@ -439,10 +433,8 @@ class MachineProfile:
         return curve_seconds(curve, n_bytes, rate, way.latency_seconds.value)
 
     def update_seconds(self, numel: int, bytes_touched: float) -> float:
-        """Return the time of an optimizer step over ``numel`` parameters on HOST (T4).
-
-        It is bound by the kernel or by the ``bytes_touched``, all that it reads and writes.
-        """
+        """Return the time of an optimizer step over ``numel`` parameters on HOST (T4). Bound by the
+        kernel, or by the ``bytes_touched``: all it reads and writes."""
         kernel = numel / self.host.update_per_second.value
         return max(kernel, bytes_touched / self.host.dram_bytes_per_second.value)
 
@@ -456,9 +448,7 @@ class MachineProfile:
         self, n_bytes: float, written_before_bytes: float = 0, *, both_ways: bool = False
     ) -> float:
         """Return the time of a write to disk: a bucket of fast bytes, then the slow rate (T5).
-
-        ``written_before_bytes`` were written since the drive's cache was last empty.
-        """
+        ``written_before_bytes`` were written since the drive's cache was last empty."""
         nvme = self.drive()
         share = mixed(nvme, both_ways)
         late = nvme.write_latency_seconds.value if nvme.write_latency_seconds is not None else 0.0
@@ -469,14 +459,14 @@ class MachineProfile:
         return (late + left / fast.value + (n_bytes - left) / slow.value) / share
 
     def drive_life_steps(self, bytes_per_step: float) -> float | None:
-        """Return the steps that the drives outlive, writing so much in each; None: unknown."""
+        """Return the steps until the drives are worn out; None: unknown."""
         endurance = self.drive().tbw_bytes
         if endurance is None:
             return None
         return endurance.value / bytes_per_step if bytes_per_step else math.inf
 
     def drive(self) -> DriveRates:
-        """Return the disk section, ConfigError where there is none."""
+        """Return the disk section, ConfigError if there is none."""
         if self.nvme is None:
             raise ConfigError(
                 f"profile {self.name!r} has no [nvme]",
@@ -492,7 +482,7 @@ def unsupported(dtype: str, what: str) -> ConfigError:
 
 
 def mixed(nvme: DriveRates, both_ways: bool) -> float:
-    """Return the share of its rate that a direction keeps; half where it was not measured."""
+    """Return the share of its rate that a direction keeps; half if not measured."""
     if not both_ways:
         return 1.0
     return nvme.mixed_factor.value if nvme.mixed_factor is not None else 0.5

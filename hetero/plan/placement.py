@@ -1,11 +1,10 @@
 """Placement: which homes HOST holds, and which go to disk (floor 1, policy; no torch).
 
-A byte of optimizer state moves twice a step (down and up), a byte of a gradient twice, a byte of a
-parameter up to three times, and parameters are what the device waits for. So HOST is given to
-parameters first, then to gradients, then to what masters and states need, in the order in which the
-model computes. The choice is made once: every step goes through the homes in the same order, so a
-fixed part of them on HOST saves as many bytes as any replacement could (it is what Belady's rule
-keeps of a cycle), and the first unit's update never waits for a disk.
+A byte of optimizer state or gradient moves twice a step, a byte of a parameter up to three times,
+and the device waits for parameters. So HOST is given to parameters first, then to gradients, then
+to masters and states, in the order in which the model computes. The choice is made once: every step
+visits the homes in the same order, so a fixed part of them on HOST saves as many bytes as any
+replacement could (Belady), and the first unit's update never waits for a disk.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ class HomePart(NamedTuple):
 
 
 def place(parts: Iterable[HomePart], host_bytes: int) -> frozenset[tuple[Kind, int]]:
-    """Return (kind, bucket) of the homes that do not fit ``host_bytes`` any more.
-
-    ``parts`` are in the order in which the model computes.
-    """
+    """Return (kind, bucket) of the homes that no longer fit ``host_bytes``. ``parts`` are in the
+    order in which the model computes."""
     spilled = set()
     for part in sorted(parts, key=lambda part: PRIORITY.index(part.kind)):
         if part.n_bytes <= host_bytes:

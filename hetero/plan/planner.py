@@ -1,8 +1,8 @@
 """Prefetch and next-use eviction under the budget, from a trace (floor 1, policy; no torch).
 
-Belady's rule with look-ahead: fetches go out in the order of next use, as early as frames can be
-had, and a fetch may displace only what is needed later than itself. The planner lays out addresses,
-not only bytes, with the frame map that the runtime uses (handed in as ``space``).
+Belady's rule with look-ahead: fetches go out in the order of next use, as early as frames permit,
+and may only displace buckets that are needed later than their own. Addresses are laid out with the
+runtime's frame map (handed in as ``space``).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from hetero.plan.schedule import Op, Schedule, Shape
 from hetero.plan.standing import may_stand, standing, window
 from hetero.plan.trace import Trace
 
-SETTLE = 8  # steps within which residency at the border has to repeat
+SETTLE = 8  # steps tried until residency at the border repeats
 
-NOBODY = -1  # owns frames that are left alone
+NOBODY = -1  # owner of frames that stay unused
 
-FARTHEST = 512  # accesses ahead of which a fetch is worth considering
+FARTHEST = 512  # accesses to look ahead
 
 
 class PlannedPlace(Protocol):
-    """Where a run goes and who leaves for it."""
+    """The address of a run, and the owners to evict for it."""
 
     @property
     def start(self) -> int: ...
@@ -52,8 +52,8 @@ def next_use(places: Sequence[int], after: int) -> float:
 
 
 class Lap(NamedTuple):
-    """A simulated step: its ops, the buckets that end where they did not begin, its fetches, and
-    what it costs whom: misses, and frames that are filled."""
+    """A simulated step: its ops, the buckets that end away from where they began, the number of its
+    fetches, its misses, and the frames filled."""
 
     ops: tuple[tuple[Op, ...], ...]
     moved: tuple[int, ...]
@@ -65,11 +65,11 @@ class Lap(NamedTuple):
 class Planner:
     """Simulates steps over a frame map until the border repeats, and keeps the cheapest.
 
-    Passing buckets are placed at alternate ends, so that one which is pinned leaves the other side
-    whole for the next. Buckets that no update rewrites survive the border; the border's ops name
-    where each of them stands, so that the plan can be entered from any state. Where no update
-    rewrites anything, look-ahead goes on beyond the border, and a part of the buckets may stand
-    for good (`hetero.plan.standing`), above the others: frames that are given up are theirs.
+    Streamed buckets are placed at alternate ends, so that a pinned one leaves the other side whole
+    for the next. Buckets that no update rewrites survive the border; the border's ops give the
+    address of each, so that the plan can be entered from any state. If no update rewrites anything,
+    look-ahead goes on beyond the border, and some buckets may stand for good
+    (`hetero.plan.standing`), above the others: frames that are given up are theirs.
     """
 
     def __init__(
@@ -87,20 +87,19 @@ class Planner:
         self.depth = FARTHEST if depth is None else depth
         self.uses = trace.uses()
         self.resident: dict[int, int] = {}
-        self._next: dict[int, float] = {}  # use of every resident bucket that does not stand
+        self._next: dict[int, float] = {}  # next use of every resident, streamed bucket
         self._order: list[tuple[float, int]] = []  # (next use, bucket) of these, ascending
-        self._near = 0.0  # all accesses between the present one and this have what they need
+        self._near = 0.0  # all accesses up to this one have their buckets
         self._high = False
         self._cyclic = may_stand(trace, shapes)
         self._standing: tuple[int, ...] = ()
 
     def build(self) -> Schedule:
-        """Return the schedule of the steady step."""
         best = self._standing_lap() if self._cyclic else self._settled(())
         return Schedule(self.trace, leaving(best.ops, best.moved), self.limit)
 
     def _standing_lap(self) -> Lap:
-        """Return the cheapest of the steps in which some buckets stand."""
+        """Return the cheapest step with a set of standing buckets."""
         laps: list[Lap] = []
         for stand in standing(self.trace, self.shapes, self.limit):
             # also try one bucket fewer: with an even number of fetches the two ends alternate back
@@ -114,8 +113,8 @@ class Planner:
     def _settled(self, stand: tuple[int, ...]) -> Lap:
         """Return the step that repeats, with these buckets standing.
 
-        They stand above what the rest streams through, which has two ends to alternate between; so
-        the first of them are where they are for any number of frames.
+        They stand above the window of the rest, which alternates between its two ends; so their
+        first addresses are the same for any number of frames.
         """
         self._update(everything=True)
         self._standing = stand
@@ -136,7 +135,7 @@ class Planner:
         return best
 
     def _lap(self) -> Lap:
-        """Simulate a step from the present residency, and what it takes to repeat it."""
+        """Simulate a step from the present residency, and its cost with a return to the start."""
         survivors = dict(self.resident)
         ops = self._step(survivors)
         self._update()
@@ -182,7 +181,7 @@ class Planner:
             self._near = min(self._near, use)
 
     def _rank(self, buckets: Iterable[int], point: int) -> None:
-        """The next uses of buckets are others from a point on."""
+        """Recompute the next uses of buckets after a point."""
         for bucket in buckets:
             use = self._next.get(bucket)
             if use is not None:
@@ -191,7 +190,7 @@ class Planner:
                 insort(self._order, (use, bucket))
 
     def _demand(self, point: int, needed: Sequence[int]) -> tuple[Op, ...]:
-        """Fetch what look-ahead could not; where it is too scattered, start from empty frames."""
+        """Fetch the buckets that look-ahead could not; if frames are too scattered, empty them."""
         missing = [b for b in dict.fromkeys(needed) if b not in self.resident]
         if not missing:
             return ()
@@ -232,7 +231,7 @@ class Planner:
         return Op(bucket, place.start, place.evict)
 
     def _leaving(self, pinned: Sequence[int], deadline: int) -> Iterator[tuple[object, int]]:
-        """Yield what is needed later than a deadline, last first."""
+        """Yield buckets needed later than a deadline, last first."""
         for use, bucket in reversed(self._order):
             if use <= deadline:
                 return
@@ -240,7 +239,7 @@ class Planner:
                 yield use, bucket
 
     def _next_use(self, bucket: int, point: int) -> float:
-        """Positions of the next step count too, for what survives the update."""
+        """Return the next position; of the next step too, for buckets that survive the update."""
         places = self.uses.get(bucket, ())
         use = next_use(places, point)
         if math.isinf(use) and places and not self.shapes[bucket].rewritten:
@@ -249,7 +248,7 @@ class Planner:
 
 
 def leaving(ops: tuple[tuple[Op, ...], ...], gone: tuple[int, ...]) -> tuple[tuple[Op, ...], ...]:
-    """Let the first op of a step evict what the last step left behind, its own bucket too."""
+    """Let the first op of a step also evict the last step's ``gone`` buckets, its own included."""
     for point, row in enumerate(ops):
         if row:
             first = row[0]._replace(evict=tuple(dict.fromkeys((*row[0].evict, *gone))))

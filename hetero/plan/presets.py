@@ -19,7 +19,7 @@ def _published(
     ffn: int,
     **others: Any,
 ) -> Preset:
-    """Return a configuration with Llama's names; ``others`` are further keys of it."""
+    """Return a configuration with Llama's names, and ``others`` as further keys."""
     return MappingProxyType(
         {
             "model_type": model_type,
@@ -63,4 +63,4 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "smollm2-135m": _published("llama", 49152, 576, 30, 9, 3, 1536, tie_word_embeddings=True),
     }
 )
-"""Published configurations, each as its ``config.json`` has it."""
+"""Published configurations, as in their ``config.json``."""

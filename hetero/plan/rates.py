@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from itertools import product
 
-TILE = 128  # rows and columns of a matmul that one multiprocessor computes at once, as libraries do
+TILE = 128  # rows and columns that one multiprocessor computes at once, in libraries' matmuls
 ATTENTION_BACKWARD = 2.5
-"""Of fused attention, in forwards: of its two products scores again and four more."""
+"""Of fused attention, in forwards of two products: the scores again, and four more products."""
 Rows = tuple[tuple[float, ...], ...]
 
 
@@ -18,9 +18,7 @@ def attention_flops(
     batch: int, heads: int, queries: int, keys: int, widths: int, *, causal: bool, backward: bool
 ) -> float:
     """Return the operations of a fused attention: 2·b·a·s·s'·(d + d'), times 2.5 in backward.
-
-    ``widths`` is d + d', of a key and of a value. A causal one computes half the scores.
-    """
+    ``widths`` is d + d', of a key and of a value. A causal one computes half the scores."""
     forward = 2.0 * batch * heads * queries * keys * widths
     return forward * (ATTENTION_BACKWARD if backward else 1.0) * (0.5 if causal else 1.0)
 
@@ -34,8 +32,8 @@ def side_of(flops: float) -> int:
 def wave_operations(m: int, n: int, k: int, sm: int) -> float:
     """Return the operations of a matmul, counting idle multiprocessors of its last wave (T2).
 
-    Tiles are computed ``sm`` at a time. Below one wave libraries cut along k or take smaller tiles,
-    so that nothing is added there.
+    Tiles are computed ``sm`` at a time. Below one wave nothing is added: libraries cut along k or
+    take smaller tiles.
     """
     tiles = math.ceil(m / TILE) * math.ceil(n / TILE)
     if tiles <= sm:
@@ -44,11 +42,11 @@ def wave_operations(m: int, n: int, k: int, sm: int) -> float:
 
 
 def curve_seconds(curve: Rows, n_bytes: float, rate: float, latency: float) -> float:
-    """Return the time of a copy: latency + n/rate, or what a curve of shares says (T3).
+    """Return the time of a copy: latency + n/rate, or from a curve of shares (T3).
 
-    At the curve's sizes it is n / (rate x share), in between log-log interpolated; below it goes
-    down to the latency in a straight line, above it goes on at the full rate. It never falls with
-    n, and never beats the rate.
+    At the curve's sizes it is n / (rate x share), in between log-log interpolated; below the curve
+    it falls to the latency in a straight line, above it goes on at the full rate. It never falls
+    with n, and never beats the rate.
     """
     if n_bytes <= 0:
         return 0.0
@@ -68,7 +66,7 @@ def curve_seconds(curve: Rows, n_bytes: float, rate: float, latency: float) -> f
 
 
 def interpolated(rows: Rows, x: float) -> float:
-    """Return y at x between rows (x, y) in ascending order, in log-log space, level beyond."""
+    """Return y at x between ascending rows (x, y), in log-log space, constant beyond."""
     xs = [row[0] for row in rows]
     (low, high), part = between(xs, x)
     y0, y1 = rows[low][-1], rows[high][-1]
@@ -76,10 +74,8 @@ def interpolated(rows: Rows, x: float) -> float:
 
 
 def between(axis: list[float], x: float) -> tuple[tuple[int, int], float]:
-    """Return the places on an ascending axis around x, and how far it is from the first, in logs.
-
-    Where x is on the axis or beyond it, the share is 0.
-    """
+    """Return the places on an ascending axis around x, and its share of the way between, in logs.
+    If x is on the axis or beyond it, the share is 0."""
     if x <= axis[0]:
         return (0, 0), 0.0
     if x >= axis[-1]:
@@ -97,7 +93,7 @@ def axes(rows: Rows) -> list[list[float]]:
 
 
 def grid_rate(rows: Rows, *point: float) -> float:
-    """Return the rate at a point of a full grid, multilinear in logs, level beyond its borders."""
+    """Return the rate at a point of a full grid, multilinear in logs, constant beyond borders."""
     known = {row[:-1]: row[-1] for row in rows}
     values = axes(rows)
     places = [between(axis, x) for axis, x in zip(values, point, strict=True)]

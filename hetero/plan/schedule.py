@@ -19,7 +19,7 @@ class Op(NamedTuple):
     """FETCH ``bucket`` into the frames at ``start``, after EVICT of the buckets named.
 
     A DEMAND is a fetch that no earlier point had room for: the access itself makes it, before its
-    pins; the plan only tells where.
+    pins; the plan only gives the address.
     """
 
     bucket: int
@@ -35,14 +35,14 @@ class Op(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the planner knows of a bucket: frames it fills, and whether an update rewrites it."""
+    """A bucket as the planner sees it: its frames, and whether an update rewrites it."""
 
     granules: int
     rewritten: bool
 
 
 class Schedule(NamedTuple):
-    """Accesses of one step and the ops issued at each point; ``ops[0]`` belongs to point -1."""
+    """Accesses of one step, and the ops issued at each point; ``ops[0]`` is of point -1."""
 
     trace: Trace
     ops: tuple[tuple[Op, ...], ...]
@@ -64,7 +64,7 @@ class Schedule(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read what `show` printed; ValueError names the line that does not parse."""
+        """Parse the output of `show`; ValueError names the line that does not parse."""
         accesses: list[Access] = []
         ops: list[tuple[Op, ...]] = []
         limit = 0
@@ -86,7 +86,7 @@ class Schedule(NamedTuple):
 
 
 class ScheduleVerdict(NamedTuple):
-    """What symbolic execution of a schedule found, in its second (steady) step."""
+    """The result of symbolic execution, of the second (steady) step."""
 
     demand_misses: int
     fetches: int
@@ -94,10 +94,10 @@ class ScheduleVerdict(NamedTuple):
 
 
 def verify(schedule: Schedule, shapes: Mapping[int, Shape]) -> ScheduleVerdict:
-    """Execute a schedule symbolically against its limit; the second step is the one judged.
+    """Execute a schedule symbolically against its limit; the second step is judged.
 
-    Raises StateError, with the printed line, when an op overlaps what it does not evict, touches
-    what the access under way needs, or passes the limit.
+    Raises StateError, with the printed line, if an op overlaps buckets that it does not evict,
+    touches buckets of the access under way, or passes the limit.
     """
     frames = _Frames(shapes, schedule.limit)
     verdict = ScheduleVerdict(0, 0, 0)
@@ -125,13 +125,12 @@ class _Frames:
         self.resident: dict[int, int] = {}
 
     def update(self) -> None:
-        """Drop what a step's update rewrites."""
+        """Drop the buckets that a step's update rewrites."""
         for bucket in [b for b in self.resident if self.shapes[b].rewritten]:
             del self.resident[bucket]
 
     def apply(self, op: Op, needed: Sequence[int], line: str, strict: bool) -> bool:
-        """Carry out one op; False when there was nothing to do. Before the steady step a clash is
-        skipped, as the runtime skips it."""
+        """Carry out one op; False if there is nothing to do or, unless ``strict``, on a clash."""
         if op.bucket in self.resident and op.bucket not in op.evict and not op.demand:
             for bucket in op.evict:
                 self.resident.pop(bucket, None)
@@ -153,7 +152,7 @@ class _Frames:
         return True
 
     def demand(self, needed: Sequence[int]) -> int:
-        """Fetch what an access misses where fewest others have to leave; return how many."""
+        """Fetch the missing buckets of an access, with fewest evictions; return how many."""
         missing = [b for b in dict.fromkeys(needed) if b not in self.resident]
         if all(self._place(bucket, needed) for bucket in missing):
             return len(missing)

@@ -1,13 +1,10 @@
 """Which buckets stay on HBM from one forward to the next (floor 1, policy; no torch).
 
-A model that computes without being trained goes through the same accesses again and again, and no
-update rewrites a bucket. What has just been used is then what is needed last, so that fetching as
-early as frames can be had would bring every bucket across the link in every forward. The best that
-can be done is to let a part stand and to stream the rest: each byte of frames that stands saves a
-byte of every forward. What streams needs frames for two accesses, one that computes and the next
-one on its way; a miss is avoided by that and by nothing less.
-
-What stands is spread over the forward, so that while it computes the link has something to do.
+Without training the same accesses repeat, and no update rewrites a bucket. The bucket used last is
+then needed last, so fetching as early as frames permit would bring every bucket across the link in
+every forward. The best choice is to let some buckets stand and to stream the rest: each standing
+byte saves a byte of every forward. Streaming needs frames for two accesses, one that computes and
+the next one in flight. Standing buckets are spread over the forward, so that the link stays busy.
 """
 
 from __future__ import annotations
@@ -19,19 +16,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from hetero.plan.schedule import Shape
 from hetero.plan.trace import Trace
 
-GOLDEN = 0.6180339887498949  # of a cycle: multiples of it spread evenly, however many there are
+GOLDEN = 0.6180339887498949  # of a cycle: any number of its multiples spread evenly
 
 
 def may_stand(trace: Trace, shapes: Mapping[int, Shape]) -> bool:
-    """Whether all that a trace uses survives from one pass to the next."""
+    """Whether all buckets of a trace survive from one pass to the next."""
     return not any(shapes[bucket].rewritten for bucket in trace.uses())
 
 
 def standing(trace: Trace, shapes: Mapping[int, Shape], limit: int) -> tuple[tuple[int, ...], ...]:
     """Return sets of buckets that may stand, the least valuable bucket of each last.
 
-    The first lets stand what is of a size of its own, so that the rest streams through frames of
-    one size; the second what is largest, so that the rest needs few of them.
+    The first prefers buckets of rare sizes, so that the rest streams through frames of one size;
+    the second the largest, so that the rest needs few frames.
     """
     uses = list(trace.uses())
     sizes = Counter(shapes[bucket].granules for bucket in uses)
@@ -44,7 +41,7 @@ def standing(trace: Trace, shapes: Mapping[int, Shape], limit: int) -> tuple[tup
 def _filled(
     order: Sequence[int], trace: Trace, shapes: Mapping[int, Shape], limit: int
 ) -> tuple[int, ...]:
-    """Let stand what fits beside what the rest streams through."""
+    """Return the buckets that fit together with the window of the rest."""
     found: list[int] = []
     held, stream = 0, StreamedBuckets(trace, shapes)
     for bucket in order:
@@ -61,7 +58,7 @@ def _filled(
 
 
 class StreamedBuckets:
-    """What streams while buckets are taken out, one by one, to stand: accesses in a ring."""
+    """The streamed buckets, a ring of accesses, from which standing ones are taken out."""
 
     def __init__(self, trace: Trace, shapes: Mapping[int, Shape]) -> None:
         self._shapes = shapes
@@ -73,16 +70,16 @@ class StreamedBuckets:
         for at, need in enumerate(self._needs):
             for bucket in need:
                 self._uses.setdefault(bucket, []).append(at)
-        self._pairs: Counter[int] = Counter()  # how many accesses take so much with the next one
+        self._pairs: Counter[int] = Counter()  # frames of a pair in a row -> number of pairs
         self._count(range(n), 1)
 
     @property
     def window(self) -> int:
-        """The frames that two accesses in a row take; see `window`."""
+        """The most frames that two accesses in a row take; see `window`."""
         return max(self._pairs, default=0)
 
     def take_out(self, bucket: int) -> None:
-        """A bucket streams no more."""
+        """Stop streaming a bucket."""
         for at in self._uses[bucket]:
             before, behind, near = self._before[at], self._behind[at], {self._before[at], at}
             self._count(near, -1)
@@ -113,7 +110,7 @@ class StreamedBuckets:
 
 
 def window(trace: Trace, shapes: Mapping[int, Shape], stand: set[int]) -> int:
-    """Return the frames that two accesses in a row take, of all but what stands."""
+    """Return the most frames that two accesses in a row take, without standing buckets."""
     needs = [frozenset(access.buckets) - stand for access in trace.accesses]
     streams = [need for need in needs if need]
     if not streams:

@@ -1,4 +1,4 @@
-"""The trace of a step: which unit was accessed when, and which buckets that takes (floor 1)."""
+"""The trace of a step: its accesses by unit, and the buckets of each (floor 1)."""
 
 from __future__ import annotations
 
