@@ -1,4 +1,4 @@
-"""Shares torch's own threads among several updating threads (floor 2).
+"""Shares torch's own threads among several updating threads (floor 0).
 
 An operation of torch runs a team of OpenMP threads, one for each core. Two teams at once hinder
 each other (measured: ten times slower), as do threads that move data (twice as slow). So if several

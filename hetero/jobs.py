@@ -1,4 +1,4 @@
-"""Threads that update homes while the model computes (floor 2).
+"""Threads that update homes while the model computes (floor 0).
 
 A `Job` is work on one bucket, cut into slices that may run in parallel. Worker threads take jobs in
 the order of submission, and a thread that waits for a job helps with its slices first. Workers

@@ -628,6 +628,16 @@ def test_a_torch_bound_name_of_hetero_loads_torch_when_it_is_used() -> None:
     assert "torch" in modules_after("import hetero; hetero.prepare")
 
 
+def test_modules_say_their_own_floor() -> None:
+    said = {
+        module: int(found[1])
+        for module, text in house().items()
+        if (found := re.search(r"\(floor (\d)", ast.get_docstring(ast.parse(text)) or ""))
+    }
+    assert len(said) > 100
+    assert {m: n for m, n in said.items() if n != FLOORS.get(m.partition(".")[0], n)} == {}
+
+
 def test_the_map_names_every_module() -> None:
     told = set(re.findall(r"\w+", (PACKAGE / "README.md").read_text(encoding="utf-8")))
     known = {module.rsplit(".", 1)[-1] for module in house()} - {"__main__", "version"}

@@ -1,4 +1,4 @@
-"""A causal language model's head that leaves its logits to the loss (floor 2).
+"""A causal language model's head that leaves its logits to the loss (floor 1).
 
 `LateLogits` replaces the head's output: a tensor of the right shape that is computed when its
 numbers are read. The loss shared by Hugging Face's causal models does not read them: it is computed

@@ -1,4 +1,4 @@
-"""Cross entropy of a linear head without its logits (floor 2).
+"""Cross entropy of a linear head without its logits (floor 1).
 
 The logits of T tokens over a vocabulary of V are 4 T V bytes, and an eager head holds them three
 times in backward. Here a few tokens at a time are multiplied, reduced to their losses and, if a
