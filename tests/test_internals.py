@@ -84,6 +84,14 @@ def test_torchs_functions_are_its_own_again_when_prepare_fails(
     assert now() == TORCHS_OWN
 
 
+def test_a_plan_that_is_kept_replaces_nothing() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    settings = {"profile": "rtx4090", "hbm": 200_000, "device": "cpu"}
+    plan = hetero.plan(model, torch.randn(2, 16), loss=torch.sum, **settings)
+    assert plan.fits
+    assert now() == TORCHS_OWN
+
+
 def test_a_model_that_stays_replaces_nothing() -> None:
     gc.collect()
     model = Net()

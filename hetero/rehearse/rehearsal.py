@@ -140,6 +140,8 @@ def rehearse(scene: Scene) -> Rehearsal:
                     steps.append(one_step(scene, engine, device))
         except BudgetError as found:
             error = found
+        finally:
+            engine.residence.close()  # a plan keeps the twin, and torch its own functions
     extra = 0 if beside is None else beside.peak
     return outcome(engine, scene.profile, steps, error, extra)
 
