@@ -84,6 +84,14 @@ def test_torchs_functions_are_its_own_again_when_prepare_fails(
     assert now() == TORCHS_OWN
 
 
+def test_torchs_functions_are_its_own_again_when_a_profile_is_not_found() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(HeteroError):
+        hetero.prepare(model, optimizer, device="cpu:sim", hbm=110_000, profile="/no.toml")
+    assert now() == TORCHS_OWN
+
+
 def test_a_plan_that_is_kept_replaces_nothing() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     settings = {"profile": "rtx4090", "hbm": 200_000, "device": "cpu"}

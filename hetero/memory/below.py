@@ -120,8 +120,8 @@ class LocalBelow:
 
     @contextmanager
     def _flushing(self, replica: Replica, copy: HomeCopy) -> Iterator[None]:
-        replica.move(FLUSHING, "flush")
         copy.move(FILLING, "fetch")
+        replica.move(FLUSHING, "flush")
         try:
             yield
         except BaseException:

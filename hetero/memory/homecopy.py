@@ -109,7 +109,7 @@ class HomeCopy:
         """Whether a fetch would wait for an update or the disk; begins to read ahead."""
         if self.update is not None and (self.is_early or not self.update.done):
             return True
-        if resident:
+        if resident or self.home.stays:
             return False
         if self._announced is None:
             items = self.home.items(0, self.bucket.segments[-1].end)

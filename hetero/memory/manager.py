@@ -188,6 +188,8 @@ class ChunkManager:
     def evict(self, bucket_id: int, why: str = "evict") -> None:
         """Drop an unpinned replica, flushing it first if it was written or exposed."""
         self._adopt_writes(bucket_id)
+        if self.copies[bucket_id].update is not None and bucket_id in self.replicas:
+            self.finish_update(bucket_id)  # its bytes could not be read back, and may be now
         replica = self.replicas.get(bucket_id)
         if replica is not None:
             self._below.wait_fetch(replica)

@@ -54,6 +54,12 @@ def test_an_update_is_waited_for_and_leaves_the_home_clean() -> None:
     assert not copy.is_busy(resident=False)
 
 
+def test_a_home_in_ram_asks_nothing_of_the_disk() -> None:
+    copy = make_copy()
+    copy._pool = None  # type: ignore[assignment]
+    assert not copy.is_busy(resident=False)
+
+
 def test_an_update_that_failed_stays_and_is_raised_again() -> None:
     copy = make_copy()
     copy.begin_update(Job(ValueError("lost")))

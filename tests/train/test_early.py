@@ -15,7 +15,7 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
-from hetero.errors import ConfigError, StateError
+from hetero.errors import ConfigError, StateError, StorageError
 from hetero.events import What
 from hetero.jobs import Worker
 from hetero.train.access.early import EarlyUpdates, Visits
@@ -384,6 +384,25 @@ def test_a_second_release_gives_back_what_there_is() -> None:
         hetero.release(model, optimizer)
     plain, _ = hetero.release(model, optimizer)
     assert all(p.isfinite().all() for p in plain.parameters())
+
+
+def test_a_release_that_failed_before_says_nothing_of_updates_that_begin_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer = net()
+    train(model, optimizer, 3)
+
+    def fail(*_: Any) -> None:
+        raise StorageError("told to", advice="", path="", op="read")
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="told to"):
+        patch.setattr("hetero.train.engine.handover.Handover.fetch", fail)
+        hetero.release(model, optimizer)
+    train(model, optimizer, 1)
+    backward(model)
+    assert begun(model) > 0
+    with pytest.raises(StateError, match="released"):
+        hetero.release(model, optimizer)
 
 
 @pytest.mark.parametrize("settings", [{"max_grad_norm": 1.0}, {"precision": "fp16"}])

@@ -203,3 +203,28 @@ def test_a_gradient_keeps_neither_its_store_nor_its_job() -> None:
 
     with pytest.raises(StateError, match="went with its prepared model"):
         slot.read()
+
+
+def test_a_gradient_on_its_way_is_waited_for_though_its_updates_were_given_up() -> None:
+    world = World()
+    slot, numbers = world.arrive()
+    assert slot.landing is not None
+    world.grads.abandon()
+    assert slot.state is ARRIVING
+    assert torch.equal(slot.read(), numbers)
+
+
+def test_pieces_are_counted_before_handing_them_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    slot, _ = world.arrive()
+    slot.land()
+    seen: list[int] = []
+
+    def failing(*_: object, **__: object) -> None:
+        seen.append(slot.n_flying)
+        raise RuntimeError("told to")
+
+    monkeypatch.setattr(world.grads.ring, "hand", failing)
+    with pytest.raises(RuntimeError, match="told to"):
+        world.grads.accumulate(slot, torch.ones(SHAPE))
+    assert seen == [1] and slot.n_flying == 1

@@ -70,7 +70,8 @@ def test_a_stage_is_filled_anew_when_its_job_has_read_it() -> None:
         jobs.append(Late(lambda: found[start : start + piece.numel()].copy_(piece)))
         return jobs[-1]
 
-    n_jobs = ring.hand(source, consume, bucket=0)
+    n_jobs = ring.n_pieces(source)
+    ring.hand(source, consume, bucket=0)
     ring.finish()
     for job in jobs:
         job.wait()

@@ -36,7 +36,7 @@ from hetero.train.gradients.store import GradStore
 from hetero.train.model import faults
 from hetero.train.model.binding import Binding
 from hetero.train.update.masters import Masters, Scaling
-from hetero.types import Phase
+from hetero.types import Phase, noop
 
 
 class Runtime:
@@ -67,11 +67,8 @@ class Runtime:
         early: EarlyUpdates | NoEarlyUpdates,
         scaling: Scaling | None,
     ) -> None:
-        faults.guard_compiler()
-        undo = install((*faults.GUARDS, *SAVING, *METERING))
-        self.unguard = weakref.finalize(self, undo)
+        self.unguard: Callable[[], object] = noop
         """Removes our guards from torch's functions."""
-        self.unguard.atexit = False
         self.needs = needs
         self.early = early
         self.events = events
@@ -110,6 +107,13 @@ class Runtime:
     def evaluates(self) -> bool:
         """Whether a forward of a model that is not trained runs: it is a step of its own."""
         return not self.fetches.stepped and bool(self._calls)
+
+    def guard(self) -> None:
+        """Let torch's functions ask us first, until `close`, or until this object is gone."""
+        faults.guard_compiler()
+        undo = install((*faults.GUARDS, *SAVING, *METERING))
+        self.unguard = finalizer = weakref.finalize(self, undo)
+        finalizer.atexit = False
 
     def close(self) -> None:
         """Refuse graphs that refer to frames from now on, and remove our guards from torch."""

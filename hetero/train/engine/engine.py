@@ -213,11 +213,14 @@ class Engine:
         again. If it failed before, since the last step, it is a StateError: files and threads are
         gone, and their contents lost.
         """
-        if not self._told_early:
+        try:
+            if not self._told_early:
+                self.steps.refuse_early(
+                    "the model is released (a second call gives back what there is)"
+                )
+        except StateError:
             self._told_early = True
-            self.steps.refuse_early(
-                "the model is released (a second call gives back what there is)"
-            )
+            raise
         self.void_early()
         setup = self.setup
         failed = setup.store.pool.told

@@ -88,6 +88,7 @@ class Paged:
     def attach(self) -> None:
         """Make the parameters pages, and hook the model."""
         setup = self.setup
+        self.runtime.guard()
         self.trained.hear_all(self.runtime.backward.gradient_arrived)
         self.runtime.pages.binding.page_all()
         setup.handover.give_back_grads()

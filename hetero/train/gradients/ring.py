@@ -91,22 +91,27 @@ class GradRing:
         self.poll()
         return landing
 
-    def hand(self, source: torch.Tensor, consume: Consume, *, bucket: int) -> int:
-        """Give a 1-D tensor to jobs on HOST: ``consume(piece, first element)`` makes each job.
+    def n_pieces(self, source: torch.Tensor) -> int:
+        """Return how many jobs `hand` makes of a 1-D tensor, once its copies have landed."""
+        return len(self._starts(source))
 
-        Returns how many jobs there will be once the copies have landed.
-        """
+    def _starts(self, source: torch.Tensor) -> range:
+        """Return the first element of each piece."""
+        whole = max(1, source.numel())
+        step = max(1, self._piece_bytes // source.element_size())
+        return range(0, whole, whole if self._device.same_ram else step)
+
+    def hand(self, source: torch.Tensor, consume: Consume, *, bucket: int) -> None:
+        """Give a 1-D tensor to jobs on HOST: ``consume(piece, first element)`` makes each job."""
         if self._device.same_ram:
             self._link.count(Lane.D2H, source.nbytes, kind=Kind.GRAD, bucket=bucket, why="gradient")
             self._reads.queue(consume(source, 0), None, n_bytes=source.nbytes)
             self._was_used = True
             self.poll()
-            return 1
-        step = max(1, self._piece_bytes // source.element_size())
-        starts = range(0, source.numel(), step)
+            return
+        starts = self._starts(source)
         for start in starts:
-            self._stage_piece(source[start : start + step], start, consume, bucket)
-        return len(starts)
+            self._stage_piece(source[start : start + starts.step], start, consume, bucket)
 
     @property
     def useful_bytes(self) -> int:

@@ -196,9 +196,10 @@ class GradSlot:
             self.become(GradState.LENT, "lend")
 
     def abandon(self) -> None:
-        """Stop waiting for its job, which has failed."""
+        """Stop waiting for its job, which has failed; copies on their way are still waited for."""
         self.owner.jobs.pop(self.segment.index, None)
-        if self.state in (GradState.ARRIVING, GradState.LENT) and not self.n_flying:
+        is_here = self.landing is None and not self.n_flying
+        if is_here and self.state in (GradState.ARRIVING, GradState.LENT):
             self.become(GradState.HOME, "abandon")
 
     # -- its value -------------------------------------------------------------------------------

@@ -81,9 +81,10 @@ class GradSums:
             job = self.jobs[index] = self._worker.job([work], piece.numel(), after=after)
             return self._worker.submit(job)
 
-        bucket = self._homes.layout.bucket(slot.segment)
-        n_jobs = self._ring.hand(row(grad), consume, bucket=bucket.id)
-        slot.n_flying += n_jobs  # some of them have run already
+        bucket, flat = self._homes.layout.bucket(slot.segment), row(grad)
+        # counted before: handing may fail after some are on their way, and some run at once
+        slot.n_flying += self._ring.n_pieces(flat)
+        self._ring.hand(flat, consume, bucket=bucket.id)
 
 
 def _same_threads(n_threads: int) -> None:
