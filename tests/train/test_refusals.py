@@ -357,6 +357,24 @@ def test_a_failure_while_moving_in_leaves_the_plain_model(monkeypatch: pytest.Mo
         adamw(model).step()
 
 
+def test_a_failure_at_the_end_of_prepare_leaves_the_optimizer_its_step_and_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = Stack()
+    optimizer = adamw(model)
+    loss_of(model, DATA).backward()
+    optimizer.step()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("hetero.train.access.hooks.Hooks.guard", broken)
+        hetero.prepare(model, optimizer, device="cpu", hbm=120_000)
+    assert len(optimizer.state) == len(list(model.parameters()))
+    loss_of(model, DATA).backward()
+    optimizer.step()
+
+
 def test_a_buffer_that_another_prepared_model_has_too_stays_where_that_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

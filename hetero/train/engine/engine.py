@@ -41,11 +41,11 @@ class Engine:
         self._unsilence: Callable[[], None] = lambda: None
         self._step_began = setup.log.clock()  # when the last step ended, once there is one
         self._told_early = False  # whether a release was refused between backward and step
-        if setup.inner is not None:
-            self._wrap(setup.inner)
         setup.hooks.guard(setup.model, self._state_dict_access, self._check_copy)
         if setup.budget.spills:
             setup.hooks.refuse_saving(setup.model)
+        if setup.inner is not None:  # last: `assemble` undoes the rest, and nothing fails after
+            self._wrap(setup.inner)
         setup.store.before_use = unless_gone(self.finish, None)
         object.__setattr__(setup.model, MARK, self)
 
