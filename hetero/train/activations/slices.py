@@ -126,7 +126,8 @@ class Sliced:
         tensors = self.tensors
         # the graph keeps arguments as saved tensors, which hooks see; this object does not
         self._leaves = [None if isinstance(x, torch.Tensor) else _Plain(x) for x in self._leaves]
-        found = _Slices.apply(self, len(self.params), *self.params, *tensors)  # type: ignore[no-untyped-call]
+        inputs = (self, len(self.params), *self.params, *tensors)
+        found = _Slices.apply(*inputs)  # type: ignore[no-untyped-call]  # torch has no types for it
         outputs = iter(found)
         return self._outputs.build(next(outputs) if c is None else c.value for c in self._constants)
 

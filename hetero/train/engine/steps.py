@@ -31,7 +31,6 @@ class NoSteps:
     """The model is for inference."""
 
     scaler: LossScaler | None = None
-    skipped = False
     stepper: Stepper | None = None
     rule: Rule | None = None
 
@@ -42,6 +41,11 @@ class NoSteps:
     def make(self, optimizer: Optimizer, clip: Clip) -> Division | None:
         """Make a step; returns the division of HBM from the border on, if there is one."""
         return None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether loss scaling skipped the last step; torch's steps are not scaled."""
+        return False
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let updates begin in backward; none does."""
@@ -107,7 +111,7 @@ class HomeSteps(NoSteps):
         self._finished = True  # whether all updates that were begun were waited for
 
     @property
-    def skipped(self) -> bool:  # type: ignore[override]  # a constant where steps are torch's
+    def skipped(self) -> bool:
         """Whether loss scaling skipped the last step."""
         return self.stepper.skipped
 

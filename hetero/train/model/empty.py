@@ -72,6 +72,7 @@ class Build:
                 before(module, name, self.emptied(param))
 
             vars(register_parameter)["hetero_build"] = self
+            # the method itself is replaced: constructors call it, and nothing else is asked first
             nn.Module.register_parameter = register_parameter  # type: ignore[assignment, method-assign]
 
     def undo(self) -> None:
@@ -79,7 +80,7 @@ class Build:
         self.open = False
         with PATCHING:
             while (top := _build_of(nn.Module.register_parameter)) and not top.open:
-                nn.Module.register_parameter = top.before  # type: ignore[method-assign]
+                nn.Module.register_parameter = top.before  # type: ignore[method-assign]  # as above
 
     def emptied(self, param: Any) -> Any:
         """Return the meta parameter in place of ``param``, or ``param`` if it is not replaced."""

@@ -137,7 +137,7 @@ def metadata_functions() -> frozenset[Any]:
 
 METADATA = metadata_functions()
 GEOMETRY = frozenset({T.stride, T.is_contiguous})
-_get_data, _set_data = T.data.__get__, T.data.__set__  # type: ignore[attr-defined]
+_get_data, _set_data = T.data.__get__, T.data.__set__  # type: ignore[attr-defined]  # see binding.py
 
 
 def _refuse_to_leave(param: PreparedParameter, *_: Any, **__: Any) -> NoReturn:
@@ -164,7 +164,7 @@ class PreparedParameter(nn.Parameter):
             memo[id(self)] = self.hetero_runtime.fault(_copied, (self,), {})
         return memo[id(self)]
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # torch has one keyword more
         return str(self.hetero_runtime.fault(_shown, (self,), {}))
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +220,7 @@ class UnboundParameter(PreparedParameter):
         return owner.fault(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares no signature
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Never called. Its presence keeps torch.compile from tracing the class and guarding the

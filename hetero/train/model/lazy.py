@@ -52,7 +52,7 @@ class Lazy(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch names its keyword
         return repr(self.slot.read())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Lazy(torch.Tensor):
         return NotImplemented
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares no signature
         cls,
         func: Any,
         types: Sequence[type],

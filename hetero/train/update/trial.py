@@ -384,7 +384,7 @@ class _Apart(TorchDispatchMode):
     """Keeps a trial off the model's own parameters."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
         self.held = {id(p): p for p in params}
         self._places = {p.untyped_storage()._cdata for p in params}
 
