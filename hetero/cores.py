@@ -24,10 +24,24 @@ class Cores:
         self._limit = limiter() if n_threads else None
 
     @contextmanager
-    def all(self) -> Iterator[None]:
-        """Let operations use every core; one caller at a time."""
-        with self._alone:
+    def all(self, n_threads: int | None = None) -> Iterator[None]:
+        """Let operations use every core, or ``n_threads``; one caller at a time."""
+        with self._alone, self._counting(n_threads):
             yield
+
+    @contextmanager
+    def _counting(self, n_threads: int | None) -> Iterator[None]:
+        """Let this thread's operations use ``n_threads``; None leaves them as they are."""
+        before = torch.get_num_threads()
+        if n_threads is None or n_threads == before:
+            yield
+            return
+        count = self._limit or torch.set_num_threads
+        count(n_threads)
+        try:
+            yield
+        finally:
+            count(before)
 
     @contextmanager
     def one(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from hetero.cores import Cores
 from hetero.device import CpuDevice, SimDevice
 from hetero.errors import StateError
 from hetero.events import EventLog
@@ -42,6 +43,7 @@ class World:
             ring=GradRing(device, link, ledger, sizes_bytes=[spec.numel * 4], most_bytes=2**20),
             store=HomeStore(device, ledger),
             worker=self.worker,
+            cores=Cores(0),
         )
 
     def arrive(self) -> tuple[GradSlot, torch.Tensor]:

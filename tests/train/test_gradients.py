@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,7 +22,9 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.jobs import Worker
+from hetero.memory.home import Home
 from hetero.train.engine.tuning import Tuning
+from hetero.train.gradients.slot import whole_norm
 from tests.equivalence.harness import same, stay_paged, values
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -28,6 +32,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "cpu": {"device": "cpu", "hbm": 20_000},
     "sim": {"device": "cpu:sim", "hbm": 20_000},
 }
+PART = Home.part
 each_place = pytest.mark.parametrize("place", PLACES)
 
 
@@ -72,6 +77,60 @@ class Joined(nn.Module):
 
     def forward(self, x: Tensor, both: bool) -> Tensor:
         return (self.a + self.b if both else self.a) * x
+
+
+@contextmanager
+def torch_threads(n: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_sum_takes_one_of_torchs_threads_and_its_norm_as_many_as_the_launcher_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bits of a norm depend on their number; two teams at once hinder each other."""
+    adding: list[int] = []
+    norming: list[int] = []
+
+    def note(found: list[int]) -> None:
+        if threading.current_thread().name.startswith("hetero-update"):
+            found.append(torch.get_num_threads())
+
+    def part(home: Home, run: slice) -> Tensor:
+        note(adding)
+        return PART(home, run)
+
+    def norm(*args: Any, **kwargs: Any) -> Tensor:
+        note(norming)
+        return whole_norm(*args, **kwargs)
+
+    with torch_threads(2):
+        plain, theirs = linears(2, 512), linears(2, 512)
+        tuning = Tuning(worker=Worker(2))
+        model, optimizer = prepare(theirs, place="sim", hbm=2**23, tuning=tuning)
+        inner = torch.optim.SGD(plain.parameters(), lr=1.0)
+        for step in range(3):
+            for number in range(3):
+                for m in (plain, model):
+                    m(batch(3 * step + number, 512)).square().mean().backward()
+                if step == 2 and number == 1:
+                    engine_of(model).residence.quiesce()
+                    monkeypatch.setattr(Home, "part", part)
+                    monkeypatch.setattr("hetero.train.gradients.sums.whole_norm", norm)
+            for job in list(engine_of(model).residence.trained.grads.jobs.values()):
+                while not job.done:
+                    time.sleep(0.001)
+            monkeypatch.undo()
+            theirs_norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+            assert torch.equal(theirs_norm, optimizer.clip_grad_norm_(1e-3))
+            for o in (inner, optimizer):
+                o.step()
+                o.zero_grad()
+    assert set(adding) == {1} and set(norming) == {2}
 
 
 @each_place

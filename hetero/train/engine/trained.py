@@ -32,8 +32,9 @@ class Trained:
     @classmethod
     def on(cls, setup: Setup, device: Device, link: Link, *, early: bool) -> Trained:
         """Take gradients from ``device``; ``early`` says whether updates begin in backward."""
-        grads = make_grads(setup, device, link, early=early)
-        stepper = None if setup.inner is None else make_stepper(setup, setup.inner, grads)
+        cores = Cores(setup.worker.n_threads)
+        grads = make_grads(setup, device, link, cores, early=early)
+        stepper = None if setup.inner is None else make_stepper(setup, setup.inner, grads, cores)
         return cls(setup, grads, stepper)
 
     @property
@@ -64,7 +65,7 @@ class Trained:
         )
 
 
-def make_grads(setup: Setup, device: Device, link: Link, *, early: bool) -> GradStore:
+def make_grads(setup: Setup, device: Device, link: Link, cores: Cores, *, early: bool) -> GradStore:
     trainable = [bucket for bucket in setup.buckets if bucket.trainable]
     ring = GradRing(
         device,
@@ -80,11 +81,14 @@ def make_grads(setup: Setup, device: Device, link: Link, *, early: bool) -> Grad
         ring=ring,
         store=setup.store,
         worker=setup.worker,
+        cores=cores,
         early=early,
     )
 
 
-def make_stepper(setup: Setup, inner: torch.optim.Optimizer, grads: GradStore) -> Stepper:
+def make_stepper(
+    setup: Setup, inner: torch.optim.Optimizer, grads: GradStore, cores: Cores
+) -> Stepper:
     drafts = Drafts(
         inner,
         setup.params,
@@ -93,7 +97,7 @@ def make_stepper(setup: Setup, inner: torch.optim.Optimizer, grads: GradStore) -
         store=setup.store,
         masters=setup.masters,
         native=kernel.load() if setup.tuning.native else None,
-        cores=Cores(setup.worker.n_threads),
+        cores=cores,
         stream_to=setup.device.torch_device if setup.tuning.update_on_device else None,
     )
     return Stepper(

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hetero.cores import Cores
 from hetero.device import ALONE, Device, use_count
 from hetero.errors import ConfigError, StateError
 from hetero.jobs import Job, Worker
@@ -68,6 +69,7 @@ class GradStore:
         ring: GradRing,
         store: HomeStore,
         worker: Worker,
+        cores: Cores,
         early: bool = False,
     ) -> None:
         self.ring = ring
@@ -79,7 +81,7 @@ class GradStore:
         self._params = params
         self._layout = layout
         self._index = {id(p): i for i, p in enumerate(params)}
-        self._sums = GradSums(self.homes, ring, worker)
+        self._sums = GradSums(self.homes, ring, worker, cores)
         self.jobs = self._sums.jobs
         self._references = References()
         self._pending: dict[int, None] = {}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hetero.cores import Cores
 from hetero.jobs import Job, Worker
 from hetero.memory.extent import PinUse
 from hetero.memory.layout import row
@@ -18,7 +19,8 @@ from hetero.train.gradients.slot import GradNorm, GradSlot, GradState, whole_nor
 class Addition:
     """Work of one job: a piece of a gradient, which begins at the parameter's element ``start``.
 
-    A disk may fail between two runs; the rest is tried again later.
+    A disk may fail between two runs; the rest is tried again later. Adding gives the same bits on
+    any number of threads, so it takes one; a norm does not, and takes as many as ``n_threads``.
     """
 
     homes: GradHomes
@@ -30,11 +32,19 @@ class Addition:
     unscale: float
     norm_ord: float | None
     """Of the norm of the whole sum, taken after its last piece."""
+    cores: Cores
     n_threads: int
+    """Of torch in the thread that handed the gradient."""
     done: int = 0
 
     def __call__(self) -> None:
-        _same_threads(self.n_threads)
+        with self.cores.one():
+            self._add()
+        is_last = self.start + self.piece.numel() == self.slot.segment.spec.numel
+        if is_last and not self.first and self.norm_ord is not None:
+            self._take_norm(self.norm_ord)
+
+    def _add(self) -> None:
         piece, home, segment = self.piece, self.slot.home, self.slot.segment
         exact = piece if self.unscale == 1.0 else piece.float() * self.unscale
         first, end = segment.offset + self.start, segment.offset + self.start + piece.numel()
@@ -43,22 +53,25 @@ class Addition:
             part, addend = home.part(run), exact[run.start - first : run.stop - first]
             part.copy_(addend) if self.first else part.add_(addend)
             self.done = run.stop - first
-        if end == segment.end and not self.first and self.norm_ord is not None:
-            whole = self.homes.read(home, segment)
-            in_fp32 = self.homes.has_master(segment)
-            norm = whole_norm(whole, self.norm_ord, in_fp32=in_fp32)
-            self.slot.norm = GradNorm(self.norm_ord, norm)
+
+    def _take_norm(self, ord: float) -> None:
+        segment = self.slot.segment
+        whole = self.homes.read(self.slot.home, segment)
+        with self.cores.all(self.n_threads):
+            norm = whole_norm(whole, ord, in_fp32=self.homes.has_master(segment))
+        self.slot.norm = GradNorm(ord, norm)
 
 
 class GradSums:
     """Adds gradients at home in order of arrival, a job a piece."""
 
-    def __init__(self, homes: GradHomes, ring: GradRing, worker: Worker) -> None:
+    def __init__(self, homes: GradHomes, ring: GradRing, worker: Worker, cores: Cores) -> None:
         self.jobs: dict[int, Job] = {}
         """The last job that writes or reads each parameter's gradient, by index."""
         self._homes = homes
         self._ring = ring
         self._worker = worker
+        self._cores = cores
 
     def add(
         self,
@@ -74,7 +87,11 @@ class GradSums:
         slot.become(GradState.ARRIVING, "add")
 
         def consume(piece: torch.Tensor, start: int) -> Job:
-            work = Addition(self._homes, slot, piece, start, first, unscale, norm_ord, n_threads)
+            work = Addition(
+                *(self._homes, slot, piece, start, first, unscale, norm_ord),
+                cores=self._cores,
+                n_threads=n_threads,
+            )
             slot.n_flying -= 1
             before = self.jobs.get(index)
             after = () if before is None or before.done else (before,)
@@ -85,9 +102,3 @@ class GradSums:
         # counted before: handing may fail after some are on their way, and some run at once
         slot.n_flying += self._ring.n_pieces(flat)
         self._ring.hand(flat, consume, bucket=bucket.id)
-
-
-def _same_threads(n_threads: int) -> None:
-    """Let torch use as many threads as in the submitting thread: a norm's bits depend on it."""
-    if torch.get_num_threads() != n_threads:
-        torch.set_num_threads(n_threads)
