@@ -14,6 +14,7 @@ from hetero.device import (
     POISON,
     Allocated,
     CpuDevice,
+    CudaDevice,
     SimDevice,
     Slab,
     Ticket,
@@ -623,9 +624,27 @@ def test_a_cpu_has_no_allocator_that_counts() -> None:
 
 
 def test_what_the_allocator_counts_goes_by_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    stats = {"allocated_bytes.all.peak": 3, "reserved_bytes.all.current": 4, "active": 5}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
-    assert allocated(torch.device("cuda", 0)) == Allocated(0, 3, 4)
+    kinds = ("allocated_bytes", "reserved_bytes", "active_bytes")
+    counts = iter(range(12))
+    stats = {k: {"all": {c: next(counts) for c in ("current", "peak")}} for k in kinds}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: stats)
+    assert allocated(torch.device("cuda", 0)) == Allocated(0, 1, 2)
+
+
+def test_before_cuda_has_begun_its_allocator_counts_nothing() -> None:
+    assert allocated(torch.device("cuda", 0)) == Allocated(0, 0, 0)
+
+
+def test_counting_makes_no_list_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A meter asks after every unit, and `torch.cuda.memory_stats` sorts 140 names each time."""
+    stats = {
+        kind: {"all": {"current": 1, "peak": 1}} for kind in ("allocated_bytes", "reserved_bytes")
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: stats)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: pytest.fail("a list of names"))
+    device = object.__new__(CudaDevice)
+    device.torch_device = torch.device("cuda", 0)
+    assert device.allocated_peak() == device.reserved_bytes() == 1
 
 
 # -- states of generators ------------------------------------------------------------------------

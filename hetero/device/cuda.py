@@ -23,6 +23,7 @@ from hetero.device.face import (
     paged_slab,
     release_slab,
 )
+from hetero.device.process import counts
 from hetero.errors import ConfigError
 from hetero.types import Lane
 
@@ -203,7 +204,7 @@ class CudaDevice:
         return Accelerator(found.name, arch, found.multi_processor_count, found.total_memory)
 
     def reserved_bytes(self) -> int:
-        return int(torch.cuda.memory_reserved(self.torch_device))
+        return counts(self.torch_device).reserved_bytes
 
     def poison(self, dst: torch.Tensor) -> None:
         dst.fill_(POISON)
@@ -226,7 +227,7 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def allocated_peak(self) -> int | None:
-        return int(torch.cuda.max_memory_allocated(self.torch_device))
+        return counts(self.torch_device).peak_bytes
 
     def close(self) -> None:
         for stream in self._streams.values():

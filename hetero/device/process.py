@@ -51,11 +51,19 @@ class Allocated(NamedTuple):
 
 def allocated(place: torch.device) -> Allocated | None:
     """Return the counts of torch's allocator; None on a CPU."""
-    if place.type != "cuda":
-        return None
-    stats = torch.cuda.memory_stats(place)
-    names = ("allocated_bytes.all.current", "allocated_bytes.all.peak")
-    return Allocated(*(int(stats.get(n, 0)) for n in (*names, "reserved_bytes.all.current")))
+    return counts(place) if place.type == "cuda" else None
+
+
+def counts(place: torch.device) -> Allocated:
+    """Return the counts of a CUDA device's allocator; zeros before CUDA has begun.
+
+    A meter asks after every unit: `torch.cuda.memory_stats` makes 140 names and sorts them first.
+    """
+    stats = torch.cuda.memory_stats_as_nested_dict(place)
+    if not stats:
+        return Allocated(0, 0, 0)
+    held, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+    return Allocated(held["current"], held["peak"], reserved["current"])
 
 
 def accelerator_rng(place: torch.device) -> torch.Tensor | None:
