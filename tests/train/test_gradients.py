@@ -24,7 +24,7 @@ from hetero.device import SimDevice
 from hetero.jobs import Worker
 from hetero.memory.home import Home
 from hetero.train.engine.tuning import Tuning
-from hetero.train.gradients.slot import whole_norm
+from hetero.train.gradients.slot import GradSlot, whole_norm
 from tests.equivalence.harness import same, stay_paged, values
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -466,6 +466,28 @@ def test_a_load_after_a_write_is_the_load(place: str, order: str) -> None:
         model[0].weight.zero_()
     optimizer.step()  # without gradients: closes what was loaded
     assert not masters(model, optimizer)[0].any()
+
+
+@pytest.mark.parametrize("clip", ["ours", "torch's"])
+def test_a_clip_of_known_norms_neither_waits_for_gradients_nor_reads_them(
+    clip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = prepare(linears(), place="sim")
+
+    def run() -> None:
+        model(batch(0)).square().sum().backward()
+        if clip == "ours":
+            optimizer.clip_grad_norm_(0.1)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    run()  # from here on norms are taken as gradients leave
+    optimizer.step()
+    optimizer.zero_grad()
+    with monkeypatch.context() as patch:
+        patch.setattr(GradSlot, "stored", lambda slot: pytest.fail("a gradient is read"))
+        run()
+    optimizer.step()
 
 
 @each_place

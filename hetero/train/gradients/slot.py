@@ -35,6 +35,8 @@ class GradState(Enum):
     LENT = "at home, where an update may still read it"
     TAKEN = "a private tensor on the device, which aliases may write to"
 
+    __hash__ = object.__hash__  # a member is one object, and Enum's own hash is Python
+
 
 LEGAL = frozenset(
     {
@@ -112,14 +114,15 @@ class GradSlot:
     """
 
     __slots__ = (
-        *("__weakref__", "_owner", "factors", "home", "landing", "n_flying", "norm", "segment"),
-        *("state", "summed", "value"),
+        *("__weakref__", "_owner", "factors", "has_master", "home", "landing", "n_flying"),
+        *("norm", "segment", "state", "summed", "value"),
     )
 
     def __init__(self, owner: GradOwner, segment: Segment, home: Home) -> None:
         self._owner: Callable[[], GradOwner | None] = weakref.ref(owner)
         self.segment = segment
         self.home = home
+        self.has_master = owner.homes.has_master(segment)
         self.state = GradState.ARRIVING
         self.landing: Landing | None = None
         """The end of the copy that writes it home unchanged."""
@@ -156,10 +159,6 @@ class GradSlot:
     def job(self) -> Job | None:
         """The last job that writes or reads the home."""
         return self.owner.jobs.get(self.segment.index)
-
-    @property
-    def has_master(self) -> bool:
-        return self.owner.homes.has_master(self.segment)
 
     # -- the way home ----------------------------------------------------------------------------
 
@@ -286,13 +285,20 @@ class GradSlot:
         if self.value is not None or self.factors.clip is not None:
             owner.norm_ord = ord
             return whole_norm(self._shown(), ord, in_fp32=in_fp32)
-        home = self.stored()
+        if self.summed:
+            self.land()  # its last job takes the norm
         if self.norm is None or self.norm.ord != ord:
+            home = self.stored()
             single = home if self.summed else home.to(owner.place)
             self.norm = GradNorm(ord, whole_norm(single, ord, in_fp32=in_fp32))
             owner.norm_ord = ord
         norm = self.norm.value.to(owner.place)
         return norm if self.factors.unscale == 1.0 else norm * self.factors.unscale
+
+    def defer(self, clip: torch.Tensor) -> None:
+        """Leave a multiplication by a number, which no one changes, to the update."""
+        self.owner.early.check_write(self.segment)
+        self.factors = Factors(self.factors.unscale, clip)
 
     def _shown(self) -> torch.Tensor:
         """Return the gradient with its factors applied, in the precision of its norm."""
@@ -352,9 +358,7 @@ def _mul(grad: LazyGrad, other: Any) -> bool:
         return False
     if not isinstance(other, (int, float, torch.Tensor)):
         return False
-    grad.slot.owner.early.check_write(grad.slot.segment)
-    clip = torch.as_tensor(other, dtype=torch.float32)
-    grad.slot.factors = grad.slot.factors._replace(clip=clip.clone())
+    grad.slot.defer(torch.as_tensor(other, dtype=torch.float32).clone())
     return True
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from hetero.device import ALONE, use_count
 from hetero.errors import ConfigError, StateError
 from hetero.interrupts import theirs
+from hetero.train.gradients.clip import clip_grad_norm_
 from hetero.train.model.binding import without_faults
 from hetero.train.update.masters import LossScaler
 
@@ -148,9 +149,8 @@ class Optimizer(torch.optim.Optimizer):
         The norm is torch's: one norm per whole tensor, then the norm of norms, in the order of
         ``model.parameters()``; one gradient is on the device at a time.
         """
-        return nn.utils.clip_grad_norm_(
-            self._engine.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-        )
+        params = self._engine.parameters()
+        return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the prepared model."""

@@ -79,13 +79,12 @@ def pieces(rows: Sequence[Ready], missing: Sequence[Missing]) -> Iterator[Update
 
 def numbers_of(factors: Sequence[Factors]) -> list[tuple[float, ...]]:
     """Return pending factors as numbers; waits for the device once, not for each."""
-    clips = [f.clip for f in factors if f.clip is not None]
+    distinct = {id(f.clip): f.clip for f in factors if f.clip is not None}  # mostly one for all
+    clips = list(distinct.values())
     together = [clip.to(clips[0].device) for clip in clips]
-    values = iter(torch.stack(together).tolist() if clips else [])
+    numbers = dict(zip(distinct, torch.stack(together).tolist() if clips else [], strict=True))
     return [
-        tuple(x for x in (f.unscale, 1.0 if f.clip is None else next(values)) if x != 1.0)
-        if f is not NONE
-        else ()
+        () if f is NONE else tuple(x for x in (f.unscale, numbers.get(id(f.clip), 1.0)) if x != 1.0)
         for f in factors
     ]
 

@@ -1,0 +1,44 @@
+"""Clipping gradients at home to a global norm (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from hetero.train.gradients.slot import GradSlot, LazyGrad
+from hetero.train.model.binding import without_faults
+
+
+def clip_grad_norm_(
+    params: Iterable[nn.Parameter], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """Do as `torch.nn.utils.clip_grad_norm_` does, with the same bits.
+
+    Where all gradients are at home, their norms are known, and factors may pend, no operation on a
+    gradient is dispatched: torch's function takes 20 us a parameter through theirs.
+    """
+    params = list(params)
+    slots = [] if error_if_nonfinite else deferrable(params)
+    if not slots:
+        return nn.utils.clip_grad_norm_(
+            params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+    with torch.no_grad():
+        norms = [slot.norm_of(float(norm_type)) for slot in slots]
+        total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+        factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+        for slot in slots:
+            slot.defer(factor)
+    return total
+
+
+def deferrable(params: Iterable[nn.Parameter]) -> list[GradSlot]:
+    """Return all gradients if each may wait for its factor; torch groups others by their dtypes."""
+    with without_faults():
+        grads = [grad for param in params if (grad := param.grad) is not None]
+    slots = [grad.slot for grad in grads if type(grad) is LazyGrad]
+    dtypes = {slot.segment.spec.dtype for slot in slots}
+    right = len(slots) == len(grads) and len(dtypes) == 1 and all(s.deferrable for s in slots)
+    return slots if right else []
