@@ -22,6 +22,7 @@ import torch
 from hetero.crc import crc32
 from hetero.device import ALONE, Slab, release_slab, use_count
 from hetero.errors import ConfigError
+from hetero.internals import storage_uses
 from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite, is_finite
 from hetero.memory.extent import Extent, Extents, PinSpan, PinUse, Request
 from hetero.memory.layout import Bucket, Segment, row
@@ -67,7 +68,10 @@ class Home:
     shape and dtype but show a single NaN.
     """
 
-    __slots__ = ("_baseline", "_flat", "_segments", "_slab", "codec", "copies", "dtype")
+    __slots__ = (
+        *("_addresses", "_baseline", "_flat", "_segments", "_slab", "_storages"),
+        *("codec", "copies", "dtype"),
+    )
     stays = True
     """Whether all of it is always in memory, page-locked if a device copies from it."""
     extent_numel = sys.maxsize
@@ -87,7 +91,9 @@ class Home:
             else self._flat.new_full((), float("nan"), dtype=dtype).expand(s.spec.shape)
             for s in bucket.segments
         ]
-        self._baseline = sum(use_count(segment) for segment in self._segments)
+        self._storages = [segment.untyped_storage() for segment in self._segments]
+        self._addresses = [storage._cdata for storage in self._storages]  # theirs while they live
+        self._baseline = self._uses()
 
     # -- properties ------------------------------------------------------------------------------
 
@@ -108,12 +114,15 @@ class Home:
     @property
     def held(self) -> bool:
         """Whether the user's code refers to a segment."""
-        return sum(use_count(segment) for segment in self._segments) > self._baseline
+        return self._uses() > self._baseline
+
+    def _uses(self) -> int:
+        return sum(map(storage_uses, self._addresses))
 
     @property
     def objects_held(self) -> bool:
         """Whether anything but one state dict of ours refers to a segment's very object."""
-        return any(sys.getrefcount(segment) > _OURS for segment in self._segments)
+        return max(map(sys.getrefcount, self._segments), default=0) > _OURS
 
     def versions(self) -> tuple[int, ...]:
         """Return how often torch has seen each segment written."""
@@ -341,8 +350,8 @@ def _references() -> int:
     """Return the reference count, in this Python, of a segment that only a state dict refers to."""
     segments = [object()]
     state = {"key": segments[0]}
-    counts = [sys.getrefcount(segment) for segment in segments]
-    return counts[0] if state else 0
+    (count,) = map(sys.getrefcount, segments)
+    return count if state else 0
 
 
 _OURS = _references()

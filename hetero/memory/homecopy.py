@@ -135,7 +135,7 @@ class HomeCopy:
 
     def hide(self) -> None:
         """Stop tracking it if no state dict refers to it any more."""
-        if not self.home.held:
+        if self.exposed is not None and not self.home.held:
             self.exposed = None
 
     def changed(self) -> list[Segment]:

@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from hetero.device import Ticket
 from hetero.memory.link import Link
@@ -26,20 +26,26 @@ class Pending(Protocol):
         """Block until it is over; raises its error."""
 
 
-class Landing(NamedTuple):
+@dataclass(slots=True)
+class Landing:
     """The end of one copy, and the log fields of a stall on it."""
 
     link: Link
     ticket: Ticket
     kind: Kind
     bucket: int = -1
+    _is_over: bool = False
+    """Whether someone saw it land: the device is asked no more."""
 
     @property
     def done(self) -> bool:
-        return self.link.has_landed(self.ticket)
+        self._is_over = self._is_over or self.link.has_landed(self.ticket)
+        return self._is_over
 
     def wait(self) -> None:
-        self.link.sync(self.ticket, kind=self.kind, bucket=self.bucket)
+        if not self._is_over:
+            self.link.sync(self.ticket, kind=self.kind, bucket=self.bucket)
+            self._is_over = True
 
 
 @dataclass(frozen=True, slots=True)

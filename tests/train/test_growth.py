@@ -20,6 +20,7 @@ from hetero.train.activations.policy import Policies
 from hetero.types import Phase
 from tests.campaigns.harness import Net, adamw, tokens_of
 from tests.counting import lines_of
+from tests.equivalence.harness import stay_paged
 
 
 class ByMethod(Net):
@@ -196,3 +197,41 @@ def test_late_fetches_are_made_in_order_up_to_the_last_of_what_is_missing() -> N
     assert made == [Op(3, 0), Op(5, 4), Op(3, 8)] and len(late.ops) == 1
     late.clear()
     assert 7 not in late and not late.ops
+
+
+class Many(nn.Module):
+    """One unit of so many parameters."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(4) for _ in range(n))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x * weight
+        return x
+
+
+def border_lines(n_params: int) -> dict[str, int]:
+    """Return lines of Python of a step's border, for a model of so many parameters."""
+    model = nn.Sequential(Many(n_params), Many(1))
+    settings = {"device": "cpu:sim", "hbm": 40_000, "chunk_bytes": 256, "units": ["0", "1"]}
+    model, optimizer = hetero.prepare(model, adamw(model), activations="keep", **settings)
+    engine = engine_of(model)
+    stay_paged(engine)
+    found: dict[str, int] = {}
+    for _ in range(5):
+        engine.finish()
+        model(torch.ones(4)).sum().backward()
+        found["clip"] = lines_of(lambda: optimizer.clip_grad_norm_(1.0))
+        found["step"] = lines_of(optimizer.step)
+        found["zero_grad"] = lines_of(optimizer.zero_grad)
+    return found
+
+
+def test_the_border_of_a_step_takes_few_lines_of_python_a_parameter() -> None:
+    """On a fast device the launch of the next forward waits for them."""
+    few, many = border_lines(20), border_lines(120)
+
+    lines = {what: (many[what] - few[what]) / 100 for what in few}
+    assert lines["clip"] <= 35 and lines["step"] <= 140 and lines["zero_grad"] <= 6, lines

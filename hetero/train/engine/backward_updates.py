@@ -60,9 +60,8 @@ class BackwardUpdates:
 
 def is_seen(setup: Setup, bucket: Bucket, optimizer: Optimizer) -> bool:
     """Whether the user's code holds a state or a tensor of one, and would see it change."""
-    named = setup.store.of_bucket(bucket.id)
-    homes = (home for name, home in named if name not in NOT_STATES)
-    if any(home.held or home.objects_held or home.copies for home in homes):
-        return True
-    params = (setup.params[segment.index] for segment in bucket.segments)
-    return any(map(optimizer.state_is_held, params))
+    for name, home in setup.store.of_bucket(bucket.id):
+        if name not in NOT_STATES and (home.held or home.objects_held or home.copies):
+            return True
+    params = [setup.params[segment.index] for segment in bucket.segments]
+    return optimizer.any_state_is_held(params)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from hetero.train.gradients.slot import GradSlot, LazyGrad
-from hetero.train.model.binding import without_faults
+from hetero.train.gradients.slot import Factors, GradSlot, LazyGrad
+from hetero.train.model.binding import get_grads
 
 
 def clip_grad_norm_(
@@ -29,15 +29,15 @@ def clip_grad_norm_(
         norms = [slot.norm_of(float(norm_type)) for slot in slots]
         total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-        for slot in slots:
-            slot.defer(factor)
+    pending = {u: Factors(u, factor) for u in {slot.factors.unscale for slot in slots}}
+    for slot in slots:
+        slot.defer(pending[slot.factors.unscale])
     return total
 
 
 def deferrable(params: Iterable[nn.Parameter]) -> list[GradSlot]:
     """Return all gradients if each may wait for its factor; torch groups others by their dtypes."""
-    with without_faults():
-        grads = [grad for param in params if (grad := param.grad) is not None]
+    grads = [grad for grad in get_grads(params) if grad is not None]
     slots = [grad.slot for grad in grads if type(grad) is LazyGrad]
     dtypes = {slot.segment.spec.dtype for slot in slots}
     right = len(slots) == len(grads) and len(dtypes) == 1 and all(s.deferrable for s in slots)

@@ -35,7 +35,7 @@ class GradState(Enum):
     LENT = "at home, where an update may still read it"
     TAKEN = "a private tensor on the device, which aliases may write to"
 
-    __hash__ = object.__hash__  # a member is one object, and Enum's own hash is Python
+    __hash__ = object.__hash__  # not of their names, in Python: they are keys on the hot path
 
 
 LEGAL = frozenset(
@@ -180,18 +180,19 @@ class GradSlot:
         if self.state in (GradState.HOME, GradState.TAKEN):
             return
         self.land_copy()
+        owner = self.owner
         if self.n_flying:
-            self.owner.ring.finish()
-        job = self.job
+            owner.ring.finish()
+        job = owner.jobs.get(self.segment.index)
         if job is not None:
             job.wait()
-            del self.owner.jobs[self.segment.index]
+            del owner.jobs[self.segment.index]
         self.become(GradState.HOME, "land")
 
-    def lend(self, job: Job) -> None:
-        """Let an update read it; later changes wait for the update."""
+    def lend(self, job: Job, jobs: dict[int, Job]) -> None:
+        """Let an update read it; later changes wait for the update. ``jobs`` are the owner's."""
         if self.state is not GradState.TAKEN:
-            self.owner.jobs[self.segment.index] = job
+            jobs[self.segment.index] = job
             self.become(GradState.LENT, "lend")
 
     def abandon(self) -> None:
@@ -270,8 +271,9 @@ class GradSlot:
     @property
     def deferrable(self) -> bool:
         """Whether a multiplication may wait for the update and round the same."""
-        fp32 = self.segment.spec.dtype is torch.float32 or self.has_master
-        return fp32 and self.value is None and self.factors.clip is None
+        if self.value is not None or self.factors.clip is not None:
+            return False
+        return self.has_master or self.segment.spec.dtype is torch.float32
 
     def unscale_stored(self) -> None:
         """Note that the stored numbers were multiplied by 1 / loss scale."""
@@ -281,24 +283,24 @@ class GradSlot:
 
     def norm_of(self, ord: float) -> torch.Tensor:
         """Return the norm that torch would take of ``p.grad``, on the device."""
-        owner, in_fp32 = self.owner, self.has_master
+        owner, unscale = self.owner, self.factors.unscale
         if self.value is not None or self.factors.clip is not None:
             owner.norm_ord = ord
-            return whole_norm(self._shown(), ord, in_fp32=in_fp32)
+            return whole_norm(self._shown(), ord, in_fp32=self.has_master)
         if self.summed:
             self.land()  # its last job takes the norm
         if self.norm is None or self.norm.ord != ord:
             home = self.stored()
             single = home if self.summed else home.to(owner.place)
-            self.norm = GradNorm(ord, whole_norm(single, ord, in_fp32=in_fp32))
+            self.norm = GradNorm(ord, whole_norm(single, ord, in_fp32=self.has_master))
             owner.norm_ord = ord
         norm = self.norm.value.to(owner.place)
-        return norm if self.factors.unscale == 1.0 else norm * self.factors.unscale
+        return norm if unscale == 1.0 else norm * unscale
 
-    def defer(self, clip: torch.Tensor) -> None:
-        """Leave a multiplication by a number, which no one changes, to the update."""
+    def defer(self, factors: Factors) -> None:
+        """Leave a multiplication to the update: ``factors`` are those that now pend."""
         self.owner.early.check_write(self.segment)
-        self.factors = Factors(self.factors.unscale, clip)
+        self.factors = factors
 
     def _shown(self) -> torch.Tensor:
         """Return the gradient with its factors applied, in the precision of its norm."""
@@ -358,7 +360,8 @@ def _mul(grad: LazyGrad, other: Any) -> bool:
         return False
     if not isinstance(other, (int, float, torch.Tensor)):
         return False
-    grad.slot.defer(torch.as_tensor(other, dtype=torch.float32).clone())
+    clip = torch.as_tensor(other, dtype=torch.float32)
+    grad.slot.defer(Factors(grad.slot.factors.unscale, clip.clone()))
     return True
 
 

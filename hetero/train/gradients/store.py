@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ from hetero.train.gradients.slot import (
     whole_norm,
 )
 from hetero.train.gradients.sums import GradSums
-from hetero.train.model.binding import get_grad, set_grad
+from hetero.train.model.binding import get_grad, get_grads, set_grad
 from hetero.train.model.host_work import host_work
 
 
@@ -248,8 +248,10 @@ class GradStore:
         found = self._slots.get(segment.index)
         return None if found is None else found()
 
-    def _slots_in(self, bucket: Bucket) -> Iterator[GradSlot]:
-        return (slot for s in bucket.segments if (slot := self._slot(s)) is not None)
+    def _slots_in(self, bucket: Bucket) -> list[GradSlot]:
+        last = self._slots
+        found = [last[s.index]() for s in bucket.segments if s.index in last]
+        return [slot for slot in found if slot is not None]
 
     # -- updates before the step (see [Note: early updates]) -------------------------------------
 
@@ -264,10 +266,14 @@ class GradStore:
 
     def _shown(self, segment: Segment) -> GradSlot | None:
         """Return the gradient that ``p.grad`` shows, if it is the one taken home last."""
-        grad = get_grad(self._params[segment.index])
-        if isinstance(grad, LazyGrad) and grad.slot is self._slot(segment):
-            return grad.slot
-        return None
+        return self._taken_last(segment.index, get_grad(self._params[segment.index]))
+
+    def _taken_last(self, index: int, grad: torch.Tensor | None) -> GradSlot | None:
+        """Return the slot of a gradient if it is a parameter's one that was taken home last."""
+        last = self._slots.get(index)
+        if last is None or not isinstance(grad, LazyGrad):
+            return None
+        return grad.slot if grad.slot is last() else None
 
     def is_as_lent(self, slot: GradSlot) -> bool:
         """Whether ``p.grad`` is still the gradient lent to an update, and unchanged."""
@@ -280,22 +286,23 @@ class GradStore:
         self.ring.finish()
         self.homes.expects_sums, self._has_added = self._has_added, False
 
-    def closed(self, index: int) -> GradSlot | None:
-        """Return a gradient with its bytes at home, factors pending; None when there is none.
+    def closed(self, indices: Sequence[int]) -> list[GradSlot]:
+        """Return the gradients there are, with their bytes at home, factors pending.
 
         The home is kept as long as the slot.
         """
-        grad = get_grad(self._params[index])
-        if grad is None:
-            return None
-        segment = self._layout.home[index][1]
-        slot = self._shown(segment)
-        if slot is None or slot.state is GradState.TAKEN:
-            value = grad.slot.keep() if isinstance(grad, LazyGrad) else grad.detach()
-            slot = self._take(index, value, scaled=False)
-            self.ring.finish()
-        slot.land()
-        return slot
+        found = []
+        for index, grad in zip(indices, get_grads([self._params[i] for i in indices]), strict=True):
+            if grad is None:
+                continue
+            slot = self._taken_last(index, grad)
+            if slot is None or slot.state is GradState.TAKEN:
+                value = grad.slot.keep() if isinstance(grad, LazyGrad) else grad.detach()
+                slot = self._take(index, value, scaled=False)
+                self.ring.finish()
+            slot.land()
+            found.append(slot)
+        return found
 
     def norms(self) -> list[float]:
         """Return the 2-norm of every gradient; waits for the device once."""
@@ -307,14 +314,14 @@ class GradStore:
 
     def adding(self, bucket: Bucket) -> list[Job]:
         """Return the jobs that still write a bucket's gradients home: its update waits for them."""
-        jobs = (slot.job for slot in self._slots_in(bucket))
-        return [job for job in jobs if job is not None and not job.done]
+        found = [s for s in bucket.segments if s.index in self.jobs and self._slot(s) is not None]
+        return [job for s in found if not (job := self.jobs[s.index]).done]
 
     def lend(self, bucket: Bucket, job: Job, written: Iterable[int]) -> None:
         """Let an update read a bucket's gradients; it applies factors to the ``written`` ones."""
-        self._updates[bucket.id] = job
+        self._updates[bucket.id], written = job, frozenset(written)
         for slot in self._slots_in(bucket):
-            slot.lend(job)
+            slot.lend(job, self.jobs)
             if slot.segment.index in written:
                 slot.factors, slot.norm = NONE, None
 

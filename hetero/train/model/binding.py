@@ -7,7 +7,7 @@ class follows the binding, not residency, so nothing outside an access reads a f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -148,6 +148,12 @@ def get_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return ``param.grad`` without a fault."""
     with without_faults():
         return param.grad
+
+
+def get_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return the ``grad`` of each parameter without a fault."""
+    with without_faults():
+        return [param.grad for param in params]
 
 
 def set_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ from hetero.train.update.masters import Masters
 from hetero.train.update.rules import Group, Rule, State, frozen, kinds_of, same
 from hetero.train.update.states import Ready, StateHomes, numbers_of
 from hetero.train.update.trial import Trials
+
+_POSITION = attrgetter("segment.position")
 
 
 class Settings(NamedTuple):
@@ -124,7 +127,7 @@ class Drafts:
         found: dict[int, tuple[Settings, list[Ready]]] = {}
         for slot in slots:
             now = settings[slot.segment.index]
-            row = self._row(slot, (), states)
+            row = self.states.ready(slot, states[self._params[slot.segment.index]], ())
             if not self._is_settled(row, now.kinds):
                 return None
             found.setdefault(id(now), (now, []))[1].append(row)
@@ -140,10 +143,10 @@ class Drafts:
             found.update(dict.fromkeys(self._indices(group), settings_of(group)))
         return found
 
-    def _indices(self, group: Group) -> Iterator[int]:
-        """Yield the indices of a group's parameters, those of other models left out."""
-        indices = (self._index.get(id(param)) for param in group["params"])
-        return (index for index in indices if index is not None)
+    def _indices(self, group: Group) -> list[int]:
+        """Return the indices of a group's parameters, those of other models left out."""
+        known = self._index
+        return [known[id(param)] for param in group["params"] if id(param) in known]
 
     def _is_settled(self, row: Ready, kinds: str) -> bool:
         """Whether a parameter was stepped with such settings before, and still has its states."""
@@ -156,33 +159,27 @@ class Drafts:
         states: defaultdict[torch.Tensor, State],
         begun: Collection[int],
     ) -> list[Ready]:
-        mine = (i for i in self._indices(group) if i not in begun)
-        slots = [slot for i in mine if (slot := self._grads.closed(i)) is not None]
+        slots = self._grads.closed([i for i in self._indices(group) if i not in begun])
         numbers = numbers_of([slot.factors for slot in slots])
-        return [self._row(s, factors, states) for s, factors in zip(slots, numbers, strict=True)]
-
-    def _row(
-        self, slot: GradSlot, factors: tuple[float, ...], states: defaultdict[torch.Tensor, State]
-    ) -> Ready:
-        state = self.states.adopt(slot.segment, states[self._params[slot.segment.index]])
-        return Ready(slot.segment, state, factors, slot)
+        own = [states[self._params[slot.segment.index]] for slot in slots]
+        return [self.states.ready(*row) for row in zip(slots, own, numbers, strict=True)]
 
     def _by_bucket(self, rows: Sequence[Ready]) -> Iterator[tuple[Bucket, list[Ready]]]:
-        found: dict[int, tuple[Bucket, list[Ready]]] = {}
+        found: dict[int, list[Ready]] = {}
         for row in rows:
-            bucket = self._layout.bucket(row.segment)
-            found.setdefault(bucket.id, (bucket, []))[1].append(row)
-        for bucket, members in found.values():
-            yield bucket, sorted(members, key=lambda row: row.segment.position)
+            found.setdefault(self._layout.home[row.segment.index][0], []).append(row)
+        for bucket_id, members in found.items():
+            members.sort(key=_POSITION)
+            yield self._layout.buckets[bucket_id], members
 
     def _draft(self, update: Update, now: Settings, rows: list[Ready]) -> None:
         bucket, bench = update.bucket, self._bench
-        fresh = self.rule.known is None
+        stepped, fresh = self._stepped, self.rule.known is None
         for row in rows:
             index = row.segment.index
-            fresh |= self._lost_state(row) or self._stepped.get(index) != now.kinds
-            self._stepped[index] = now.kinds
-            update.touched.append(index)
+            if self._lost_state(row) or stepped.get(index) != now.kinds:
+                stepped[index], fresh = now.kinds, True
+        update.touched.extend(row.segment.index for row in rows)
         if bucket.has_master and self.formula is not None:  # it makes its states here
             draft_formula(bench, self.formula, update, now.group, rows)
             return

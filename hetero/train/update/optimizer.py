@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import chain
 from types import MethodType
@@ -106,9 +106,9 @@ class Optimizer(torch.optim.Optimizer):
         """Whether the user's code holds ``state`` itself, and would see it change."""
         return sys.getrefcount(self.known_state) > _MAPPING
 
-    def state_is_held(self, param: torch.Tensor) -> bool:
-        """Whether the user's code holds a parameter's state, or a number in it."""
-        return _is_held(self.known_state, param)
+    def any_state_is_held(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether the user's code holds a state of these parameters, or a number in one."""
+        return _is_any_held(self.known_state, params)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -252,22 +252,25 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def _is_held(states: Mapping[torch.Tensor, dict[str, Any]], param: torch.Tensor) -> bool:
+def _is_any_held(
+    states: Mapping[torch.Tensor, dict[str, Any]], params: Iterable[torch.Tensor]
+) -> bool:
     """Whether there is another reference to a state's dict, or to a 0-dim tensor that it owns.
 
     Tensors of a parameter's shape are homes', which know whether they are held.
     """
-    state = states.get(param)
-    if state is None:
-        return False
-    numbers = [key for key, value in state.items() if _is_number(value)]
-    return sys.getrefcount(state) > _ROW or any(
-        sys.getrefcount(state[key]) > _MAPPING or use_count(state[key]) > ALONE for key in numbers
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and type(value) is torch.Tensor
+    for param in params:
+        state = states.get(param)
+        if state is None:
+            continue
+        if sys.getrefcount(state) > _ROW:
+            return True
+        for value in state.values():
+            if type(value) is not torch.Tensor or value.dim() > 0:
+                continue
+            if sys.getrefcount(value) > _NUMBER or use_count(value) > ALONE:
+                return True
+    return False
 
 
 class _Owner:
@@ -276,13 +279,16 @@ class _Owner:
     def __init__(self) -> None:
         self.states: dict[int, dict[str, Any]] = {0: {}}
 
-    def references(self) -> tuple[int, int]:
-        """Return the references to the mapping and to a state in it (they differ by release)."""
-        state = self.states.get(0)
-        return sys.getrefcount(self.states), sys.getrefcount(state)
+    def references(self) -> tuple[int, int, int]:
+        """Return the references to the mapping, a state and a number (they differ by release)."""
+        state = self.states.get(0, {})
+        state["number"] = object()
+        for value in state.values():
+            number = sys.getrefcount(value)
+        return sys.getrefcount(self.states), sys.getrefcount(state), number
 
 
-_MAPPING, _ROW = _Owner().references()
+_MAPPING, _ROW, _NUMBER = _Owner().references()
 
 
 def _alias(value: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,9 +16,9 @@ from hetero.errors import StateError
 from hetero.memory.home import Home, cut
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment
-from hetero.train.gradients.slot import NONE, Factors, GradSlot
+from hetero.train.gradients.slot import Factors, GradSlot
 from hetero.train.model.lazy import ShownTensor, handle, is_handle
-from hetero.train.update.rules import Group, Rule, State, copied, is_elementwise
+from hetero.train.update.rules import SCALARS, Group, Rule, State, copied, is_elementwise
 from hetero.types import Kind
 
 Missing = tuple[str, ...] | None  # states that appear with an update; None if none does
@@ -32,6 +32,8 @@ class Ready(NamedTuple):
     factors: tuple[float, ...]
     slot: GradSlot
     """Keeps the gradient's home until the update is done."""
+    numbers: tuple[tuple[str, Any], ...]
+    """The states that are not one number per element."""
 
     def paged(self) -> list[str]:
         """Return the keys of its states that have one number per element."""
@@ -66,27 +68,31 @@ def pieces(rows: Sequence[Ready], missing: Sequence[Missing]) -> Iterator[Update
 
     def shared(numbered: tuple[int, tuple[Ready, Missing]]) -> tuple[int, Missing, object]:
         place, (row, new) = numbered
-        scalars = tuple(
-            (k, float(v) if isinstance(v, torch.Tensor) else v)
-            for k, v in row.state.items()
-            if not is_elementwise(k, v, row.segment.spec.shape)
-        )
+        numbers = row.numbers if new is None else numbers_in(row.state, row.segment)
+        scalars = [(k, float(v) if isinstance(v, torch.Tensor) else v) for k, v in numbers]
         return row.segment.position - place, new, (tuple(row.state), scalars, row.factors)
 
     for (_, new, _), run in groupby(enumerate(zip(rows, missing, strict=True)), shared):
-        yield UpdatePiece(tuple(row for _, (row, _) in run), new)
+        yield UpdatePiece(tuple([row for _, (row, _) in run]), new)
+
+
+def numbers_in(state: State, segment: Segment) -> tuple[tuple[str, Any], ...]:
+    """Return the states that are not one number per element."""
+    shape = segment.spec.shape
+    return tuple(item for item in state.items() if not is_elementwise(*item, shape))
 
 
 def numbers_of(factors: Sequence[Factors]) -> list[tuple[float, ...]]:
     """Return pending factors as numbers; waits for the device once, not for each."""
-    distinct = {id(f.clip): f.clip for f in factors if f.clip is not None}  # mostly one for all
+    distinct = {id(f.clip): f.clip for f in factors if f.clip is not None}  # often one for all
     clips = list(distinct.values())
     together = [clip.to(clips[0].device) for clip in clips]
     numbers = dict(zip(distinct, torch.stack(together).tolist() if clips else [], strict=True))
-    return [
-        () if f is NONE else tuple(x for x in (f.unscale, numbers.get(id(f.clip), 1.0)) if x != 1.0)
-        for f in factors
-    ]
+    known = {
+        id(f): tuple(x for x in (f.unscale, numbers.get(id(f.clip), 1.0)) if x != 1.0)
+        for f in {id(f): f for f in factors}.values()
+    }
+    return [known[id(f)] for f in factors]
 
 
 class Elementwise:
@@ -157,6 +163,21 @@ class StateHomes:
                 else:
                     row.state[key] = copied(value)
 
+    def ready(self, slot: GradSlot, state: State, factors: tuple[float, ...]) -> Ready:
+        """Return a parameter's row; states that do not lie in homes come there first."""
+        segment, homes = slot.segment, self._store.homes
+        bucket, numbers = self._layout.home[segment.index][0], []
+        for item in state.items():
+            key, value = item
+            known = homes.get((key, bucket))
+            if known is not None and value is known.view(segment):
+                continue  # as the last step left it
+            if key not in SCALARS and is_elementwise(key, value, segment.spec.shape):
+                self.adopt(segment, state)
+                return Ready(segment, state, factors, slot, numbers_in(state, segment))
+            numbers.append(item)
+        return Ready(segment, state, factors, slot, tuple(numbers))
+
     def adopt(self, segment: Segment, state: State, *, own: bool = False) -> State:
         """Return a state whose tensors of the parameter's shape lie in the homes.
 
@@ -164,9 +185,6 @@ class StateHomes:
         """
         bucket = self._layout.bucket(segment)
         for key, value in state.items():
-            known = self._store.homes.get((key, bucket.id))
-            if not own and known is not None and value is known.view(segment):
-                continue  # as the last step left it
             if own:
                 value = self._rule.loaded(key, value, self._dtype(segment))
             if not is_elementwise(key, value, segment.spec.shape):
