@@ -24,7 +24,12 @@ from torch.autograd.function import once_differentiable
 from hetero.errors import ConfigError
 
 REDUCTIONS = ("mean", "sum", "none")
-LOGITS_BYTES = 64 * 2**20  # of one chunk, in the dtype of the softmax
+# Logits of one chunk, in the dtype of the softmax. The order of sums depends on the chunk, so it is
+# a matter of the head alone, and neither of budgets nor of devices. Each chunk reads the weight and
+# reads and writes its gradient, which are there anyway: logits half as large as that gradient, of
+# half as many tokens as the head is wide, make most of a chunk's time that of its products.
+LOGITS_BYTES = 64 * 2**20  # at least
+GRADIENT_SHARE = 2
 
 
 class Terms(NamedTuple):
@@ -64,7 +69,8 @@ def linear_cross_entropy(
         z_loss: weight of the squared log of the partition function.
         reduction: "mean" over the labels that count (NaN where none does, as torch has it), "sum",
             or "none" for a loss of the labels' shape.
-        chunk_tokens: tokens at once; None: as many as make 64 MiB of logits.
+        chunk_tokens: tokens at once; None: as many as make 64 MiB of logits, or half the bytes of
+            the weight's gradient if that is more.
 
     Raises ConfigError for shapes, dtypes or options that do not fit together.
     """
@@ -73,8 +79,7 @@ def linear_cross_entropy(
         raise ConfigError(f"reduction={reduction!r}", advice=f"one of {', '.join(REDUCTIONS)}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ConfigError(f"label_smoothing={label_smoothing}", advice="it lies in [0, 1]")
-    item = softmax_dtype(hidden.dtype).itemsize
-    tokens = chunk_tokens or max(1, LOGITS_BYTES // (item * weight.shape[0]))
+    tokens = chunk_tokens or tokens_at_once(weight)
     terms = Terms(ignore_index, label_smoothing, z_loss, reduction, tokens)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -107,6 +112,14 @@ def check(
         )
 
 
+def tokens_at_once(weight: torch.Tensor) -> int:
+    """Return the tokens of a chunk for a head's weight, [V, H]: by its shape and dtype alone."""
+    vocabulary, width = weight.shape
+    item = softmax_dtype(weight.dtype).itemsize
+    logits_bytes = max(LOGITS_BYTES, item * vocabulary * width // GRADIENT_SHARE)
+    return max(1, logits_bytes // max(1, item * vocabulary))
+
+
 def softmax_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a softmax over logits of ``dtype`` is computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -134,11 +147,20 @@ def chunks(
     """Yield the logits of a few tokens at a time, in the softmax's dtype."""
     for start in range(0, len(labels), terms.chunk_tokens):
         rows = slice(start, start + terms.chunk_tokens)
-        logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-        logits = logits.to(softmax_dtype(hidden.dtype))
-        counts = labels[rows] != terms.ignore_index
-        known = labels[rows].where(counts, 0)
-        yield _Chunk(rows, logits, counts, known, torch.logsumexp(logits, -1))
+        yield _chunk(rows, hidden[rows], weight, bias, labels[rows], terms)
+
+
+def _chunk(
+    rows: slice,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    terms: Terms,
+) -> _Chunk:
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(softmax_dtype(hidden.dtype))
+    counts = labels != terms.ignore_index
+    return _Chunk(rows, logits, counts, labels.where(counts, 0), torch.logsumexp(logits, -1))
 
 
 def losses_of(chunk: _Chunk, terms: Terms) -> torch.Tensor:
@@ -187,11 +209,14 @@ class _Sums:
             else None
         )
 
-    def add(self, rows: slice, d: torch.Tensor) -> None:
-        hidden, weight = self._inputs
+    def narrow(self, d: torch.Tensor) -> torch.Tensor:
+        """Return a gradient of logits as `add` takes it, once the bias has its part of it."""
         if self.bias is not None:
             self.bias += d.sum(0)
-        narrow = d.to(hidden.dtype)
+        return d.to(self._inputs[0].dtype)
+
+    def add(self, rows: slice, narrow: torch.Tensor) -> None:
+        hidden, weight = self._inputs
         if self.hidden is not None:
             torch.mm(narrow, weight, out=self.hidden[rows])
         if self.weight is None:
@@ -224,8 +249,12 @@ class _Head(torch.autograd.Function):
             losses[chunk.rows] = losses_of(chunk, terms)
             if sums is not None:
                 factors = count.reciprocal().expand_as(chunk.lse)
-                sums.add(chunk.rows, into_gradient(chunk, factors, terms))
-            del chunk
+                rows, narrow = chunk.rows, sums.narrow(into_gradient(chunk, factors, terms))
+                del chunk  # its logits go before the products need room
+                sums.add(rows, narrow)
+                del narrow
+            else:
+                del chunk
         ctx.terms, ctx.wanted = terms, wanted
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         if sums is not None:
@@ -245,8 +274,10 @@ class _Head(torch.autograd.Function):
             sums = _Sums(hidden, weight, bias, ctx.wanted)
             for chunk in chunks(hidden, weight, bias, labels, ctx.terms):
                 factors = grad[chunk.rows].to(chunk.lse.dtype)
-                sums.add(chunk.rows, into_gradient(chunk, factors, ctx.terms))
+                rows, narrow = chunk.rows, sums.narrow(into_gradient(chunk, factors, ctx.terms))
                 del chunk
+                sums.add(rows, narrow)
+                del narrow
             found = [sums.hidden, sums.weight, sums.bias]
         else:
             found = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 import hetero
 from hetero.errors import ConfigError
+from hetero.functional.loss import tokens_at_once
+from hetero.train.activations.meter import LiveBytes
 
 Tensors = tuple[torch.Tensor, ...]
 BOUND = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -70,6 +72,38 @@ def test_loss_and_gradients_are_those_of_an_eager_head(
 
         assert near(ours, theirs)
         assert all(map(near, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "width", "tokens"),
+    [(128_256, 4096, 2048), (128_256, 2048, 1024), (32_000, 512, 524), (11, 8, 1_525_201)],
+)
+def test_how_many_tokens_a_chunk_has_is_a_matter_of_the_head_alone(
+    vocabulary: int, width: int, tokens: int
+) -> None:
+    """A wide head reads its weight for half as many tokens as it is wide, not for 130."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        weight = torch.empty(vocabulary, width, dtype=dtype, device="meta")
+        assert tokens_at_once(weight) == tokens
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_logits_of_a_chunk_are_gone_before_the_products_that_read_their_gradient(
+    reduction: str,
+) -> None:
+    vocabulary, width, tokens = 512, 64, 16
+    hidden = torch.randn(4 * tokens, width).bfloat16().requires_grad_()
+    weight = torch.randn(vocabulary, width).bfloat16().requires_grad_()
+    labels = torch.arange(4 * tokens)
+
+    with LiveBytes([hidden, weight, labels]) as live:
+        loss = fused((hidden, weight), labels, chunk_tokens=tokens, reduction=reduction)
+        if reduction == "none":  # else the gradient is there by now
+            loss.sum().backward()
+
+    gradients = 4 * weight.numel() + 2 * hidden.numel()
+    product, narrow, small = 2 * weight.numel(), 2 * vocabulary * tokens, 8_000
+    assert live.peak <= gradients + product + narrow + small
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
