@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from tests.draw import UNKNOWN_SECONDS, campaign_of, commit, drawn, expected
+from tests.emulator.plugin import Emulated
+from tests.emulator.process import HERE
 from tests.times import Times
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background
@@ -24,12 +26,14 @@ RUNS = Path(__file__).parent.parent / "runs"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--times", action="store_true", help="print the seconds of each file")
     parser.addoption("--campaign-seed", help="draws the cases of campaigns; by default the commit")
+    parser.addoption(HERE, action="store_true", help="run emulated tests in this process")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Times())
     if config.option.campaign_seed is None:  # xdist's workers are told
         config.option.campaign_seed = commit()
+    config.pluginmanager.register(Emulated(config))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

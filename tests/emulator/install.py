@@ -1,0 +1,110 @@
+"""hetero's device room on the emulated device, its lanes named, its compiled kernel watched."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+import hetero.device as room
+from hetero.device import cuda as cuda_module
+from hetero.device import face, process
+from hetero.device.cuda import CudaDevice
+from hetero.device.face import Ticket
+from hetero.train.activations import slices
+from hetero.train.update import kernel
+from hetero.types import Lane
+from tests.emulator.shim import DEVICE, Cuda, Torch
+
+ASK_THE_PLACE = ("allocated", "accelerator_rng", "set_accelerator_rng")
+QUEUES = ("memory/link.py", "device/cuda.py")  # they copy for others
+
+
+def install(extension: ModuleType, cuda: Cuda) -> None:
+    """Do all of it, for the rest of this process."""
+    proxy = Torch(cuda)
+    for module in (cuda_module, face, process, room):
+        module.torch = proxy  # type: ignore[attr-defined]
+    for name in ASK_THE_PLACE:
+        answer = as_cuda(getattr(process, name))
+        for module in (process, room, slices):
+            if hasattr(module, name):
+                setattr(module, name, answer)
+    name_lanes(extension)
+    label_copies(extension)
+    watch_kernel(extension)
+
+
+def as_cuda(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for which the emulated device is of the type "cuda"."""
+
+    def ask(place: torch.device, *rest: Any) -> Any:
+        return plain(SimpleNamespace(type="cuda") if place.type == DEVICE else place, *rest)
+
+    return ask
+
+
+def name_lanes(extension: ModuleType) -> None:
+    plain = CudaDevice.__init__
+
+    def named(self: CudaDevice, index: int | None = None) -> None:
+        plain(self, index)
+        for lane, stream in self._streams.items():
+            extension.name_stream(stream.cuda_stream, f"{lane.value} lane")
+
+    CudaDevice.__init__ = named  # type: ignore[method-assign]
+
+
+def label_copies(extension: ModuleType) -> None:
+    """Let findings say which function of hetero asked for a copy."""
+    plain = CudaDevice.copy
+
+    def labelled(
+        self: CudaDevice,
+        lane: Lane,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        after: Iterable[Ticket] = (),
+    ) -> Ticket:
+        old = extension.set_label(f"{lane.value} by {caller()}")
+        try:
+            return plain(self, lane, dst, src, after)
+        finally:
+            extension.restore_label(old)
+
+    CudaDevice.copy = labelled  # type: ignore[method-assign]
+
+
+def caller() -> str:
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/hetero/" in name and not name.endswith(QUEUES):
+            return f"{Path(name).stem}.{frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
+
+
+def watch_kernel(extension: ModuleType) -> None:
+    """Tell of what the compiled update reads and writes: torch does not see it."""
+    plain = kernel.Library.update
+
+    def watched(
+        self: kernel.Library, c: Any, *, param: Any, low: Any, grad: Any, states: Any, factors: Any
+    ) -> None:
+        uses = [(param, True), (low, True), (grad, False), *((s, True) for s in states)]
+        held = [
+            extension.host_begin(tensor.data_ptr(), tensor.nbytes, write, "update kernel")
+            for tensor, write in uses
+        ]
+        try:
+            plain(self, c, param=param, low=low, grad=grad, states=states, factors=factors)
+        finally:
+            for key in held:
+                extension.host_end(key)
+
+    kernel.Library.update = watched  # type: ignore[method-assign]

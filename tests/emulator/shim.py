@@ -1,0 +1,252 @@
+"""`torch.cuda` as hetero's device room sees it, over the emulated device.
+
+It has the real API's names and no others: `cudart()` binds only what torch binds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+DEVICE = "fakecuda"
+POOL = 32  # streams that torch hands out in turn
+LAZY = 0.25  # how often an event that no one waited for is found done
+MEMORY_ALLOCATION, ALREADY_REGISTERED, NOT_REGISTERED = 2, 712, 713  # cudaError_t
+
+
+@dataclass
+class Facts:
+    """What the driver says of the device."""
+
+    name: str = "fake"
+    major: int = 9
+    minor: int = 0
+    multi_processor_count: int = 132
+    total_memory: int = 1 << 36
+
+    def become(self, facts: dict[str, Any]) -> None:
+        """Take these facts, and the usual ones for the others."""
+        fresh = Facts(**facts)
+        for field in fields(self):
+            setattr(self, field.name, getattr(fresh, field.name))
+
+
+class Cuda:
+    """The names of `torch.cuda`, as attributes of an object."""
+
+    def __init__(self, extension: ModuleType, stalled: Any) -> None:
+        self._e, self._stalled = extension, stalled
+        self._ids = itertools.count()
+        self.chance = random.Random(0)
+        self.facts = Facts()
+        self.pinned_limit: int | None = None
+        self.nvtx = SimpleNamespace(range_start=lambda name: 1, range_end=lambda handle: None)
+
+    def Stream(self, device: object = None, priority: int = 0) -> Stream:
+        return Stream(self, 1 + next(self._ids) % POOL)
+
+    def Event(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> Event:
+        return Event(self, enable_timing)
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self, device: object = None) -> Stream:
+        return Stream(self, self._e.get_stream())
+
+    def default_stream(self, device: object = None) -> Stream:
+        return Stream(self, 0)
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        old = self._e.set_stream(stream.id)
+        try:
+            yield
+        finally:
+            self._e.set_stream(old)
+
+    def synchronize(self, device: object = None) -> None:
+        self._e.device_sync()
+
+    def cudart(self) -> Cudart:
+        return Cudart(self)
+
+    def _sleep(self, cycles: int) -> None: ...
+
+    def get_device_properties(self, device: object = None) -> Facts:
+        return self.facts
+
+    def get_device_name(self, device: object = None) -> str:
+        return self.facts.name
+
+    def memory_reserved(self, device: object = None) -> int:
+        return int(self._e.memory()[0])
+
+    memory_allocated = memory_reserved
+
+    def max_memory_allocated(self, device: object = None) -> int:
+        return int(self._e.memory()[1])
+
+    def reset_peak_memory_stats(self, device: object = None) -> None:
+        self._e.reset_peak()
+
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
+        total = self.facts.total_memory
+        return total - self._e.memory()[0], total
+
+    def memory_stats(self, device: object = None) -> dict[str, int]:
+        now, peak = self._e.memory()
+        kinds = ("allocated_bytes.all.current", "reserved_bytes.all.current")
+        return {**dict.fromkeys(kinds, now), "allocated_bytes.all.peak": peak}
+
+    def memory_stats_as_nested_dict(self, device: object = None) -> dict[str, Any]:
+        now, peak = self._e.memory()
+        counts = {"all": {"current": now, "peak": peak}}
+        return {"allocated_bytes": counts, "reserved_bytes": counts}
+
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)  # kernels draw from the CPU's generator
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None: ...
+
+
+class Stream:
+    """One of the pool's streams, or compute's (0)."""
+
+    def __init__(self, cuda: Cuda, number: int) -> None:
+        self.cuda, self.id = cuda, number
+        self.device = torch.device(DEVICE, 0)
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.id
+
+    def wait_event(self, event: Event) -> None:
+        self.cuda._e.stream_wait(self.id, event.event)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or self.cuda.Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        if self.cuda._e.stream_sync(self.id):
+            self.cuda._stalled("stream.synchronize")
+
+
+class Event:
+    """A clock's value. `query` is true at random before anyone waits: kernels just end."""
+
+    def __init__(self, cuda: Cuda, enable_timing: bool) -> None:
+        self.cuda, self.event = cuda, cuda._e.Event()
+        self._timed, self._seconds = enable_timing, 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.event.record(self.cuda._e.get_stream() if stream is None else stream.id)
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.cuda.current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        if self.event.known():
+            return True
+        done = self.cuda.chance.random() < LAZY
+        if done:
+            self.event.sync()
+        return done
+
+    def synchronize(self) -> None:
+        if not self.event.known():
+            self.cuda._stalled("event.synchronize")
+        self.event.sync()
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self._timed and end._timed):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not (self.event.recorded and end.event.recorded):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return max(1e3 * (end._seconds - self._seconds), 1e-3)
+
+
+class Cudart:
+    """What torch binds of the runtime (torch/csrc/cuda/shared/cudart.cpp): no cudaGetLastError."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        if pointer % 4096:
+            raise ValueError("not a page's address")
+        limit, e = self._cuda.pinned_limit, self._cuda._e
+        if limit is not None and e.pinned_bytes() + size > limit:
+            return MEMORY_ALLOCATION
+        return 0 if e.pin(pointer, size) else ALREADY_REGISTERED
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        return 0 if self._cuda._e.unpin(pointer) else NOT_REGISTERED
+
+
+class Torch:
+    """torch, with the emulated `cuda` and a device of that name."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
+        self.utils = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=from_dlpack))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, kind: object, *index: int) -> torch.device:
+        return torch.device(DEVICE if kind == "cuda" else kind, *index)
+
+
+def from_dlpack(tensor: torch.Tensor) -> torch.Tensor:
+    """As for CUDA: a storage of its own over the same bytes (`Tensor.__dlpack__` has no such
+    device)."""
+    return torch._C._from_dlpack(torch._C._to_dlpack(tensor))
+
+
+def register(cuda: Cuda) -> None:
+    """Give torch the module that it asks for a device of this name."""
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    module = ModuleType(f"torch.{DEVICE}")
+    answers = {
+        "device": lambda *place: contextlib.nullcontext(),
+        "_initialized": True,
+        "_is_in_bad_fork": lambda: False,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_rng_state": cuda.get_rng_state,
+        "set_rng_state": cuda.set_rng_state,
+        "manual_seed_all": lambda seed: None,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "is_autocast_enabled": lambda: False,
+    }
+    vars(module).update(answers)
+    torch._register_device_module(DEVICE, module)
