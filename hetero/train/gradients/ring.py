@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from hetero.device import Device, Slab
+from hetero.device import Device, Slab, release_slab
 from hetero.jobs import Job
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
@@ -35,12 +35,17 @@ def ring_bytes(sizes_bytes: Sequence[int]) -> int:
 class RingStage:
     """One piece of the ring: filled by a copy, then read by its job."""
 
-    __slots__ = ("bytes", "is_filling", "job")
+    __slots__ = ("_slab", "bytes", "is_filling", "job")
 
     def __init__(self, slab: Slab) -> None:
+        self._slab = slab  # page-locked as long as it lives
         self.bytes = slab.carve(0, slab.n_bytes)
         self.is_filling = False
         self.job: Job | None = None
+
+    def close(self) -> None:
+        """Undo page-locking; no copy is under way."""
+        release_slab(self._slab)
 
 
 class GradRing:
@@ -171,3 +176,4 @@ class GradRing:
             self._ledger.credit(Tier.HOST, Kind.GRAD, self._piece_bytes)
             if stage.job is not None:
                 stage.job.wait()
+            stage.close()
