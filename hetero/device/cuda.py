@@ -23,6 +23,7 @@ from hetero.device.face import (
     paged_slab,
     release_slab,
 )
+from hetero.device.locked import LockedMemory
 from hetero.device.process import counts
 from hetero.errors import ConfigError
 from hetero.types import Lane
@@ -52,14 +53,12 @@ class CudaDevice:
         self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
         self._bytes_per_second: dict[Lane, float] = {}
         self._anchor: tuple[torch.cuda.Event, float] | None = None
+        self._locked = LockedMemory(self.torch_device, self.close)
 
     def slab(self, n_bytes: int) -> Slab:
         # torch's page-locked allocator rounds up to powers of two; mapping and registering do not
         slab = map_slab(n_bytes)
-        status = torch.cuda.cudart().cudaHostRegister(slab.block.data_ptr(), max(n_bytes, 1), 0)
-        slab.registered = int(status) == 0
-        if not slab.registered:  # pageable: slower, still right
-            torch.cuda.cudart().cudaGetLastError()  # or the next kernel launch reports it
+        self._locked.lock(slab)
         return slab
 
     def paged_slab(self, n_bytes: int) -> Slab:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -208,16 +208,22 @@ class Slab:
     n_bytes: int
     block: torch.Tensor
     mapping: mmap.mmap | None = None
-    registered: bool = False
+    unlock: Callable[[], None] | None = None
+    """Undoes page-locking; None if it is not page-locked."""
     heap: npt.NDArray[np.uint8] | None = None
     """The memory of a small slab, which is not mapped."""
     first: int = 0
     """Byte of the mapping where the block begins."""
 
     def __del__(self) -> None:
-        # Unregister pages before the mapping goes; at exit the driver is gone.
-        if self.registered and not sys.is_finalizing() and torch.cuda.is_available():
+        # before the mapping goes; at exit the driver is gone
+        if self.unlock is not None and not sys.is_finalizing():
             release_slab(self)
+
+    @property
+    def registered(self) -> bool:
+        """Whether it is page-locked."""
+        return self.unlock is not None
 
     def carve(self, offset: int, n_bytes: int) -> torch.Tensor:
         """Return bytes [offset, offset + n_bytes) as a tensor with its own StorageImpl.
@@ -272,10 +278,10 @@ def heap_slab(n_bytes: int) -> Slab:
 
 
 def release_slab(slab: Slab) -> None:
-    """Undo page-locking; the memory itself goes when its last tensor does."""
-    if slab.registered:
-        torch.cuda.cudart().cudaHostUnregister(slab.block.data_ptr())
-        slab.registered = False
+    """Undo page-locking, after every copy; the memory itself goes when its last tensor does."""
+    unlock, slab.unlock = slab.unlock, None
+    if unlock is not None:
+        unlock()
 
 
 def use_count(piece: torch.Tensor) -> int:

@@ -29,9 +29,7 @@ def train(steps: int = 3, parts: int = 1, **settings: object) -> torch.nn.Module
     return model
 
 
-def test_gradients_that_add_up_come_down_without_the_host_waiting_for_each() -> None:
-    fake.start()
+def test_gradients_that_add_up_come_down_without_the_host_waiting_for_each(watched: None) -> None:
     train(parts=2)
-    fake.stop()
 
-    assert not [what for what in fake.counts() if what.endswith("pageable, asynchronous")]
+    assert not [what for what in fake.copies() if "asynchronous" in what and "pageable" in what]

@@ -12,7 +12,7 @@ import torch
 
 import hetero.device as room
 from hetero.device import cuda as cuda_module
-from hetero.device import face, process
+from hetero.device import face, locked, process
 from hetero.device.cuda import CudaDevice
 from hetero.device.face import Ticket
 from hetero.train.activations import slices
@@ -27,13 +27,14 @@ QUEUES = ("memory/link.py", "device/cuda.py")  # they copy for others
 def install(extension: ModuleType, cuda: Cuda) -> None:
     """Do all of it, for the rest of this process."""
     proxy = Torch(cuda)
-    for module in (cuda_module, face, process, room):
+    for module in (cuda_module, face, locked, process, room):
         module.torch = proxy  # type: ignore[attr-defined]
     for name in ASK_THE_PLACE:
         answer = as_cuda(getattr(process, name))
         for module in (process, room, slices):
             if hasattr(module, name):
                 setattr(module, name, answer)
+    record_streams(extension)
     name_lanes(extension)
     label_copies(extension)
     watch_kernel(extension)
@@ -57,6 +58,19 @@ def name_lanes(extension: ModuleType) -> None:
             extension.name_stream(stream.cuda_stream, f"{lane.value} lane")
 
     CudaDevice.__init__ = named  # type: ignore[method-assign]
+
+
+def record_streams(extension: ModuleType) -> None:
+    """Let `Tensor.record_stream` take the emulated streams."""
+    plain = torch.Tensor.record_stream
+
+    def record(self: torch.Tensor, stream: Any) -> None:
+        if self.device.type == DEVICE:
+            extension.record_stream(self.data_ptr(), stream.cuda_stream)
+        else:
+            plain(self, stream)
+
+    torch.Tensor.record_stream = record  # type: ignore[method-assign,assignment]
 
 
 def label_copies(extension: ModuleType) -> None:

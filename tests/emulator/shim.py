@@ -203,6 +203,7 @@ class Cudart:
             raise ValueError("not a page's address")
         limit, e = self._cuda.pinned_limit, self._cuda._e
         if limit is not None and e.pinned_bytes() + size > limit:
+            e.refuse()
             return MEMORY_ALLOCATION
         return 0 if e.pin(pointer, size) else ALREADY_REGISTERED
 

@@ -20,6 +20,11 @@ def kinds() -> set[str]:
     return {finding.kind for finding in fake.found()}
 
 
+def new_frames() -> torch.Tensor:
+    """Return memory of the allocator's, which the lanes are not ordered after."""
+    return torch.empty(4096, dtype=torch.uint8, device=fake.PLACE)
+
+
 def test_a_model_trains_with_the_bits_of_plain_torch(watched: None) -> None:
     def train(prepared: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -79,14 +84,15 @@ def test_a_write_by_a_lane_that_is_not_after_the_allocation_is_found(started: No
     device = fake.device()
     below = device.slab(4096)
     torch.ones(8, device=fake.PLACE).sum()
-    device.copy(Lane.H2D, device.arena(4096).block, below.block)
+    frames = new_frames()
+    device.copy(Lane.H2D, frames, below.block)
     assert "write after write on the device" in kinds()
 
 
 def test_memory_that_goes_under_a_copy_is_found(started: None) -> None:
     device = fake.device()
-    below, frames = device.slab(4096), device.arena(4096)
-    device.copy(Lane.D2H, below.block, frames.block, (device.mark(),))
+    below, frames = device.slab(4096), new_frames()
+    device.copy(Lane.D2H, below.block, frames, (device.mark(),))
     del frames
     assert kinds() == {"given back to the allocator while a lane uses it"}
 
@@ -95,8 +101,25 @@ def test_page_locked_memory_that_goes_under_a_copy_is_found(started: None) -> No
     device = fake.device()
     below, frames = device.slab(4096), device.arena(4096)
     device.copy(Lane.D2H, below.block, frames.block, (device.mark(),))
-    del below
+    fake.cuda().cudart().cudaHostUnregister(below.block.data_ptr())
     assert kinds() == {"page-locked memory is unregistered while a copy uses it"}
+
+
+def test_memory_that_the_allocator_keeps_for_a_lane_may_go_under_a_copy(watched: None) -> None:
+    device = fake.device()
+    below, frames = device.slab(4096), new_frames()
+    frames.record_stream(device._streams[Lane.D2H])
+    device.copy(Lane.D2H, below.block, frames, (device.mark(),))
+    del frames
+    device.close()
+
+
+def test_a_refusal_of_the_runtime_is_told_by_the_next_launch(watched: None) -> None:
+    with fake.limit(pinned=0):
+        assert fake.cuda().cudart().cudaHostRegister(0, 4096, 0) != 0
+    with pytest.raises(RuntimeError, match="CUDA error: out of memory"):
+        torch.ones(3, device=fake.PLACE)
+    torch.ones(3, device=fake.PLACE)
 
 
 def test_each_lane_has_a_name_and_a_stream(watched: None) -> None:

@@ -40,6 +40,7 @@ struct Region {
   bool device;  // else page-locked host memory
   int stream;   // which it was allocated on
   bool seen_by_lane = false;
+  std::unordered_set<int> recorded = {};  // streams that its reuse waits for (record_stream)
   std::vector<Marks> marks = {};  // of each stream that touched it
   size_t lines() const { return (bytes + LINE - 1) / LINE; }
   size_t first(uintptr_t lo) const { return (lo - base) / LINE; }
@@ -64,6 +65,7 @@ struct Detector {
   std::unordered_map<int64_t, HostAccess> host_accesses{};  // under way, on any thread
   int64_t next_access = 0;
   size_t allocated = 0, peak = 0, n_ops = 0;
+  bool refused = false;  // a call of the runtime failed: the next launch says so
   size_t hbm_bytes = SIZE_MAX, workspace_bytes = 0;
   std::unordered_map<std::string, int64_t> copies{};
   std::deque<std::pair<void*, size_t>> quarantine{};  // freed: NaN for a while, so that late reads show
@@ -95,6 +97,8 @@ void host_waits_locked(int s);
 
 void* take_device(size_t n);  // null: HBM is full
 void free_device(void* p);
+void record_stream(uintptr_t p, int s);
+void tell_refusal();  // throws, once
 bool pin(uintptr_t p, size_t n);
 bool unpin(uintptr_t p);
 size_t pinned_bytes();

@@ -21,7 +21,7 @@ static void find_users(const Region& r, const Clock* ordered, int except, const 
                        const std::string& now) {
   for (int t = 0; t < (int)r.marks.size(); t++) {
     const Marks& m = r.marks[t];
-    if (t == except || !m.used()) continue;
+    if (t == except || !m.used() || r.recorded.count(t)) continue;
     uint64_t done = std::max(D.host.of(t), ordered ? ordered->of(t) : 0);
     for (size_t i = 0; i < r.lines(); i++)
       if (m.last(i) > done) {
@@ -70,6 +70,11 @@ void free_device(void* p) {
   if (!p) return;
   { Lock lock(D.m); give_back_locked(p); }
   take_stacks();
+}
+
+void record_stream(uintptr_t p, int s) {
+  Lock lock(D.m);
+  if (Region* r = D.find(p)) r->recorded.insert(s);
 }
 
 bool pin(uintptr_t p, size_t n) {

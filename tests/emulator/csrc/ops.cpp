@@ -115,6 +115,11 @@ struct Call {  // one operation whose arguments become aliases, and whose result
   }
 };
 
+void tell_refusal() {
+  Lock lock(D.m);
+  TORCH_CHECK(!std::exchange(D.refused, false), "CUDA error: out of memory");
+}
+
 static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   Call call{name_of(schema)};
@@ -124,6 +129,7 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::vector<c10::IValue> kept(stack->begin() + first, stack->end());
   for (size_t i = 0; i < n; i++) call.lower((*stack)[first + i], schema.arguments()[i]);
   call.check();
+  tell_refusal();
   Inside us;
   op.callBoxed(stack);
   call.resize_outs();

@@ -73,6 +73,8 @@ PYBIND11_MODULE(fake_cuda_ext, m) {
   m.def("pin", &pin);
   m.def("unpin", &unpin);
   m.def("pinned_bytes", &pinned_bytes);
+  m.def("record_stream", &record_stream);
+  m.def("refuse", [] { Lock lock(D.m); D.refused = true; });
   m.def("host_begin", &host_begin);
   m.def("host_end", [](int64_t key) { Lock lock(D.m); D.host_accesses.erase(key); });
   m.def("memory", [] { Lock lock(D.m); return std::make_tuple(D.allocated, D.peak); });

@@ -1,0 +1,60 @@
+"""Page-locked slabs, on an emulated CUDA device: what is refused, what forks, what goes."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero.device import CudaDevice, Slab, release_slab
+from hetero.types import Lane
+from tests.emulator import fake
+
+MIB = 2**20
+
+
+def flags_of(slab: Slab) -> set[str]:
+    """Return the kernel's flags of a slab's mapping."""
+    at, flags = slab.block.data_ptr(), set[str]()
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if found is not None:
+            here = int(found[1], 16) <= at < int(found[2], 16)
+        elif here and line.startswith("VmFlags:"):
+            flags = set(line.split()[1:])
+    return flags
+
+
+def test_a_refusal_leaves_the_slab_pageable_and_tells_once(emulator: None) -> None:
+    device = fake.device()
+    room = fake.pinned_bytes() + MIB
+    with fake.limit(pinned=room), pytest.warns(UserWarning, match="refused to page-lock 1 MiB"):
+        locked, refused = device.slab(MIB), device.slab(MIB)
+
+    assert locked.registered and not refused.registered
+    with fake.limit(pinned=room), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not device.slab(MIB).registered
+    target = device.arena(MIB).block
+    target.zero_()  # a launch after it fails no more
+    device.sync(device.copy(Lane.H2D, target, refused.block.fill_(3)))
+    assert bool((target == 3).all())
+
+
+def test_page_locked_memory_stays_out_of_forks_until_it_is_released(emulator: None) -> None:
+    slab = fake.device().slab(MIB)
+
+    assert "dc" in flags_of(slab)  # not copied
+    release_slab(slab)
+    assert not slab.registered and "dc" not in flags_of(slab)
+
+
+def test_a_slab_that_goes_waits_for_the_copies_that_use_it(watched: None) -> None:
+    device = fake.device()
+    slab, target = device.slab(MIB), device.arena(MIB)
+    device.copy(Lane.H2D, target.block, slab.block)
+    del slab
