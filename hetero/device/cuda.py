@@ -65,8 +65,20 @@ class CudaDevice:
         return paged_slab(n_bytes)
 
     def arena(self, n_bytes: int) -> Slab:
+        return Slab(n_bytes, self._shared(n_bytes))
+
+    def _shared(self, n_bytes: int) -> torch.Tensor:
+        """Return device memory for the lanes, too.
+
+        torch's allocator orders its memory by compute's stream alone: the lanes have to come after
+        what is queued there now, and the memory may serve others when they are done with it.
+        """
         block = torch.empty(max(n_bytes, 1), dtype=torch.uint8, device=self.torch_device)
-        return Slab(n_bytes, block)
+        taken = self.mark()
+        for stream in self._streams.values():
+            stream.wait_event(taken.event)
+            block.record_stream(stream)
+        return block
 
     def copy(
         self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
@@ -157,7 +169,7 @@ class CudaDevice:
     def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
         if lane not in self._bytes_per_second:
             below = self.slab(PROBE_BYTES)
-            here = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.torch_device)
+            here = self._shared(PROBE_BYTES)
             target, source = (here, below.block) if lane is Lane.H2D else (below.block, here)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with torch.cuda.stream(self._streams[lane]):

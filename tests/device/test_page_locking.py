@@ -58,3 +58,36 @@ def test_a_slab_that_goes_waits_for_the_copies_that_use_it(watched: None) -> Non
     slab, target = device.slab(MIB), device.arena(MIB)
     device.copy(Lane.H2D, target.block, slab.block)
     del slab
+
+
+def late_kernels(device: CudaDevice) -> None:
+    """Queue work on compute's stream that takes and gives back memory of the allocator's."""
+    busy = torch.ones(MIB, dtype=torch.uint8, device=device.torch_device)
+    busy.add_(1)
+
+
+@pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H])
+def test_lanes_use_new_device_memory_after_those_who_had_it_before(
+    watched: None, lane: Lane
+) -> None:
+    device = fake.device()
+    slab = device.slab(MIB)
+    late_kernels(device)
+    here = device.arena(MIB).block
+    target, source = (here, slab.block) if lane is Lane.H2D else (slab.block, here)
+    device.sync(device.copy(lane, target, source))
+
+
+def test_measuring_a_link_writes_to_no_memory_that_kernels_still_use(watched: None) -> None:
+    device = fake.device()
+    late_kernels(device)
+    for lane in (Lane.H2D, Lane.D2H):
+        assert device.copy_seconds(lane, MIB) > 0
+
+
+def test_device_memory_that_goes_serves_others_after_the_lanes(watched: None) -> None:
+    device = fake.device()
+    slab = device.slab(MIB)
+    arena = device.arena(MIB)
+    device.copy(Lane.H2D, arena.carve(0, MIB), slab.block)
+    del arena
