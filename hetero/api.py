@@ -66,7 +66,7 @@ def prepare_tuned(
     check_model(model, weights=config.weights is not None)
     inner = check_pair(model, optimizer)
     device = open_device(config.device)
-    blueprint = draw(model, inner, config)
+    blueprint = draw(model, inner, config, device.align_bytes)
     check_codes(model, blueprint.layout)
     with torch.inference_mode(False):  # the engine's tensors outlive the caller's mode
         engine = assemble(model, inner, config, device, blueprint, tuning)

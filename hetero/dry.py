@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero.config import HostLimit
-from hetero.device import COPY_LANES, CpuDevice, Slab, Stall, Ticket
+from hetero.device import COPY_LANES, CUDA_ALIGN_BYTES, CpuDevice, Slab, Stall, Ticket
 from hetero.internals import without_modes
 from hetero.types import Lane
 
@@ -63,6 +63,7 @@ class DryDevice(CpuDevice):
         super().__init__(META)
         self.is_cuda = is_cuda
         self.same_ram = same_ram
+        self.align_bytes = CUDA_ALIGN_BYTES if is_cuda else CpuDevice.align_bytes
         self.clock_seconds = 0.0
         self.time_passed: Callable[[], None] = lambda: None
         """Called after the clock has moved."""

@@ -8,7 +8,7 @@ model is prepared, counts its users, and puts torch's own back.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import CodeType
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ NAMES = (  # module, attribute
     *(("torch.utils._python_dispatch", "_disable_current_modes"),),
     *(("torch.utils._python_dispatch", "_get_current_dispatch_mode"),),
     *(("torch._functorch.eager_transforms", "_wrap_for_grad"),),
+    *(("torch", "_foreach_norm"),),
     *(("torch._functorch.vmap", "_add_batch_dim"), ("torch._dynamo.trace_rules", "add")),
 )
 
@@ -61,6 +62,16 @@ def find(module: str, name: str) -> Any:
 
 
 _FOUND = {f"{module}.{name}": find(module, name) for module, name in NAMES}
+
+_norms: Callable[[list[torch.Tensor], float], Sequence[torch.Tensor]] = _FOUND[
+    "torch._foreach_norm"
+]
+
+
+def foreach_norm(tensor: torch.Tensor, ord: float) -> torch.Tensor:
+    """Return a tensor's norm by the kernel that `clip_grad_norm_` uses for a list of tensors."""
+    return _norms([tensor], ord)[0]
+
 
 # -- backward passes -----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from hetero.device.cpu import CpuDevice
-from hetero.device.cuda import CudaDevice
+from hetero.device.cuda import CUDA_ALIGN_BYTES, CudaDevice
 from hetero.device.face import (
     ALONE,
     COPY_LANES,
@@ -47,6 +47,7 @@ __all__ = [
     "Accelerator",
     "Allocated",
     "COPY_LANES",
+    "CUDA_ALIGN_BYTES",
     "CpuDevice",
     "CudaDevice",
     "Device",

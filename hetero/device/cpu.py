@@ -33,6 +33,7 @@ class CpuDevice:
     same_ram = True
     is_cuda = False
     has_bytes = True
+    align_bytes = 1
     cheap_slabs = True
 
     def __init__(self, torch_device: torch.device | None = None) -> None:

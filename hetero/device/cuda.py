@@ -28,6 +28,7 @@ from hetero.device.process import counts
 from hetero.errors import ConfigError
 from hetero.types import Lane
 
+CUDA_ALIGN_BYTES = 256  # cuBLASLt's heuristic is told no more; torch's allocator gives 512
 BESIDE = 3  # times as many copies keep the other lane busy all the while
 SPIN_CYCLES = 50_000  # of a device's clock while the host queues one copy: 25 us at 2 GHz
 
@@ -38,6 +39,7 @@ class CudaDevice:
     same_ram = False
     is_cuda = True
     has_bytes = True
+    align_bytes = CUDA_ALIGN_BYTES
     cheap_slabs = False
 
     def __init__(self, index: int | None = None) -> None:
@@ -74,9 +76,10 @@ class CudaDevice:
         what is queued there now, and the memory may serve others when they are done with it.
         """
         block = torch.empty(max(n_bytes, 1), dtype=torch.uint8, device=self.torch_device)
-        taken = self.mark()
+        taken = torch.cuda.Event()
+        taken.record(torch.cuda.current_stream(self.torch_device))
         for stream in self._streams.values():
-            stream.wait_event(taken.event)
+            stream.wait_event(taken)
             block.record_stream(stream)
         return block
 

@@ -107,6 +107,8 @@ class Device(Protocol):
     """Whether it is a CUDA device, or stands for one."""
     has_bytes: bool
     """Whether its tensors have memory; if not, they are on the meta device."""
+    align_bytes: int
+    """Kernels of plain torch find tensors at multiples of it, and may choose by that."""
     cheap_slabs: bool
     """Whether a slab may be made in every step; page-locking one takes long."""
 

@@ -1,7 +1,7 @@
 """The layout: units -> buckets -> fixed-size chunks; tensors may straddle (floor 1, mechanism).
 
 A bucket is one flat index space, shared by every kind (PARAM, GRAD, the optimizer's STATE). Its
-tensors lie back to back, each aligned to ``ALIGN`` elements and to blocks of its codec, and chunks
+tensors lie back to back, each aligned as its `ParamSpec` says and to blocks of its codec. Chunks
 cut the space every ``chunk_numel`` elements, so only the last chunk of a bucket carries waste.
 """
 
@@ -16,7 +16,7 @@ import torch
 from hetero.errors import ConfigError
 from hetero.memory.codec import EXACT, Codec
 
-ALIGN = 16
+ALIGN = 16  # elements
 MAX_CHUNK_NUMEL = 16 * 2**20  # 64 MiB of 4-byte elements: past the knee of every link measured
 MIN_CHUNK_NUMEL = 1024
 WASTE = 0.005
@@ -24,7 +24,8 @@ WASTE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """A parameter as the layout sees it: ``shape``, dense ``stride``, ``dtype``."""
+    """A parameter as the layout sees it: ``shape``, dense ``stride``, ``dtype``; it begins at a
+    multiple of ``align`` elements."""
 
     name: str
     unit: int
@@ -33,6 +34,7 @@ class ParamSpec:
     dtype: torch.dtype
     trainable: bool
     codec: Codec = EXACT
+    align: int = ALIGN
     numel: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -167,7 +169,7 @@ def home_bytes(spec: ParamSpec) -> int:
 
 def padded_numel(spec: ParamSpec) -> int:
     """Return the elements up to where the next tensor may begin."""
-    align = max(ALIGN, spec.codec.block)
+    align = max(spec.align, spec.codec.block)
     return -(-spec.numel // align) * align
 
 

@@ -123,7 +123,7 @@ def rehearse(scene: Scene) -> Rehearsal:
     scene = replace(scene, **twin_of(scene.model, scene.optimizer)._asdict())
     config = replace(scene.config, device=device, profile=None)
     disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None
-    blueprint = draw(scene.model, scene.optimizer, config)
+    blueprint = draw(scene.model, scene.optimizer, config, device.align_bytes)
     worker = DryWorker(device, partial(update_seconds, scene.profile, blueprint), disk)
     tuning = Tuning(worker=worker, depth=scene.depth)
     if disk is not None:

@@ -13,7 +13,7 @@ from torch import nn
 from hetero.config import Config
 from hetero.errors import ConfigError
 from hetero.memory.codec import CODECS, CODED, EXACT, Blocked, Codec, Workspace, slice_numel
-from hetero.memory.layout import Bucket, Layout, ParamSpec, build_layout, dense_stride
+from hetero.memory.layout import ALIGN, Bucket, Layout, ParamSpec, build_layout, dense_stride
 from hetero.train.engine.check import pageable, pages, tables
 from hetero.train.model.units import Unit, assign, find_units
 from hetero.train.update.masters import WORKING, low_dtype, named_by, working_dtypes
@@ -114,8 +114,16 @@ class Blueprint:
         return self.costs[bucket.id].whole
 
 
-def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> Blueprint:
-    """Find the units, lay out the buckets and size the states; touches nothing."""
+def draw(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    align_bytes: int = 1,
+) -> Blueprint:
+    """Find the units, lay out the buckets and size the states; touches nothing.
+
+    Parameters begin at multiples of ``align_bytes`` in a replica.
+    """
     owned = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
     units, home = assign(model, find_units(model, config.units))
     check_tables(model, config)
@@ -130,6 +138,7 @@ def draw(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Conf
             dtype=working[id(p)],
             trainable=id(p) not in codecs and (p.requires_grad or id(p) in owned),
             codec=codecs.get(id(p), EXACT),
+            align=max(ALIGN, align_bytes // working[id(p)].itemsize),
         )
         for name, p in pages(model)
     ]

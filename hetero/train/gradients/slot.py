@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hetero.errors import StateError
-from hetero.internals import DISPATCHERS, ENGINE_CODE, in_backward
+from hetero.internals import DISPATCHERS, ENGINE_CODE, foreach_norm, in_backward
 from hetero.jobs import Job
 from hetero.memory.home import Home
 from hetero.memory.layout import Segment, row
@@ -81,7 +81,13 @@ class GradNorm(NamedTuple):
 
 
 def whole_norm(grad: torch.Tensor, ord: float, *, in_fp32: bool) -> torch.Tensor:
-    """Return torch's norm of a whole tensor, ``in_fp32`` for a parameter with a master."""
+    """Return torch's norm of a whole tensor, ``in_fp32`` for a parameter with a master.
+
+    On an accelerator `clip_grad_norm_` takes the norms of plain gradients by a kernel for lists,
+    which may round otherwise than that for one tensor.
+    """
+    if not in_fp32 and grad.device.type not in ("cpu", "meta"):
+        return foreach_norm(grad, ord)
     if in_fp32 and grad.device.type == "cpu":
         grad = grad.float()  # the same bits as dtype=, and vectorised
     norm: torch.Tensor = torch.linalg.vector_norm(
