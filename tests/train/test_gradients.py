@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -541,3 +542,23 @@ def test_a_gradient_that_no_step_takes_waits_from_step_to_step(place: str) -> No
         return [*values(model), *(bias.grad.clone() for bias in biases)]
 
     same(train(True), train(False), "weights and the gradients of biases")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", ["cpu", "sim"])
+def test_gradients_of_the_first_step_go_with_their_updates(place: str, precision: str) -> None:
+    model = linears()
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = Config.load(chunk_bytes=256, precision=precision, **PLACES[place])
+    model, optimizer = prepare_tuned(model, optimizer, config, None)
+    stay_paged(engine_of(model))
+    x = batch(0).to(next(model.parameters()).dtype)
+    model(x).sum().backward()
+    model(x)  # all gradients are home
+    slots = [weakref.ref(param.grad.slot) for param in model.parameters()]
+    assert all(slot() is not None for slot in slots)
+    optimizer.step()
+    optimizer.zero_grad()
+    model(x)  # waits for every update
+    # a gradient that lives is brought to the device when the next one takes its home
+    assert [slot() for slot in slots] == [None] * len(slots)
