@@ -48,6 +48,12 @@ class Meter(Protocol):
     def restart(self) -> None:
         """Begin a new measurement."""
 
+    def prepared(self) -> None:
+        """Parameters are home, and nothing was computed: what lives now is no activation."""
+
+    def changing(self) -> AbstractContextManager[None]:
+        """Change the memory of frames inside the block."""
+
 
 class Keeper(Protocol):
     """Enforces a budget while operations are counted."""
@@ -91,51 +97,174 @@ class BoundMeter:
     def restart(self) -> None:
         self._footprint.restart()
 
+    def prepared(self) -> None: ...
+
+    def changing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 class AllocatorMeter:
-    """For CUDA: the count of torch's allocator, without synchronising, less ``others()``.
+    """For CUDA: the count of torch's allocator, without synchronising, less what is not ours.
 
     Gradients on their way down cannot be told apart there: they are counted twice.
+
+    [Note: strangers]  Whatever lives on the device when a forward begins and is not ours (another
+    model, averages, the batch) is no activation. Strangers that came after `prepare` count all the
+    same as far as the device has no room for them beside the budget: frames then give way. Without
+    an optimizer only those of `prepare`, and other prepared models, are told from a cache of keys
+    and values, which is ours.
+
+    Args:
+        others: returns bytes of this model that are no activations.
+        passing: returns gradients on their way down.
+        trains: whether there is an optimizer.
+        slack_bytes: of the device, that neither the budget nor strangers had at `prepare`.
     """
 
     def __init__(
-        self, device: Device, footprint: GraphFootprint, others: Callable[[], int]
+        self,
+        device: Device,
+        footprint: GraphFootprint,
+        others: Callable[[], int],
+        *,
+        passing: Callable[[], Iterable[torch.Tensor]],
+        trains: bool,
+        slack_bytes: int,
     ) -> None:
         self._device = device
         self._footprint = footprint
         self._others = others
-        self._before = 0  # the peak, up to the last unit's end
+        self._passing = passing
+        self._trains = trains
+        self._watches = False  # whether a forward of ours runs
+        self._idle = True  # whether nothing of ours was computed since `restart`
+        self._allowance = slack_bytes  # of strangers that take nothing from the budget
+        self._unknown = 0  # bytes of strangers that no prepared model has, when a forward began
+        self._graphs = 0  # and of graphs of other prepared models
+        self._outputs = LiveOutputs()
+        self._before = 0  # the peak of ours, up to the last reset of the allocator's
+        self._most = 0  # the same with strangers
         self._end = 0
+        _counting.add(self)
 
-    def watching(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def prepared(self) -> None:
+        self.restart()
+        self._allowance += self._recent()
+        self._look(own=0, first=True)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self._anew()
+        own = self._footprint.live_bytes + self._outputs.n_bytes
+        own += sum(tensor.nbytes for tensor in self._passing())
+        self._look(own=own)
+        self._idle, self._watches = False, True
+        try:
+            yield
+        finally:
+            self._anew()
+            self._watches = False
+
+    def _look(self, *, own: int, first: bool = False) -> None:
+        """Count strangers, between forwards; ``own`` bytes are of outputs, graphs and gradients."""
+        self._graphs = sum(meter._footprint.live_bytes for meter in self._rivals())
+        unknown = max(0, self._recent() - own - self._graphs - self._frames())
+        self._unknown = unknown if self._trains or first else min(unknown, self._unknown)
+
+    def _alike(self) -> list[AllocatorMeter]:
+        """Return the meters of models on the same device."""
+        place = self._device.torch_device
+        return [meter for meter in _counting if meter._device.torch_device == place]
+
+    def _rivals(self) -> Iterator[AllocatorMeter]:
+        return (meter for meter in self._alike() if meter is not self)
+
+    def _frames(self) -> int:
+        """Return the present bytes of other prepared models' frames and buffers."""
+        return sum(meter._others() for meter in self._rivals())
 
     def unit_done(self) -> None:
-        self._before = self.seen_bytes()
-        self._device.reset_peak()
+        self._idle = False
+        self._anew()
 
     def made(self, output: Any) -> None:
-        self._end = self._recent()
+        self._end = self.live_bytes()
+        self._outputs.note(output)
 
     def peak_bytes(self) -> int:
         return int((1 + MARGIN) * self.seen_bytes())
 
     def seen_bytes(self) -> int:
-        return max(self._before, self._recent())
+        most = max(self._most, self._recent()) - self._allowance
+        return max(self._before, self.live_bytes(), most)
 
     def live_bytes(self) -> int:
-        return self._recent()  # since the last reset, so no less than now
+        # since the last reset, so no less than now
+        strangers = self._unknown + self._graphs + self._frames()
+        return max(0, self._recent() - min(strangers, self._allowance))
 
     def end_bytes(self) -> int:
         return self._end + self._footprint.output_bytes
 
     def restart(self) -> None:
-        self._before = 0
-        self._device.reset_peak()
+        self._anew()
+        self._before, self._most, self._idle = 0, 0, True
         self._footprint.restart()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        self._anew()
+        try:
+            yield
+        finally:
+            self._device.reset_peak()
+
+    def fold(self, *, ours: bool) -> None:
+        """Note the allocator's peak before it is reset, and whether it may be ours."""
+        self._most = max(self._most, self._recent())
+        if ours and not self._idle:
+            self._before = max(self._before, self.live_bytes())
+
+    def _anew(self) -> None:
+        """Begin a new peak of the allocator, which all models on a device share.
+
+        What a forward of ours took is a stranger's to the others.
+        """
+        for meter in self._alike():
+            meter.fold(ours=meter is self or not self._watches)
+        self._device.reset_peak()
 
     def _recent(self) -> int:
         return max(0, (self._device.allocated_peak() or 0) - self._others())
+
+
+_counting: weakref.WeakSet[AllocatorMeter] = weakref.WeakSet()
+
+
+class LiveOutputs:
+    """Bytes of a model's outputs that are still alive."""
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self._seen: dict[int, object] = {}
+
+    def note(self, output: Any) -> None:
+        """Count the tensors of an output while their storages live."""
+        for tensor in tree_iter(output):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._seen:
+                    self._hold(storage)
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key, n_bytes = storage._cdata, storage.nbytes()
+
+        def gone(_: object) -> None:
+            del self._seen[key]
+            self.n_bytes -= n_bytes
+
+        self.n_bytes += n_bytes
+        self._seen[key] = weakref.ref(storage, gone)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -284,6 +413,11 @@ class TracedMeter:
         self._mode.peak = self._mode.recent = self._mode.counted()
         self._footprint.restart()
 
+    def prepared(self) -> None: ...
+
+    def changing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 def make_meter(
     device: Device,
@@ -291,6 +425,8 @@ def make_meter(
     *,
     gradient_bytes: int,
     traced: bool,
+    trains: bool,
+    slack_bytes: int,
     others: Callable[[], int],
     passing: Callable[[], Iterable[torch.Tensor]],
     ours: Callable[[], bool],
@@ -301,10 +437,12 @@ def make_meter(
     Args:
         gradient_bytes: of the largest gradients made at once.
         traced: whether a mode may watch operations if the device cannot count.
-        others: returns allocated bytes that are no activations; for the rest see the meters.
+        others: returns bytes of the model that are no activations; for the rest see the meters.
     """
     if device.allocated_peak() is not None:
-        return AllocatorMeter(device, footprint, others)
+        return AllocatorMeter(
+            *(device, footprint, others), passing=passing, trains=trains, slack_bytes=slack_bytes
+        )
     if traced:
         return TracedMeter(footprint, keeper=keeper, ours=ours, passing=passing)
     return BoundMeter(footprint, gradient_bytes)

@@ -39,6 +39,8 @@ class Budget:
     """RAM for homes and for transfers to them."""
     stays: bool = False
     """Whether parameters stay where they compute, from the beginning."""
+    slack_bytes: int = 0
+    """Of the device, that a given budget leaves to others."""
     division: Division | None = None
     """How HBM is divided since the last border; None before activations were measured."""
     divisible: Hbm = field(init=False)
@@ -123,7 +125,8 @@ def decide(
     buffers = sum(map(bytes_of, tensors)) + plan.workspace_bytes(is_cuda=device.is_cuda)
     memory = available(model, config, device, plan, buffers)
     stays = stays_resident(plan, memory.hbm, is_cuda=device.is_cuda)
-    budget = Budget(plan, memory.hbm, buffers, stays=stays)
+    slack = max(0, (free_hbm(model, device) or 0) - (memory.hbm or 0))
+    budget = Budget(plan, memory.hbm, buffers, stays=stays, slack_bytes=slack)
     way = bool(config.nvme) and config.activations == "offload"
     if not stays:
         check_hbm(budget)
@@ -143,7 +146,8 @@ def available(
     model: nn.Module, config: Config, device: Device, plan: Blueprint, buffer_bytes: int
 ) -> Memory:
     """Return the bytes of HBM and of RAM: as configured, else as measured."""
-    hbm, host = hbm_bytes(config, device), host_bytes(model, config, device.host_limit())
+    hbm = hbm_bytes(model, config, device)
+    host = host_bytes(model, config, device.host_limit())
     if hbm is None and (plan.is_coded or (config.nvme and plan.home_bytes > host)):
         # the CPU cannot compute on these homes as they lie: set frames aside in its RAM
         hbm = max(host // CPU_FRAMES, 2 * plan.least_bytes + buffer_bytes)
@@ -153,15 +157,24 @@ def available(
     return Memory(hbm, host)
 
 
-def hbm_bytes(config: Config, device: Device) -> int | None:
+def hbm_bytes(model: nn.Module, config: Config, device: Device) -> int | None:
     """Return the HBM that may be used; ConfigError for more than the device has."""
-    total, free = device.total_bytes(), device.free_bytes()
+    total = device.total_bytes()
     if config.hbm is not None and total is not None and config.hbm > total:
         raise ConfigError(
             f"hbm={format_bytes(config.hbm)} is more than the device has ({format_bytes(total)})",
             advice=f"hbm= takes at most {total} bytes",
         )
-    return int(CUDA_SHARE * free) if config.hbm is None and free is not None else config.hbm
+    return free_hbm(model, device) if config.hbm is None else config.hbm
+
+
+def free_hbm(model: nn.Module, device: Device) -> int | None:
+    """Return the HBM that a model may use if no other process takes any; None if HBM is RAM."""
+    free = device.free_bytes()
+    if free is None:
+        return None
+    here = sum(p.nbytes for _, p in pages(model) if p.device == device.torch_device)  # moved home
+    return int(CUDA_SHARE * (free + here))
 
 
 def stays_resident(plan: Blueprint, hbm: int | None, *, is_cuda: bool) -> bool:

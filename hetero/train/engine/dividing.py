@@ -39,7 +39,7 @@ class HbmDivision:
         self.room = Room(
             setup.budget,
             setup.ledger,
-            frames=ArenaFrames(manager, runtime.fetches, gives_back=setup.device.is_cuda),
+            frames=ArenaFrames(manager, runtime.fetches, meter, gives_back=setup.device.is_cuda),
             ring=ring,
             ram=setup.ram,
             live_bytes=meter.live_bytes,
@@ -59,6 +59,8 @@ class HbmDivision:
             runtime.saved.footprint,
             gradient_bytes=ring.most_bytes if self._trains else 0,
             traced=not is_compiled(setup.model) and not (self._trains and setup.device.same_ram),
+            trains=self._trains,
+            slack_bytes=setup.budget.slack_bytes,
             others=lambda: manager.arena.slab.n_bytes + setup.budget.buffer_bytes,
             passing=ring.sources,
             ours=lambda: runtime.is_running,

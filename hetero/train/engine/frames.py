@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from hetero.memory.manager import ChunkManager
 from hetero.train.access.fetches import Fetches
+from hetero.train.activations.meter import Meter
 
 
 class ArenaFrames:
     """The frames of one arena; a change of their number replans the fetches.
 
     Args:
+        meter: counts what is beside them.
         gives_back: whether memory has to be given back when there are fewer, as on CUDA.
     """
 
-    def __init__(self, manager: ChunkManager, fetches: Fetches, *, gives_back: bool) -> None:
+    def __init__(
+        self, manager: ChunkManager, fetches: Fetches, meter: Meter, *, gives_back: bool
+    ) -> None:
         self._manager = manager
+        self._meter = meter
         self._fetches = fetches
         self._gives_back = gives_back
 
@@ -31,8 +36,9 @@ class ArenaFrames:
         """Have so many frames; False while one is held."""
         if limit == self._manager.arena.limit:
             return True
-        if not self._manager.resize(limit):
-            return False
+        with self._meter.changing():
+            if not self._manager.resize(limit):
+                return False
         self._fetches.replan()
         return True
 

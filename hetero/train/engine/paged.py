@@ -95,7 +95,7 @@ class Paged:
         setup.hooks.watch(
             setup.model, setup.blueprint.units, self.runtime, self.activations, self.fitting.meter
         )
-        setup.device.reset_peak()
+        self.fitting.meter.prepared()
 
     def detach(self) -> None:
         """Bring everything home; parameters are pages still."""

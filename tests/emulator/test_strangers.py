@@ -1,0 +1,43 @@
+"""On CUDA the allocator counts everything: what is not the model's is no activation."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import hetero
+from tests.emulator import fake
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)))
+
+
+def test_other_models_and_tensors_on_the_device_take_nothing_of_a_budget(watched: None) -> None:
+    teacher = fake.on_device(net())  # 130 KB, and a budget of 300 KB
+    others = [torch.zeros(1_000_000, device=fake.PLACE)]
+    plain, model = net(), net()
+    plain_steps = torch.optim.SGD(plain.parameters(), lr=0.1)
+    steps = torch.optim.SGD(model.parameters(), lr=0.1)
+    device = fake.device()
+    model, steps = hetero.prepare(model, steps, device=device, hbm=300_000, chunk_bytes=4096)
+    reference = hetero.prepare(net(), device=device, hbm=200_000, chunk_bytes=4096)
+    for number in range(6):
+        if number == 2:
+            others.append(torch.zeros(500_000, device=fake.PLACE))
+        if number == 4:
+            others.clear()
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
+        left = plain(x).square().mean()
+        found = model(x.to(fake.PLACE))
+        with torch.no_grad():
+            target, same = teacher(x.to(fake.PLACE)), reference(x.to(fake.PLACE))
+        assert torch.equal(target, same)
+        right = found.square().mean()
+        assert torch.equal(left, right.cpu())
+        for loss, optimizer in ((left, plain_steps), (right, steps)):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert hetero.status(model).activation_bytes < 150_000
