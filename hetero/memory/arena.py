@@ -63,9 +63,19 @@ class Arena:
         return self.frames.limit + self.n_apart
 
     @property
+    def n_bytes(self) -> int:
+        """The bytes of all frames, those of replicas apart included."""
+        return self.slab.n_bytes + self.n_apart * self._layout.chunk_numel
+
+    @property
     def held(self) -> bool:
         """Whether any replica is pinned or leased."""
         return not all(replica.may_leave for replica in self.replicas.values())
+
+    @property
+    def held_inside(self) -> bool:
+        """Whether a replica that is not apart is pinned or leased."""
+        return not all(replica.may_leave or replica.is_apart for replica in self.replicas.values())
 
     # -- places ----------------------------------------------------------------------------------
 
@@ -134,6 +144,8 @@ class Arena:
             self.frames.take(bucket.id, start, bucket.granules)
         self._note(What.ALLOC, bucket, why)
         replica = self.replicas[bucket.id] = self._shell(bucket, start)
+        if start == APART:  # compute may still use the memory that it is made of
+            return replica, [self._device.mark()]
         return replica, self._readers(start, start + bucket.granules)
 
     def give_back(self, replica: Replica, why: str) -> None:
@@ -206,11 +218,11 @@ class Arena:
         self.frames.limit = max(self.frames.limit, min(most, self.frames.end + granules))
 
     def resize(self, limit: int) -> None:
-        """Change the number of frames; all must be free."""
+        """Change the number of frames; all must be free, and replicas apart stay."""
         n_bytes = limit * self._layout.chunk_numel
         if n_bytes != self.slab.n_bytes:  # frames that go become activations' room
             self._shells.clear()
-            self.by_storage.clear()
+            self.by_storage = {r.cdata: r for r in self.replicas.values()}
             self.slab = self._device.arena(0)  # free the old one before allocating
             self.slab = self._device.arena(n_bytes)
         self.frames = FrameMap(limit)

@@ -384,18 +384,22 @@ class ChunkManager:
     # -- size ------------------------------------------------------------------------------------
 
     def resize(self, limit: int) -> bool:
-        """Change the number of frames; False, with nothing changed, while replicas are held."""
-        if self.arena.held:
+        """Change the number of frames, those of held replicas apart included; False, with nothing
+        changed, while replicas in the arena are held."""
+        replicas = self.replicas.values()
+        apart = sum(r.bucket.granules for r in replicas if r.is_apart and not r.may_leave)
+        if self.arena.held_inside or limit < apart:
             return False
         self.evict_all()
-        self.arena.resize(limit)
+        self.arena.resize(limit - apart)
         return True
 
     def shrink(self, limit: int) -> bool:
         """Give up frames from the end, down to ``limit`` with those apart; False if a replica in
         the way is held. Replicas below stay; those apart that are not held go."""
         self.evict_all(lambda replica: replica.is_apart)
-        limit -= self.arena.n_apart
+        # those apart that went leave no frames: a smaller arena was made for them
+        limit = min(limit - self.arena.n_apart, self.arena.frames.limit)
         above = self.arena.beyond(limit)
         if limit < 0 or not all(replica.may_leave for replica in above):
             return False

@@ -362,13 +362,16 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.arena.ceiling,
             set(self.manager.replicas),
         )
-        assert self.manager.resize(limit) is not bool(self.held())
+        held, apart = self.held(), self.apart() & self.held()
+        room = limit - sum(self.granules(b) for b in apart)
+        may = held == apart and room >= 0
+        assert self.manager.resize(limit) is may
         after = (
             self.manager.arena.frames.limit,
             self.manager.arena.ceiling,
             set(self.manager.replicas),
         )
-        assert after == (before if self.held() else (limit, limit, set()))
+        assert after == ((room, room, apart) if may else before)
 
     @rule()
     def shed(self) -> None:

@@ -88,6 +88,7 @@ class BackwardAccess:
 
     Args:
         begins: called when a backward pass reaches the model.
+        ended: called when it is over.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class BackwardAccess:
         grads: GradStore,
         early: EarlyUpdates | NoEarlyUpdates,
         begins: Callable[[], None],
+        ended: Callable[[], None],
     ) -> None:
         self.task = NO_TASK
         """The graph task of the current pass through this model."""
@@ -112,6 +114,7 @@ class BackwardAccess:
         self._grads = grads
         self._early = early
         self._begins = begins
+        self._ended = ended
         self._accessed: Accessed | None = None
         self._began = 0.0
 
@@ -157,6 +160,7 @@ class BackwardAccess:
         self._grads.flush_pending()
         self._early.pass_ended()
         self._accesses.end_phase(self._began)
+        self._ended()
 
     def _close(self) -> None:
         accessed, buckets = self._accessed, self.buckets

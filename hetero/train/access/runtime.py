@@ -90,6 +90,7 @@ class Runtime:
             grads=grads,
             early=early,
             begins=events.backward_begins,
+            ended=events.backward_ended,
         )
         self.views = SavedViews(self.pages, self.fetches, self.backward)
         self.saved = SavedTensors(self.views, footprint)

@@ -16,6 +16,8 @@ class StepEvents:
     """Before a state dict writes a value at home, or shows it writably."""
     backward_begins: Callable[[], None]
     """A backward pass reaches the model."""
+    backward_ended: Callable[[], None]
+    """It is over."""
     forward_ended: Callable[[], None]
     """A forward that is a step of its own ended."""
     spare: Callable[[], int]

@@ -48,11 +48,23 @@ class Meter(Protocol):
     def restart(self) -> None:
         """Begin a new measurement."""
 
+    def computes(self) -> None:
+        """A backward pass begins."""
+
+    def rests(self) -> None:
+        """A backward pass is over."""
+
     def prepared(self) -> None:
         """Parameters are home, and nothing was computed: what lives now is no activation."""
 
     def changing(self) -> AbstractContextManager[None]:
         """Change the memory of frames inside the block."""
+
+    def lend(self) -> None:
+        """Nothing computes: measure nothing until `resume`, while frames use free memory."""
+
+    def resume(self) -> None:
+        """Measure again."""
 
 
 class Keeper(Protocol):
@@ -102,6 +114,14 @@ class BoundMeter:
     def changing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def computes(self) -> None: ...
+
+    def rests(self) -> None: ...
+
+    def lend(self) -> None: ...
+
+    def resume(self) -> None: ...
+
 
 class AllocatorMeter:
     """For CUDA: the count of torch's allocator, without synchronising, less what is not ours.
@@ -137,7 +157,8 @@ class AllocatorMeter:
         self._passing = passing
         self._trains = trains
         self._watches = False  # whether a forward of ours runs
-        self._idle = True  # whether nothing of ours was computed since `restart`
+        self._idle = True  # whether nothing of ours computes until the next forward or backward
+        self._lent = False
         self._allowance = slack_bytes  # of strangers that take nothing from the budget
         self._unknown = 0  # bytes of strangers that no prepared model has, when a forward began
         self._graphs = 0  # and of graphs of other prepared models
@@ -155,15 +176,18 @@ class AllocatorMeter:
     @contextmanager
     def watching(self) -> Iterator[None]:
         self._anew()
-        own = self._footprint.live_bytes + self._outputs.n_bytes
-        own += sum(tensor.nbytes for tensor in self._passing())
-        self._look(own=own)
+        self._look(own=self._own())
         self._idle, self._watches = False, True
         try:
             yield
         finally:
             self._anew()
             self._watches = False
+
+    def _own(self) -> int:
+        """Return the bytes of ours that live between forwards."""
+        passing = sum(tensor.nbytes for tensor in self._passing())
+        return self._footprint.live_bytes + self._outputs.n_bytes + passing
 
     def _look(self, *, own: int, first: bool = False) -> None:
         """Count strangers, between forwards; ``own`` bytes are of outputs, graphs and gradients."""
@@ -195,19 +219,42 @@ class AllocatorMeter:
         return int((1 + MARGIN) * self.seen_bytes())
 
     def seen_bytes(self) -> int:
-        most = max(self._most, self._recent()) - self._allowance
-        return max(self._before, self.live_bytes(), most)
+        folded = max(self._before, self._most - self._allowance)
+        if self._lent:
+            return folded
+        ours = 0 if self._idle else self.live_bytes()
+        return max(folded, ours, self._recent() - self._allowance)
 
     def live_bytes(self) -> int:
-        # since the last reset, so no less than now
+        if self._lent:
+            self._anew()  # now, and not since the last reset
+            return max(self._own(), self._recent() - self._allowance)
         strangers = self._unknown + self._graphs + self._frames()
         return max(0, self._recent() - min(strangers, self._allowance))
 
     def end_bytes(self) -> int:
         return self._end + self._footprint.output_bytes
 
+    def computes(self) -> None:
+        self._idle = False
+
+    def rests(self) -> None:
+        self._anew()
+        self._idle = True
+
+    def lend(self) -> None:
+        if not self._lent:
+            self._anew()
+            self._lent = True
+
+    def resume(self) -> None:
+        if self._lent:
+            self._anew()
+            self._lent = False
+
     def restart(self) -> None:
         self._anew()
+        self._lent = False
         self._before, self._most, self._idle = 0, 0, True
         self._footprint.restart()
 
@@ -221,6 +268,8 @@ class AllocatorMeter:
 
     def fold(self, *, ours: bool) -> None:
         """Note the allocator's peak before it is reset, and whether it may be ours."""
+        if self._lent:
+            return
         self._most = max(self._most, self._recent())
         if ours and not self._idle:
             self._before = max(self._before, self.live_bytes())
@@ -417,6 +466,14 @@ class TracedMeter:
 
     def changing(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def computes(self) -> None: ...
+
+    def rests(self) -> None: ...
+
+    def lend(self) -> None: ...
+
+    def resume(self) -> None: ...
 
 
 def make_meter(

@@ -42,7 +42,7 @@ class HbmDivision:
             frames=ArenaFrames(manager, runtime.fetches, meter, gives_back=setup.device.is_cuda),
             ring=ring,
             ram=setup.ram,
-            live_bytes=meter.live_bytes,
+            meter=meter,
         )
         self.fitting = self._make_fitting(meter)
         activations.watch = self.fitting
@@ -61,7 +61,7 @@ class HbmDivision:
             traced=not is_compiled(setup.model) and not (self._trains and setup.device.same_ram),
             trains=self._trains,
             slack_bytes=setup.budget.slack_bytes,
-            others=lambda: manager.arena.slab.n_bytes + setup.budget.buffer_bytes,
+            others=lambda: manager.arena.n_bytes + setup.budget.buffer_bytes,
             passing=ring.sources,
             ours=lambda: runtime.is_running,
             keeper=self._keeper,

@@ -22,7 +22,7 @@ from hetero.memory.homecopy import HomeEvents
 from hetero.memory.layout import Bucket, Layout
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
-from hetero.plan.division import Division
+from hetero.plan.division import Division, Hbm
 from hetero.plan.planner import Planner
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
@@ -71,6 +71,7 @@ class Paged:
             before_use=unless_gone(self._before_use, None),
             before_load=setup.saver.finish,
             backward_begins=unless_gone(self._backward_begins, None),
+            backward_ended=unless_gone(self._backward_ended, None),
             forward_ended=unless_gone(self._forward_ended, None),
             spare=unless_gone(self._spare, 0),
             resume=unless_gone(self._resume, None),
@@ -153,8 +154,7 @@ class Paged:
         self.fitting.spoil()
 
     def _spare(self) -> int:
-        # CUDA's allocator would count them in a step's peak
-        return 0 if self.setup.device.is_cuda else self.hbm.room.spare()
+        return self.hbm.room.spare()
 
     def _resume(self) -> None:
         self.hbm.room.resume()
@@ -172,7 +172,11 @@ class Paged:
         if stepper is not None:
             stepper.backward_begins()
         self.hbm.room.resume()
+        self.fitting.meter.computes()
         self._ahead.backward_begins()
+
+    def _backward_ended(self) -> None:
+        self.fitting.meter.rests()
 
     def _forward_ended(self) -> None:
         """A forward of a model without an optimizer is a step."""
@@ -269,7 +273,7 @@ def make_manager(
     """Return the manager of parameters; it refers to no module."""
     plan, device = setup.blueprint, setup.device
     hbm = setup.budget.divisible
-    room = hbm.frames(0)
+    room, every = hbm.frames(0), sum(bucket.granules for bucket in plan.layout.buckets)
     decoding = plan.decoding(is_cuda=device.is_cuda)
     return ChunkManager(
         plan.layout,
@@ -284,11 +288,18 @@ def make_manager(
             updated=trained.grads.release,
         ),
         limit=hbm.fewest_frames,
-        # A CUDA arena cannot grow in place: it leaves room for activations not yet measured.
-        ceiling=min(room, 2 * hbm.fewest_frames) if device.is_cuda else room,
+        # A CUDA arena cannot grow in place: it leaves room for activations not yet measured, and
+        # holds what a graph of gradients needs at once.
+        ceiling=most_frames(hbm, every) if device.is_cuda else room,
         next_use=setup.tuning.victim or next_use,
         workspace=None if decoding is None else Workspace.on(device, *decoding),
     )
+
+
+def most_frames(hbm: Hbm, every: int) -> int:
+    """Return the frames of a first step: of ``every`` bucket if they leave half of HBM."""
+    room = hbm.frames(0)
+    return min(room, max(2 * hbm.fewest_frames, min(every, room // 2)))
 
 
 def make_runtime(

@@ -58,6 +58,19 @@ class GradientRing(Protocol):
         """Wait until it holds no more than the limit."""
 
 
+class LiveMeter(Protocol):
+    """Measures activations; while room is lent, it does not."""
+
+    def live_bytes(self) -> int:
+        """Return the bytes that are alive."""
+
+    def lend(self) -> None:
+        """Nothing computes: measure nothing until `resume`."""
+
+    def resume(self) -> None:
+        """Measure again."""
+
+
 class Excess(NamedTuple):
     """A step that passed the budget of a simulated HBM, and goes on to be measured."""
 
@@ -80,7 +93,7 @@ class Room:
 
     Args:
         ram: returns the bytes of RAM that may still be taken.
-        live_bytes: returns those of activations that are alive.
+        meter: measures activations.
     """
 
     def __init__(
@@ -91,7 +104,7 @@ class Room:
         frames: Frames,
         ring: GradientRing,
         ram: Callable[[], int],
-        live_bytes: Callable[[], int],
+        meter: LiveMeter,
     ) -> None:
         self.budget = budget
         self.frames = frames
@@ -99,7 +112,7 @@ class Room:
         self.excess: Excess | None = None
         self._ledger = ledger
         self._ram = ram
-        self._live_bytes = live_bytes
+        self._meter = meter
         self._due: int | None = None  # the number of frames to have once none above it is held
         self._lent: int | None = None  # the number of frames when activations' room was lent
 
@@ -183,7 +196,8 @@ class Room:
 
         If any, activations' room is lent, and not charged until `resume`.
         """
-        taken = self._live_bytes() + self.ring.held_bytes
+        self._meter.lend()
+        taken = self._meter.live_bytes() + self.ring.held_bytes
         spare = self.hbm.frames(taken) - self.frames.limit
         if spare > 0 and self._lent is None:
             self._lent = self.frames.limit
@@ -193,9 +207,11 @@ class Room:
     def resume(self) -> None:
         """Have no more frames than before `spare`; OutOfMemory if views hold too many."""
         if self._lent is None:
+            self._meter.resume()
             return
         with host_work():  # an evicted replica may be coded, on HOST
             self.frames.shed()
+            self._meter.resume()
             if self.frames.limit > self._lent and not self.frames.lower(self._lent):
                 raise self._held_back(self._lent)
         self._lent = None
