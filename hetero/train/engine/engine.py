@@ -25,6 +25,7 @@ from hetero.train.model.graph import unless_gone
 from hetero.train.model.units import MARK
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.optimizer import Optimizer, silence
+from hetero.train.update.rules import Group
 from hetero.types import Tier, format_bytes
 
 
@@ -183,7 +184,12 @@ class Engine:
     def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with torch's keys whose tensors are the homes' or copies."""
         self.setup.saver.finish()
-        return self.steps.adopt(param, state)
+        return self.steps.adopt(param, state, self.group_of(param))
+
+    def group_of(self, param: torch.Tensor) -> Group:
+        """Return the group of a parameter; an empty one if it is in none."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return next((g for g in groups if any(p is param for p in g["params"])), {})
 
     def refuse_broken(self) -> None:
         """Raise StateError if the model must not be used."""
@@ -248,7 +254,11 @@ class Engine:
         """Return the states as torch keeps them, out of their homes."""
         self.setup.store.before_use = _noop  # all updates are done: reads need not wait
         known = {} if self.optimizer is None else self.optimizer.known_state
-        return {p: {k: placed(v, p) for k, v in state.items()} for p, state in known.items()}
+        place = self.setup.handover.device
+        return {
+            p: {k: placed(v, place, self.group_of(p)) for k, v in state.items()}
+            for p, state in known.items()
+        }
 
     def _abandon(self) -> None:
         """Take everything apart without reading the drives; parameters become NaN."""

@@ -17,6 +17,7 @@ from hetero.optim import AdamW8bit
 from hetero.train.engine.check import tables
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Name, Part, of_home, of_tensor
+from hetero.train.engine.steps import placed
 from hetero.train.gradients.homes import GRAD, WIDE
 from hetero.train.model.lazy import handle
 from hetero.train.update.formulas import Formula
@@ -274,8 +275,14 @@ def empty_states(engine: Engine, states: Iterable[Make]) -> dict[Name, torch.Ten
             home = engine.setup.store.get(Kind.STATE, name.key, layout.buckets[bucket], dtype)
             made[name] = handle(engine.setup.store, home, segment)
         else:
-            made[name] = torch.empty(shape, dtype=dtype, device=engine.setup.device.torch_device)
+            made[name] = torch.empty(shape, dtype=dtype, device=place_of(engine, bucket))
     return made
+
+
+def place_of(engine: Engine, bucket: int) -> torch.device:
+    """Return where the updates of a bucket run: where its parameters' home is."""
+    home = engine.setup.store.homes.get((Kind.PARAM.value, bucket))
+    return engine.setup.device.torch_device if home is None else home.device
 
 
 def begin_again(engine: Engine, states: Mapping[Name, torch.Tensor]) -> None:
@@ -297,7 +304,11 @@ def take_scalars(engine: Engine, scalars: Mapping[str, Mapping[str, Any]]) -> No
     for name, values in scalars.items():
         if name not in by_name:
             continue
-        engine.optimizer.known_state[engine.setup.params[by_name[name].index]].update(values)
+        param = engine.setup.params[by_name[name].index]
+        if engine.steps.stepper is None:  # torch steps them where its kernels read them
+            group = engine.group_of(param)
+            values = {key: placed(value, param.device, group) for key, value in values.items()}
+        engine.optimizer.known_state[param].update(values)
 
 
 def settle(engine: Engine) -> None:

@@ -21,7 +21,7 @@ from hetero.train.engine.setup import Setup
 from hetero.train.update.arithmetic import Update
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.optimizer import Optimizer
-from hetero.train.update.rules import Rule
+from hetero.train.update.rules import Group, Rule
 from hetero.train.update.step import Stepper
 
 Clip = Callable[[], Any]
@@ -74,9 +74,12 @@ class NoSteps:
         """Give up a step that will not be made; returns whether it had begun."""
         return False
 
-    def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state with torch's keys whose tensors are the homes' or copies."""
-        return {key: placed(value, param) for key, value in state.items()}
+    def adopt(self, param: torch.Tensor, state: dict[str, Any], group: Group) -> dict[str, Any]:
+        """Return a state with torch's keys whose tensors are the homes' or copies.
+
+        ``group`` has the settings of the parameter's group.
+        """
+        return {key: placed(value, param.device, group) for key, value in state.items()}
 
 
 class TorchSteps(NoSteps):
@@ -213,14 +216,17 @@ class HomeSteps(NoSteps):
         else:
             super().come_home()
 
-    def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    def adopt(self, param: torch.Tensor, state: dict[str, Any], group: Group) -> dict[str, Any]:
         return self.stepper.drafts.states.adopt(self.setup.segment(param), state, own=True)
 
 
-def placed(value: Any, param: torch.Tensor) -> Any:
-    """Return a state's value as torch keeps it: tensors of a parameter's shape on its device."""
+def placed(value: Any, place: torch.device, group: Group) -> Any:
+    """Return a state's value as torch keeps it for a parameter on ``place``.
+
+    Numbers lie there only if the group's settings ask for kernels that read them there.
+    """
     if not isinstance(value, torch.Tensor):
         return value
-    if value.dim() == 0:
+    if value.dim() == 0 and not (group.get("fused") or group.get("capturable")):
         return value.detach().clone()
-    return value.detach().to(param.device, copy=True)
+    return value.detach().to(place, copy=True)

@@ -181,10 +181,10 @@ class Optimizer(torch.optim.Optimizer):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         of_id = dict(zip(ids, params, strict=True))
         self.state.clear()
-        for key, value in state_dict["state"].items():
-            self.state[of_id[key]] = self._engine.adopt(of_id[key], dict(value))
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
+        for key, value in state_dict["state"].items():
+            self.state[of_id[key]] = self._engine.adopt(of_id[key], dict(value))
         for key, low in state_dict.get(MASTERS, {}).items():
             self._engine.load_master(of_id[key], low)
         if self._engine.scaler is not None and SCALER in state_dict:

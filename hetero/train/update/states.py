@@ -181,20 +181,30 @@ class StateHomes:
     def adopt(self, segment: Segment, state: State, *, own: bool = False) -> State:
         """Return a state whose tensors of the parameter's shape lie in the homes.
 
-        With ``own`` the other tensors are copied too, as when a state dict is loaded.
+        With ``own`` the other tensors are copied too, as when a state dict is loaded, to where
+        updates run: optimizers that stepped on the device have them there.
         """
         bucket = self._layout.bucket(segment)
         for key, value in state.items():
             if own:
                 value = self._rule.loaded(key, value, self._dtype(segment))
             if not is_elementwise(key, value, segment.spec.shape):
-                state[key] = copied(value) if own else value
+                state[key] = self._here(value, bucket) if own else value
                 continue
             home = self.home(key, bucket, value.dtype)
             if not is_handle(value, home, segment):
                 home.write(segment, value)
                 state[key] = handle(self._store, home, segment)
         return state
+
+    def _here(self, value: Any, bucket: Bucket) -> Any:
+        """Return a copy of a state's value where updates of a bucket run."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        place = self._store.homes[Kind.PARAM.value, bucket.id].device
+        if place.type != "cpu" and value.dim() == 0:  # masters' formulas read numbers on the CPU
+            return copied(value)
+        return value.detach().to(place, copy=True)
 
     def _dtype(self, segment: Segment) -> torch.dtype:
         """Return the dtype that a rule sees of a parameter."""
