@@ -20,6 +20,7 @@ class Cores:
     """Turns at torch's threads, for updates on ``n_threads`` other than the launcher."""
 
     def __init__(self, n_threads: int) -> None:
+        self.n_threads = n_threads
         self._alone = threading.Lock()
         self._limit = limiter() if n_threads else None
 
@@ -65,7 +66,7 @@ def limiter() -> Callable[[int], None] | None:
     user's. OpenMP's own call does not; check that torch obeys it.
     """
     try:
-        limit = ctypes.CDLL(None).omp_set_num_threads
+        limit = ctypes.PyDLL(None).omp_set_num_threads  # which keeps the interpreter meanwhile
     except (OSError, AttributeError):  # another runtime, or linked statically
         return None
     before = torch.get_num_threads()

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 
 import torch
@@ -90,7 +90,7 @@ class Job:
         try:
             for job in self._after:
                 job.wait()
-            with torch.inference_mode(False), torch.no_grad(), flushing(self._flushes):
+            with self._modes():
                 work()
                 work = noop  # not again, should the finish fail
                 self._complete()
@@ -102,6 +102,12 @@ class Job:
         except BaseException as error:
             self.fail(error)
         return True
+
+    def _modes(self) -> AbstractContextManager[object]:
+        """Return the modes in which slices run; a thread of ours mostly is in them."""
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return _updating(self._flushes)
+        return _NOTHING if flushes_denormals() == self._flushes else flushing(self._flushes)
 
     def _complete(self) -> None:
         with self._changed:
@@ -170,6 +176,15 @@ def flushing(flush: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(before)
+
+
+@contextmanager
+def _updating(flush: bool) -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad(), flushing(flush):
+        yield
+
+
+_NOTHING = nullcontext()
 
 
 class _Queue:
@@ -302,6 +317,7 @@ def _if_alive(worker: weakref.ref[Worker], act: Callable[[Worker], None]) -> Cal
 
 def _loop(queue: _Queue) -> None:
     go_behind()
+    torch.set_grad_enabled(False)  # of this thread
     while (job := queue.next()) is not None:
         if not job.help():
             queue.drop(job)

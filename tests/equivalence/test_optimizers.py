@@ -591,7 +591,8 @@ def test_bf16_bits_do_not_depend_on_any_placement(
 
 def check_placements(case: Case, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     expected, state, _ = outcome(case, device="cpu", hbm=None)
-    monkeypatch.setattr(arithmetic, "KERNEL_NUMEL", 1)  # the kernel is cut at every chunk border
+    for name in ("KERNEL_NUMEL", "MOST_KERNEL_NUMEL"):
+        monkeypatch.setattr(arithmetic, name, 1)  # the kernel is cut at every chunk border
     for name in names:
         found, states, evictions = outcome(case, **PLACEMENTS[name]())
         same(expected, found, name)

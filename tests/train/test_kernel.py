@@ -18,6 +18,14 @@ import hetero
 from hetero.errors import StateError
 from hetero.optim import Lion
 from hetero.train.update import kernel
+from hetero.train.update.arithmetic import (
+    KERNEL_NUMEL,
+    MOST_KERNEL_NUMEL,
+    MOST_RULE_NUMEL,
+    RULE_NUMEL,
+    kernel_numel,
+    rule_numel,
+)
 from hetero.train.update.kernel import join, split_
 from tests.train.test_formulas import CASES, STEPS, cases, rule
 
@@ -332,3 +340,14 @@ def test_the_kernel_rounds_every_fp16_as_torch_does(native: kernel.Library | Non
         slow = train(O.SGD, {"lr": 1.0}, value, [grad], **given, native=None)
         fast = train(O.SGD, {"lr": 1.0}, value, [grad], **given, native=native)
         assert_same(fast, slow)
+
+
+def test_slices_are_longer_where_more_threads_need_the_interpreter() -> None:
+    """Each holds it for a while, and so does the thread that launches the next forward."""
+    layer = 218_112_000
+    assert kernel_numel(layer, 15) == MOST_KERNEL_NUMEL
+    assert kernel_numel(7 * 2**20, 15) == KERNEL_NUMEL  # several threads share a small unit
+    assert KERNEL_NUMEL < kernel_numel(20 * 2**20, 1) < MOST_KERNEL_NUMEL
+
+    assert rule_numel(1) == rule_numel(7) == RULE_NUMEL
+    assert RULE_NUMEL < rule_numel(15) <= rule_numel(95) == MOST_RULE_NUMEL

@@ -30,9 +30,25 @@ from hetero.train.update.rules import Group, Rule, State, copied, is_elementwise
 from hetero.train.update.states import Elementwise, Ready, StateHomes, UpdatePiece, cut_run, pieces
 from hetero.types import Kind
 
-RULE_NUMEL = 2**18  # elements per call of a rule: below, the calls themselves begin to cost
+# Elements of a slice. Each slice holds the interpreter, for which the thread that launches the next
+# forward waits too: the kernel's for 13 us, a rule's of torch for some 45 us, in pieces.
+RULE_NUMEL = 2**18  # temporaries stay in the cache: 1.9 ns an element, 2.2 ns at 2**20 (measured)
+RULE_THREADS = 4  # so many leave the interpreter to others; for more, a slice is longer
+MOST_RULE_NUMEL = 2**20
 KERNEL_NUMEL = 2**20
+MOST_KERNEL_NUMEL = 2**22  # 10 ms of one thread among 15
+SLICES = 3  # for each thread of a bucket, so that all are done at about one time
 PARAM = Kind.PARAM.value
+
+
+def kernel_numel(whole: int, n_threads: int) -> int:
+    """Return the elements of the kernel's slices of a run, on ``n_threads`` and the launcher."""
+    return min(max(whole // (SLICES * (1 + n_threads)), KERNEL_NUMEL), MOST_KERNEL_NUMEL)
+
+
+def rule_numel(n_threads: int) -> int:
+    """Return the elements of a call of torch's rule."""
+    return min(RULE_NUMEL * max(1, n_threads // RULE_THREADS), MOST_RULE_NUMEL)
 
 
 @dataclass(slots=True)
@@ -183,7 +199,8 @@ def draft_formula(
         factors = piece.first.factors
         grad = bench.grads.of(update.bucket)
         work = FormulaPass(bench, formula, numbers, update.bucket, grad, homes, fresh, factors)
-        bench.add(update, piece, homes, work, KERNEL_NUMEL)
+        numel = kernel_numel(piece.numel, bench.cores.n_threads)
+        bench.add(update, piece, homes, work, numel)
 
 
 def _begin(
@@ -247,7 +264,7 @@ def draft_flat(bench: Bench, update: Update, group: Group, rows: Sequence[Ready]
             update.scaled.extend(row.segment.index for row in piece.rows)
         homes = bench.states.needed(group, piece.first)
         work = FlatRun(bench, group, update.bucket, piece.first, homes)
-        bench.add(update, piece, homes, work, RULE_NUMEL)
+        bench.add(update, piece, homes, work, rule_numel(bench.cores.n_threads))
         update.finishes.append(partial(bench.states.share, update.bucket, piece, work.after))
 
 
@@ -265,7 +282,8 @@ class FlatRun:
 
     def __call__(self, whole: slice) -> None:
         # an extent may be long: temporaries of a short run stay in the cache
-        for run in cut_run(whole, self.bench.at_once(self.bucket, RULE_NUMEL)):
+        numel = rule_numel(self.bench.cores.n_threads)
+        for run in cut_run(whole, self.bench.at_once(self.bucket, numel)):
             self._step(run)
 
     def _step(self, run: slice) -> None:

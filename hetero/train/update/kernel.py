@@ -176,14 +176,13 @@ def _check(
 ) -> None:
     """Raise StateError for wrong tensors: the kernel trusts addresses and lengths."""
     given = (param, low, grad, *states)
-    right = (
-        (param.dtype, low.dtype) in _LAYOUTS
-        and grad.dtype in _GRADS
-        and all(s.dtype is torch.float32 for s in states)
-        and all(t.shape == (param.numel(),) and t.is_contiguous() for t in given)
-        and all(t.device == param.device for t in given)
-        and len(factors) <= 2
-    )
+    right = (param.dtype, low.dtype) in _LAYOUTS and grad.dtype in _GRADS and len(factors) <= 2
+    n, place = param.numel(), param.device
+    for t in given:  # a loop, without generators: a slice holds the interpreter meanwhile
+        right = right and t.dim() == 1 and t.numel() == n and t.is_contiguous()
+        right = right and t.device == place
+    for state in states:
+        right = right and state.dtype is torch.float32
     if not right:
         seen = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in given)
         raise StateError(f"an update takes 1-D tensors of one length and 2 factors, not {seen}")

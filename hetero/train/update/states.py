@@ -52,9 +52,18 @@ class UpdatePiece(NamedTuple):
     def first(self) -> Ready:
         return self.rows[0]
 
+    @property
+    def run(self) -> slice:
+        """The elements of its bucket."""
+        return slice(self.first.segment.offset, self.rows[-1].segment.end)
+
+    @property
+    def numel(self) -> int:
+        return self.run.stop - self.run.start
+
     def slices(self, size: int | None) -> Iterator[slice]:
         """Cut the run at multiples of ``size``; None: not at all."""
-        whole = slice(self.first.segment.offset, self.rows[-1].segment.end)
+        whole = self.run
         return iter([whole]) if size is None else cut_run(whole, size)
 
 
