@@ -59,7 +59,9 @@ class LocalBelow:
                 place = replica.incoming[run.start * size : run.stop * size]
                 part = home.part(run).view(torch.uint8)
                 replica.ready = self._move(Lane.H2D, place, part, replica, after, why)
-                if not home.stays:  # not page-locked, and given back after the pin
+                if home.stays:
+                    copy.reader = replica.ready
+                else:  # not page-locked, and given back after the pin
                     self._sync(replica.ready, replica)
         except BaseException:
             replica.ready = None
@@ -72,6 +74,12 @@ class LocalBelow:
         """Fetch the home's present bytes into a replica, in place, so that leases see them too."""
         self.fetch(replica, copy, (self._device.mark(),), why)
         self.wait_fetch(replica)
+
+    def wait_reader(self, copy: HomeCopy) -> None:
+        """Block the host until the last fetch from a home has read it: an update writes next."""
+        if copy.reader is not None:
+            self._link.sync(copy.reader, kind=Kind.PARAM, bucket=copy.bucket.id)
+            copy.reader = None
 
     def wait_fetch(self, replica: Replica) -> None:
         """Make compute wait for the fetch under way; the replica may be read from here on."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from hetero.device import Ticket
 from hetero.errors import TransferError, too_early
 from hetero.events import EventLog, What
 from hetero.memory.chunk import CopyTable
@@ -49,7 +50,7 @@ class HomeCopy:
 
     __slots__ = (
         *("_announced", "_checked", "_digest", "_pool", "_table"),
-        *("bucket", "exposed", "home", "is_early", "unit", "update"),
+        *("bucket", "exposed", "home", "is_early", "reader", "unit", "update"),
     )
 
     def __init__(
@@ -68,6 +69,8 @@ class HomeCopy:
         self.update: Any = None
         """The work that rewrites it now."""
         self.is_early = False  # whether that belongs to a step not made yet
+        self.reader: Ticket | None = None
+        """The last fetch from it, until an update has waited for it."""
         self._table = table
         self._pool = pool
         self._checked = checked

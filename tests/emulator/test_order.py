@@ -1,0 +1,45 @@
+"""Accesses that have to be in order, one by one, on the emulated device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import hetero
+from tests.campaigns.harness import Net
+from tests.emulator import fake
+from tests.emulator.harness import paged, sgd
+
+HBM = 2_000_000
+
+
+def prepared(**settings: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    given = {"device": fake.device(), "hbm": HBM, "chunk_bytes": 256, **settings}
+    with paged():
+        return hetero.prepare(model, sgd(model), **given)
+
+
+def backward(model: Any, number: int = 0) -> None:
+    tokens = torch.randint(0, 23, (2, 7), generator=torch.Generator().manual_seed(number))
+    logits = model(tokens.to(fake.PLACE))
+    logits.square().mean().backward()
+
+
+def train(model: Any, optimizer: Any, steps: int = 4) -> None:
+    for number in range(steps):
+        backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_an_update_begins_after_the_fetch_that_still_reads_its_home(watched: None) -> None:
+    """What the border has prefetched is on its way when a second step follows at once."""
+    model, optimizer = prepared()
+    train(model, optimizer)
+    backward(model)
+    optimizer.step()
+    optimizer.step()
+    hetero.release(model, optimizer)
