@@ -76,7 +76,7 @@ class LocalBelow:
         self.wait_fetch(replica)
 
     def wait_reader(self, copy: HomeCopy) -> None:
-        """Block the host until the last fetch from a home has read it: an update writes next."""
+        """Block the host until the last fetch from a home has read it: a thread writes next."""
         if copy.reader is not None:
             self._link.sync(copy.reader, kind=Kind.PARAM, bucket=copy.bucket.id)
             copy.reader = None

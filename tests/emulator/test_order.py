@@ -43,3 +43,12 @@ def test_an_update_begins_after_the_fetch_that_still_reads_its_home(watched: Non
     optimizer.step()
     optimizer.step()
     hetero.release(model, optimizer)
+
+
+def test_a_state_dict_is_loaded_after_the_fetches_that_still_read_homes(watched: None) -> None:
+    model, optimizer = prepared()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    train(model, optimizer)
+    model.load_state_dict(saved)
+    train(model, optimizer, 1)
+    hetero.release(model, optimizer)
