@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import torch
 
 from hetero.config import HostLimit
-from hetero.device import COPY_LANES, CUDA_ALIGN_BYTES, CpuDevice, Slab, Stall, Ticket
+from hetero.device import (
+    COPY_LANES,
+    CUDA_ALIGN_BYTES,
+    LANES,
+    OPPOSITE,
+    CpuDevice,
+    Slab,
+    Stall,
+    Ticket,
+)
 from hetero.internals import without_modes
 from hetero.types import Lane
 
@@ -72,7 +81,7 @@ class DryDevice(CpuDevice):
         self._copy_seconds = copy_seconds
         self._touch_seconds = touch_seconds
         self.copies_here = copies_here
-        self._asked: dict[Lane, deque[Ticket]] = {lane: deque() for lane in COPY_LANES}
+        self._asked: dict[Lane, deque[Ticket]] = {lane: deque() for lane in LANES}
         self._free_at = dict.fromkeys(Lane, 0.0)
 
     def slab(self, n_bytes: int) -> Slab:
@@ -99,16 +108,16 @@ class DryDevice(CpuDevice):
     def copy(
         self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
     ) -> Ticket:
-        n_bytes, other = src.numel(), _other(lane)
+        n_bytes = src.numel()
         if self.copies_here:
             begin = self.clock_seconds
-            self.compute(self._copy_seconds(lane, n_bytes, False))
+            self.compute(self.copy_seconds(lane, n_bytes))
             ticket = Ticket(lane, self.clock_seconds).was(begin, self.clock_seconds)
             self._asked[lane].append(ticket)
             return ticket
         start = max(self._free_at[lane], self.clock_seconds, *(t.end for t in after), 0.0)
-        busy = self._free_at[other] > start
-        end = start + self._copy_seconds(lane, n_bytes, busy)
+        busy = lane in COPY_LANES and self._free_at[OPPOSITE[lane]] > start
+        end = start + self.copy_seconds(lane, n_bytes, busy=busy)
         self._free_at[lane] = end
         return Ticket(lane, end).was(start, end)
 
@@ -122,7 +131,7 @@ class DryDevice(CpuDevice):
     sync = wait
 
     def query(self, ticket: Ticket) -> bool:
-        if self.copies_here and ticket.lane in COPY_LANES:
+        if self.copies_here and ticket.lane in LANES:
             return ticket.done
         return ticket.end <= self.clock_seconds
 
@@ -140,8 +149,10 @@ class DryDevice(CpuDevice):
 
     clock = now
 
-    def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
-        return self._copy_seconds(lane, n_bytes, False)
+    def copy_seconds(self, lane: Lane, n_bytes: int, *, busy: bool = False) -> float:
+        if lane is Lane.D2D:  # read and written
+            return self._touch_seconds(2 * n_bytes)
+        return self._copy_seconds(lane, n_bytes, busy)
 
     def poison(self, dst: torch.Tensor) -> None: ...
 
@@ -153,7 +164,3 @@ class DryDevice(CpuDevice):
 
     def host_limit(self) -> HostLimit:
         return HostLimit(self._ram_bytes, "the machine that is planned for")
-
-
-def _other(lane: Lane) -> Lane:
-    return Lane.D2H if lane is Lane.H2D else Lane.H2D

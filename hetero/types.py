@@ -38,6 +38,7 @@ class Lane(Enum):
     UPDATE = "update"
     H2D = "h2d"
     D2H = "d2h"
+    D2D = "d2d"
     READ = "read"
     WRITE = "write"
 

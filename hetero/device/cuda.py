@@ -9,7 +9,7 @@ import torch
 
 from hetero.config import HostLimit, host_limit
 from hetero.device.face import (
-    COPY_LANES,
+    LANES,
     OPPOSITE,
     POISON,
     PROBE_BYTES,
@@ -52,7 +52,7 @@ class CudaDevice:
             "cuda", torch.cuda.current_device() if index is None else index
         )
         self.name = str(self.torch_device)
-        self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
+        self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in LANES}
         self._bytes_per_second: dict[Lane, float] = {}
         self._anchor: tuple[torch.cuda.Event, float] | None = None
         self._locked = LockedMemory(self.torch_device, self.close)

@@ -27,7 +27,8 @@ SMALL = 64 * 2**10  # smaller slabs are not worth a mapping
 HUGE = 4 * 2**20  # slabs of so many bytes ask for huge pages
 HUGE_PAGE = 2 * 2**20
 PROBE_BYTES = 16 * 2**20  # copied to measure a link's rate
-COPY_LANES = (Lane.H2D, Lane.D2H)
+COPY_LANES = (Lane.H2D, Lane.D2H)  # the link between device and HOST
+LANES = (*COPY_LANES, Lane.D2D)
 OPPOSITE = {Lane.H2D: Lane.D2H, Lane.D2H: Lane.H2D}
 
 

@@ -16,7 +16,7 @@ import torch
 
 from hetero.crc import crc32
 from hetero.device.cpu import CpuDevice
-from hetero.device.face import ALONE, COPY_LANES, POISON, Stall, Ticket, use_count
+from hetero.device.face import ALONE, COPY_LANES, LANES, POISON, Stall, Ticket, use_count
 from hetero.errors import TransferError
 from hetero.types import Lane
 
@@ -59,7 +59,11 @@ class SimDevice(CpuDevice):
         lazy: float = 0.25,
     ) -> None:
         super().__init__()
-        self.rates = {Lane.H2D: h2d_bytes_per_second, Lane.D2H: d2h_bytes_per_second}
+        self.rates = {
+            Lane.H2D: h2d_bytes_per_second,
+            Lane.D2H: d2h_bytes_per_second,
+            Lane.D2D: None,
+        }
         self.is_timed = any(self.rates.values())
         """Whether links have rates: then only they and `compute` take time."""
         self.shared_link = shared_link
@@ -67,8 +71,8 @@ class SimDevice(CpuDevice):
         self.clock_seconds = 0.0
         self._random = random.Random(seed)
         self._lazy = lazy
-        self._queues: dict[Lane, deque[_Deferred]] = {lane: deque() for lane in COPY_LANES}
-        self._free_at = dict.fromkeys(COPY_LANES, 0.0)
+        self._queues: dict[Lane, deque[_Deferred]] = {lane: deque() for lane in LANES}
+        self._free_at = dict.fromkeys(LANES, 0.0)
         if not self.is_timed:
             self.clock = time.monotonic  # type: ignore[method-assign]  # called for every event
 
@@ -82,7 +86,8 @@ class SimDevice(CpuDevice):
         self._tick()
         after = tuple(after)
         rate = self.rates[lane]
-        free_at = max(self._free_at.values()) if self.shared_link else self._free_at[lane]
+        shared = self.shared_link and lane in COPY_LANES
+        free_at = max(self._free_at[way] for way in (COPY_LANES if shared else (lane,)))
         start, ready = max(free_at, self.clock_seconds), True
         for before in after:
             start, ready = max(start, before.end), ready and before.done
@@ -151,10 +156,11 @@ class SimDevice(CpuDevice):
 
     def _any_lane(self) -> Lane:
         """Return the lane that `random.choice` would, without its calls."""
-        bits, n_lanes = self._random.getrandbits, len(COPY_LANES)
+        lanes = LANES if self._queues[Lane.D2D] else COPY_LANES
+        bits, n_lanes = self._random.getrandbits, len(lanes)
         while (number := bits(n_lanes.bit_length())) >= n_lanes:
             pass
-        return COPY_LANES[number]
+        return lanes[number]
 
     def _run_to(self, ticket: Ticket) -> None:
         while not ticket.done:

@@ -52,13 +52,13 @@ class LocalBelow:
         copy.check_digest()
         replica.move(FILLING, UNDO if why == UNDO else "fetch")
         copy.fetched()
-        after, size = tuple(after), home.item_dtype.itemsize
+        after, size = (*after, *home.written_at), home.item_dtype.itemsize
         items = home.items(0, bucket.segments[-1].end)
         try:
             for run in home.runs(items.start, items.stop, PinUse.READ):
                 place = replica.incoming[run.start * size : run.stop * size]
                 part = home.part(run).view(torch.uint8)
-                replica.ready = self._move(Lane.H2D, place, part, replica, after, why)
+                replica.ready = self._move(home.lane, place, part, replica, after, why)
                 if home.stays:
                     copy.reader = replica.ready
                 else:  # not page-locked, and given back after the pin
@@ -149,7 +149,7 @@ class LocalBelow:
             source = replica.bytes[run.start * size : run.stop * size]
             after = (self._device.mark(),)
             target = copy.home.part(run).view(torch.uint8)
-            ticket = self._move(Lane.D2H, target, source, replica, after, "flush")
+            ticket = self._move(copy.home.way_home, target, source, replica, after, "flush")
             self._sync(ticket, replica)
             landed()
 

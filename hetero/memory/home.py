@@ -20,15 +20,17 @@ from hashlib import blake2b
 import torch
 
 from hetero.crc import crc32
-from hetero.device import ALONE, Slab, release_slab, use_count
+from hetero.device import ALONE, Device, Slab, Ticket, release_slab, use_count
 from hetero.errors import ConfigError
 from hetero.internals import storage_uses
 from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite, is_finite
 from hetero.memory.extent import Extent, Extents, PinSpan, PinUse, Request
 from hetero.memory.layout import Bucket, Segment, row
 from hetero.memory.pool import NoPool, Pool
+from hetero.types import Lane
 
 Fill = Callable[[torch.Tensor], None]
+HOST_PLACE = torch.device("cpu")
 
 
 class Copy:
@@ -70,10 +72,16 @@ class Home:
 
     __slots__ = (
         *("_addresses", "_baseline", "_flat", "_segments", "_slab", "_storages"),
-        *("codec", "copies", "dtype"),
+        *("_successor", "codec", "copies", "dtype"),
     )
+    on_device = False
+    """Whether compute reads and writes it where it is, while the model pages."""
     stays = True
     """Whether all of it is always in memory, page-locked if a device copies from it."""
+    lane = Lane.H2D
+    """The lane on which its bytes go to frames."""
+    way_home = Lane.D2H
+    """The lane on which bytes of frames come here."""
     extent_numel = sys.maxsize
     """Items that enter and leave memory together."""
 
@@ -81,6 +89,7 @@ class Home:
         self._slab = slab
         self.codec = codec
         self.dtype = dtype
+        self._successor: Home | None = None
         self.copies: dict[Segment, Copy] = {}  # see [Note: copies that are shown]
         self._flat = slab.carve(0, codec.n_bytes(bucket.numel, dtype)).view(codec.dtype(dtype))
         self._segments = [
@@ -98,6 +107,11 @@ class Home:
     # -- properties ------------------------------------------------------------------------------
 
     @property
+    def now(self) -> Home:
+        """This home, or the one that its bytes have moved to."""
+        return self if self._successor is None else self._successor.now
+
+    @property
     def item_dtype(self) -> torch.dtype:
         """The dtype of parts."""
         return self._flat.dtype
@@ -105,6 +119,11 @@ class Home:
     @property
     def device(self) -> torch.device:
         return self._flat.device
+
+    @property
+    def shown_on(self) -> torch.device:
+        """The device of the tensors that state dicts get."""
+        return self.device
 
     @property
     def shows(self) -> bool:
@@ -131,6 +150,14 @@ class Home:
     def items(self, start: int, end: int) -> slice:
         """Return elements [start, end) of the bucket in items; ``start`` begins a block."""
         return slice(self.codec.items(start), self.codec.items(end))
+
+    @property
+    def written_at(self) -> tuple[Ticket, ...]:
+        """The tickets that a copy of its bytes waits for."""
+        return ()
+
+    def rewritten(self) -> None:
+        """Compute has written its bytes."""
 
     # -- its memory ------------------------------------------------------------------------------
 
@@ -162,6 +189,20 @@ class Home:
     def runs(self, start: int, end: int, use: PinUse) -> Iterator[slice]:
         """Yield items [start, end) in runs that are pinned until the next is asked for."""
         yield slice(start, end)
+
+    def leave(self, successor: Home) -> None:
+        """Give up its memory: its bytes have moved."""
+        self.discard()
+        self._successor = successor
+        self._flat = torch.empty(0, dtype=self.item_dtype, device=self.shown_on)
+        for views in (self._segments, self._storages, self._addresses):
+            views.clear()
+        del self._slab
+
+    def take_over(self, other: Home) -> None:
+        """Take the bytes of another home of the bucket, which nothing writes meanwhile."""
+        self._flat.copy_(other._flat)
+        self.rewritten()
 
     def crc(self) -> int | None:
         """Return a digest of all of it; None if its slots have digests."""
@@ -290,6 +331,73 @@ class HostHome(Home):
     """A home in memory: on HOST, or on the device of a model that stays there."""
 
     __slots__ = ()
+
+
+class DeviceHome(Home):
+    """A home on the device, of a model that pages: compute updates it, and frames are filled from
+    it within HBM. State dicts and saves get copies of it on HOST, as of a home on disk."""
+
+    __slots__ = ("_device", "_written")
+    on_device = True
+    lane = way_home = Lane.D2D
+
+    def __init__(
+        self, device: Device, slab: Slab, bucket: Bucket, dtype: torch.dtype, codec: Codec
+    ) -> None:
+        super().__init__(slab, bucket, dtype, codec)
+        self._device = device
+        self._flat.zero_()
+        self._written = device.mark()
+
+    @property
+    def shows(self) -> bool:
+        return False
+
+    @property
+    def shown_on(self) -> torch.device:
+        return HOST_PLACE if self.device.type != "meta" else self.device
+
+    @property
+    def written_at(self) -> tuple[Ticket, ...]:
+        return (self._written,)
+
+    def rewritten(self) -> None:
+        self._written = self._device.mark()
+
+    def empty(self, segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
+        spec = segment.spec
+        return torch.empty_strided(
+            spec.shape, spec.stride, dtype=dtype or self.dtype, device=self.shown_on
+        )
+
+    def load(self, items: slice) -> torch.Tensor:
+        self._device.wait(self._written)  # the caller may be on another stream than the writer
+        return self._flat[items].to(self.shown_on, copy=True)
+
+    def store(self, items: slice, fill: Fill) -> None:
+        stage = torch.empty(items.stop - items.start, dtype=self.item_dtype, device=self.shown_on)
+        fill(stage)
+        self._put(items.start, stage)
+
+    def value(self, segment: Segment) -> torch.Tensor:
+        return self.view(segment)
+
+    def blank(self, segment: Segment) -> torch.Tensor:
+        return self.view(segment)
+
+    def write(self, segment: Segment, value: torch.Tensor) -> None:
+        self.view(segment).copy_(value)
+        self.rewritten()
+        if segment in self.copies:
+            self.copies[segment].show(self.read(segment))
+
+    def _put(self, start: int, items: torch.Tensor) -> None:
+        super()._put(start, items)
+        self.rewritten()
+
+    def crc(self) -> int | None:
+        whole = self.load(slice(0, self._flat.numel()))
+        return crc32(memoryview(whole.view(torch.uint8).numpy()))
 
 
 class DiskHome(Home):

@@ -82,6 +82,11 @@ class HomeCopy:
         """Change its state, or raise StateError."""
         self._table.transition(self.bucket.id, Tier.HOST, state, why)
 
+    def rehome(self, home: Home) -> None:
+        """Its bytes have moved to another home; no update is under way."""
+        self.home = home
+        self._announced = None
+
     # -- updates ---------------------------------------------------------------------------------
 
     def begin_update(self, work: Work) -> None:
@@ -104,6 +109,7 @@ class HomeCopy:
         """Take it back as the update left it."""
         self.update = None
         self.move(CopyState.CLEAN, why)
+        self.home.rewritten()
         self.note_digest()
 
     # -- reading ahead ---------------------------------------------------------------------------
@@ -150,6 +156,7 @@ class HomeCopy:
 
     def rewritten(self) -> None:
         """Its bytes changed: digest, copies and versions follow."""
+        self.home.rewritten()
         self.note_digest()
         self.home.refresh()
         self.hide()

@@ -12,9 +12,10 @@ from hetero.device import Device
 from hetero.io import align_up
 from hetero.memory.codec import EXACT
 from hetero.memory.extent import PinSpan, PinUse, Request
-from hetero.memory.home import DiskHome, Home, HostHome, cut
+from hetero.memory.home import DeviceHome, DiskHome, Home, HostHome, cut
 from hetero.memory.layout import Bucket
 from hetero.memory.ledger import Ledger
+from hetero.memory.places import HomePlaces
 from hetero.memory.pool import NoPool, Pool
 from hetero.types import Kind, Tier, noop
 
@@ -22,13 +23,12 @@ from hetero.types import Kind, Tier, noop
 class HomeStore:
     """Makes homes under their tier's budget and keeps them: ``homes[kind name, bucket id]``.
 
-    With ``resident`` the homes are on the device; otherwise on disk if ``on_disk(kind, bucket)``,
-    else on HOST.
+    ``places`` says on which tier each is made.
     """
 
     __slots__ = (
-        *("_charged", "_device", "_ledger", "_names", "_on_disk", "_parked", "_resident"),
-        *("before_use", "homes", "pool"),
+        *("_charged", "_device", "_ledger", "_names", "_parked"),
+        *("before_use", "homes", "places", "pool"),
     )
 
     def __init__(
@@ -36,25 +36,28 @@ class HomeStore:
         device: Device,
         ledger: Ledger,
         *,
-        resident: bool = False,
+        places: HomePlaces | None = None,
         pool: Pool | None = None,
-        on_disk: Callable[[Kind, int], bool] = lambda kind, bucket: False,
     ) -> None:
         self._device = device
         self._ledger = ledger
-        self._resident = resident
-        self._on_disk = on_disk
-        self._charged: dict[tuple[str, int], tuple[Kind, int]] = {}
+        self._charged: dict[tuple[str, int], tuple[Tier, Kind, int]] = {}
         self._parked: dict[tuple[str, int], Home] = {}  # homes on disk without content
         self._names: list[str] = []  # ascending
+        self.places = places or HomePlaces()
         self.pool: Pool | NoPool = pool or NoPool()
         self.homes: dict[tuple[str, int], Home] = {}
         self.before_use: Callable[[], None] = noop  # called before the user reads or writes a state
 
     @property
     def tier(self) -> Tier:
-        """The tier of homes that are not on disk."""
-        return Tier.HBM if self._resident else Tier.HOST
+        """The tier of a new home that has no other place."""
+        return Tier.HBM if self.places.stays else Tier.HOST
+
+    @property
+    def hbm_bytes(self) -> int:
+        """HBM that homes take."""
+        return sum(n for tier, _, n in self._charged.values() if tier is Tier.HBM)
 
     def get(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype | None = None) -> Home:
         """Return the home of ``name`` (a parameter kind or a state's key), made if missing."""
@@ -69,13 +72,16 @@ class HomeStore:
     def _make(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype) -> Home:
         codec = bucket.codec if kind is Kind.PARAM else EXACT
         n_bytes, what = codec.n_bytes(bucket.numel, dtype), f"{name} of bucket {bucket.id}"
-        if self._on_disk(kind, bucket.id):
+        tier = self.places.tier(kind, bucket.id)
+        if tier is Tier.NVME:
             slab = self._device.paged_slab(align_up(n_bytes))
             extents = self.pool.adopt(kind, slab, n_bytes, codec.dtype(dtype).itemsize, what)
             return DiskHome(self.pool, extents, slab, bucket, dtype, codec)
-        self._ledger.charge(self.tier, kind, n_bytes, what)
-        self._charged[name, bucket.id] = (kind, n_bytes)
-        slab = (self._device.arena if self._resident else self._device.slab)(n_bytes)
+        self._ledger.charge(tier, kind, n_bytes, what)
+        self._charged[name, bucket.id] = (tier, kind, n_bytes)
+        slab = (self._device.arena if tier is Tier.HBM else self._device.slab)(n_bytes)
+        if tier is Tier.HBM and not self.places.stays:
+            return DeviceHome(self._device, slab, bucket, dtype, codec)
         return HostHome(slab, bucket, dtype, codec)
 
     def of_bucket(self, bucket_id: int) -> Iterator[tuple[str, Home]]:
@@ -84,6 +90,24 @@ class HomeStore:
             home = self.homes.get((name, bucket_id))
             if home is not None:
                 yield name, home
+
+    def move(self, name: str, bucket: Bucket) -> tuple[Home, Home]:
+        """Move a home to the tier that `places` now says; return the old one and the new one.
+
+        Nothing may use it, and no views of it may be alive but those that the caller replaces. The
+        old one keeps its memory until the caller calls `Home.discard`.
+        """
+        key = name, bucket.id
+        old, charged = self.homes[key], self._charged.pop(key)
+        try:
+            new = self._make(charged[1], name, bucket, old.dtype)
+            new.take_over(old)
+        except BaseException:
+            self._charged[key] = charged
+            raise
+        self._ledger.credit(*charged)
+        self.homes[key] = new
+        return old, new
 
     def held(self, request: Request) -> AbstractContextManager[None]:
         """Hold a request's extents in memory for the length of a block (see `Pool.pin`)."""
@@ -112,7 +136,7 @@ class HomeStore:
         if charged is None:
             self._parked[name, bucket_id] = home
         else:
-            self._ledger.credit(self.tier, *charged)
+            self._ledger.credit(*charged)
 
     def close(self) -> None:
         for home in self.homes.values():

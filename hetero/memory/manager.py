@@ -44,6 +44,7 @@ class ChunkManager:
         limit: int,
         ceiling: int,
         next_use: Callable[[int], float],
+        more: Callable[[], int] = lambda: 0,
         workspace: Workspace | None = None,
     ) -> None:
         self.layout = layout
@@ -63,6 +64,7 @@ class ChunkManager:
         self.replicas = self.arena.replicas
         self._device = device
         self._events = events
+        self._more = more
         self._paranoid = paranoid() and device.has_bytes
         self.copies = [
             HomeCopy(
@@ -84,7 +86,8 @@ class ChunkManager:
     def pin(self, ids: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0) -> None:
         """Make the buckets resident and hold them; a miss is fetched on demand.
 
-        ``spare`` returns the number of extra frames allowed now (see [Note: replicas apart]).
+        ``spare`` returns the number of extra frames allowed now, and ``more`` of the constructor
+        those for which something else gives way (see [Note: replicas apart]).
         Raises BudgetError, with nothing pinned, if they do not fit next to those that are held.
         """
         try:
@@ -93,7 +96,7 @@ class ChunkManager:
             # Held replicas may split the free frames: evict all the others and try again.
             self.evict_all()
             self.arena.grow(sum(self.layout.buckets[b].granules for b in ids))
-            held = self._hold(ids, why, spare)
+            held = self._hold(ids, why, lambda: spare() or self._more())
         self.arena.touch(held)
         for replica in held:
             if replica.ready is not None:
@@ -308,6 +311,10 @@ class ChunkManager:
         """Return a bucket's PARAM home after its update; call `flush_and_wait` before reading."""
         self.finish_update(bucket_id)
         return self.copies[bucket_id].home
+
+    def rehome(self, bucket_id: int, home: Home) -> None:
+        """The bytes of a home have moved to another; the replica stays."""
+        self.copies[bucket_id].rehome(home)
 
     def refresh(self, bucket_id: int) -> None:
         """The home was written: discard the replica, or refresh it if it is held."""

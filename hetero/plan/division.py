@@ -5,11 +5,14 @@ Pure arithmetic on bytes; no torch. Activations' need is measured and forecast e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetero.plan.activations import Policy
+from hetero.plan.placement import BucketHomes, hold
 
+WIDEST = 3  # frames for so many of the widest unit come before homes
 WORTH = 8  # add frames only for more than 1/8 of HBM: they are filled and planned anew
 
 
@@ -23,6 +26,8 @@ class Hbm:
     """Of the frames that the widest unit pins: the minimum."""
     granule_bytes: int
     """Of one frame."""
+    useful_frames: int = sys.maxsize
+    """More of them would stay empty."""
 
     @property
     def most_bytes(self) -> int:
@@ -64,6 +69,10 @@ class Division:
     frames: int
     policies: Mapping[int, Policy] = field(default_factory=dict)
     """Of activations, by unit."""
+    on_hbm: frozenset[int] = frozenset()
+    """Buckets whose homes are on HBM."""
+    home_bytes: int = 0
+    """Of HBM, for those homes."""
 
     @property
     def moving_bytes(self) -> int:
@@ -79,26 +88,52 @@ def divide(
     frames: int = 0,
     keeps: bool = False,
     policies: Mapping[int, Policy] | None = None,
+    homes: Sequence[BucketHomes] = (),
+    on_hbm: frozenset[int] = frozenset(),
 ) -> Division:
-    """Return the division: activations first, then the ring, then frames in what is left.
+    """Return the division: activations first, then the ring, a few frames, homes, more frames.
 
     Args:
         activation_bytes: expected need of the next step.
         ring_bytes: of the ring that lets copies overlap with compute; it may get less.
         frames: present number.
-        keeps: whether to stay at that number if only a few more would fit.
+        keeps: whether to stay at that number, and with those homes, if only a few more would fit.
+        homes: that may be on HBM, the most useful first.
+        on_hbm: buckets whose homes are there now.
 
     Raises ValueError if activations do not fit with the fewest frames.
     """
     if activation_bytes > hbm.room_bytes:
         raise ValueError(f"{activation_bytes} bytes of activations; there is {hbm.room_bytes}")
     ring = min(ring_bytes, hbm.room_bytes - activation_bytes)
-    fitting = hbm.frames(activation_bytes + ring)
-    stays = keeps and fitting > frames and not hbm.is_worth(activation_bytes + ring, frames)
+    taken = activation_bytes + ring
+    held = choose_homes(hbm, taken, homes, on_hbm if keeps else frozenset())
+    home_bytes = sum(home.n_bytes for home in homes if home.bucket in held)
+    taken += home_bytes
+    fitting = min(hbm.frames(taken), hbm.useful_frames)
+    stays = keeps and fitting > frames and not hbm.is_worth(taken, frames)
     return Division(
         hbm.buffer_bytes,
         activation_bytes,
         ring,
         frames if stays else fitting,
         dict(policies or {}),
+        held,
+        home_bytes,
     )
+
+
+def choose_homes(
+    hbm: Hbm, taken_bytes: int, homes: Sequence[BucketHomes], on_hbm: frozenset[int]
+) -> frozenset[int]:
+    """Return the buckets whose homes are on HBM, after activations and the ring.
+
+    Frames for a few units come first, so that fetches overlap with compute. Homes that are there
+    stay unless they do not fit, or many more would: a move takes as long as several steps.
+    """
+    room = hbm.most_bytes - taken_bytes
+    wanted = hold(homes, room - WIDEST * hbm.least_bytes)
+    now, then = (sum(h.n_bytes for h in homes if h.bucket in b) for b in (on_hbm, wanted))
+    if on_hbm and now <= room - hbm.least_bytes and then - now <= hbm.most_bytes // WORTH:
+        return on_hbm
+    return wanted

@@ -1,4 +1,7 @@
-"""Placement: which homes HOST holds, and which go to disk (floor 1, policy; no torch).
+"""Placement: which homes HBM and HOST hold, and which go to disk (floor 1, policy; no torch).
+
+A bucket whose homes are all on HBM crosses no link and takes no time of the CPU: its weights are
+copied within HBM, its gradients stay there, and it is updated there.
 
 A byte of optimizer state or gradient moves twice a step, a byte of a parameter up to three times,
 and the device waits for parameters. So HOST is given to parameters first, then to gradients, then
@@ -17,12 +20,29 @@ from hetero.types import Kind
 PRIORITY = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.STATE)
 
 
+class BucketHomes(NamedTuple):
+    """The homes of all kinds of one bucket."""
+
+    bucket: int
+    n_bytes: int
+
+
 class HomePart(NamedTuple):
     """The home of one kind of one bucket."""
 
     kind: Kind
     bucket: int
     n_bytes: int
+
+
+def hold(homes: Iterable[BucketHomes], hbm_bytes: int) -> frozenset[int]:
+    """Return the buckets whose homes ``hbm_bytes`` of HBM hold, the first ones first."""
+    held = set()
+    for home in homes:
+        if home.n_bytes <= hbm_bytes:
+            hbm_bytes -= home.n_bytes
+            held.add(home.bucket)
+    return frozenset(held)
 
 
 def place(parts: Iterable[HomePart], host_bytes: int) -> frozenset[tuple[Kind, int]]:

@@ -9,18 +9,20 @@ import pytest
 import torch
 
 from hetero.device import CpuDevice
-from hetero.errors import StateError
+from hetero.errors import BudgetError, StateError
 from hetero.events import EventLog
 from hetero.io import ALIGN, Folder
 from hetero.memory.extent import PinSpan, PinUse, Request
-from hetero.memory.home import DiskHome, Home, HostHome, cut
+from hetero.memory.home import DeviceHome, DiskHome, Home, HostHome, cut
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, ParamSpec, build_layout
 from hetero.memory.ledger import Ledger
 from hetero.memory.nvme import Nvme
+from hetero.memory.places import HomePlaces
 from hetero.memory.pool import NoPool, Pool
 from hetero.types import Kind, Tier
 
+EVERYWHERE = [(kind, bucket) for kind in Kind for bucket in range(4)]
 SHAPES = ((70, 60), (9,), (3, 7, 200))  # of fp32: three extents, where tensors straddle
 
 
@@ -32,15 +34,16 @@ def make_bucket() -> Bucket:
     return build_layout(specs, ["u"], 4096).buckets[0]
 
 
-@pytest.fixture(params=["host", "disk"])
+@pytest.fixture(params=["host", "hbm", "disk"])
 def store(request: pytest.FixtureRequest, disk: Path) -> Iterator[HomeStore]:
     ledger = Ledger({Tier.HOST: 10**6})
-    if request.param == "host":
+    if request.param != "disk":
         made = HomeStore(CpuDevice(), ledger)
+        made.places.on_hbm.update(range(4) if request.param == "hbm" else ())
     else:
         nvme = Nvme([Folder.open(disk)], 0, ledger=ledger, log=EventLog())
         pool = Pool(nvme, 2 * 4 * ALIGN, extent_numel=ALIGN)
-        made = HomeStore(CpuDevice(), ledger, pool=pool, on_disk=lambda kind, bucket: True)
+        made = HomeStore(CpuDevice(), ledger, pool=pool, places=HomePlaces(on_disk=EVERYWHERE))
     yield made
     made.close()
 
@@ -57,9 +60,11 @@ def filled(store: HomeStore, bucket: Bucket, name: str = "param") -> tuple[Home,
 def test_a_store_makes_homes_of_its_kind(store: HomeStore) -> None:
     home = store.get(Kind.PARAM, "param", make_bucket())
 
-    assert type(home) is (DiskHome if store.pool.spills else HostHome)
+    on_hbm = bool(store.places.on_hbm)
+    assert type(home) is (DiskHome if store.pool.spills else DeviceHome if on_hbm else HostHome)
     assert home.stays is not store.pool.spills
-    assert home.shows is home.stays
+    assert home.shows is (home.stays and not on_hbm)
+    assert home.on_device is on_hbm
     assert len(tuple(home.needs(0, 9000, PinUse.READ))) == (3 if store.pool.spills else 0)
     assert (home.crc() is None) == store.pool.spills
 
@@ -105,7 +110,7 @@ def test_only_memory_that_stays_is_read_into_directly(store: HomeStore) -> None:
     home, _ = filled(store, bucket)
     memory = home.memory(bucket.segments[1])
 
-    assert (memory is None) == store.pool.spills
+    assert (memory is None) != home.shows
     if memory is not None:
         memory.zero_()
         assert not home.read(bucket.segments[1]).any()
@@ -151,3 +156,35 @@ def test_runs_are_cut_at_multiples() -> None:
     assert list(cut(3, 11, 4)) == [slice(3, 4), slice(4, 8), slice(8, 11)]
     assert list(cut(4, 8, 4)) == [slice(4, 8)]
     assert list(cut(5, 5, 4)) == []
+
+
+def test_a_home_moves_between_tiers_with_its_bytes_and_its_charge() -> None:
+    ledger = Ledger({Tier.HOST: 10**6, Tier.HBM: 10**6})
+    store, bucket = HomeStore(CpuDevice(), ledger), make_bucket()
+    home, values = filled(store, bucket)
+    n_bytes = ledger.used(Tier.HOST)
+    store.places.on_hbm.add(bucket.id)
+    old, up = store.move("param", bucket)
+
+    assert old is home and up is store.homes["param", bucket.id] and up.on_device
+    assert torch.equal(up.load(slice(0, len(values))), values)
+    assert (ledger.used(Tier.HOST), ledger.used(Tier.HBM)) == (0, n_bytes)
+    store.places.on_hbm.clear()
+    _, down = store.move("param", bucket)
+    assert type(down) is HostHome and torch.equal(down.load(slice(0, len(values))), values)
+    assert (ledger.used(Tier.HOST), ledger.used(Tier.HBM)) == (n_bytes, 0)
+
+
+def test_a_move_without_room_leaves_the_home_where_it_is() -> None:
+    ledger = Ledger({Tier.HOST: 10**6, Tier.HBM: 10})
+    store, bucket = HomeStore(CpuDevice(), ledger), make_bucket()
+    home, _ = filled(store, bucket)
+    n_bytes = ledger.used(Tier.HOST)
+    store.places.on_hbm.add(bucket.id)
+    with pytest.raises(BudgetError):
+        store.move("param", bucket)
+
+    assert store.homes["param", bucket.id] is home
+    assert (ledger.used(Tier.HOST), ledger.used(Tier.HBM)) == (n_bytes, 0)
+    store.drop("param", bucket.id)
+    assert ledger.used(Tier.HOST) == 0

@@ -84,5 +84,5 @@ class StateDictView:
         def write(value: torch.Tensor) -> None:
             self._copied(param, value)
 
-        view = manager.home(bucket).view(segment)
-        return shown(HomeSlot(view, read=read, keep=keep, write=write), segment)
+        home = manager.home(bucket)
+        return shown(HomeSlot(home, segment, read=read, keep=keep, write=write))

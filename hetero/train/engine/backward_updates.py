@@ -47,6 +47,8 @@ class BackwardUpdates:
             return
         if optimizer.states_are_held or not self._manager.may_hand_over(bucket.id):
             return
+        if self._manager.copies[bucket.id].home.on_device:  # the step updates it, at once
+            return
         before = setup.saver.jobs_before(bucket.id)
         with host_work():  # updates allocate on HOST
             groups, states = optimizer.param_groups, optimizer.known_state

@@ -109,6 +109,10 @@ class Blueprint:
         """Whether a trainable bucket's weights have fp32 masters."""
         return self.costs[bucket.id].master > 0
 
+    def may_update_anywhere(self, bucket: Bucket) -> bool:
+        """Whether a trainable bucket's update gives the same bits on every device: by formulas."""
+        return self.has_master(bucket) and not self.whole_tensors(bucket)
+
     def whole_tensors(self, bucket: Bucket) -> bool:
         """Whether a trainable bucket's update needs whole tensors in memory."""
         return self.costs[bucket.id].whole

@@ -48,7 +48,11 @@ class Budget:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        self.divisible = Hbm(self.hbm or 0, self.buffer_bytes, plan.least_bytes, plan.granule_bytes)
+        useful = sum(bucket.granules for bucket in plan.layout.buckets)
+        self.divisible = Hbm(
+            *(self.hbm or 0, self.buffer_bytes, plan.least_bytes, plan.granule_bytes),
+            useful_frames=useful + plan.least_bytes // plan.granule_bytes,
+        )
 
     @property
     def activation_bytes(self) -> int:

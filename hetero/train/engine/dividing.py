@@ -14,9 +14,10 @@ from hetero.train.activations.policy import ActivationPolicies
 from hetero.train.engine.evaluation import Evaluation
 from hetero.train.engine.fitting import CopySeconds, Fitting
 from hetero.train.engine.frames import ArenaFrames
+from hetero.train.engine.rehoming import Rehoming
 from hetero.train.engine.room import Room
 from hetero.train.engine.setup import Setup
-from hetero.train.gradients.ring import GradRing
+from hetero.train.gradients.store import GradStore
 
 
 class HbmDivision:
@@ -25,21 +26,23 @@ class HbmDivision:
     def __init__(
         self,
         setup: Setup,
-        ring: GradRing,
+        grads: GradStore,
         manager: ChunkManager,
         runtime: Runtime,
         activations: ActivationPolicies,
     ) -> None:
         self._setup = setup
-        self._ring = ring
+        self._ring = ring = grads.ring
         self._runtime = runtime
         self._activations = activations
         self._trains = setup.inner is not None
+        self.rehoming = Rehoming(setup, manager, grads)
         meter = self._make_meter(manager)
         self.room = Room(
             setup.budget,
             setup.ledger,
             frames=ArenaFrames(manager, runtime.fetches, meter, gives_back=setup.device.is_cuda),
+            homes=self.rehoming,
             ring=ring,
             ram=setup.ram,
             meter=meter,
@@ -61,7 +64,9 @@ class HbmDivision:
             traced=not is_compiled(setup.model) and not (self._trains and setup.device.same_ram),
             trains=self._trains,
             slack_bytes=setup.budget.slack_bytes,
-            others=lambda: manager.arena.n_bytes + setup.budget.buffer_bytes,
+            others=lambda: (
+                manager.arena.n_bytes + setup.store.hbm_bytes + setup.budget.buffer_bytes
+            ),
             passing=ring.sources,
             ours=lambda: runtime.is_running,
             keeper=self._keeper,
@@ -108,7 +113,9 @@ class HbmDivision:
 
     def apply(self, division: Division) -> None:
         """Apply a division; if a view is held, the next border tries again."""
-        self.room.apply(division)
+        self.rehoming.lower(division.on_hbm)
+        if self.room.apply(division):
+            self.rehoming.raise_to(division.on_hbm)
 
     def begin(self) -> None:
         """A step begins."""

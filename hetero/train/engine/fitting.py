@@ -176,9 +176,9 @@ class Fitting:
             fits = self._choose(self.forecast.ahead(unit), room.hbm.room_bytes - held)
             self._choice.overlaps = self._choice.overlaps and fits
             need = self._need(unit)
-        limit = room.hbm.frames(need + ring.limit_bytes)
         before = room.frames.limit
-        room.lower(max(room.hbm.fewest_frames, limit))
+        room.lower(room.frames_beside(need + ring.limit_bytes))
+        room.homes.give_way(need - room.n_bytes)
         if room.frames.limit != before:
             self._note(f"{room.frames.limit} frames, not {before}: units leave {need} bytes")
         ring.limit_bytes = max(0, min(ring.limit_bytes, room.n_bytes - need))
@@ -273,6 +273,8 @@ class Fitting:
             frames=self.room.frames.limit,
             keeps=self.room.budget.division is not None,
             policies=self._choice.policies,
+            homes=self.room.homes.homes,
+            on_hbm=self.room.homes.on_hbm,
         )
 
     def needed_bytes(self) -> int:

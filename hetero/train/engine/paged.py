@@ -42,6 +42,7 @@ from hetero.train.gradients.slot import LazyGrad
 from hetero.train.model.binding import plain
 from hetero.train.model.graph import unless_gone
 from hetero.train.update.arithmetic import Update
+from hetero.train.update.optimizer import Optimizer
 from hetero.types import Tier
 
 
@@ -63,7 +64,11 @@ class Paged:
         self.may_be_early = is_early and not setup.tuning.update_on_device
         self.trained = Trained.on(setup, setup.device, self.link, early=self.may_be_early)
         self.manager = manager = make_manager(
-            setup, self.link, self.trained, lambda b: runtime.fetches.active.next_use(b)
+            setup,
+            self.link,
+            self.trained,
+            next_use=lambda b: runtime.fetches.active.next_use(b),
+            more=unless_gone(self._more, 0),
         )
         self.backward_updates = BackwardUpdates(setup, self.trained, manager)
         early = self.backward_updates.follow() if self.may_be_early else NoEarlyUpdates()
@@ -79,7 +84,7 @@ class Paged:
         self.runtime = runtime = make_runtime(setup, self.trained, manager, events, early)
         self.activations = make_activations(setup, runtime.saved, runtime.enter, runtime.leave)
         self.hbm = hbm = HbmDivision(
-            setup, self.trained.grads.ring, self.manager, runtime, self.activations
+            setup, self.trained.grads, self.manager, runtime, self.activations
         )
         self.frames, self.fitting = hbm.room.frames, hbm.fitting
         self._ahead = ReadAhead(setup.store.pool, setup.budget)
@@ -97,6 +102,10 @@ class Paged:
             setup.model, setup.blueprint.units, self.runtime, self.activations, self.fitting.meter
         )
         self.fitting.meter.prepared()
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Take the optimizer that the user steps: its states move with their homes."""
+        self.backward_updates.optimizer = self.hbm.rehoming.optimizer = optimizer
 
     def detach(self) -> None:
         """Bring everything home; parameters are pages still."""
@@ -156,6 +165,9 @@ class Paged:
     def _spare(self) -> int:
         return self.hbm.room.spare()
 
+    def _more(self) -> int:
+        return self.hbm.room.from_homes()
+
     def _resume(self) -> None:
         self.hbm.room.resume()
 
@@ -198,7 +210,9 @@ class Paged:
             setup.offload.shrink()
         fits = self.hbm.fits_whole(division)
         if fits and not self.manager.arena.held:  # else the next border tries again
-            return True
+            self.hbm.rehoming.lower(())
+            if not self.hbm.rehoming.on_hbm:
+                return True
         if not fits:
             self.hbm.apply(division)
         self.hbm.begin()
@@ -268,7 +282,12 @@ class Paged:
 
 
 def make_manager(
-    setup: Setup, link: Link, trained: Trained, next_use: Callable[[int], float]
+    setup: Setup,
+    link: Link,
+    trained: Trained,
+    *,
+    next_use: Callable[[int], float],
+    more: Callable[[], int],
 ) -> ChunkManager:
     """Return the manager of parameters; it refers to no module."""
     plan, device = setup.blueprint, setup.device
@@ -292,6 +311,7 @@ def make_manager(
         # holds what a graph of gradients needs at once.
         ceiling=most_frames(hbm, every) if device.is_cuda else room,
         next_use=setup.tuning.victim or next_use,
+        more=more,
         workspace=None if decoding is None else Workspace.on(device, *decoding),
     )
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from hetero.errors import OutOfMemory
 from hetero.memory.ledger import Ledger
 from hetero.plan.division import Division, Hbm
+from hetero.plan.placement import BucketHomes
 from hetero.train.engine.budget import Budget
 from hetero.train.model.host_work import host_work
 from hetero.types import Kind, Tier, format_bytes
@@ -38,6 +39,24 @@ class Frames(Protocol):
 
     def fix(self) -> None:
         """Let their number grow on request only."""
+
+
+class HbmHomes(Protocol):
+    """Homes on HBM, which may move to HOST."""
+
+    homes: list[BucketHomes]
+    """Those that may be there, the most useful first."""
+
+    @property
+    def n_bytes(self) -> int:
+        """HBM that is set aside for them."""
+
+    @property
+    def on_hbm(self) -> frozenset[int]:
+        """The buckets whose homes are there."""
+
+    def give_way(self, n_bytes: int) -> None:
+        """Move some down, to free so many bytes."""
 
 
 class GradientRing(Protocol):
@@ -102,12 +121,14 @@ class Room:
         ledger: Ledger,
         *,
         frames: Frames,
+        homes: HbmHomes,
         ring: GradientRing,
         ram: Callable[[], int],
         meter: LiveMeter,
     ) -> None:
         self.budget = budget
         self.frames = frames
+        self.homes = homes
         self.ring = ring
         self.excess: Excess | None = None
         self._ledger = ledger
@@ -123,8 +144,8 @@ class Room:
 
     @property
     def n_bytes(self) -> int:
-        """The bytes that frames leave."""
-        return self.hbm.left_bytes(self.frames.limit)
+        """The bytes that frames and homes leave."""
+        return self.hbm.left_bytes(self.frames.limit) - self.homes.n_bytes
 
     # -- at a border -----------------------------------------------------------------------------
 
@@ -146,6 +167,10 @@ class Room:
         self.ring.limit_bytes = division.ring_bytes
         self.frames.fix()
 
+    def frames_beside(self, n_bytes: int) -> int:
+        """Return how many frames fit with ``n_bytes`` of activations and ring, and the homes."""
+        return max(self.hbm.fewest_frames, self.hbm.frames(n_bytes + self.homes.n_bytes))
+
     # -- before a peak ---------------------------------------------------------------------------
 
     def fits(self, n_bytes: int) -> bool:
@@ -154,12 +179,14 @@ class Room:
             return n_bytes <= self.excess.most_bytes
         if n_bytes <= self.n_bytes:
             return True
-        limit = max(self.hbm.fewest_frames, self.hbm.frames(n_bytes))
+        limit = self.frames_beside(n_bytes)
         with host_work():  # an evicted replica may be coded, on HOST
             if self.lower(limit) and n_bytes <= self.n_bytes:
                 return True
             # the computing unit lies above: it keeps its frames until it is done
-            if n_bytes > self.hbm.most_bytes - self._held_bytes():
+            held = self._held_bytes()
+            self.homes.give_way(n_bytes + held + self.homes.n_bytes - self.hbm.most_bytes)
+            if n_bytes > self.hbm.most_bytes - held - self.homes.n_bytes:
                 return False
         self._due = limit
         return True
@@ -189,6 +216,13 @@ class Room:
         """Give up frames not held; returns the bytes of the others, at least the fewest."""
         return max(self.frames.vacate(), self.hbm.least_bytes)
 
+    def from_homes(self) -> int:
+        """Return how many frames there may be apart from the others, in the place of homes."""
+        wanted = self.hbm.least_bytes + self.budget.activation_bytes
+        if self.n_bytes < wanted:
+            self.homes.give_way(wanted - self.n_bytes)
+        return max(0, (self.n_bytes - self.budget.activation_bytes) // self.hbm.granule_bytes)
+
     # -- while nothing computes ------------------------------------------------------------------
 
     def spare(self) -> int:
@@ -198,7 +232,7 @@ class Room:
         """
         self._meter.lend()
         taken = self._meter.live_bytes() + self.ring.held_bytes
-        spare = self.hbm.frames(taken) - self.frames.limit
+        spare = self.hbm.frames(taken + self.homes.n_bytes) - self.frames.limit
         if spare > 0 and self._lent is None:
             self._lent = self.frames.limit
             self._ledger.credit(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes)

@@ -20,6 +20,7 @@ from hetero.memory.layout import Bucket, Segment
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.parcel import ParcelStore
+from hetero.memory.places import HomePlaces
 from hetero.train.access.hooks import Hooks
 from hetero.train.activations.offload import MIN_BYTES, Offload
 from hetero.train.engine.blueprint import Blueprint
@@ -165,7 +166,7 @@ def open_store(
     """Return the store of homes, with files for those that HOST does not hold."""
     spill = budget.spill
     if spill is None:
-        return HomeStore(device, ledger, resident=budget.stays)
+        return HomeStore(device, ledger, places=HomePlaces(stays=budget.stays))
     return_large_blocks()
     ledger.charge(Tier.HOST, Kind.POOL, spill.pool_bytes, "memory for homes on disk")
     pool = tuning.open_pool(
@@ -178,7 +179,8 @@ def open_store(
         n_threads=tuning.io_threads,
         checked=tuning.checked,
     )
-    return HomeStore(device, ledger, resident=budget.stays, pool=pool, on_disk=spill.holds)
+    places = HomePlaces(stays=budget.stays, on_disk=spill.on_disk)
+    return HomeStore(device, ledger, places=places, pool=pool)
 
 
 def make_offload(

@@ -33,10 +33,6 @@ class Spill:
     host_bytes: int
     """The most that homes on HOST, the pool and transfers take there."""
 
-    def holds(self, kind: Kind, bucket: int) -> bool:
-        """Whether a home lies on disk."""
-        return (kind, bucket) in self.on_disk
-
 
 def draw_spill(
     plan: Blueprint,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hetero.errors import StorageError, too_early
+from hetero.memory.manager import PARAM
 from hetero.plan.division import Division
 from hetero.train.engine.backward_updates import is_seen
 from hetero.train.engine.paged import Paged
@@ -162,11 +163,13 @@ class HomeSteps(NoSteps):
         """Begin a bucket's update; wait if it must be done when `step` returns."""
         bucket, store = update.bucket, self.setup.store
         after = self.setup.saver.jobs_before(bucket.id)
-        job = self.stepper.begin(update, at_once=seen, after=after)
+        at_once = seen or store.homes[PARAM, bucket.id].on_device  # in order of compute
+        job = self.stepper.begin(update, at_once=at_once, after=after)
         self.residence.hand_over(bucket, job)
-        if update.fresh or seen:
+        if update.fresh or at_once:
             job.wait()
             for _, home in store.of_bucket(bucket.id):
+                home.rewritten()
                 home.refresh()
         self.residence.updated(bucket)
 
@@ -180,7 +183,7 @@ class HomeSteps(NoSteps):
 
     def follow(self, optimizer: Optimizer) -> None:
         if isinstance(self.residence, Paged):
-            self.residence.backward_updates.optimizer = optimizer
+            self.residence.follow(optimizer)
 
     def _seal(self) -> list[Update]:
         """The step is made: return its updates that began early."""

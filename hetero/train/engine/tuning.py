@@ -28,6 +28,8 @@ class Tuning:
     """Called before each slice of an update."""
     update_on_device: bool = False
     """Whether paged updates are streamed through the device, inside `step`, by torch's blocks."""
+    homes_on_hbm: bool | None = None
+    """Whether homes of a paged model may be on HBM; None: on CUDA they may."""
     native: bool = True
     """Whether the compiled kernel may be used; the blocks of torch have the same bits."""
     extent_numel: int | None = None

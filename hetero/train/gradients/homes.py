@@ -61,6 +61,14 @@ class GradHomes:
         """Write a gradient home, unless it is the home's own tensor."""
         home.write(segment, grad)
 
+    def add_here(
+        self, home: Home, segment: Segment, grad: torch.Tensor, *, first: bool, unscale: float
+    ) -> None:
+        """Add a gradient to a home on the device, in order of compute; write the ``first``."""
+        part = home.view(segment)
+        exact = grad if unscale == 1.0 else grad.float() * unscale
+        part.copy_(exact) if first else part.add_(exact)
+
     def drop(self, bucket: Bucket) -> None:
         """Free the memory of a bucket's gradients if that is cheap."""
         for name in (GRAD, WIDE):

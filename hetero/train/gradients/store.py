@@ -187,6 +187,9 @@ class GradStore:
         self._has_added = slot.summed = True
         slot.factors, slot.norm = NONE, None
         grad = shaped(segment, grad, dtype)
+        if slot.home.on_device:
+            self.homes.add_here(slot.home, segment, grad, first=False, unscale=unscale)
+            return
         self._sums.add(slot, grad, first=False, unscale=unscale, norm_ord=self.norm_ord)
 
     def _take(self, index: int, grad: torch.Tensor, *, scaled: bool) -> GradSlot:
@@ -214,10 +217,12 @@ class GradStore:
             norm = whole_norm(grad, self.norm_ord, in_fp32=bucket.has_master)
             slot.norm = GradNorm(self.norm_ord, norm)
         converts = home.item_dtype is not grad.dtype
-        if converts or not home.stays:  # jobs write to disk
-            unscale = slot.factors.unscale if converts else 1.0
-            if converts:
-                slot.unscale_stored()
+        unscale = slot.factors.unscale if converts else 1.0
+        if converts:
+            slot.unscale_stored()
+        if home.on_device:
+            self.homes.add_here(slot.home, segment, grad, first=True, unscale=unscale)
+        elif converts or not home.stays:  # jobs write to disk
             self._sums.add(slot, grad, first=True, unscale=unscale, norm_ord=None)
         else:
             raw = row(grad).view(torch.uint8)
@@ -324,6 +329,21 @@ class GradStore:
             slot.lend(job, self.jobs)
             if slot.segment.index in written:
                 slot.factors, slot.norm = NONE, None
+
+    def rehome(self, name: str, bucket: Bucket) -> None:
+        """Move a bucket's gradients to the tier that their homes now have; free an empty home."""
+        store = self.homes.store
+        old = store.homes[name, bucket.id]
+        held = [slot for slot in self._slots_in(bucket) if slot.home is old]
+        for slot in held:
+            slot.land()
+        if all(slot.state is GradState.TAKEN for slot in held):
+            store.drop(name, bucket.id)
+            return
+        _, new = store.move(name, bucket)
+        for slot in held:
+            slot.home = new
+        old.leave(new)
 
     def release(self, bucket: Bucket) -> None:
         """Free a bucket's gradient home once no gradient is in it."""

@@ -137,20 +137,22 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class HomeSlot:
-    """A tensor whose home is on disk or encoded: read and written back as a whole.
+    """A tensor whose home is on disk, on the device or encoded: read and written as a whole.
 
     ``keep`` returns an alias of the home's copy (see [Note: copies that are shown] in home.py).
     """
 
     def __init__(
         self,
-        view: torch.Tensor,
+        home: Home,
+        segment: Segment,
         *,
         read: Callable[[], torch.Tensor],
         keep: Callable[[], torch.Tensor],
         write: Callable[[torch.Tensor], None],
     ) -> None:
-        self.view = view  # its part of the home
+        self.home = home
+        self.segment = segment
         self.read = read
         self.exact = read
         self.keep = keep
@@ -165,32 +167,32 @@ class ShownTensor(Lazy):
 
 def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
     """Return a segment for a state dict: the home's tensor if it shows the value, else lazy."""
-    view = home.view(segment)
     if home.shows:
-        return view
+        return home.view(segment)
 
     def read() -> torch.Tensor:
         store.before_use()
-        return home.read(segment)
+        return home.now.read(segment)
 
     def keep() -> torch.Tensor:
         store.before_use()
-        return home.alias(segment)
+        return home.now.alias(segment)
 
     def write(value: torch.Tensor) -> None:
         store.before_use()
-        home.write(segment, value)
+        home.now.write(segment, value)
 
-    return shown(HomeSlot(view, read=read, keep=keep, write=write), segment)
+    return shown(HomeSlot(home, segment, read=read, keep=keep, write=write))
 
 
-def shown(slot: HomeSlot, segment: Segment) -> Lazy:
+def shown(slot: HomeSlot) -> Lazy:
     """Return a slot's lazy tensor, with the geometry of its segment."""
-    spec, view = segment.spec, slot.view
-    return ShownTensor(slot, spec.shape, spec.stride, view.dtype, view.device)
+    spec, home = slot.segment.spec, slot.home
+    return ShownTensor(slot, spec.shape, spec.stride, home.dtype, home.shown_on)
 
 
 def is_handle(value: torch.Tensor, home: Home, segment: Segment) -> bool:
     """Whether a tensor is the one that `handle` returns for a segment, and not a copy of it."""
-    view = home.view(segment)
-    return value is view or (isinstance(value, ShownTensor) and value.slot.view is view)
+    if isinstance(value, ShownTensor):
+        return value.slot.home.now is home and value.slot.segment is segment
+    return value is home.view(segment)

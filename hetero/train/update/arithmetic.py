@@ -136,7 +136,8 @@ class Bench:
 
     def at_once(self, bucket: Bucket, numel: int) -> int:
         """Return how many elements a call takes: without bytes only the calls cost time."""
-        return sys.maxsize if self.param(bucket).device.type == "meta" else numel
+        home = self.param(bucket)
+        return sys.maxsize if home.on_device or home.device.type == "meta" else numel
 
     def _request(
         self, bucket: Bucket, piece: UpdatePiece, states: Mapping[str, Home], run: slice

@@ -1,0 +1,131 @@
+"""Moves the homes of whole buckets between HOST and HBM, at borders and before a peak (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hetero.events import What
+from hetero.memory.layout import Bucket
+from hetero.memory.manager import PARAM, ChunkManager
+from hetero.plan.placement import BucketHomes
+from hetero.train.engine.backward_updates import is_seen
+from hetero.train.engine.setup import Setup
+from hetero.train.gradients.homes import GRAD, WIDE
+from hetero.train.gradients.store import GradStore
+from hetero.train.model.host_work import host_work
+from hetero.train.model.lazy import handle
+from hetero.train.update.optimizer import Optimizer
+from hetero.types import Tier
+
+
+class Rehoming:
+    """Knows which buckets may have their homes on HBM, and moves them there and back.
+
+    A bucket of which the user's code holds a tensor stays where it is.
+    """
+
+    def __init__(self, setup: Setup, manager: ChunkManager, grads: GradStore) -> None:
+        self.optimizer: Optimizer | None = None  # set once it is prepared
+        self._setup = setup
+        self._manager = manager
+        self._grads = grads
+        self._places = setup.store.places
+        self.homes = movable_homes(setup)
+        """Of the buckets that may move, in the order in which they are worth most on HBM."""
+        self._sizes = {homes.bucket: homes.n_bytes for homes in self.homes}
+
+    @property
+    def n_bytes(self) -> int:
+        """HBM that is set aside for homes."""
+        return sum(self._sizes[bucket] for bucket in self._places.on_hbm)
+
+    @property
+    def on_hbm(self) -> frozenset[int]:
+        """The buckets whose homes are on HBM."""
+        return frozenset(self._places.on_hbm)
+
+    def lower(self, wanted: Collection[int]) -> None:
+        """Move homes down that are not ``wanted`` on HBM."""
+        for bucket in self._places.on_hbm - set(wanted):
+            self._move(self._setup.buckets[bucket], Tier.HOST)
+
+    def raise_to(self, wanted: Collection[int]) -> None:
+        """Move the ``wanted`` homes up that are not on HBM."""
+        for bucket in sorted(set(wanted) - self._places.on_hbm):
+            self._move(self._setup.buckets[bucket], Tier.HBM)
+
+    def give_way(self, n_bytes: int) -> None:
+        """Move homes down, the least useful first, until ``n_bytes`` of HBM are freed or none is
+        left that may move."""
+        with host_work():
+            for homes in reversed(self.homes):
+                if n_bytes <= 0:
+                    return
+                if homes.bucket in self._places.on_hbm:
+                    moved = self._move(self._setup.buckets[homes.bucket], Tier.HOST)
+                    n_bytes -= homes.n_bytes if moved else 0
+
+    def _move(self, bucket: Bucket, tier: Tier) -> bool:
+        """Move all homes of a bucket; False, and nothing done, if the user's code holds one."""
+        setup, copy = self._setup, self._manager.copies[bucket.id]
+        setup.saver.wait_for(bucket.id)
+        self._manager.flush_and_wait(bucket.id)
+        if copy.is_shown or copy.home.held or self.optimizer is None:
+            return False
+        if is_seen(setup, bucket, self.optimizer):
+            return False
+        names = [name for name, _ in setup.store.of_bucket(bucket.id)]
+        self._set(bucket, tier)
+        for name in names:
+            if name in (GRAD, WIDE):
+                self._grads.rehome(name, bucket)
+            else:
+                self._replace(name, bucket)
+        setup.log.now(What.DECISION, tier=tier, bucket=bucket.id, why=f"homes are on {tier.name}")
+        return True
+
+    def _set(self, bucket: Bucket, tier: Tier) -> None:
+        on_hbm = self._places.on_hbm
+        on_hbm.add(bucket.id) if tier is Tier.HBM else on_hbm.discard(bucket.id)
+
+    def _replace(self, name: str, bucket: Bucket) -> None:
+        """Move one home, and let the manager and the optimizer's states show the new one."""
+        store = self._setup.store
+        old, new = store.move(name, bucket)
+        if name == PARAM:
+            self._manager.rehome(bucket.id, new)
+        elif self.optimizer is not None:
+            for segment in bucket.segments:
+                param = self._setup.params[segment.index]
+                state = self.optimizer.known_state.get(param, {})
+                if name in state:
+                    state[name] = handle(store, new, segment)
+        old.leave(new)
+
+
+def movable_homes(setup: Setup) -> list[BucketHomes]:
+    """Return the buckets whose homes may be on HBM, with their bytes, the most useful first.
+
+    Updates of parameters that keep their dtype are torch's own: on CUDA, they are not known to give
+    the same bits as on the CPU, so such parameters keep their place. Homes on disk stay there.
+    """
+    plan, device, tuning = setup.blueprint, setup.device, setup.tuning
+    wanted = device.is_cuda if tuning.homes_on_hbm is None else tuning.homes_on_hbm
+    if not wanted or setup.inner is None or device.same_ram or setup.budget.hbm is None:
+        return []
+    disk = {bucket for _, bucket in setup.store.places.on_disk}
+    found = [
+        BucketHomes(bucket.id, bucket.home_bytes + bucket.numel * sum(sizes.values()))
+        for bucket in setup.buckets
+        if bucket.trainable
+        and bucket.id not in disk
+        and (plan.may_update_anywhere(bucket) or not device.is_cuda)
+        and (sizes := plan.element_bytes(bucket))
+    ]
+    return in_order_of_use(found)
+
+
+def in_order_of_use(homes: list[BucketHomes]) -> list[BucketHomes]:
+    """Return homes as the forward needs them, but wide units first: compute waits for those."""
+    usual = sorted(h.n_bytes for h in homes)[len(homes) // 2] if homes else 0
+    return sorted(homes, key=lambda h: (h.n_bytes <= 2 * usual, h.bucket))
