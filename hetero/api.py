@@ -275,6 +275,7 @@ def division_of(budget: Budget) -> dict[str, int]:
         "buffers": division.buffer_bytes,
         "activations": division.activation_bytes,
         "ring": division.ring_bytes,
+        "homes": division.home_bytes,
         "frames": division.frames * budget.divisible.granule_bytes,
     }
 

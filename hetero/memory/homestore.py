@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -28,7 +29,7 @@ class HomeStore:
 
     __slots__ = (
         *("_charged", "_device", "_ledger", "_names", "_parked"),
-        *("before_use", "homes", "places", "pool"),
+        *("before_use", "hbm_bytes", "homes", "places", "pool"),
     )
 
     def __init__(
@@ -45,6 +46,8 @@ class HomeStore:
         self._parked: dict[tuple[str, int], Home] = {}  # homes on disk without content
         self._names: list[str] = []  # ascending
         self.places = places or HomePlaces()
+        self.hbm_bytes: Counter[int] = Counter()
+        """HBM that homes take, by bucket."""
         self.pool: Pool | NoPool = pool or NoPool()
         self.homes: dict[tuple[str, int], Home] = {}
         self.before_use: Callable[[], None] = noop  # called before the user reads or writes a state
@@ -53,11 +56,6 @@ class HomeStore:
     def tier(self) -> Tier:
         """The tier of a new home that has no other place."""
         return Tier.HBM if self.places.stays else Tier.HOST
-
-    @property
-    def hbm_bytes(self) -> int:
-        """HBM that homes take."""
-        return sum(n for tier, _, n in self._charged.values() if tier is Tier.HBM)
 
     def get(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype | None = None) -> Home:
         """Return the home of ``name`` (a parameter kind or a state's key), made if missing."""
@@ -79,6 +77,8 @@ class HomeStore:
             return DiskHome(self.pool, extents, slab, bucket, dtype, codec)
         self._ledger.charge(tier, kind, n_bytes, what)
         self._charged[name, bucket.id] = (tier, kind, n_bytes)
+        if tier is Tier.HBM:
+            self.hbm_bytes[bucket.id] += n_bytes
         slab = (self._device.arena if tier is Tier.HBM else self._device.slab)(n_bytes)
         if tier is Tier.HBM and not self.places.stays:
             return DeviceHome(self._device, slab, bucket, dtype, codec)
@@ -105,7 +105,7 @@ class HomeStore:
         except BaseException:
             self._charged[key] = charged
             raise
-        self._ledger.credit(*charged)
+        self._credit(bucket.id, *charged)
         self.homes[key] = new
         return old, new
 
@@ -136,7 +136,12 @@ class HomeStore:
         if charged is None:
             self._parked[name, bucket_id] = home
         else:
-            self._ledger.credit(*charged)
+            self._credit(bucket_id, *charged)
+
+    def _credit(self, bucket_id: int, tier: Tier, kind: Kind, n_bytes: int) -> None:
+        self._ledger.credit(tier, kind, n_bytes)
+        if tier is Tier.HBM:
+            self.hbm_bytes[bucket_id] -= n_bytes
 
     def close(self) -> None:
         for home in self.homes.values():

@@ -93,8 +93,7 @@ class Run:
 
 
 def masters(state: dict[str, Any]) -> Iterator[Tensor]:
-    for value in state.get("masters", {}).values():
-        yield value
+    yield from state.get("masters", {}).values()
 
 
 def pair(hbm: int, train: Callable[[Run], None], **settings: Any) -> Run:

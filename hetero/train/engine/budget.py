@@ -6,6 +6,7 @@ Activations are not known before the first step, which therefore runs with the f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,8 +17,10 @@ from hetero.config import Config, HostLimit, describe_limit
 from hetero.device import Device
 from hetero.errors import BudgetError, ConfigError, OutOfMemory
 from hetero.plan.division import Division, Hbm
+from hetero.plan.placement import BucketHomes
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.check import pages, tables
+from hetero.train.engine.hbm_homes import first_homes, total_bytes
 from hetero.train.engine.spill import Spill, draw_spill, draw_way, passing_bytes
 from hetero.types import format_bytes
 
@@ -37,6 +40,8 @@ class Budget:
     """Homes on disk, and the pool they pass through."""
     host_bytes: int = 0
     """RAM for homes and for transfers to them."""
+    on_hbm: tuple[BucketHomes, ...] = ()
+    """Homes of a paged model that begin on HBM: HOST does not hold them."""
     stays: bool = False
     """Whether parameters stay where they compute, from the beginning."""
     slack_bytes: int = 0
@@ -134,14 +139,20 @@ def decide(
     way = bool(config.nvme) and config.activations == "offload"
     if not stays:
         check_hbm(budget)
+        if device.is_cuda and not device.same_ram:
+            short = plan.home_bytes + passing_bytes(plan) - memory.host
+            budget.on_hbm = first_homes(plan, budget.divisible, short)
         if config.nvme:
-            budget.spill = draw_spill(plan, memory.host, config.nvme_bytes, extent_numel, pool=way)
+            up = frozenset(homes.bucket for homes in budget.on_hbm)
+            budget.spill = draw_spill(
+                *(plan, memory.host, config.nvme_bytes, extent_numel), pool=way, on_hbm=up
+            )
     elif way:
         budget.spill = draw_way(plan, memory.host, extent_numel)
     if not (stays and device.is_cuda):  # homes lie in RAM, or pass through it
         if budget.spill is None or stays:
-            check_host(plan, memory.host, nvme=bool(config.nvme))
-        whole = plan.home_bytes + passing_bytes(plan)
+            check_host(plan, memory.host, nvme=bool(config.nvme), on_hbm=budget.on_hbm)
+        whole = plan.home_bytes + passing_bytes(plan) - total_bytes(budget.on_hbm)
         budget.host_bytes = whole if budget.spill is None else budget.spill.host_bytes
     return budget
 
@@ -229,9 +240,11 @@ def check_hbm(budget: Budget) -> None:
         )
 
 
-def check_host(plan: Blueprint, have: int, *, nvme: bool) -> None:
-    """Refuse states that RAM cannot hold."""
-    need = plan.home_bytes
+def check_host(
+    plan: Blueprint, have: int, *, nvme: bool, on_hbm: Sequence[BucketHomes] = ()
+) -> None:
+    """Refuse states that RAM cannot hold, beside those on HBM."""
+    need = plan.home_bytes - total_bytes(on_hbm)
     if need > have:
         advice = "raise host=, train fewer parameters, or use an optimizer with less state"
         if not nvme:

@@ -65,7 +65,7 @@ class HbmDivision:
             trains=self._trains,
             slack_bytes=setup.budget.slack_bytes,
             others=lambda: (
-                manager.arena.n_bytes + setup.store.hbm_bytes + setup.budget.buffer_bytes
+                manager.arena.n_bytes + setup.store.hbm_bytes.total() + setup.budget.buffer_bytes
             ),
             passing=ring.sources,
             ours=lambda: runtime.is_running,

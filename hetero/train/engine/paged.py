@@ -62,7 +62,11 @@ class Paged:
         trains = setup.inner is not None
         is_early = trains and setup.config.updates == "backward"
         self.may_be_early = is_early and not setup.tuning.update_on_device
-        self.trained = Trained.on(setup, setup.device, self.link, early=self.may_be_early)
+        self.trained = Trained.on(
+            *(setup, setup.device, self.link),
+            early=self.may_be_early,
+            make_room=unless_gone(self._make_room, None),
+        )
         self.manager = manager = make_manager(
             setup,
             self.link,
@@ -167,6 +171,9 @@ class Paged:
 
     def _more(self) -> int:
         return self.hbm.room.from_homes()
+
+    def _make_room(self, n_bytes: int) -> None:
+        self.hbm.room.make_room(n_bytes)
 
     def _resume(self) -> None:
         self.hbm.room.resume()

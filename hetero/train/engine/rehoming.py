@@ -9,6 +9,7 @@ from hetero.memory.layout import Bucket
 from hetero.memory.manager import PARAM, ChunkManager
 from hetero.plan.placement import BucketHomes
 from hetero.train.engine.backward_updates import is_seen
+from hetero.train.engine.hbm_homes import movable_homes
 from hetero.train.engine.setup import Setup
 from hetero.train.gradients.homes import GRAD, WIDE
 from hetero.train.gradients.store import GradStore
@@ -30,14 +31,20 @@ class Rehoming:
         self._manager = manager
         self._grads = grads
         self._places = setup.store.places
-        self.homes = movable_homes(setup)
-        """Of the buckets that may move, in the order in which they are worth most on HBM."""
-        self._sizes = {homes.bucket: homes.n_bytes for homes in self.homes}
+        self._lists = [movable(setup, sums=sums) for sums in (False, True)]
+        self._sizes = [{h.bucket: h.n_bytes for h in homes} for homes in self._lists]
+
+    @property
+    def homes(self) -> list[BucketHomes]:
+        """The homes that may move, the most useful on HBM first, as large as gradients are now."""
+        return self._lists[self._grads.adds_up]
 
     @property
     def n_bytes(self) -> int:
         """HBM that is set aside for homes."""
-        return sum(self._sizes[bucket] for bucket in self._places.on_hbm)
+        sizes = self._sizes[self._grads.adds_up]
+        taken = self._setup.store.hbm_bytes
+        return sum(max(sizes[bucket], taken[bucket]) for bucket in self._places.on_hbm)
 
     @property
     def on_hbm(self) -> frozenset[int]:
@@ -72,7 +79,7 @@ class Rehoming:
         self._manager.flush_and_wait(bucket.id)
         if copy.is_shown or copy.home.held or self.optimizer is None:
             return False
-        if is_seen(setup, bucket, self.optimizer):
+        if is_seen(setup, bucket, self.optimizer) or not self._has_room(bucket, tier):
             return False
         names = [name for name, _ in setup.store.of_bucket(bucket.id)]
         self._set(bucket, tier)
@@ -83,6 +90,16 @@ class Rehoming:
                 self._replace(name, bucket)
         setup.log.now(What.DECISION, tier=tier, bucket=bucket.id, why=f"homes are on {tier.name}")
         return True
+
+    def _has_room(self, bucket: Bucket, tier: Tier) -> bool:
+        """Whether a tier holds a bucket's homes as they are now."""
+        sizes = [
+            home.part(slice(None)).nbytes for _, home in self._setup.store.of_bucket(bucket.id)
+        ]
+        free = self._setup.ledger.free(tier)
+        if free is None and tier is Tier.HOST:
+            free = self._setup.ram()
+        return free is None or sum(sizes) <= free
 
     def _set(self, bucket: Bucket, tier: Tier) -> None:
         on_hbm = self._places.on_hbm
@@ -103,29 +120,11 @@ class Rehoming:
         old.leave(new)
 
 
-def movable_homes(setup: Setup) -> list[BucketHomes]:
-    """Return the buckets whose homes may be on HBM, with their bytes, the most useful first.
-
-    Updates of parameters that keep their dtype are torch's own: on CUDA, they are not known to give
-    the same bits as on the CPU, so such parameters keep their place. Homes on disk stay there.
-    """
-    plan, device, tuning = setup.blueprint, setup.device, setup.tuning
-    wanted = device.is_cuda if tuning.homes_on_hbm is None else tuning.homes_on_hbm
+def movable(setup: Setup, *, sums: bool) -> list[BucketHomes]:
+    """Return the homes of a prepared model that may move to HBM; none if that saves nothing."""
+    device, wanted = setup.device, setup.tuning.homes_on_hbm
+    wanted = device.is_cuda if wanted is None else wanted
     if not wanted or setup.inner is None or device.same_ram or setup.budget.hbm is None:
         return []
-    disk = {bucket for _, bucket in setup.store.places.on_disk}
-    found = [
-        BucketHomes(bucket.id, bucket.home_bytes + bucket.numel * sum(sizes.values()))
-        for bucket in setup.buckets
-        if bucket.trainable
-        and bucket.id not in disk
-        and (plan.may_update_anywhere(bucket) or not device.is_cuda)
-        and (sizes := plan.element_bytes(bucket))
-    ]
-    return in_order_of_use(found)
-
-
-def in_order_of_use(homes: list[BucketHomes]) -> list[BucketHomes]:
-    """Return homes as the forward needs them, but wide units first: compute waits for those."""
-    usual = sorted(h.n_bytes for h in homes)[len(homes) // 2] if homes else 0
-    return sorted(homes, key=lambda h: (h.n_bytes <= 2 * usual, h.bucket))
+    places = setup.store.places
+    return movable_homes(setup.blueprint, is_cuda=device.is_cuda, on_disk=places.on_disk, sums=sums)

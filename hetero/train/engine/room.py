@@ -44,8 +44,9 @@ class Frames(Protocol):
 class HbmHomes(Protocol):
     """Homes on HBM, which may move to HOST."""
 
-    homes: list[BucketHomes]
-    """Those that may be there, the most useful first."""
+    @property
+    def homes(self) -> list[BucketHomes]:
+        """Those that may be there, the most useful first."""
 
     @property
     def n_bytes(self) -> int:
@@ -216,6 +217,13 @@ class Room:
         """Give up frames not held; returns the bytes of the others, at least the fewest."""
         return max(self.frames.vacate(), self.hbm.least_bytes)
 
+    def make_room(self, n_bytes: int) -> None:
+        """Let frames, then homes, give way to a home on HBM that grows by ``n_bytes``."""
+        taken = n_bytes + self.budget.activation_bytes
+        with host_work():
+            self.lower(self.frames_beside(taken))
+            self.homes.give_way(taken - self.n_bytes)
+
     def from_homes(self) -> int:
         """Return how many frames there may be apart from the others, in the place of homes."""
         wanted = self.hbm.least_bytes + self.budget.activation_bytes
@@ -232,6 +240,9 @@ class Room:
         """
         self._meter.lend()
         taken = self._meter.live_bytes() + self.ring.held_bytes
+        wanted = taken + self.hbm.least_bytes
+        if self.n_bytes < wanted:
+            self.homes.give_way(wanted - self.n_bytes)
         spare = self.hbm.frames(taken + self.homes.n_bytes) - self.frames.limit
         if spare > 0 and self._lent is None:
             self._lent = self.frames.limit

@@ -27,6 +27,7 @@ from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.budget import Budget, decide
 from hetero.train.engine.check import pages
 from hetero.train.engine.handover import Handover
+from hetero.train.engine.hbm_homes import bytes_of, total_bytes
 from hetero.train.engine.snapshot import Saver
 from hetero.train.engine.tuning import Tuning
 from hetero.train.update.masters import Masters
@@ -138,6 +139,7 @@ def set_up(
     log = EventLog(device.clock)
     ledger = Ledger(budgets, log)
     store = open_store(budget, config, device, tuning, ledger, log)
+    store.places.on_hbm.update(homes.bucket for homes in budget.on_hbm)
     params = [param for _, param in pages(model)]
     masters = Masters(config.precision, blueprint.layout, store)
     # masters on a CUDA device are updated in order of its stream, and not by threads
@@ -200,22 +202,28 @@ def make_offload(
         ledger,
         chunk_bytes=chunk_bytes,
         pool=store.pool,
-        reserved=unclaimed(budget, ledger, store.tier),
+        reserved=unclaimed(budget, ledger, store),
         counts_on=required,
     )
     return Offload(parcels, device, required=required, min_bytes=min(MIN_BYTES, chunk_bytes))
 
 
-def unclaimed(budget: Budget, ledger: Ledger, host: Tier) -> Callable[[Tier], int]:
+def unclaimed(budget: Budget, ledger: Ledger, store: HomeStore) -> Callable[[Tier], int]:
     """Return a function of HOST or NVME: the bytes that homes will take there and have not yet.
 
-    Homes in RAM are charged to ``host``. It refers to no module: [Note: out of gc's sight].
+    Those of a paged model that lie on HBM are not to come. It refers to no module: [Note: out of
+    gc's sight].
     """
-    whole = {Tier.HOST: budget.host_bytes, Tier.NVME: budget.disk_bytes}
+    host, on_hbm = store.tier, store.places.on_hbm
+    sizes = {b.id: bytes_of(budget.plan, b, sums=False) for b in budget.plan.layout.buckets}
+    on_host = budget.host_bytes + total_bytes(budget.on_hbm)
+    whole = {Tier.HOST: on_host, Tier.NVME: budget.disk_bytes}
 
     def to_come(below: Tier) -> int:
         tier = host if below is Tier.HOST else below
         taken = ledger.used(tier) - ledger.used(tier, Kind.ACTIVATION)
+        if below is Tier.HOST:
+            taken += sum(sizes[bucket] for bucket in on_hbm)
         return max(0, whole[below] - taken)
 
     return to_come

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from hetero.errors import BudgetError
@@ -41,13 +41,15 @@ def draw_spill(
     extent_numel: int | None = None,
     *,
     pool: bool = False,
+    on_hbm: Collection[int] = (),
 ) -> Spill | None:
     """Return the homes that go to disk under budgets in bytes; None if HOST holds everything.
 
-    With ``pool`` there is a way to disk in any case, for activations. Raises BudgetError if HOST
-    does not hold the bytes that must be in memory at once, or NVME the rest.
+    Buckets ``on_hbm`` take neither. With ``pool`` there is a way to disk in any case, for
+    activations. Raises BudgetError if HOST does not hold the bytes that must be in memory at once,
+    or NVME the rest.
     """
-    parts = list(parts_of(plan))
+    parts = [part for part in parts_of(plan) if part.bucket not in on_hbm]
     ring = passing_bytes(plan)
     if sum(part.n_bytes for part in parts) + ring <= host_bytes and not pool:
         return None

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from hetero.errors import StorageError, too_early
-from hetero.memory.manager import PARAM
 from hetero.plan.division import Division
 from hetero.train.engine.backward_updates import is_seen
 from hetero.train.engine.paged import Paged
@@ -163,11 +162,12 @@ class HomeSteps(NoSteps):
         """Begin a bucket's update; wait if it must be done when `step` returns."""
         bucket, store = update.bucket, self.setup.store
         after = self.setup.saver.jobs_before(bucket.id)
-        at_once = seen or store.homes[PARAM, bucket.id].on_device  # in order of compute
+        at_once = seen or update.on_device
         job = self.stepper.begin(update, at_once=at_once, after=after)
         self.residence.hand_over(bucket, job)
         if update.fresh or at_once:
             job.wait()
+            self.setup.device.touched(update.touched_bytes)
             for _, home in store.of_bucket(bucket.id):
                 home.rewritten()
                 home.refresh()

@@ -19,6 +19,7 @@ from hetero.train.update import kernel
 from hetero.train.update.draft import Drafts
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.step import Stepper
+from hetero.types import noop
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +31,22 @@ class Trained:
     stepper: Stepper | None
 
     @classmethod
-    def on(cls, setup: Setup, device: Device, link: Link, *, early: bool) -> Trained:
-        """Take gradients from ``device``; ``early`` says whether updates begin in backward."""
+    def on(
+        cls,
+        setup: Setup,
+        device: Device,
+        link: Link,
+        *,
+        early: bool,
+        make_room: Callable[[int], None] = noop,
+    ) -> Trained:
+        """Take gradients from ``device``.
+
+        ``early`` says whether updates begin in backward; ``make_room`` is called before gradients
+        on HBM take more bytes.
+        """
         cores = Cores(setup.worker.n_threads)
-        grads = make_grads(setup, device, link, cores, early=early)
+        grads = make_grads(setup, device, link, cores, early=early, make_room=make_room)
         stepper = None if setup.inner is None else make_stepper(setup, setup.inner, grads, cores)
         return cls(setup, grads, stepper)
 
@@ -65,7 +78,15 @@ class Trained:
         )
 
 
-def make_grads(setup: Setup, device: Device, link: Link, cores: Cores, *, early: bool) -> GradStore:
+def make_grads(
+    setup: Setup,
+    device: Device,
+    link: Link,
+    cores: Cores,
+    *,
+    early: bool,
+    make_room: Callable[[int], None],
+) -> GradStore:
     trainable = [bucket for bucket in setup.buckets if bucket.trainable]
     ring = GradRing(
         device,
@@ -83,6 +104,7 @@ def make_grads(setup: Setup, device: Device, link: Link, cores: Cores, *, early:
         worker=setup.worker,
         cores=cores,
         early=early,
+        make_room=make_room,
     )
 
 

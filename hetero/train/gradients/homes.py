@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from hetero.device import Device
 from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment
-from hetero.types import Kind
+from hetero.types import Kind, noop
 
 GRAD, WIDE = Kind.GRAD.value, "grad32"
 
@@ -21,8 +22,15 @@ class GradHomes:
     A bucket with masters begins narrow, and is made fp32 when a second gradient is added.
     """
 
-    def __init__(self, store: HomeStore, layout: Layout, device: Device) -> None:
+    def __init__(
+        self,
+        store: HomeStore,
+        layout: Layout,
+        device: Device,
+        make_room: Callable[[int], None] = noop,
+    ) -> None:
         self.store = store
+        self._make_room = make_room  # on HBM, for bytes of a home there
         self.expects_sums = False
         """Whether gradients will be summed: homes of buckets with masters then begin in fp32."""
         self.layout = layout
@@ -38,6 +46,9 @@ class GradHomes:
 
     def wide(self, bucket: Bucket) -> Home:
         """Return the home of a bucket's gradients in fp32; make it if there is none."""
+        is_new = (WIDE, bucket.id) not in self.store.homes
+        if is_new and bucket.id in self.store.places.on_hbm:
+            self._make_room(bucket.numel * torch.float32.itemsize)
         return self.store.get(Kind.GRAD, WIDE, bucket, torch.float32)
 
     def of(self, bucket: Bucket) -> Home:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ from hetero.train.gradients.slot import (
 from hetero.train.gradients.sums import GradSums
 from hetero.train.model.binding import get_grad, get_grads, set_grad
 from hetero.train.model.host_work import host_work
+from hetero.types import noop
 
 
 class LossScaling(NamedTuple):
@@ -71,9 +72,10 @@ class GradStore:
         worker: Worker,
         cores: Cores,
         early: bool = False,
+        make_room: Callable[[int], None] = noop,
     ) -> None:
         self.ring = ring
-        self.homes = GradHomes(store, layout, device)
+        self.homes = GradHomes(store, layout, device, make_room)
         self.early = EarlyReads(enabled=early)
         self.place = device.torch_device
         self.norm_ord: float | None = None  # the norm in use, taken as gradients leave
@@ -89,6 +91,11 @@ class GradStore:
         self._slots: dict[int, weakref.ref[GradSlot]] = {}
         self._updates: dict[int, Job] = {}  # bucket -> the update that still reads its gradients
         self._has_added = False  # whether gradients were added since the last step
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients were added in this step, or in the last one."""
+        return self._has_added or self.homes.expects_sums
 
     # -- on their way down -----------------------------------------------------------------------
 

@@ -58,6 +58,10 @@ class Update:
     bucket: Bucket
     slices: list[Slice] = field(default_factory=list)
     finishes: list[Slice] = field(default_factory=list)
+    on_device: bool = False
+    """Whether its homes are on the device: then `step` carries it out, in order of compute."""
+    touched_bytes: int = 0
+    """That it reads and writes there."""
     fresh: bool = False
     """Whether states appear: then `step` itself carries it out."""
     scaled: list[int] = field(default_factory=list)
@@ -111,6 +115,10 @@ class Bench:
         """Return the home of a bucket's parameters."""
         return self.store.homes[PARAM, bucket.id]
 
+    def lows(self, bucket: Bucket) -> list[Home]:
+        """Return the home of a bucket's masters, if there is one."""
+        return [self.masters.low(bucket)] if bucket.has_master else []
+
     def add(
         self,
         update: Update,
@@ -128,6 +136,13 @@ class Bench:
         if numel is not None:
             size = bucket.chunk_numel * max(1, self.at_once(bucket, numel) // bucket.chunk_numel)
             size = pool.extent_numel if pool.spills else size
+        param = self.param(bucket)
+        if param.on_device:
+            update.on_device = True
+            kept = [param, *states.values(), *self.lows(bucket)]
+            sizes = [2 * home.item_dtype.itemsize for home in kept]
+            sizes.append(self.grads.of(bucket).item_dtype.itemsize)
+            update.touched_bytes += sum(sizes) * piece.numel
         for run in piece.slices(size):
             request = self._request(bucket, piece, states, run)
             if request.needs:
@@ -145,8 +160,7 @@ class Bench:
         """Return a slice's request to disk: weights, gradients, masters and states."""
         uses = [(self.param(bucket), PinUse.WRITE)]
         uses.append((self.grads.of(bucket), PinUse.WRITE if self.may_write else PinUse.READ))
-        if bucket.has_master:
-            uses.append((self.masters.low(bucket), PinUse.WRITE))
+        uses += [(home, PinUse.WRITE) for home in self.lows(bucket)]
         missing = piece.missing or ()
         uses += [
             (home, PinUse.FRESH if key in missing else PinUse.WRITE) for key, home in states.items()

@@ -180,7 +180,8 @@ class Stepper:
         slices = [partial(self._run, work) for work in update.slices]
         finish = partial(_all, update.finishes)
         after = [*after, *self._grads.adding(update.bucket)]
-        job = self._worker.job(slices, update.bucket.numel, finish=finish, after=after)
+        numel = 0 if update.on_device else update.bucket.numel  # whose time is the device's
+        job = self._worker.job(slices, numel, finish=finish, after=after)
         job.then = partial(self._note, update.bucket)
         return job
 
