@@ -16,6 +16,7 @@ arXiv:2204.02311, section 5):
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -81,11 +82,13 @@ def linear_cross_entropy(
         raise ConfigError(f"label_smoothing={label_smoothing}", advice="it lies in [0, 1]")
     tokens = chunk_tokens or tokens_at_once(weight)
     terms = Terms(ignore_index, label_smoothing, z_loss, reduction, tokens)
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
+    place = hidden.device.type
+    casts = torch.amp.is_autocast_available(place)  # tensors without bytes cast nothing
+    if casts and torch.is_autocast_enabled(place):
+        dtype = torch.get_autocast_dtype(place)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(place, enabled=False) if casts else nullcontext():
         losses: torch.Tensor = _Head.apply(  # type: ignore[no-untyped-call]  # torch has none
             hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), terms
         )

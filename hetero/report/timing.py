@@ -111,7 +111,7 @@ def sums(steps: Iterable[StepTime]) -> dict[str, int]:
 
 
 PART_ORDER = ("compute", "wait", "rest", "step", "between")
-WITHIN = ("forward", "backward", "h2d", "d2h", "read", "write", "update")
+WITHIN = ("forward", "backward", "h2d", "d2h", "d2d", "read", "write", "update")
 
 
 def part_order(part: str) -> tuple[int, int, str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 TIERS = ("HBM", "HOST", "NVME")
 TIER_LABELS = {"HBM": "HBM", "HOST": "HOST (page-locked)", "NVME": "NVMe"}
-LANES = ("h2d", "d2h", "read", "write", "update")
-COPY_LANES = ("h2d", "d2h", "read", "write")
+LANES = ("h2d", "d2h", "d2d", "read", "write", "update")
+COPY_LANES = ("h2d", "d2h", "d2d", "read", "write")
 LANE_LABELS = {
     "h2d": "H2D",
     "d2h": "D2H",
+    "d2d": "D2D",
     "read": "disk read",
     "write": "disk write",
     "update": "update",
@@ -64,6 +65,7 @@ SHORT_PARTS = {
     "compute": "compute",
     "wait_h2d": "wait H2D",
     "wait_d2h": "wait D2H",
+    "wait_d2d": "wait D2D",
     "wait_read": "wait disk read",
     "wait_write": "wait disk write",
     "wait_update": "wait update",
@@ -77,6 +79,7 @@ PART_NOTES = {
     "compute_backward": "units compute in backward",
     "wait_h2d": "stands still for a copy from HOST to HBM",
     "wait_d2h": "stands still for a copy from HBM to HOST",
+    "wait_d2d": "stands still for a copy within HBM",
     "wait_read": "stands still for a read from disk",
     "wait_write": "stands still for a write to disk",
     "wait_update": "stands still for an update of the optimizer",
@@ -89,6 +92,7 @@ PART_NOTES = {
 WAITED_FOR = {
     "wait_h2d": "copies up to HBM",
     "wait_d2h": "copies down to HOST",
+    "wait_d2d": "copies within HBM",
     "wait_read": "reads from disk",
     "wait_write": "writes to disk",
     "wait_update": "updates of the optimizer",
@@ -107,6 +111,7 @@ PART_COLOURS = {
     "compute": "#4d4d4d",
     "wait_h2d": "#0072b2",
     "wait_d2h": "#56b4e9",
+    "wait_d2d": "#b3d9f2",
     "wait_read": "#009e73",
     "wait_write": "#5cc9a7",
     "wait_update": "#d55e00",

@@ -132,6 +132,14 @@ def test_no_tokens_at_all() -> None:
     assert not weight.grad.any()
 
 
+def test_without_bytes_a_loss_has_its_shape() -> None:
+    hidden, weight = torch.empty(2, 5, 8, device="meta"), torch.empty(11, 8, device="meta")
+    labels = torch.empty(2, 5, dtype=torch.int64, device="meta")
+    for reduction, shape in (("mean", ()), ("none", (2, 5))):
+        loss = hetero.linear_cross_entropy(hidden, weight, labels, reduction=reduction)
+        assert loss.is_meta and loss.shape == shape
+
+
 def test_shapes_of_a_batch_and_a_second_backward() -> None:
     inputs = make(torch.float64, 12, 4, 9, bias=False)
     labels = torch.arange(12) % 9
