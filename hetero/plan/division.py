@@ -134,6 +134,7 @@ def choose_homes(
     room = hbm.most_bytes - taken_bytes
     wanted = hold(homes, room - WIDEST * hbm.least_bytes)
     now, then = (sum(h.n_bytes for h in homes if h.bucket in b) for b in (on_hbm, wanted))
-    if on_hbm and now <= room - hbm.least_bytes and then - now <= hbm.most_bytes // WORTH:
+    fits = now <= room - (WIDEST - 1) * hbm.least_bytes
+    if on_hbm and fits and then - now <= hbm.most_bytes // WORTH:
         return on_hbm
     return wanted

@@ -16,7 +16,7 @@ from hetero.device import face, locked, process
 from hetero.device.cuda import CudaDevice
 from hetero.device.face import Ticket
 from hetero.train.activations import slices
-from hetero.train.update import kernel
+from hetero.train.update import formulas, kernel
 from hetero.types import Lane
 from tests.emulator.shim import DEVICE, Cuda, Torch
 
@@ -38,6 +38,7 @@ def install(extension: ModuleType, cuda: Cuda) -> None:
     name_lanes(extension)
     label_copies(extension)
     watch_kernel(extension)
+    formulas.Ops.sqrt = exact_sqrt  # type: ignore[method-assign]
 
 
 def as_cuda(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,6 +102,11 @@ def caller() -> str:
             return f"{Path(name).stem}.{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"
+
+
+def exact_sqrt(self: formulas.Ops, x: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """As CUDA's, a square root is rounded correctly; that of the CPU's vectors is not."""
+    return out.copy_(x.double().sqrt())
 
 
 def watch_kernel(extension: ModuleType) -> None:

@@ -36,8 +36,8 @@ class HbmDivision:
         self._runtime = runtime
         self._activations = activations
         self._trains = setup.inner is not None
-        self.rehoming = Rehoming(setup, manager, grads)
         meter = self._make_meter(manager)
+        self.rehoming = Rehoming(setup, manager, grads, meter)
         self.room = Room(
             setup.budget,
             setup.ledger,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,7 @@ class Paged:
         self.trained = Trained.on(
             *(setup, setup.device, self.link),
             early=self.may_be_early,
-            make_room=unless_gone(self._make_room, None),
+            growing=unless_gone(self._growing, nullcontext()),
         )
         self.manager = manager = make_manager(
             setup,
@@ -172,8 +172,9 @@ class Paged:
     def _more(self) -> int:
         return self.hbm.room.from_homes()
 
-    def _make_room(self, n_bytes: int) -> None:
+    def _growing(self, n_bytes: int) -> AbstractContextManager[None]:
         self.hbm.room.make_room(n_bytes)
+        return self.hbm.rehoming.growing()
 
     def _resume(self) -> None:
         self.hbm.room.resume()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 
 from hetero.events import What
 from hetero.memory.layout import Bucket
 from hetero.memory.manager import PARAM, ChunkManager
 from hetero.plan.placement import BucketHomes
+from hetero.train.activations.meter import Meter
 from hetero.train.engine.backward_updates import is_seen
 from hetero.train.engine.hbm_homes import movable_homes
 from hetero.train.engine.setup import Setup
@@ -25,11 +27,12 @@ class Rehoming:
     A bucket of which the user's code holds a tensor stays where it is.
     """
 
-    def __init__(self, setup: Setup, manager: ChunkManager, grads: GradStore) -> None:
+    def __init__(self, setup: Setup, manager: ChunkManager, grads: GradStore, meter: Meter) -> None:
         self.optimizer: Optimizer | None = None  # set once it is prepared
         self._setup = setup
         self._manager = manager
         self._grads = grads
+        self._meter = meter
         self._places = setup.store.places
         self._lists = [movable(setup, sums=sums) for sums in (False, True)]
         self._sizes = [{h.bucket: h.n_bytes for h in homes} for homes in self._lists]
@@ -61,6 +64,10 @@ class Rehoming:
         for bucket in sorted(set(wanted) - self._places.on_hbm):
             self._move(self._setup.buckets[bucket], Tier.HBM)
 
+    def growing(self) -> AbstractContextManager[None]:
+        """Make a home on HBM inside: it is not counted as activations."""
+        return self._meter.changing()
+
     def give_way(self, n_bytes: int) -> None:
         """Move homes down, the least useful first, until ``n_bytes`` of HBM are freed or none is
         left that may move."""
@@ -81,15 +88,21 @@ class Rehoming:
             return False
         if is_seen(setup, bucket, self.optimizer) or not self._has_room(bucket, tier):
             return False
-        names = [name for name, _ in setup.store.of_bucket(bucket.id)]
+        with self._meter.changing():
+            self._move_all(bucket, tier)
+        setup.log.now(What.DECISION, tier=tier, bucket=bucket.id, why=f"homes are on {tier.name}")
+        return True
+
+    def _move_all(self, bucket: Bucket, tier: Tier) -> None:
+        names = [name for name, _ in self._setup.store.of_bucket(bucket.id)]
         self._set(bucket, tier)
         for name in names:
             if name in (GRAD, WIDE):
                 self._grads.rehome(name, bucket)
             else:
                 self._replace(name, bucket)
-        setup.log.now(What.DECISION, tier=tier, bucket=bucket.id, why=f"homes are on {tier.name}")
-        return True
+        if tier is Tier.HBM:
+            self._grads.homes.make(bucket, wide=False)  # now: no peak of the next step counts it
 
     def _has_room(self, bucket: Bucket, tier: Tier) -> bool:
         """Whether a tier holds a bucket's homes as they are now."""

@@ -13,13 +13,13 @@ from hetero.device import Device
 from hetero.errors import StateError
 from hetero.memory.link import Link
 from hetero.train.engine.setup import Setup
+from hetero.train.gradients.homes import Growing, standing
 from hetero.train.gradients.ring import GradRing
 from hetero.train.gradients.store import GradStore
 from hetero.train.update import kernel
 from hetero.train.update.draft import Drafts
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.step import Stepper
-from hetero.types import noop
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +38,15 @@ class Trained:
         link: Link,
         *,
         early: bool,
-        make_room: Callable[[int], None] = noop,
+        growing: Growing = standing,
     ) -> Trained:
         """Take gradients from ``device``.
 
-        ``early`` says whether updates begin in backward; ``make_room`` is called before gradients
+        ``early`` says whether updates begin in backward; ``growing`` is entered while gradients
         on HBM take more bytes.
         """
         cores = Cores(setup.worker.n_threads)
-        grads = make_grads(setup, device, link, cores, early=early, make_room=make_room)
+        grads = make_grads(setup, device, link, cores, early=early, growing=growing)
         stepper = None if setup.inner is None else make_stepper(setup, setup.inner, grads, cores)
         return cls(setup, grads, stepper)
 
@@ -85,7 +85,7 @@ def make_grads(
     cores: Cores,
     *,
     early: bool,
-    make_room: Callable[[int], None],
+    growing: Growing,
 ) -> GradStore:
     trainable = [bucket for bucket in setup.buckets if bucket.trainable]
     ring = GradRing(
@@ -104,7 +104,7 @@ def make_grads(
         worker=setup.worker,
         cores=cores,
         early=early,
-        make_room=make_room,
+        growing=growing,
     )
 
 

@@ -27,7 +27,7 @@ def clip_grad_norm_(
         )
     with torch.no_grad():
         norms = [slot.norm_of(float(norm_type)) for slot in slots]
-        total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     pending = {u: Factors(u, factor) for u in {slot.factors.unscale for slot in slots}}
     for slot in slots:

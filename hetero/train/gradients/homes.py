@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +12,16 @@ from hetero.device import Device
 from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment
-from hetero.types import Kind, noop
+from hetero.types import Kind
 
 GRAD, WIDE = Kind.GRAD.value, "grad32"
+Growing = Callable[[int], AbstractContextManager[None]]
+"""Makes room on HBM for so many bytes of a home, which is made inside."""
+
+
+def standing(n_bytes: int) -> AbstractContextManager[None]:
+    """No home is on HBM: none grows there."""
+    return nullcontext()
 
 
 class GradHomes:
@@ -27,10 +35,10 @@ class GradHomes:
         store: HomeStore,
         layout: Layout,
         device: Device,
-        make_room: Callable[[int], None] = noop,
+        growing: Growing = standing,
     ) -> None:
         self.store = store
-        self._make_room = make_room  # on HBM, for bytes of a home there
+        self._growing = growing  # on HBM, for bytes of a home there
         self.expects_sums = False
         """Whether gradients will be summed: homes of buckets with masters then begin in fp32."""
         self.layout = layout
@@ -48,7 +56,8 @@ class GradHomes:
         """Return the home of a bucket's gradients in fp32; make it if there is none."""
         is_new = (WIDE, bucket.id) not in self.store.homes
         if is_new and bucket.id in self.store.places.on_hbm:
-            self._make_room(bucket.numel * torch.float32.itemsize)
+            with self._growing(bucket.numel * torch.float32.itemsize):
+                return self.store.get(Kind.GRAD, WIDE, bucket, torch.float32)
         return self.store.get(Kind.GRAD, WIDE, bucket, torch.float32)
 
     def of(self, bucket: Bucket) -> Home:

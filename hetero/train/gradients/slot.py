@@ -297,7 +297,8 @@ class GradSlot:
             self.land()  # its last job takes the norm
         if self.norm is None or self.norm.ord != ord:
             home = self.stored()
-            single = home if self.summed else home.to(owner.place)
+            # a sum's is taken on HOST, wherever it is: its bits must not depend on that
+            single = home.to(self.home.shown_on if self.summed else owner.place)
             self.norm = GradNorm(ord, whole_norm(single, ord, in_fp32=self.has_master))
             owner.norm_ord = ord
         norm = self.norm.value.to(owner.place)

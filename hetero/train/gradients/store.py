@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from hetero.jobs import Job, Worker
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.train.gradients.early_reads import EarlyReads
-from hetero.train.gradients.homes import GRAD, GradHomes, shaped
+from hetero.train.gradients.homes import GRAD, GradHomes, Growing, shaped, standing
 from hetero.train.gradients.references import References, storage_of
 from hetero.train.gradients.ring import GradRing
 from hetero.train.gradients.slot import (
@@ -44,7 +44,6 @@ from hetero.train.gradients.slot import (
 from hetero.train.gradients.sums import GradSums
 from hetero.train.model.binding import get_grad, get_grads, set_grad
 from hetero.train.model.host_work import host_work
-from hetero.types import noop
 
 
 class LossScaling(NamedTuple):
@@ -72,10 +71,10 @@ class GradStore:
         worker: Worker,
         cores: Cores,
         early: bool = False,
-        make_room: Callable[[int], None] = noop,
+        growing: Growing = standing,
     ) -> None:
         self.ring = ring
-        self.homes = GradHomes(store, layout, device, make_room)
+        self.homes = GradHomes(store, layout, device, growing)
         self.early = EarlyReads(enabled=early)
         self.place = device.torch_device
         self.norm_ord: float | None = None  # the norm in use, taken as gradients leave
