@@ -76,9 +76,11 @@ class LocalBelow:
         self.wait_fetch(replica)
 
     def wait_reader(self, copy: HomeCopy) -> None:
-        """Block the host until the last fetch from a home has read it: a thread writes next."""
+        """Block the host until the last fetch from a home has read it: a thread writes next. If
+        compute writes next, compute waits."""
         if copy.reader is not None:
-            self._link.sync(copy.reader, kind=Kind.PARAM, bucket=copy.bucket.id)
+            wait = self._link.wait if copy.home.on_device else self._link.sync
+            wait(copy.reader, kind=Kind.PARAM, bucket=copy.bucket.id)
             copy.reader = None
 
     def wait_fetch(self, replica: Replica) -> None:

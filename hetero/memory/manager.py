@@ -223,7 +223,7 @@ class ChunkManager:
         replica.exposed |= not replica.bucket.codec.exact  # see [Note: written codes]
 
     def flush_and_wait(self, bucket_id: int) -> None:
-        """Bring the home up to date and wait until it is and no copy reads it; the replica stays."""
+        """Bring the home up to date and wait until no copy reads it; the replica stays."""
         self.finish_update(bucket_id)
         self._adopt_copies(bucket_id)
         self._below.wait_reader(self.copies[bucket_id])

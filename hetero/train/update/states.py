@@ -59,7 +59,7 @@ class UpdatePiece(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return self.run.stop - self.run.start
+        return self.rows[-1].segment.end - self.first.segment.offset
 
     def slices(self, size: int | None) -> Iterator[slice]:
         """Cut the run at multiples of ``size``; None: not at all."""
