@@ -188,7 +188,8 @@ def free_hbm(model: nn.Module, device: Device) -> int | None:
     free = device.free_bytes()
     if free is None:
         return None
-    here = sum(p.nbytes for _, p in pages(model) if p.device == device.torch_device)  # moved home
+    place = device.torch_device
+    here = sum(p.nbytes for _, p in pages(model) if p.device == place and not p.is_meta)
     return int(CUDA_SHARE * (free + here))
 
 
