@@ -13,14 +13,30 @@
  * state there are two rules. What is seldom (a gradient of the other 16-bit type, weight decay that
  * joins the gradient) happens before the loop, on gradients made fp32 in blocks that stay in L1.
  *
+ * For a CUDA device the same functions are compiled by NVRTC (hetero/device/nvrtc.py), as C++ and without
+ * any header: what differs is between __CUDACC__ and its #endif. There KERNEL makes of a rule the kernel of
+ * one layout and one kind of gradient, and a line with it is added to this text when it is first needed.
+ *
  * Master layouts:
  *   split (bf16)  master bits = (hi << 16) + lo, with hi the working weight and lo signed: hi is the
  *                 master rounded to nearest, ties away from zero; NaN is hi 0x7fc0, lo 0
  *   whole (fp16)  lo is the master, and hi, the working weight, is it rounded to nearest, ties to even
  */
+#ifdef __CUDACC__
+#ifdef __CUDACC_RTC__
+typedef short int16_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+#endif
+#define restrict __restrict__
+#define INLINE static __device__ __forceinline__
+#else
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#define INLINE static inline
+#endif
 
 #ifdef __FAST_MATH__
 #error "the arithmetic of this file is IEEE: compile it without -ffast-math"
@@ -45,24 +61,30 @@ enum grad_kind { BFLOAT16 = 0, FLOAT16 = 1, FLOAT32 = 2 };
 
 /* -- numbers --------------------------------------------------------------------------------- */
 
-static inline float from_bits(uint32_t bits) {
+#ifdef __CUDACC__
+INLINE float from_bits(uint32_t bits) { return __uint_as_float(bits); }
+
+INLINE uint32_t to_bits(float value) { return __float_as_uint(value); }
+#else
+INLINE float from_bits(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-static inline uint32_t to_bits(float value) {
+INLINE uint32_t to_bits(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
+#endif
 
-static inline float from_bfloat(uint16_t half) { return from_bits((uint32_t)half << 16); }
+INLINE float from_bfloat(uint16_t half) { return from_bits((uint32_t)half << 16); }
 
-static inline float from_float(float value) { return value; }
+INLINE float from_float(float value) { return value; }
 
 /* Return an fp16 as a float: selections rather than branches, so that it vectorises without F16C. */
-static inline float from_half(uint16_t half) {
+INLINE float from_half(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000u) << 16, magnitude = half & 0x7fffu;
     uint32_t tiny = to_bits((float)(int32_t)magnitude * 0x1p-24f);
     uint32_t bits = (magnitude << 13) + (magnitude >= 0x7c00u ? 224u << 23 : 112u << 23);
@@ -70,7 +92,7 @@ static inline float from_half(uint16_t half) {
 }
 
 /* Return a float as fp16, to nearest, ties to even; every NaN becomes 0x7e00 with its sign. */
-static inline uint16_t to_half(float value) {
+INLINE uint16_t to_half(float value) {
     uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
     uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
     /* adding 0.5 aligns the bits to 2^-24, the smallest fp16, and rounds them on the way */
@@ -83,23 +105,23 @@ static inline uint16_t to_half(float value) {
 
 /* -- masters --------------------------------------------------------------------------------- */
 
-static inline float split_load(uint16_t hi, int16_t lo) {
+INLINE float split_load(uint16_t hi, int16_t lo) {
     return from_bits(((uint32_t)hi << 16) + (uint32_t)(int32_t)lo);
 }
 
-static inline void split_store(uint16_t *hi, int16_t *lo, float p) {
+INLINE void split_store(uint16_t *hi, int16_t *lo, float p) {
     uint32_t bits = to_bits(p);
     bits = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : bits;
     *hi = (uint16_t)((bits + 0x8000u) >> 16);
     *lo = (int16_t)bits; /* bits - (hi << 16) fits, so it is the low half, read as signed */
 }
 
-static inline float whole_load(uint16_t hi, float lo) {
+INLINE float whole_load(uint16_t hi, float lo) {
     (void)hi;
     return lo;
 }
 
-static inline void whole_store(uint16_t *hi, float *lo, float p) {
+INLINE void whole_store(uint16_t *hi, float *lo, float p) {
     *hi = to_half(p);
     *lo = p;
 }
@@ -107,28 +129,28 @@ static inline void whole_store(uint16_t *hi, float *lo, float p) {
 /* -- what the rules share -------------------------------------------------------------------- */
 
 /* Return a + w * (b - a), or b - (b - a) * (1 - w) where w >= 1/2: k is w or -(1 - w). */
-static inline float lerp(float a, float b, float k, float far) {
+INLINE float lerp(float a, float b, float k, float far) {
     return (far != 0.0f ? b : a) + k * (b - a);
 }
 
 /* Return a running mean of squares after one more of them. */
-static inline float mean_square(float mean, float x, float keep, float rest) {
+INLINE float mean_square(float mean, float x, float keep, float rest) {
     return mean * keep + (rest * x) * x;
 }
 
-static inline float maximum(float a, float b) { /* NaN wins, as in torch.maximum */
+INLINE float maximum(float a, float b) { /* NaN wins, as in torch.maximum */
     return a != a || a > b ? a : b;
 }
 
-static inline float sign(float x) { return (float)((x > 0.0f) - (x < 0.0f)); }
+INLINE float sign(float x) { return (float)((x > 0.0f) - (x < 0.0f)); }
 
 /* -- the rules: formulas.py names the same coefficients in the same order --------------------- */
 
 /* Return p after one update by gradient g. s0, s1 and s2 are the element's states in torch's order;
  * those that the rule does not keep must not be touched. */
 #define RULE(name)                                                                                 \
-    static inline float name(float p, float g, float *restrict s0, float *restrict s1,             \
-                             float *restrict s2, const float *restrict c)
+    INLINE float name(float p, float g, float *restrict s0, float *restrict s1,                    \
+                      float *restrict s2, const float *restrict c)
 
 RULE(sgd) {
     float minus_lr = c[0];
@@ -264,7 +286,25 @@ RULE(lion) {
     return p + minus_lr * sign(lerp(mean, g, k1, far1));
 }
 
-/* -- loops ------------------------------------------------------------------------------------ */
+/* -- runs ------------------------------------------------------------------------------------- */
+
+/* A run of n elements: hetero/train/update/kernel.py fills it in. */
+typedef struct {
+    long long n;
+    int layout, kind; /* of the gradient */
+    uint16_t *hi;
+    void *low;
+    const void *grad;
+    float *states[3]; /* null where the rule keeps fewer */
+    /* Two factors of the gradient, 1 or -1 (maximize) as a third; weight decay: couple joins the
+     * gradient, unless it is 0 (an infinite p must not make NaN), and shrink scales the master. */
+    float factors[2], sign, couple, shrink;
+    float own[16]; /* the rule's */
+} job;
+
+#ifndef __CUDACC__
+
+/* -- on the CPU: loops ------------------------------------------------------------------------ */
 
 /* A gradient is multiplied by two factors, one after the other. */
 typedef void loop(uint16_t *restrict hi, void *restrict low, const void *restrict grad, float f0,
@@ -306,22 +346,6 @@ UNPACK(float, float)
 
 COUPLE(split, int16_t)
 COUPLE(whole, float)
-
-/* -- runs ------------------------------------------------------------------------------------- */
-
-/* A run of n elements: hetero/train/update/kernel.py fills it in. */
-typedef struct {
-    int64_t n;
-    int layout, kind; /* of the gradient */
-    uint16_t *hi;
-    void *low;
-    const void *grad;
-    float *states[3]; /* null where the rule keeps fewer */
-    /* Two factors of the gradient, 1 or -1 (maximize) as a third; weight decay: couple joins the
-     * gradient, unless it is 0 (an infinite p must not make NaN), and shrink scales the master. */
-    float factors[2], sign, couple, shrink;
-    float own[16]; /* the rule's */
-} job;
 
 /* Make the gradients of [at, at + n) fp32, and let weight decay join them. */
 static void gather(float *g, const job *j, int64_t at, int n) {
@@ -393,3 +417,74 @@ EXPORT int hetero_abi(void) { return ABI; }
 
 /* The CRC-32 of this file as it was compiled: tests see a library that is older than its source. */
 EXPORT uint32_t hetero_source(void) { return HETERO_SOURCE; }
+
+#else /* __CUDACC__ */
+
+/* -- on a CUDA device: kernels ----------------------------------------------------------------- */
+
+enum { THREADS = 256, QUAD = 4 }; /* of a block; elements of a thread: device_kernel.py knows both */
+
+template <typename number> struct alignas(QUAD * sizeof(number)) quad {
+    number at[QUAD];
+};
+
+template <typename number> INLINE bool has_quads(const number *run) {
+    return (unsigned long long)run % sizeof(quad<number>) == 0;
+}
+
+template <typename number> INLINE quad<number> read(const number *run, long long i) {
+    return *(const quad<number> *)(run + i);
+}
+
+template <typename number> INLINE void write(number *run, long long i, quad<number> value) {
+    *(quad<number> *)(run + i) = value;
+}
+
+/* Update a run by `element`: in quads if every address allows it, then the rest one by one. Threads
+ * that are neighbours work on neighbours. States that the rule does not keep have no memory. */
+template <typename element, typename low_type, typename grad_type, int states>
+INLINE void sweep(const job &j) {
+    low_type *low = (low_type *)j.low;
+    const grad_type *grad = (const grad_type *)j.grad;
+    long long step = (long long)gridDim.x * blockDim.x;
+    long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    bool aligned = has_quads(j.hi) && has_quads(low) && has_quads(grad);
+    for (int k = 0; k < states; k++) aligned = aligned && has_quads(j.states[k]);
+    long long end = aligned ? j.n / QUAD * QUAD : 0; /* of the quads */
+    for (long long i = first * QUAD; i < end; i += step * QUAD) {
+        quad<uint16_t> h = read(j.hi, i);
+        quad<low_type> l = read(low, i);
+        quad<grad_type> g = read(grad, i);
+        quad<float> s[3];
+        for (int k = 0; k < states; k++) s[k] = read(j.states[k], i);
+        for (int e = 0; e < QUAD; e++)
+            element::update(j, &h.at[e], &l.at[e], g.at[e], &s[0].at[e], &s[1].at[e], &s[2].at[e]);
+        write(j.hi, i, h);
+        write(low, i, l);
+        for (int k = 0; k < states; k++) write(j.states[k], i, s[k]);
+    }
+    for (long long i = end + first; i < j.n; i += step) {
+        float s[3];
+        for (int k = 0; k < states; k++) s[k] = j.states[k][i];
+        element::update(j, j.hi + i, low + i, grad[i], &s[0], &s[1], &s[2]);
+        for (int k = 0; k < states; k++) j.states[k][i] = s[k];
+    }
+}
+
+/* What the loops above do, and gather: flags are the same for all threads, so they may branch. */
+#define KERNEL(name, layout, low_type, kind, grad_type, states)                                    \
+    struct name##_##layout##_##kind##_element {                                                    \
+        static __device__ __forceinline__ void update(const job &j, uint16_t *hi, low_type *lo,    \
+                                                      grad_type grad, float *s0, float *s1,        \
+                                                      float *s2) {                                 \
+            float p = layout##_load(*hi, *lo);                                                     \
+            float g = from_##kind(grad) * (j.factors[0] * j.sign) * j.factors[1];                  \
+            if (j.couple != 0.0f) g = g + j.couple * p;                                            \
+            layout##_store(hi, lo, name(p * j.shrink, g, s0, s1, s2, j.own));                      \
+        }                                                                                          \
+    };                                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS) name##_##layout##_##kind(const job j) {  \
+        sweep<name##_##layout##_##kind##_element, low_type, grad_type, states>(j);                 \
+    }
+
+#endif

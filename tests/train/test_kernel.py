@@ -1,4 +1,7 @@
-"""Masters are stored without loss, and the compiled kernel computes what torch's operations do."""
+"""Masters are stored without loss, and the compiled kernel computes what torch's operations do.
+
+So do the kernels of update.c for a CUDA device, compiled for the host (tests/nvrtc).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import itertools
 import math
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from hetero.train.update.arithmetic import (
     rule_numel,
 )
 from hetero.train.update.kernel import join, split_
+from tests.nvrtc import host
 from tests.train.test_formulas import CASES, STEPS, cases, rule
 
 O = torch.optim
@@ -37,9 +41,19 @@ SOURCE = Path(hetero.__file__).parent / "csrc" / "update.c"
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
-@pytest.fixture(scope="module")
-def native() -> kernel.Library | None:
-    """The kernel; missing only on a machine that could not compile it."""
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def native(request: pytest.FixtureRequest) -> Iterator[kernel.Native | None]:
+    """The CPU's kernel, or a CUDA device's on the host."""
+    if request.param == "cpu":
+        yield library()
+        return
+    device = host.library()
+    yield device
+    assert device.condition == "compiled"  # nothing was left to torch's operations
+
+
+def library() -> kernel.Library | None:
+    """Return the CPU's kernel; missing only on a machine that could not compile it."""
     found = kernel.load()
     if found is None and any(shutil.which(name) for name in ("cc", "gcc", "clang")):
         pytest.fail("a C compiler is here, but no kernel: python hatch_build.py")
@@ -70,7 +84,7 @@ def train(
     *,
     layout: torch.dtype,
     factors: Sequence[float],
-    native: kernel.Library | None,
+    native: kernel.Native | None,
 ) -> list[torch.Tensor]:
     """Return (param, low, states...) after one update a gradient."""
     formula, group = rule(kind, flags)
@@ -97,7 +111,7 @@ def assert_same(
 
 @cases
 def test_the_kernel_gives_the_bits_of_torchs_operations(
-    kind: type[torch.optim.Optimizer], flags: dict[str, Any], native: kernel.Library | None
+    kind: type[torch.optim.Optimizer], flags: dict[str, Any], native: kernel.Native | None
 ) -> None:
     """Every layout, gradient and factors at one length; they take turns at the others."""
     everything = list(itertools.product((torch.bfloat16, torch.float16), GRADS, FACTORS))
@@ -124,7 +138,7 @@ def test_they_agree_on_tiny_huge_and_broken_values(
     kind: type[torch.optim.Optimizer],
     flags: dict[str, Any],
     layout: torch.dtype,
-    native: kernel.Library | None,
+    native: kernel.Native | None,
 ) -> None:
     odd = [0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 6e-8, 3.4e38, -3.4e38, 65519.0, 65520.0, -1e5, 1.0]
     odd += [math.inf, -math.inf, math.nan]
@@ -153,7 +167,7 @@ def test_all_loops_of_the_kernel_are_compared() -> None:
     assert used == written
 
 
-def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch, native: kernel.Library | None) -> None:
+def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch, native: kernel.Native | None) -> None:
     generator = torch.Generator().manual_seed(3)
     value = torch.randn(5003, generator=generator)
     grads = [torch.randn(5003, generator=generator) for _ in range(STEPS)]
@@ -168,7 +182,38 @@ def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch, native: kernel.Libr
     assert_same([torch.cat(parts) for parts in zip(*cut, strict=True)], whole)
 
 
-def test_what_the_kernel_cannot_address_is_refused(native: kernel.Library | None) -> None:
+@pytest.mark.parametrize("layout", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", GRADS)
+def test_a_run_may_begin_and_end_anywhere(
+    layout: torch.dtype, dtype: torch.dtype, native: kernel.Native | None
+) -> None:
+    """A device takes four elements at once where all tensors of a run allow it."""
+    generator = torch.Generator().manual_seed(4)
+    value = torch.randn(2100, generator=generator)
+    grad = torch.randn(2100, generator=generator).to(dtype)
+    formula, group = rule(O.AdamW, {})
+    c, _ = formula.coefficients(group, formula.scalars(group), True)
+    whole = train(O.AdamW, {}, value, [grad], layout=layout, factors=(0.7,), native=None)
+    for start, end in ((0, 2100), (1, 2100), (2, 5), (4, 2051), (8, 9), (16, 16), (1027, 2099)):
+        for shifted in range(4):  # which of the tensors begins elsewhere than the others
+            param, low = masters(value, layout)
+            tensors = [param, low, grad.clone(), torch.zeros(2100), torch.zeros(2100)]
+            pad = [torch.zeros(1, dtype=t.dtype) for t in tensors]
+            moved = [torch.cat((p, t))[1:] for p, t in zip(pad, tensors, strict=True)]
+            given = list(tensors)
+            given[shifted] = moved[shifted]
+            before = [t.clone() for t in given]
+            p, l, g, *states = (t[start:end] for t in given)
+            run: dict[str, Any] = {"param": p, "low": l, "grad": g, "states": states}
+            kernel.update(formula, c, **run, factors=(0.7,), native=native)
+            for i, (after, expected) in enumerate(zip([p, l, *states], whole, strict=True)):
+                assert torch.equal(bits(after), bits(expected[start:end])), (start, end, shifted, i)
+            for after, same in zip(given, before, strict=True):
+                assert torch.equal(after[:start], same[:start])
+                assert torch.equal(after[end:], same[end:])
+
+
+def test_what_the_kernel_cannot_address_is_refused(native: kernel.Native | None) -> None:
     formula, group = rule(O.SGD, {})
     c, _ = formula.coefficients(group, {}, True)
     param, low = masters(torch.ones(8), torch.bfloat16)
@@ -191,10 +236,11 @@ def test_a_library_of_another_kind_is_none(tmp_path: Path) -> None:
     assert kernel.load(tmp_path / "no.so") is None
 
 
-def test_the_library_was_compiled_from_this_source(native: kernel.Library | None) -> None:
-    if native is not None:
+def test_the_library_was_compiled_from_this_source() -> None:
+    found = library()
+    if found is not None:
         advice = "the source is newer than the library: python hatch_build.py"
-        assert native.source_crc == zlib.crc32(SOURCE.read_bytes()), advice
+        assert found.source_crc == zlib.crc32(SOURCE.read_bytes()), advice
 
 
 # -- an independent reference --------------------------------------------------------------------
@@ -264,7 +310,7 @@ def test_both_are_the_formula_in_numpy_operation_by_operation(
     choice: dict[str, Any],
     layout: torch.dtype,
     path: str,
-    native: kernel.Library | None,
+    native: kernel.Native | None,
 ) -> None:
     generator = torch.Generator().manual_seed(7)
     value = torch.randn(4097, generator=generator)
@@ -329,7 +375,7 @@ def test_an_fp16_master_is_its_low_part() -> None:
     assert torch.equal(param, value.half())
 
 
-def test_the_kernel_rounds_every_fp16_as_torch_does(native: kernel.Library | None) -> None:
+def test_the_kernel_rounds_every_fp16_as_torch_does(native: kernel.Native | None) -> None:
     """All fp16 values, as gradients and as masters with their neighbours and midpoints."""
     half = torch.arange(-32768, 32768, dtype=torch.int32).short().view(torch.float16)
     words = half.float().view(torch.int32)

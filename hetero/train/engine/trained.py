@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,15 +12,17 @@ from torch import nn
 from hetero.cores import Cores
 from hetero.device import Device
 from hetero.errors import StateError
+from hetero.events import EventLog, What
 from hetero.memory.link import Link
 from hetero.train.engine.setup import Setup
 from hetero.train.gradients.homes import Growing, standing
 from hetero.train.gradients.ring import GradRing
 from hetero.train.gradients.store import GradStore
-from hetero.train.update import kernel
+from hetero.train.update.device_kernel import natives
 from hetero.train.update.draft import Drafts
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.step import Stepper
+from hetero.types import Tier
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +121,7 @@ def make_stepper(
         grads=grads,
         store=setup.store,
         masters=setup.masters,
-        native=kernel.load() if setup.tuning.native else None,
+        native=natives(partial(_say, setup.log)) if setup.tuning.native else None,
         cores=cores,
         stream_to=setup.device.torch_device if setup.tuning.update_on_device else None,
     )
@@ -130,3 +133,7 @@ def make_stepper(
         scaler=LossScaler() if setup.config.precision == "fp16" else None,
         pause=setup.tuning.pause,
     )
+
+
+def _say(log: EventLog, why: str) -> None:
+    log.now(What.DECISION, tier=Tier.HBM, why=why)

@@ -27,7 +27,7 @@ class Tuning:
     pause: Slice | None = None
     """Called before each slice of an update."""
     update_on_device: bool = False
-    """Whether paged updates are streamed through the device, inside `step`, by torch's blocks."""
+    """Whether paged updates are streamed through the device, inside `step`."""
     homes_on_hbm: bool | None = None
     """Whether homes of a paged model may be on HBM; None: on CUDA they may."""
     native: bool = True

@@ -97,7 +97,7 @@ class Bench:
     grads: GradHomes
     masters: Masters
     cores: Cores
-    native: kernel.Library | None
+    native: kernel.Native | None
     stream_to: torch.device | None
     """The device to which pieces of homes are brought; None: they are updated at home."""
 
@@ -171,6 +171,12 @@ class Bench:
         """Do a slice's work with its homes in memory: a disk fails before it begins."""
         with self.store.held(request):
             work(run)
+
+    def in_one_pass(self, bucket: Bucket) -> bool:
+        """Whether updates of masters need none of torch's threads."""
+        place = self.param(bucket).device
+        compiled = self.native is not None and self.native.takes(place)
+        return self.stream_to is None and (compiled or place.type == "meta")
 
     def turn(self) -> AbstractContextManager[None]:
         """Return the turn of a slice that any cut leaves the same; a device has one queue."""
@@ -250,8 +256,7 @@ class FormulaPass:
 
     def __call__(self, run: slice) -> None:
         bench, bucket = self.bench, self.bucket
-        here = bench.native is not None and bench.stream_to is None
-        with nullcontext() if here else bench.turn():
+        with nullcontext() if bench.in_one_pass(bucket) else bench.turn():
             for key, value in self.fresh.items():
                 self.homes[key].part(run).fill_(value)
             states = [home.part(run) for home in self.homes.values()]

@@ -58,7 +58,7 @@ class Drafts:
         grads: GradStore,
         store: HomeStore,
         masters: Masters,
-        native: kernel.Library | None,
+        native: kernel.Native | None,
         cores: Cores,
         stream_to: torch.device | None = None,
     ) -> None:

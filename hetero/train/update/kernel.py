@@ -1,6 +1,7 @@
 """Updates of an fp32 master: one compiled pass over memory, or torch's in blocks (floor 2).
 
-Both give the same bits (formulas.py). A master is kept with the working weight ``param``:
+Both give the same bits (formulas.py). Here is the pass on the CPU; device_kernel.py has CUDA's. A
+master is kept with the working weight ``param``:
 
     bf16  ``low`` is int16. The bits of the master are (param's << 16) + low, so that param is the
           master rounded to nearest, ties away from zero. NaN is 0x7fc0 and 0.
@@ -16,11 +17,12 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from hetero.device import NoKernel
 from hetero.errors import StateError
 from hetero.train.update.formulas import Coefficients, Formula, Ops, States
 
@@ -34,7 +36,26 @@ _LAYOUTS = {(torch.bfloat16, torch.int16): 0, (torch.float16, torch.float32): 1}
 _GRADS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
-class _Job(ctypes.Structure):
+class Native(Protocol):
+    """A compiled pass over tensors of one kind of device."""
+
+    def takes(self, place: torch.device) -> bool:
+        """Whether it updates tensors there."""
+
+    def update(
+        self,
+        c: Coefficients,
+        *,
+        param: torch.Tensor,
+        low: torch.Tensor,
+        grad: torch.Tensor,
+        states: States,
+        factors: Sequence[float],
+    ) -> None:
+        """As `update`, on tensors that it has checked; NoKernel if this does nothing."""
+
+
+class RunArgument(ctypes.Structure):
     """A run as update.c takes it: `job` there."""
 
     _fields_ = (
@@ -50,6 +71,32 @@ class _Job(ctypes.Structure):
         ("couple", ctypes.c_float),
         ("shrink", ctypes.c_float),
         ("own", ctypes.c_float * 16),
+    )
+
+
+def run_argument(
+    c: Coefficients,
+    *,
+    param: torch.Tensor,
+    low: torch.Tensor,
+    grad: torch.Tensor,
+    states: States,
+    factors: Sequence[float],
+) -> RunArgument:
+    """Return a run for a compiled pass; the tensors have to live until it is done."""
+    return RunArgument(
+        n=param.numel(),
+        layout=_LAYOUTS[param.dtype, low.dtype],
+        kind=_GRADS[grad.dtype],
+        hi=param.data_ptr(),
+        low=low.data_ptr(),
+        grad=grad.data_ptr(),
+        states=tuple(s.data_ptr() for s in states),
+        factors=(*factors, 1.0, 1.0)[:2],
+        sign=c.sign,
+        couple=c.couple,
+        shrink=c.shrink,
+        own=c.own,
     )
 
 
@@ -73,6 +120,9 @@ class Library:
         crc.restype = ctypes.c_uint32
         return int(crc())
 
+    def takes(self, place: torch.device) -> bool:
+        return place.type == "cpu"
+
     def update(
         self,
         c: Coefficients,
@@ -83,21 +133,7 @@ class Library:
         states: States,
         factors: Sequence[float],
     ) -> None:
-        """As `update`, on CPU tensors that it has checked."""
-        job = _Job(
-            n=param.numel(),
-            layout=_LAYOUTS[param.dtype, low.dtype],
-            kind=_GRADS[grad.dtype],
-            hi=param.data_ptr(),
-            low=low.data_ptr(),
-            grad=grad.data_ptr(),
-            states=tuple(s.data_ptr() for s in states),
-            factors=(*factors, 1.0, 1.0)[:2],
-            sign=c.sign,
-            couple=c.couple,
-            shrink=c.shrink,
-            own=c.own,
-        )
+        job = run_argument(c, param=param, low=low, grad=grad, states=states, factors=factors)
         function = getattr(self._dll, f"hetero_{c.rule}")
         function.restype = None
         function(ctypes.byref(job))
@@ -121,7 +157,7 @@ def update(
     grad: torch.Tensor,
     states: States,
     factors: Sequence[float],
-    native: Library | None,
+    native: Native | None,
 ) -> None:
     """Update ``param``, ``low`` and ``states`` (fp32, in the order of `Formula.arrays`) in place.
 
@@ -130,9 +166,12 @@ def update(
     bits are the same. StateError if the tensors are not as the module says.
     """
     _check(param, low, grad, states, factors)
-    if native is not None and param.device.type == "cpu":
-        native.update(c, param=param, low=low, grad=grad, states=states, factors=factors)
-        return
+    if native is not None and native.takes(param.device):
+        try:
+            native.update(c, param=param, low=low, grad=grad, states=states, factors=factors)
+            return
+        except NoKernel:  # torch's operations have the same bits
+            pass
     with np.errstate(all="ignore"):  # a bad gradient gives a bad parameter, without a warning
         for block in _blocks(param, low, grad, states):
             _update_block(formula, c, block, factors)

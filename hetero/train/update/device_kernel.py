@@ -1,0 +1,160 @@
+"""csrc/update.c on CUDA devices: one pass over memory, compiled when it is first needed (floor 2).
+
+NVRTC compiles the functions that the CPU's library is made of, so both round alike; a kernel is for
+one rule, one layout of masters and one kind of gradient. Triton would need a host's C compiler for
+its launcher when it first runs. Without NVRTC, or if anything fails, updates are torch's
+operations, with the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from hetero.device import CudaKernel, NoKernel, Toolchain, open_toolchain
+from hetero.train.update.formulas import Coefficients, States
+from hetero.train.update.kernel import Library, Native, load, run_argument
+
+SOURCE = Path(__file__).resolve().parents[2] / "csrc" / "update.c"
+THREADS, QUAD = 256, 4  # of a block; elements that a thread takes at once: as in update.c
+LAYOUTS = {torch.bfloat16: "split, int16_t", torch.float16: "whole, float"}
+GRADS = {
+    torch.bfloat16: "bfloat, uint16_t",
+    torch.float16: "half, uint16_t",
+    torch.float32: "float, float",
+}
+TORCH = "torch's operations, with the same bits"
+
+
+def kernel_line(rule: str, layout: torch.dtype, grad: torch.dtype, n_states: int) -> str:
+    """Return the line that, after update.c, defines a kernel."""
+    return f"KERNEL({rule}, {LAYOUTS[layout]}, {GRADS[grad]}, {n_states})"
+
+
+def kernel_name(rule: str, layout: torch.dtype, grad: torch.dtype) -> str:
+    """Return the name of that kernel."""
+    return "_".join((rule, LAYOUTS[layout].split(",")[0], GRADS[grad].split(",")[0]))
+
+
+class DeviceLibrary:
+    """csrc/update.c as kernels of CUDA devices; calls queue them on the current stream."""
+
+    def __init__(
+        self, toolchain: Callable[[], Toolchain] = open_toolchain, kind: str = "cuda"
+    ) -> None:
+        self._toolchain = toolchain
+        self._kind = kind
+        self._found: dict[tuple[torch.device, str], CudaKernel | str] = {}  # or why there is none
+        self._lock = threading.Lock()
+        self.problem = ""
+        """Why an update was left to torch's operations; empty while none was."""
+
+    @property
+    def condition(self) -> str:
+        """What updates run as, in words."""
+        if self.problem:
+            return f"{TORCH}: {self.problem}"
+        return "compiled" if self._found else "compiled when it is first needed"
+
+    def takes(self, place: torch.device) -> bool:
+        return place.type == self._kind
+
+    def update(
+        self,
+        c: Coefficients,
+        *,
+        param: torch.Tensor,
+        low: torch.Tensor,
+        grad: torch.Tensor,
+        states: States,
+        factors: Sequence[float],
+    ) -> None:
+        kernel = self.kernel(c.rule, param.dtype, grad.dtype, len(states), param.device)
+        job = run_argument(c, param=param, low=low, grad=grad, states=states, factors=factors)
+        if param.numel() == 0:
+            return
+        try:
+            kernel.launch(job, blocks=-(-param.numel() // (THREADS * QUAD)), threads=THREADS)
+        except NoKernel as error:
+            self.problem = self.problem or str(error)
+            raise
+
+    def kernel(
+        self, rule: str, layout: torch.dtype, grad: torch.dtype, n_states: int, place: torch.device
+    ) -> CudaKernel:
+        """Return a kernel, compiled once for each device; NoKernel if there is none."""
+        line, name = kernel_line(rule, layout, grad, n_states), kernel_name(rule, layout, grad)
+        with self._lock:
+            if (place, name) not in self._found:
+                self._found[place, name] = self._build(line, name, place)
+            found = self._found[place, name]
+        if isinstance(found, str):
+            raise NoKernel(found)
+        return found
+
+    def _build(self, line: str, name: str, place: torch.device) -> CudaKernel | str:
+        try:
+            source = f"{SOURCE.read_text(encoding='utf-8')}\n{line}\n"
+            return self._toolchain().build(source, name, place)
+        except (NoKernel, OSError) as error:
+            self.problem = self.problem or str(error)
+            return str(error)
+
+
+class Natives:
+    """Compiled passes, each for tensors of its kind of device.
+
+    Args:
+        say: is told once why one of them leaves its work to torch's operations.
+    """
+
+    def __init__(self, passes: Sequence[Native], say: Callable[[str], None]) -> None:
+        self._passes = passes
+        self._say = say
+        self._said = False
+
+    def takes(self, place: torch.device) -> bool:
+        return any(each.takes(place) for each in self._passes)
+
+    def update(
+        self,
+        c: Coefficients,
+        *,
+        param: torch.Tensor,
+        low: torch.Tensor,
+        grad: torch.Tensor,
+        states: States,
+        factors: Sequence[float],
+    ) -> None:
+        one = next(each for each in self._passes if each.takes(param.device))
+        try:
+            one.update(c, param=param, low=low, grad=grad, states=states, factors=factors)
+        except NoKernel as error:
+            if not self._said:
+                self._said = True
+                self._say(f"updates on {param.device} run as {TORCH}: {error}")
+            raise
+
+
+@functools.cache
+def load_device() -> DeviceLibrary:
+    """Return the kernels of this process's CUDA devices; nothing is compiled yet."""
+    return DeviceLibrary()
+
+
+def natives(say: Callable[[str], None]) -> Natives:
+    """Return the compiled passes of this process."""
+    library: Library | None = load()
+    return Natives([load_device()] if library is None else [library, load_device()], say)
+
+
+def conditions(place: torch.device) -> dict[str, str]:
+    """Return, for each kind of device on which a model on ``place`` is updated, how."""
+    found = {"cpu": TORCH if load() is None else "compiled"}
+    if place.type == "cuda":
+        found["cuda"] = load_device().condition
+    return found

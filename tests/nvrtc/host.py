@@ -1,0 +1,111 @@
+"""Compile update.c's kernels with a host's C++ compiler, with NVRTC and a driver around them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from hetero.device import Toolchain
+from hetero.device.nvrtc import Target
+from hetero.train.update.device_kernel import (
+    GRADS,
+    LAYOUTS,
+    SOURCE,
+    DeviceLibrary,
+    kernel_line,
+    kernel_name,
+)
+from tests.train.test_formulas import CASES, rule
+
+HERE = Path(__file__).parent
+# as NVRTC is told: every operation rounds by itself
+FLAGS = "-std=c++17 -O1 -w -fPIC -shared -fvisibility=hidden -ffp-contract=off"
+CAPABILITY, STREAM = 90, 4096 + 2**40  # a handle is a pointer
+
+
+def rules() -> dict[str, int]:
+    """Return the number of states that each rule of update.c keeps for an element."""
+    found = {}
+    for kind, flags in CASES:
+        formula, group = rule(kind, flags)
+        name = formula.coefficients(group, formula.scalars(group), False)[0].rule
+        found[name] = len(formula.arrays(group))
+    return found
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    """Yield the line and the name of every kernel."""
+    for (name, states), layout, grad in product(rules().items(), LAYOUTS, GRADS):
+        yield kernel_line(name, layout, grad, states), kernel_name(name, layout, grad)
+
+
+def text() -> str:
+    """Return the translation unit: shim, update.c, its kernels, NVRTC and the driver."""
+    lines = "\n".join(line for line, _ in rows())
+    table = ", ".join(f'{{"{line}", "{name}", {name}}}' for line, name in rows())
+    source = SOURCE.read_text(encoding="utf-8")
+    parts = [(HERE / "host.h").read_text(), source, lines, f"#define KERNELS {table}"]
+    quoted = " ".join(json.dumps(part + "\n") for part in source.removesuffix("\n").split("\n"))
+    parts += [f"static const char TEXT[] = {quoted};", (HERE / "fake.cpp").read_text()]
+    return "\n".join(parts)
+
+
+def compiler() -> list[str]:
+    """Return the command of $CXX, c++, g++ or clang++: the first that there is."""
+    for command in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        words = shlex.split(command)
+        if words and shutil.which(words[0]):
+            return words
+    raise RuntimeError("the kernels are compiled for the host, and there is no C++ compiler")
+
+
+@functools.cache
+def fake() -> ctypes.CDLL:
+    """Return the library of kernels, NVRTC and driver, compiled once a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        unit, made = Path(folder) / "fake.cpp", Path(folder) / "fake.so"
+        unit.write_text(text(), encoding="utf-8")
+        words = [*compiler(), *FLAGS.split(), str(unit), "-o", str(made)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        library = ctypes.CDLL(str(made))
+    library.fake_calls.restype = ctypes.c_char_p
+    return library
+
+
+def calls() -> list[str]:
+    """Return the calls since `toolchain`."""
+    return str(fake().fake_calls().decode()).splitlines()
+
+
+def fail(name: str, status: int) -> None:
+    """Let every call of a name fail."""
+    fake().fake_fail(name.encode(), status)
+
+
+def toolchain(capability: int = CAPABILITY, device: int = 1) -> Toolchain:
+    """Return a toolchain over the fakes, for a device of CPU tensors; nothing was called yet."""
+    fake().fake_reset()
+    return Toolchain(
+        *(fake(), fake()),
+        target=lambda place: Target(device, capability),
+        stream=lambda index: STREAM + index,
+    )
+
+
+def library(capability: int = CAPABILITY) -> DeviceLibrary:
+    """Return the kernels of that device, which updates CPU tensors."""
+    made = toolchain(capability)
+    return DeviceLibrary(lambda: made, kind=torch.device("cpu").type)
