@@ -20,7 +20,7 @@ from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.recipes.work import Split
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.tuning import Tuning
-from hetero.train.update import kernel
+from hetero.train.update.device_kernel import conditions, native_on
 from hetero.types import Lane, Tier
 
 NUMEL = 32 * 2**20
@@ -71,7 +71,7 @@ def ratio(over: list[float], under: list[float]) -> float:
 def optimizer(device: str | None = None) -> Figures:
     """AdamW on bf16 gradients and split masters: bytes a second over the machine's axpy."""
     place = "cuda" if device == "cuda" else "cpu"
-    split, library = Split(NUMEL, place), kernel.load()
+    split, native = Split(NUMEL, place), native_on(place)
     x, y = torch.randn(NUMEL, device=place), torch.randn(NUMEL, device=place)
     worker = Worker(torch.get_num_threads() - 1)
     alone = Worker(0)  # torch's operations bring threads of their own
@@ -79,8 +79,9 @@ def optimizer(device: str | None = None) -> Figures:
         "axpy": lambda: y.add_(x, alpha=0.5),
         "torch": lambda: split.step(None, alone),
     }
-    if library is not None and place == "cpu":
-        calls["kernel"] = lambda: split.step(library, worker)
+    if native is not None:
+        threads = worker if place == "cpu" else alone
+        calls["kernel"] = lambda: split.step(native, threads)
     seconds = interleaved(calls, place)
     worker.close()
     rows = []
@@ -94,7 +95,7 @@ def optimizer(device: str | None = None) -> Figures:
         "threads": torch.get_num_threads(),
         "seconds": median,
         "axpy_bytes_per_second": AXPY_BYTES * NUMEL / median["axpy"],
-        "kernel": "compiled" if library is not None else "missing",
+        "kernel": conditions(torch.device(place))[place],
     }
     return Figures(rows, detail)
 
@@ -102,13 +103,13 @@ def optimizer(device: str | None = None) -> Figures:
 def optimizer_peer(device: str | None = None) -> Figures:
     """Fused fp32 AdamW of torch with separate casts, over ours on a split master."""
     place = "cuda" if device == "cuda" else "cpu"
-    split, casts, library = Split(NUMEL, place), Casts(NUMEL, place), kernel.load()
+    split, casts, native = Split(NUMEL, place), Casts(NUMEL, place), native_on(place)
     worker = Worker(torch.get_num_threads() - 1 if place == "cpu" else 0)
-    seconds = interleaved({"peer": casts.step, "ours": lambda: split.step(library, worker)}, place)
+    seconds = interleaved({"peer": casts.step, "ours": lambda: split.step(native, worker)}, place)
     worker.close()
     detail = {
         "parameters": NUMEL,
-        "kernel": "compiled" if library is not None and place == "cpu" else "torch",
+        "kernel": conditions(torch.device(place))[place],
         "seconds": {name: statistics.median(times) for name, times in seconds.items()},
     }
     share = ratio(seconds["peer"], seconds["ours"])

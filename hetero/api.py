@@ -23,6 +23,7 @@ from hetero.train.engine.tuning import Tuning
 from hetero.train.model.empty import empty_parameters
 from hetero.train.model.graph import leaves_of
 from hetero.train.model.units import MARK
+from hetero.train.update.device_kernel import conditions
 from hetero.train.update.optimizer import Optimizer, unwrapped
 from hetero.types import Kind, Lane, Tier
 
@@ -191,6 +192,9 @@ class Status:
     device: str
     mode: str
     update_place: str
+    update_kernels: dict[str, str]
+    """Per kind of device, how fp32 masters are updated there: "compiled", or by torch's operations,
+    with the same bits, and why."""
     chunk_bytes: int
     steps: int
     activation_bytes: int
@@ -243,6 +247,7 @@ def status(model: nn.Module) -> Status:
         device=setup.device.name,
         mode=residence.name,
         update_place=update_place(engine),
+        update_kernels=conditions(setup.device.torch_device),
         chunk_bytes=4 * plan.layout.chunk_numel,
         steps=setup.steps,
         activation_bytes=setup.budget.activation_bytes,

@@ -291,10 +291,13 @@ def test_doctor_measures_links_and_page_locking_where_there_is_cuda() -> None:
     found = {check.name: check for check in doctor.check_cuda(HostLimit(2**20, "a test"))}
 
     assert list(found) == [
-        *("driver", "gpu 0", "h2d rate", "d2h rate", "memlock limit", "page-locking")
+        *("driver", "gpu 0", "h2d rate", "d2h rate", "device update kernel", "memlock limit"),
+        "page-locking",
     ]
     assert "70 GiB free of 80 GiB" in found["gpu 0"].found
     assert "GB/s" in found["h2d rate"].found
+    assert found["device update kernel"].level is Level.YELLOW
+    assert "torch does its work, same bits (" in found["device update kernel"].found
     assert found["page-locking"].level is Level.YELLOW
     assert found["page-locking"].found.startswith("16 KiB in one block")
 

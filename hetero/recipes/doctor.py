@@ -29,6 +29,7 @@ from hetero.errors import ConfigError, StorageError
 from hetero.io import Folder, aligned_buffer
 from hetero.mounts import mount_of
 from hetero.train.update import kernel
+from hetero.train.update.device_kernel import load_device
 from hetero.types import Lane, format_bytes
 from hetero.version import __version__
 
@@ -156,6 +157,7 @@ def check_cuda(limit: HostLimit) -> Iterator[Check]:
     yield Check("driver", Level.GREEN, driver or f"unknown ({problem})")
     yield from (check_gpu(i, gpu) for i, gpu in enumerate(gpus))
     yield from (check_rate(device, lane) for lane in (Lane.H2D, Lane.D2H))
+    yield check_device_kernel(device)
     yield check_memlock()
     yield check_page_locking(device, limit)
     device.close()
@@ -236,6 +238,14 @@ def measure(device: Device, lane: Lane) -> float:
         return PROBE_COPIES * PROBE_BYTES / (device.now() - began)
     finally:
         release_slab(slab)
+
+
+def check_device_kernel(device: Device) -> Check:
+    """Return whether updates are compiled for the device: AdamW's in bf16 is tried."""
+    problem = load_device().try_out(device.torch_device)
+    found = f"torch does its work, same bits ({problem})" if problem else "compiled by NVRTC"
+    fix = "for faster updates on the device, install a CUDA build of torch, which brings NVRTC"
+    return graded("device update kernel", not problem, found, fix)
 
 
 def check_memlock() -> Check:

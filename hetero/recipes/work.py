@@ -38,8 +38,9 @@ class Split:
         self.states = [torch.zeros(numel, device=device) for _ in range(2)]
         self.grad = torch.randn(numel, device=device).bfloat16()
         self.steps = 0.0
+        self._size = SLICE if device == "cpu" else max(1, numel)  # a device takes all at once
 
-    def step(self, native: kernel.Library | None, worker: Worker) -> None:
+    def step(self, native: kernel.Native | None, worker: Worker) -> None:
         """Update all of it in slices, on the worker's threads and this one."""
         formula = formula_of(torch.optim.AdamW)
         if formula is None:
@@ -50,10 +51,10 @@ class Split:
         worker.submit(Job(slices)).wait()
 
     def _starts(self) -> range:
-        return range(0, self.param.numel(), SLICE)
+        return range(0, self.param.numel(), self._size)
 
-    def _update(self, formula: Any, numbers: Any, at: int, native: kernel.Library | None) -> None:
-        cut = slice(at, at + SLICE)
+    def _update(self, formula: Any, numbers: Any, at: int, native: kernel.Native | None) -> None:
+        cut = slice(at, at + self._size)
         kernel.update(
             formula,
             numbers,

@@ -220,7 +220,8 @@ def draft_formula(
         factors = piece.first.factors
         grad = bench.grads.of(update.bucket)
         work = FormulaPass(bench, formula, numbers, update.bucket, grad, homes, fresh, factors)
-        numel = kernel_numel(piece.numel, bench.cores.n_threads)
+        is_host = grad.device.type in ("cpu", "meta")  # a device takes a run of any length at once
+        numel = kernel_numel(piece.numel, bench.cores.n_threads) if is_host else None
         bench.add(update, piece, homes, work, numel)
 
 

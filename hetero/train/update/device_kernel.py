@@ -96,6 +96,14 @@ class DeviceLibrary:
             raise NoKernel(found)
         return found
 
+    def try_out(self, place: torch.device) -> str:
+        """Compile AdamW's kernel for bf16; returns why there is none, or ''."""
+        try:
+            self.kernel("adam", torch.bfloat16, torch.bfloat16, 2, place)
+        except NoKernel as error:
+            return str(error)
+        return ""
+
     def _build(self, line: str, name: str, place: torch.device) -> CudaKernel | str:
         try:
             source = f"{SOURCE.read_text(encoding='utf-8')}\n{line}\n"
@@ -144,6 +152,11 @@ class Natives:
 def load_device() -> DeviceLibrary:
     """Return the kernels of this process's CUDA devices; nothing is compiled yet."""
     return DeviceLibrary()
+
+
+def native_on(kind: str) -> Native | None:
+    """Return the compiled pass over tensors of a kind of device, if there may be one."""
+    return load() if kind == "cpu" else load_device()
 
 
 def natives(say: Callable[[str], None]) -> Natives:
