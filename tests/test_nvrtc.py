@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import hetero
 import hetero.device.nvrtc as room
 from hetero.device import NoKernel, Toolchain, open_toolchain
 from hetero.device.nvrtc import ARITHMETIC, open_nvrtc
@@ -243,3 +244,12 @@ def test_a_pass_takes_tensors_of_its_kind_of_device_alone() -> None:
 def test_how_updates_run_is_said_for_each_kind_of_device() -> None:
     assert set(conditions(CPU)) == {"cpu"}
     assert set(conditions(torch.device("cuda"))) == {"cpu", "cuda"}
+
+
+def test_a_wheel_carries_the_source_that_is_compiled_on_a_device() -> None:
+    root = Path(hetero.__file__).parent.parent
+    builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(root))
+    names = {file.distribution_path for file in builder.recurse_included_files()}
+
+    assert SOURCE.is_file()
+    assert str(SOURCE.relative_to(root)) in names
