@@ -72,9 +72,10 @@ class Pair:
 
     def step(self, case: Case, number: int) -> None:
         """Make a step of a case's own loop; compare losses, gradients and weights."""
-        run = lambda side: one_step(
-            case, side.model, side.optimizer, number, prepared=side.prepared
-        )
+
+        def run(side: Any) -> list[Any]:
+            return one_step(case, side.model, side.optimizer, number, prepared=side.prepared)
+
         self.both(run, f"{case.name}: losses of step {number}")
         self.both(lambda side: grads(side.model), f"{case.name}: gradients of step {number}")
         self.both(close_step, f"{case.name}: step {number}")

@@ -53,8 +53,9 @@ class Engine:
     def _wrap(self, inner: torch.optim.Optimizer) -> None:
         """Take the states of an optimizer home; its own step is refused from here on."""
         self.optimizer = Optimizer(inner, self)
+        groups = self.groups()
         for param, state in self.optimizer.state.items():
-            self.optimizer.state[param] = self.adopt(param, state)
+            self.optimizer.state[param] = self.adopt(param, state, groups.get(id(param), {}))
         inner.state = defaultdict(dict)
         self._unsilence = silence(inner)
         self.steps.follow(self.optimizer)
@@ -181,15 +182,15 @@ class Engine:
         """Raise ConfigError for a parameter that cannot be stepped."""
         self.admission.admit(param)
 
-    def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    def adopt(self, param: torch.Tensor, state: dict[str, Any], group: Group) -> dict[str, Any]:
         """Return a state with torch's keys whose tensors are the homes' or copies."""
         self.setup.saver.finish()
-        return self.steps.adopt(param, state, self.group_of(param))
+        return self.steps.adopt(param, state, group)
 
-    def group_of(self, param: torch.Tensor) -> Group:
-        """Return the group of a parameter; an empty one if it is in none."""
+    def groups(self) -> dict[int, Group]:
+        """Return the group of each parameter that is in one, by its id."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return next((g for g in groups if any(p is param for p in g["params"])), {})
+        return {id(param): group for group in groups for param in group["params"]}
 
     def refuse_broken(self) -> None:
         """Raise StateError if the model must not be used."""
@@ -254,9 +255,9 @@ class Engine:
         """Return the states as torch keeps them, out of their homes."""
         self.setup.store.before_use = _noop  # all updates are done: reads need not wait
         known = {} if self.optimizer is None else self.optimizer.known_state
-        place = self.setup.handover.device
+        place, groups = self.setup.handover.device, self.groups()
         return {
-            p: {k: placed(v, place, self.group_of(p)) for k, v in state.items()}
+            p: {k: placed(v, place, groups.get(id(p), {})) for k, v in state.items()}
             for p, state in known.items()
         }
 

@@ -301,12 +301,13 @@ def take_scalars(engine: Engine, scalars: Mapping[str, Mapping[str, Any]]) -> No
     if engine.optimizer is None:
         return
     by_name = {segment.spec.name: segment for _, segment in engine.setup.blueprint.layout.home}
+    groups = engine.groups()
     for name, values in scalars.items():
         if name not in by_name:
             continue
         param = engine.setup.params[by_name[name].index]
         if engine.steps.stepper is None:  # torch steps them where its kernels read them
-            group = engine.group_of(param)
+            group = groups.get(id(param), {})
             values = {key: placed(value, param.device, group) for key, value in values.items()}
         engine.optimizer.known_state[param].update(values)
 

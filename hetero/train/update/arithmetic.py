@@ -220,9 +220,13 @@ def draft_formula(
         factors = piece.first.factors
         grad = bench.grads.of(update.bucket)
         work = FormulaPass(bench, formula, numbers, update.bucket, grad, homes, fresh, factors)
-        is_host = grad.device.type in ("cpu", "meta")  # a device takes a run of any length at once
-        numel = kernel_numel(piece.numel, bench.cores.n_threads) if is_host else None
+        numel = formula_numel(grad.device, piece.numel, bench.cores.n_threads)
         bench.add(update, piece, homes, work, numel)
+
+
+def formula_numel(place: torch.device, numel: int, n_threads: int) -> int | None:
+    """Return the elements of a slice; None: a device takes a run of any length in one launch."""
+    return kernel_numel(numel, n_threads) if place.type in ("cpu", "meta") else None
 
 
 def _begin(

@@ -19,6 +19,7 @@ from hetero.interrupts import theirs
 from hetero.train.gradients.clip import clip_grad_norm_
 from hetero.train.model.binding import without_faults
 from hetero.train.update.masters import LossScaler
+from hetero.train.update.rules import Group
 
 HOOKS = tuple(
     f"_optimizer_{what}_{when}_hooks"
@@ -42,8 +43,11 @@ class StepEngine(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the model's parameters in its own order."""
 
-    def adopt(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    def adopt(self, param: torch.Tensor, state: dict[str, Any], group: Group) -> dict[str, Any]:
         """Return a state with torch's keys whose tensors are the homes' or copies."""
+
+    def groups(self) -> dict[int, Group]:
+        """Return the group of each parameter that is in one, by its id."""
 
     def admit(self, param: torch.Tensor) -> None:
         """Raise ConfigError for a parameter of another model, or one that lacks its master."""
@@ -183,8 +187,10 @@ class Optimizer(torch.optim.Optimizer):
         self.state.clear()
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
+        group_of = self._engine.groups()
         for key, value in state_dict["state"].items():
-            self.state[of_id[key]] = self._engine.adopt(of_id[key], dict(value))
+            param = of_id[key]
+            self.state[param] = self._engine.adopt(param, dict(value), group_of[id(param)])
         for key, low in state_dict.get(MASTERS, {}).items():
             self._engine.load_master(of_id[key], low)
         if self._engine.scaler is not None and SCALER in state_dict:
