@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
+from hetero.errors import BudgetError
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.tuning import Tuning
-from hetero.types import Lane
+from hetero.types import Lane, Tier
 from tests.emulator import fake
 from tests.equivalence.harness import raw
 
@@ -144,3 +145,21 @@ def test_release_leaves_nothing_on_the_device(watched: None) -> None:
     found = [p.detach().bfloat16().cpu() for p in model.parameters()]
     assert len(found) == len(expected)
     assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+def test_homes_begin_on_hbm_where_host_is_too_small(watched: None) -> None:
+    host = 4 * EACH  # of six units
+    run = Run(None, host=host)
+    assert len(run.on_hbm) >= 2
+    plain = Run(False)
+    for each in (run, plain):
+        six_steps(each)
+    assert run.bits() == plain.bits()
+    ledger = engine_of(run.model).setup.ledger
+    assert ledger.peak(Tier.HOST) <= host and run.on_hbm
+
+
+def test_memory_that_neither_tier_has_is_said_before_anything_is_touched(watched: None) -> None:
+    with pytest.raises(BudgetError, match="HOST must hold") as caught:
+        Run(None, host=EACH)
+    assert caught.value.needed_bytes > EACH

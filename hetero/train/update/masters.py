@@ -142,7 +142,8 @@ class Masters:
                 low = self.low(bucket).part(run)
             else:  # a frozen weight: rounded the same way, the rest dropped
                 low = torch.empty_like(working, dtype=self._dtype)
-            split_(exact[run.start - first : run.stop - first], working, low)
+            values = exact[run.start - first : run.stop - first]
+            split_(values.to(working.device), working, low)
 
     def value(self, segment: Segment) -> torch.Tensor:
         """Return a parameter's master, or without one its weight, as an fp32 tensor of its own."""
