@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-import torch
-
 from hetero.device import Toolchain
 from hetero.device.nvrtc import Target
 from hetero.train.update.device_kernel import (
@@ -30,7 +28,8 @@ from tests.train.test_formulas import CASES, rule
 
 HERE = Path(__file__).parent
 # as NVRTC is told: every operation rounds by itself
-FLAGS = "-std=c++17 -O1 -w -fPIC -shared -fvisibility=hidden -ffp-contract=off"
+FLAGS = "-std=c++17 -O1 -w -fPIC -fvisibility=hidden -ffp-contract=off"
+CHECKED = "-fsanitize=alignment"  # fake.cpp is told: a device cannot read quads of any address
 CAPABILITY, STREAM = 90, 4096 + 2**40  # a handle is a pointer
 
 
@@ -70,16 +69,20 @@ def compiler() -> list[str]:
     raise RuntimeError("the kernels are compiled for the host, and there is no C++ compiler")
 
 
+def compile_by(*words: str) -> None:
+    done = subprocess.run([*compiler(), *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+
+
 @functools.cache
 def fake() -> ctypes.CDLL:
     """Return the library of kernels, NVRTC and driver, compiled once a process."""
     with tempfile.TemporaryDirectory() as folder:
-        unit, made = Path(folder) / "fake.cpp", Path(folder) / "fake.so"
+        unit, part, made = (Path(folder) / f"fake.{end}" for end in ("cpp", "o", "so"))
         unit.write_text(text(), encoding="utf-8")
-        words = [*compiler(), *FLAGS.split(), str(unit), "-o", str(made)]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
+        compile_by(*FLAGS.split(), CHECKED, "-c", str(unit), "-o", str(part))
+        compile_by("-shared", str(part), "-o", str(made))
         library = ctypes.CDLL(str(made))
     library.fake_calls.restype = ctypes.c_char_p
     return library
@@ -105,7 +108,7 @@ def toolchain(capability: int = CAPABILITY, device: int = 1) -> Toolchain:
     )
 
 
-def library(capability: int = CAPABILITY) -> DeviceLibrary:
-    """Return the kernels of that device, which updates CPU tensors."""
+def library(capability: int = CAPABILITY, kind: str = "cpu") -> DeviceLibrary:
+    """Return the kernels of that device, which updates tensors whose memory is RAM."""
     made = toolchain(capability)
-    return DeviceLibrary(lambda: made, kind=torch.device("cpu").type)
+    return DeviceLibrary(lambda: made, kind=kind)
