@@ -120,11 +120,12 @@ class Driver:
     def launch(
         self,
         function: ctypes.c_void_p,
+        argument: ctypes.Structure,
+        *,
         index: int,
         stream: int,
         blocks: int,
         threads: int,
-        argument: ctypes.Structure,
     ) -> None:
         """Queue a function on a stream; its one argument is passed by value."""
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
@@ -174,8 +175,14 @@ class CudaKernel:
 
     def launch(self, argument: ctypes.Structure, *, blocks: int, threads: int) -> None:
         """Queue it on the calling thread's current stream; raises NoKernel."""
-        stream = self._stream(self._index)
-        self._driver.launch(self._function, self._index, stream, blocks, threads, argument)
+        self._driver.launch(
+            self._function,
+            argument,
+            index=self._index,
+            stream=self._stream(self._index),
+            blocks=blocks,
+            threads=threads,
+        )
 
 
 class Toolchain:

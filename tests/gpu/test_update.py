@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hetero.device.nvrtc import Nvrtc, open_nvrtc
 from hetero.train.update import kernel
-from hetero.train.update.device_kernel import DeviceLibrary, load_device
+from hetero.train.update.device_kernel import SOURCE, DeviceLibrary, load_device
+from tests.nvrtc import host
 from tests.train.test_formulas import STEPS, cases
 from tests.train.test_kernel import FACTORS, GRADS, assert_same, train
 
@@ -45,6 +49,18 @@ def by_both(
         found = train(kind, flags, value.cuda(), there, native=native, **given)
         assert_same([each.cpu() for each in found], expected, where=(native, given))
     assert device.condition == "compiled"
+
+
+@needs_cuda
+def test_every_operation_of_every_kernel_rounds_by_itself() -> None:
+    nvrtc = Nvrtc(open_nvrtc(Path(torch.__file__).parents[1], torch.version.cuda.split(".")[0]))
+    for line, name in host.rows():
+        text = f"{SOURCE.read_text(encoding='utf-8')}\n{line}\n"
+        code = nvrtc.compile(text, 9999).decode()  # for a device of the future: PTX
+        rounded = re.findall(r"\b(?:add|sub|mul|div|sqrt|rcp|fma|mad)\.(\S*f32)\b", code)
+        assert f".entry {name}(" in code
+        assert set(rounded) == {"rn.f32"}, name
+        assert not re.search(r"\b(fma|mad)\.\S*f32", code)
 
 
 @needs_cuda

@@ -21,8 +21,7 @@ from hetero.train.update.device_kernel import (
     LAYOUTS,
     SOURCE,
     DeviceLibrary,
-    kernel_line,
-    kernel_name,
+    KernelKind,
 )
 from tests.train.test_formulas import CASES, rule
 
@@ -46,7 +45,8 @@ def rules() -> dict[str, int]:
 def rows() -> Iterator[tuple[str, str]]:
     """Yield the line and the name of every kernel."""
     for (name, states), layout, grad in product(rules().items(), LAYOUTS, GRADS):
-        yield kernel_line(name, layout, grad, states), kernel_name(name, layout, grad)
+        kind = KernelKind(name, layout, grad, states)
+        yield kind.line, kind.name
 
 
 def text() -> str:

@@ -12,6 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -30,14 +31,27 @@ GRADS = {
 TORCH = "torch's operations, with the same bits"
 
 
-def kernel_line(rule: str, layout: torch.dtype, grad: torch.dtype, n_states: int) -> str:
-    """Return the line that, after update.c, defines a kernel."""
-    return f"KERNEL({rule}, {LAYOUTS[layout]}, {GRADS[grad]}, {n_states})"
+class KernelKind(NamedTuple):
+    """A kernel that can be made of update.c."""
+
+    rule: str
+    layout: torch.dtype
+    """Of the working weights."""
+    grad: torch.dtype
+    n_states: int
+
+    @property
+    def line(self) -> str:
+        """The line that defines it, after update.c."""
+        return f"KERNEL({self.rule}, {LAYOUTS[self.layout]}, {GRADS[self.grad]}, {self.n_states})"
+
+    @property
+    def name(self) -> str:
+        words = (self.rule, LAYOUTS[self.layout].split(",")[0], GRADS[self.grad].split(",")[0])
+        return "_".join(words)
 
 
-def kernel_name(rule: str, layout: torch.dtype, grad: torch.dtype) -> str:
-    """Return the name of that kernel."""
-    return "_".join((rule, LAYOUTS[layout].split(",")[0], GRADS[grad].split(",")[0]))
+ADAMW = KernelKind("adam", torch.bfloat16, torch.bfloat16, 2)
 
 
 class DeviceLibrary:
@@ -48,7 +62,7 @@ class DeviceLibrary:
     ) -> None:
         self._toolchain = toolchain
         self._kind = kind
-        self._found: dict[tuple[torch.device, str], CudaKernel | str] = {}  # or why there is none
+        self._found: dict[tuple[torch.device, KernelKind], CudaKernel | str] = {}
         self._lock = threading.Lock()
         self.problem = ""
         """Why an update was left to torch's operations; empty while none was."""
@@ -73,7 +87,8 @@ class DeviceLibrary:
         states: States,
         factors: Sequence[float],
     ) -> None:
-        kernel = self.kernel(c.rule, param.dtype, grad.dtype, len(states), param.device)
+        kind = KernelKind(c.rule, param.dtype, grad.dtype, len(states))
+        kernel = self.kernel(kind, param.device)
         job = run_argument(c, param=param, low=low, grad=grad, states=states, factors=factors)
         if param.numel() == 0:
             return
@@ -83,15 +98,12 @@ class DeviceLibrary:
             self.problem = self.problem or str(error)
             raise
 
-    def kernel(
-        self, rule: str, layout: torch.dtype, grad: torch.dtype, n_states: int, place: torch.device
-    ) -> CudaKernel:
+    def kernel(self, kind: KernelKind, place: torch.device) -> CudaKernel:
         """Return a kernel, compiled once for each device; NoKernel if there is none."""
-        line, name = kernel_line(rule, layout, grad, n_states), kernel_name(rule, layout, grad)
         with self._lock:
-            if (place, name) not in self._found:
-                self._found[place, name] = self._build(line, name, place)
-            found = self._found[place, name]
+            if (place, kind) not in self._found:
+                self._found[place, kind] = self._build(kind, place)
+            found = self._found[place, kind]
         if isinstance(found, str):
             raise NoKernel(found)
         return found
@@ -99,15 +111,16 @@ class DeviceLibrary:
     def try_out(self, place: torch.device) -> str:
         """Compile AdamW's kernel for bf16; returns why there is none, or ''."""
         try:
-            self.kernel("adam", torch.bfloat16, torch.bfloat16, 2, place)
+            self.kernel(ADAMW, place)
         except NoKernel as error:
             return str(error)
         return ""
 
-    def _build(self, line: str, name: str, place: torch.device) -> CudaKernel | str:
+    def _build(self, kind: KernelKind, place: torch.device) -> CudaKernel | str:
+        """Return a kernel, or why there is none."""
         try:
-            source = f"{SOURCE.read_text(encoding='utf-8')}\n{line}\n"
-            return self._toolchain().build(source, name, place)
+            source = f"{SOURCE.read_text(encoding='utf-8')}\n{kind.line}\n"
+            return self._toolchain().build(source, kind.name, place)
         except (NoKernel, OSError) as error:
             self.problem = self.problem or str(error)
             return str(error)
