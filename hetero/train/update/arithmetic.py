@@ -224,9 +224,9 @@ def draft_formula(
         bench.add(update, piece, homes, work, numel)
 
 
-def formula_numel(place: torch.device, numel: int, n_threads: int) -> int | None:
+def formula_numel(place: torch.device, whole: int, n_threads: int) -> int | None:
     """Return the elements of a slice; None: a device takes a run of any length in one launch."""
-    return kernel_numel(numel, n_threads) if place.type in ("cpu", "meta") else None
+    return kernel_numel(whole, n_threads) if place.type in ("cpu", "meta") else None
 
 
 def _begin(
