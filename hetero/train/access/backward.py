@@ -13,7 +13,7 @@ from torch import nn
 from hetero.device import Device
 from hetero.errors import StateError
 from hetero.events import EventLog, What
-from hetero.internals import NO_TASK, at_end_of_backward, graph_task
+from hetero.internals import NO_TASK, at_end_of_backward, graph_task, version_of
 from hetero.memory.layout import Layout
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.fetches import Fetches
@@ -21,7 +21,7 @@ from hetero.train.access.pages import ParameterPages
 from hetero.train.activations.held import CHANGED, GraphFootprint
 from hetero.train.activations.saved import SavedView
 from hetero.train.gradients.store import GradStore
-from hetero.train.model.binding import version, without_faults
+from hetero.train.model.binding import version
 from hetero.types import Kind, Phase, Tier
 
 WHY = {phase: phase.value for phase in Phase}  # `phase.value` costs two calls
@@ -176,29 +176,30 @@ class SavedViews:
     def __init__(self, pages: ParameterPages, fetches: Fetches, backward: BackwardAccess) -> None:
         self.closed = False
         self._pages = pages
+        self._by_storage = pages.manager.arena.by_storage
         self._fetches = fetches
         self._backward = backward
 
     def locate(self, tensor: torch.Tensor, cdata: int) -> SavedView | None:
-        """Return the position of a tensor in a parameter's frame or placeholder (see saved.py)."""
-        if tensor.is_conj() or tensor.is_neg():
-            return None  # a location has no such bit: its storage is a lease
+        """Return the position of a tensor in a parameter's frame or placeholder (see saved.py).
+
+        Called where no parameter faults.
+        """
         binding = self._pages.binding
-        replica = self._pages.manager.arena.by_storage.get(cdata)
+        replica = self._by_storage.get(cdata)
+        index = binding.by_placeholder.get(cdata) if replica is None else None
+        if (replica is None and index is None) or tensor.is_conj() or tensor.is_neg():
+            return None  # a location has no such bit: its storage is a lease
         if replica is None:
-            index = binding.by_placeholder.get(cdata)
-            if index is None:
-                return None
             spec = self._pages.layout.home[index][1].spec
-            return SavedView(index, 0, spec.shape, spec.stride, version(binding.params[index]))
-        if tensor.dtype != replica.bucket.dtype:
+            return SavedView(index, 0, spec.shape, spec.stride, version_of(binding.params[index]))
+        if tensor.dtype is not replica.bucket.dtype:
             return None  # a view under another dtype: its storage is a lease
-        with without_faults():
-            offset, size, stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
-        segments = replica.bucket.segments
+        offset, segments = tensor.storage_offset(), replica.bucket.segments
         segment = segments[bisect_right(segments, offset, key=_offset_of) - 1]
-        then = version(binding.params[segment.index])
-        return SavedView(segment.index, offset - segment.offset, tuple(size), tuple(stride), then)
+        then = version_of(binding.params[segment.index])
+        at = offset - segment.offset
+        return SavedView(segment.index, at, tuple(tensor.size()), tensor.stride(), then)
 
     def resolve(self, saved: SavedView) -> torch.Tensor:
         """Return a saved view of a parameter; in backward this opens an access."""

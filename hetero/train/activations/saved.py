@@ -93,8 +93,8 @@ class Pack:
             return self._keep(tensor, id(tensor), 0)
         with without_faults():
             storage = tensor.untyped_storage()
-        cdata = storage._cdata
-        saved = self._views.locate(tensor, cdata)
+            cdata = storage._cdata
+            saved = self._views.locate(tensor, cdata)
         digests = self._owner.digests
         if digests is not None:
             digests.saw(tensor) if saved is None else digests.saw_view(saved)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from hetero.device import Device, Slab, release_slab
+from hetero.device import Device, Slab, Ticket, release_slab
 from hetero.jobs import Job
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
@@ -83,10 +83,14 @@ class GradRing:
         source: torch.Tensor,
         *,
         bucket: int,
+        made: Ticket | None = None,
         then: Callable[[], None] | None = None,
     ) -> Landing:
-        """Queue a copy of raw bytes (1-D uint8) after the compute that made the source."""
-        after = (self._device.mark(),)
+        """Queue a copy of raw bytes (1-D uint8) after the compute that made the source.
+
+        That is the compute so far, unless a ticket ``made`` was marked after it.
+        """
+        after = (made or self._device.mark(),)
         ticket = self._link.move(
             Lane.D2H, target, source, kind=Kind.GRAD, after=after, bucket=bucket, why="gradient"
         )
@@ -95,6 +99,10 @@ class GradRing:
         self._was_used = True
         self.poll()
         return landing
+
+    def mark(self) -> Ticket:
+        """Return a ticket for the compute so far: one for many copies."""
+        return self._device.mark()
 
     def n_pieces(self, source: torch.Tensor) -> int:
         """Return how many jobs `hand` makes of a 1-D tensor, once its copies have landed."""

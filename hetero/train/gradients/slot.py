@@ -23,6 +23,7 @@ from hetero.train.gradients.ring import GradRing
 from hetero.train.model.lazy import Lazy, call
 
 _aten = torch.ops.aten
+_NORM, _ADD, _MUL = _aten.linalg_vector_norm.default, _aten.add_.Tensor, _aten.mul_.Tensor
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _DISPATCHERS = (__name__, *DISPATCHERS, "hetero.train.activations.meter")  # a mode's own frames
 
@@ -324,15 +325,16 @@ class LazyGrad(Lazy):
 
     @classmethod
     def shortcut(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if func is _NORM and _is_whole(args, kwargs):
+            return args[0].slot.norm_of(float(args[1]) if len(args) > 1 else 2.0)
+        if func is _MUL and isinstance(args[0], LazyGrad) and _mul(*args, **kwargs):
+            return args[0]
+        if func is _ADD and isinstance(args[0], LazyGrad) and _add(*args, **kwargs):
+            return args[0]
         if func is _UNSCALE:  # a list of all gradients: one tensor on the device at a time
             for grad in args[0]:
                 call(func, ([grad], *args[1:]), kwargs)
             return None
-        short = _SHORT.get(func)
-        if short is not None and isinstance(args[0], LazyGrad) and short(*args, **kwargs):
-            return args[0]
-        if func is _aten.linalg_vector_norm.default and _is_whole(args, kwargs):
-            return args[0].slot.norm_of(float(args[1]) if len(args) > 1 else 2.0)
         return NotImplemented
 
 
@@ -362,17 +364,17 @@ def _called_by_autograd() -> bool:
 
 def _mul(grad: LazyGrad, other: Any) -> bool:
     """Leave a multiplication by one number to the update; False: not this way."""
-    tensor = isinstance(other, torch.Tensor)
-    if isinstance(other, LazyGrad) or (tensor and other.dim() > 0) or not grad.slot.deferrable:
+    slot = grad.slot
+    if isinstance(other, torch.Tensor):
+        if other.dim() > 0 or isinstance(other, LazyGrad):
+            return False
+    elif not isinstance(other, (int, float)):
         return False
-    if not isinstance(other, (int, float, torch.Tensor)):
+    if not slot.deferrable:
         return False
     clip = torch.as_tensor(other, dtype=torch.float32)
-    grad.slot.defer(Factors(grad.slot.factors.unscale, clip.clone()))
+    slot.defer(Factors(slot.factors.unscale, clip.clone()))
     return True
-
-
-_SHORT: dict[Any, Callable[..., bool]] = {_aten.add_.Tensor: _add, _aten.mul_.Tensor: _mul}
 
 
 def _is_whole(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from hetero.cores import Cores
-from hetero.device import ALONE, Device, use_count
+from hetero.device import ALONE, Device, Ticket, use_count
 from hetero.errors import ConfigError, StateError
 from hetero.jobs import Job, Worker
 from hetero.memory.homestore import HomeStore
@@ -126,7 +126,7 @@ class GradStore:
             indices = list(dict.fromkeys((*pending, *self._leased)))
             self._leased.clear()
             # Siblings made in one piece (halves of a concatenation) share a storage.
-            storages = [self._storage(index) for index in indices]
+            storages = [storage_of(grad) for grad in self._plain_grads(indices)]
             siblings = Counter(storages)
             held = [
                 storage is not None
@@ -134,16 +134,22 @@ class GradStore:
                 for index, storage in zip(indices, storages, strict=True)
             ]
             with host_work():  # allocations here are on HOST
+                made = self.ring.mark()  # all of them are there by now
                 for index, is_held in zip(indices, held, strict=True):
-                    self._flush(index, held=is_held)
+                    self._flush(index, held=is_held, made=made)
         self.ring.poll()
 
-    def _storage(self, index: int) -> int | None:
-        grad = get_grad(self._params[index])
-        return None if isinstance(grad, LazyGrad) else storage_of(grad)
+    def _plain_grads(self, indices: Sequence[int]) -> list[torch.Tensor | None]:
+        grads = get_grads([self._params[index] for index in indices])
+        return [None if isinstance(grad, LazyGrad) else grad for grad in grads]
 
-    def _flush(self, index: int, *, held: bool, scaled: bool = True) -> None:
-        """Take one gradient home and leave a LazyGrad in its place; None and flushed ones stay."""
+    def _flush(
+        self, index: int, *, held: bool, scaled: bool = True, made: Ticket | None = None
+    ) -> None:
+        """Take one gradient home and leave a LazyGrad in its place; None and flushed ones stay.
+
+        ``made``: marked after the compute that made it.
+        """
         param = self._params[index]
         grad = get_grad(param)
         if grad is None:
@@ -151,7 +157,7 @@ class GradStore:
         if isinstance(grad, LazyGrad):
             if grad.slot.value is None or use_count(grad.slot.value) > ALONE:
                 return
-            grad, scaled = grad.slot.value, False
+            grad, scaled, made = grad.slot.value, False, None
         elif grad.requires_grad or grad.layout is not torch.strided:
             if self.scaling.is_required and grad.requires_grad:
                 raise scaled_graph(self._layout.home[index][1].spec.name)
@@ -160,8 +166,8 @@ class GradStore:
             self._leased.add(index)
             return  # [Note: gradient leases]
         elif held:  # under loss scaling the user keeps these numbers, and a copy goes home
-            grad = grad.clone()
-        slot = self._take(index, grad, scaled=scaled)
+            grad, made = grad.clone(), None
+        slot = self._take(index, grad, scaled=scaled, made=made)
         spec = slot.segment.spec
         set_grad(param, LazyGrad(slot, spec.shape, spec.stride, spec.dtype, self.place))
 
@@ -198,7 +204,9 @@ class GradStore:
             return
         self._sums.add(slot, grad, first=False, unscale=unscale, norm_ord=self.norm_ord)
 
-    def _take(self, index: int, grad: torch.Tensor, *, scaled: bool) -> GradSlot:
+    def _take(
+        self, index: int, grad: torch.Tensor, *, scaled: bool, made: Ticket | None = None
+    ) -> GradSlot:
         bucket_id, segment = self._layout.home[index]
         bucket = self._layout.buckets[bucket_id]
         assert_dense(grad, segment.spec.name)
@@ -210,7 +218,7 @@ class GradStore:
             self._updates[bucket_id].wait()
             del self._updates[bucket_id]
         # 2. bring it into the home's geometry, the parameter's own
-        exact = grad.dtype is torch.float32 and bucket.has_master
+        exact, whole = grad.dtype is torch.float32 and bucket.has_master, grad
         grad = shaped(segment, grad, torch.float32 if exact else segment.spec.dtype)
         if exact:
             self.widen(segment)
@@ -233,7 +241,8 @@ class GradStore:
         else:
             raw = row(grad).view(torch.uint8)
             target = row(home.view(segment)).view(torch.uint8)
-            slot.landing = self.ring.copy(target, raw, bucket=bucket_id)
+            made = made if grad is whole else None  # else it was made just now
+            slot.landing = self.ring.copy(target, raw, bucket=bucket_id, made=made)
         return slot
 
     def widen(self, segment: Segment) -> None:

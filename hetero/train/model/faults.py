@@ -205,10 +205,10 @@ class UnboundParameter(PreparedParameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs, owner = kwargs or {}, cls.hetero_runtime
         if func in METADATA:
             with without_faults():
-                return func(*args, **kwargs)
+                return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs, owner = kwargs or {}, cls.hetero_runtime
         if args and isinstance(args[0], cls):
             if func in GEOMETRY:
                 return func(owner.geometry(args[0]), *args[1:], **kwargs)

@@ -12,7 +12,7 @@ from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Segment
 
-_aten = torch.ops.aten
+_DETACH = torch.ops.aten.detach.default
 
 
 class LazySlot(Protocol):
@@ -93,7 +93,7 @@ class Lazy(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _aten.detach.default:
+        if func is _DETACH:
             it = args[0]
             return type(it)(it.slot, it.shape, it.stride(), it.dtype, it.device)
         done = cls.shortcut(func, args, kwargs)

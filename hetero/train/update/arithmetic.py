@@ -144,6 +144,9 @@ class Bench:
             sizes.append(self.grads.of(bucket).item_dtype.itemsize)
             update.touched_bytes += sum(sizes) * piece.numel
         for run in piece.slices(size):
+            if not pool.spills:
+                update.slices.append(partial(work, run))
+                continue
             request = self._request(bucket, piece, states, run)
             if request.needs:
                 update.requests.append(request)
