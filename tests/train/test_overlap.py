@@ -202,6 +202,18 @@ def test_a_held_state_dict_is_never_seen_half_updated() -> None:
         same(*moments, f"moments of step {number}")
 
 
+@pytest.mark.parametrize("view", [torch.Tensor.detach, lambda step: step.view(1)])
+def test_a_step_count_that_is_held_by_an_alias_counts_with_the_step(view: Any) -> None:
+    plain, theirs, model, ours = prepared(Tuning(worker=Worker(1), pause=slowed(5)))
+    for number in range(3):
+        for m, o in ((plain, theirs), (model, ours)):
+            one_step(m, o, number)
+    aliases = [view(ours.state[p]["step"]) for p in model.parameters()]
+    loss_of(model, data(9)).backward()
+    ours.step()
+    assert {float(alias) for alias in aliases} == {4.0}
+
+
 def test_a_state_that_somebody_kept_is_never_seen_half_updated() -> None:
     plain, theirs, model, ours = prepared(Tuning(worker=Worker(1), pause=slowed(11)))
     one_step(plain, theirs, 0)

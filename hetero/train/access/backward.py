@@ -187,15 +187,17 @@ class SavedViews:
         """
         binding = self._pages.binding
         replica = self._by_storage.get(cdata)
-        index = binding.by_placeholder.get(cdata) if replica is None else None
-        if (replica is None and index is None) or tensor.is_conj() or tensor.is_neg():
+        if replica is None and cdata not in binding.by_placeholder:
+            return None
+        if tensor.is_conj() or tensor.is_neg():
             return None  # a location has no such bit: its storage is a lease
         if replica is None:
+            index = binding.by_placeholder[cdata]
             spec = self._pages.layout.home[index][1].spec
             return SavedView(index, 0, spec.shape, spec.stride, version_of(binding.params[index]))
         if tensor.dtype is not replica.bucket.dtype:
             return None  # a view under another dtype: its storage is a lease
-        offset, segments = tensor.storage_offset(), replica.bucket.segments
+        offset, segments = int(tensor.storage_offset()), replica.bucket.segments
         segment = segments[bisect_right(segments, offset, key=_offset_of) - 1]
         then = version_of(binding.params[segment.index])
         at = offset - segment.offset
