@@ -97,7 +97,8 @@ class GradRing:
         landing = Landing(self._link, ticket, Kind.GRAD, bucket)
         self._copies.queue(landing, source, n_bytes=source.numel(), then=then)
         self._was_used = True
-        self.poll()
+        if then is not None or self._copies.bytes_in_flight > self.limit_bytes:
+            self.poll()  # else the end of a flush does, once for all of its copies
         return landing
 
     def mark(self) -> Ticket:

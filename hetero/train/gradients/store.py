@@ -226,7 +226,8 @@ class GradStore:
         # 3. take its norm, and queue the way down after the compute that made it
         slot = GradSlot(self, segment, home)
         self._slots[index] = weakref.ref(slot)
-        slot.factors = Factors(self.scaling.unscale if scaled else 1.0)
+        unscale = self.scaling.unscale if scaled else 1.0
+        slot.factors = NONE if unscale == 1.0 else Factors(unscale)
         if self.norm_ord is not None:
             norm = whole_norm(grad, self.norm_ord, in_fp32=bucket.has_master)
             slot.norm = GradNorm(self.norm_ord, norm)
