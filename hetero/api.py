@@ -113,7 +113,7 @@ def backward(loss: torch.Tensor) -> None:
     with ExitStack() as stack:
         for owner in owners:
             stack.enter_context(owner.scaling.scaled(scale))
-        theirs((loss * torch.tensor(scale, device=loss.device)).backward)
+        theirs((loss * torch.full((), scale, device=loss.device)).backward)  # no copy, no wait
 
 
 def _owner(param: torch.Tensor) -> Any:
