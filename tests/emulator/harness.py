@@ -1,14 +1,17 @@
-"""A plain model and a prepared one, side by side on the emulated device, compared bit by bit."""
+"""A program on the emulated device, plain and then prepared; what both record is the same bits.
+
+A program is a function of a `Side`. The plain side runs first and is gone when the prepared one
+runs: what it holds on the device would count there.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -18,14 +21,14 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.errors import BudgetError
 from hetero.train.engine import budget
-from hetero.train.engine.tuning import Tuning
+from hetero.train.model.units import MARK
 from tests.emulator import fake
 from tests.equivalence.harness import MakeOptimizer, grads, one_step, same, states, values
 from tests.equivalence.zoo import Case
 
 TRIES = 40
 STEPS = 5
-CHUNK_BYTES = 256
+ENOUGH = 10_000_000
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -44,104 +47,125 @@ def paged() -> Iterator[None]:
         yield
 
 
+class Record(NamedTuple):
+    what: str
+    tensors: list[Tensor | None]
+
+
 @dataclass
 class Side:
-    """A model, its optimizer, and whether it is prepared."""
+    """One side of a comparison: plain torch where ``settings`` is None, else hetero."""
 
-    model: Any
-    optimizer: Any
-    prepared: bool
-
-
-@dataclass
-class Pair:
-    """The two sides; what is asked of one is asked of the other."""
-
-    plain: Side
-    ours: Side
+    settings: dict[str, Any] | None = None
+    expected: list[Record] = field(default_factory=list)
+    """What the plain side recorded."""
+    records: list[Record] = field(default_factory=list)
+    models: list[nn.Module] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    """What the prepared side did: fetches, evictions, misses."""
+    """Fetches, evictions and misses of the prepared models."""
 
-    def both(self, run: Callable[[Side], list[Any]], what: str) -> None:
-        """Run both sides from one seed, and compare what they return."""
-        results = []
-        for side in (self.plain, self.ours):
-            torch.manual_seed(1000)
-            results.append(on_cpu(run(side)))
-        same(*results, what)
+    @property
+    def is_plain(self) -> bool:
+        return self.settings is None
 
-    def step(self, case: Case, number: int) -> None:
-        """Make a step of a case's own loop; compare losses, gradients and weights."""
+    def prepare(
+        self, model: nn.Module, make: MakeOptimizer = sgd, **settings: Any
+    ) -> tuple[Any, Any]:
+        """Return a model and an optimizer that compute on the device."""
+        if self.settings is None:
+            model = fake.on_device(model)
+            return model, make(model)
+        return self.prepared(model, make(model), **settings)
 
-        def run(side: Any) -> list[Any]:
-            return one_step(case, side.model, side.optimizer, number, prepared=side.prepared)
+    def prepared(self, model: nn.Module, optimizer: Any, **settings: Any) -> Any:
+        given = {"hbm": ENOUGH, "chunk_bytes": 256, **(self.settings or {}), **settings}
+        tuning = given.pop("tuning", None)
+        with paged():
+            config = Config.load(device=fake.device(), **given)
+            found = prepare_tuned(model, optimizer, config, tuning)
+        self.models.append(model)
+        return found
 
-        self.both(run, f"{case.name}: losses of step {number}")
-        self.both(lambda side: grads(side.model), f"{case.name}: gradients of step {number}")
-        self.both(close_step, f"{case.name}: step {number}")
-        self.both(lambda side: values(side.model), f"{case.name}: weights after step {number}")
-        self.counts.update(engine_of(self.ours.model).setup.stats.counts)
+    def record(self, what: str, *tensors: Any) -> None:
+        """Write down tensors, numbers or None; the prepared side's have to be the plain one's."""
+        row = Record(what, [None if t is None else torch.as_tensor(t).cpu() for t in tensors])
+        row = Record(what, [None if t is None else t.detach().clone() for t in row.tensors])
+        if not self.is_plain:
+            theirs = self.expected[len(self.records)]
+            assert theirs.what == what
+            same(theirs.tensors, row.tensors, what)
+        self.records.append(row)
 
-    def check_states(self) -> None:
-        self.both(lambda side: states(side.model, side.optimizer), "states of the optimizer")
+    def close_step(self, model: nn.Module, optimizer: Any, number: int) -> None:
+        """Record gradients, make the step, and record the weights."""
+        self.record(f"gradients of step {number}", *grads(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        self.record(f"weights after step {number}", *values(model))
+        if not self.is_plain and is_prepared(model):
+            self.counts.update(engine_of(model).setup.stats.counts)
 
-
-def close_step(side: Side) -> list[Any]:
-    side.optimizer.step()
-    side.optimizer.zero_grad()
-    return []
-
-
-def pair(
-    model: nn.Module,
-    make: MakeOptimizer = sgd,
-    *,
-    tuning: Tuning | None = None,
-    **settings: Any,
-) -> Pair:
-    """Prepare a copy of a model, and put the model itself on the device."""
-    twin = copy.deepcopy(model)
-    config = Config.load(device=fake.device(), **{"chunk_bytes": CHUNK_BYTES, **settings})
-    with paged():
-        ours = Side(*prepare_tuned(twin, make(twin), config, tuning), prepared=True)
-    plain = fake.on_device(model)
-    return Pair(Side(plain, make(plain), prepared=False), ours)
+    def record_states(self, model: nn.Module, optimizer: Any) -> None:
+        self.record("states of the optimizer", *states(model, optimizer))
 
 
-def compare(case: Case, make: MakeOptimizer, *, steps: int = STEPS, **settings: Any) -> Pair:
-    """Train both sides on the device; any difference is an AssertionError."""
+Program = Callable[[Side], None]
+
+
+def zoo(case: Case, make: MakeOptimizer, steps: int = STEPS) -> Program:
+    """Return the program that trains a case of the zoo by its own loop."""
+    there = replace(case, data=lambda generator: case.data(generator).to(fake.PLACE))
+
+    def run(side: Side) -> None:
+        model, optimizer = side.prepare(case.build(), make)
+        for number in range(steps):
+            results = one_step(there, model, optimizer, number, prepared=not side.is_plain)
+            side.record(f"losses of step {number}", *results)
+            side.close_step(model, optimizer, number)
+        side.record_states(model, optimizer)
+
+    return run
+
+
+def ran(program: Program, side: Side) -> Side:
     torch.manual_seed(11)
-    sides = pair(case.build(), make, **settings)
-    case = there(case)
-    for number in range(steps):
-        sides.step(case, number)
-    sides.check_states()
-    assert engine_of(sides.ours.model).residence.name == "paged"
-    return sides
+    program(side)
+    gc.collect()
+    return side
 
 
-def smallest(run: Callable[[int], Pair], hbm: int = 20_000) -> Pair:
-    """Run at the smallest budget that works, or nearly: steps grow by a quarter."""
+def check(program: Program, **settings: Any) -> Side:
+    """Run both sides, and return the prepared one."""
+    plain = ran(program, Side())
+    return finished(program, plain, settings)
+
+
+def check_smallest(program: Program, hbm: int = 20_000, **settings: Any) -> Side:
+    """As `check`, at the smallest budget that works, or nearly: it grows by a quarter."""
+    plain = ran(program, Side())
     for _ in range(TRIES):
         try:
-            return run(hbm)
+            return finished(program, plain, {**settings, "hbm": hbm})
         except BudgetError as error:
             hbm = max(error.needed_bytes, hbm * 5 // 4)
-        gc.collect()  # or the failed one would count as a stranger on the device
+        gc.collect()  # of what failed
     raise AssertionError(f"{hbm} bytes are too few")
 
 
-def there(case: Case) -> Case:
-    """Return a case whose data is on the device."""
-    return replace(case, data=lambda generator: case.data(generator).to(fake.PLACE))
+def finished(program: Program, plain: Side, settings: dict[str, Any]) -> Side:
+    ours = ran(program, Side(settings, plain.records))
+    assert len(ours.records) == len(plain.records)
+    for model in filter(is_prepared, ours.models):
+        assert engine_of(model).residence.name == "paged"
+    return ours
 
 
-def on_cpu(tensors: list[Any]) -> list[Tensor | None]:
-    return [None if tensor is None else torch.as_tensor(tensor).cpu() for tensor in tensors]
+def is_prepared(model: nn.Module) -> bool:
+    return MARK in model.__dict__
 
 
 def assert_no_pageable_copies() -> None:
     """Copies that do not wait are between page-locked memory and the device."""
     copies = fake.copies()
     assert [kind for kind in copies if "asynchronous" in kind and "pageable" in kind] == []
-    assert copies["asynchronous copy up"] and copies["asynchronous copy down"]
+    assert copies["asynchronous copy up"]

@@ -68,11 +68,11 @@ def make(**options: Any) -> nn.Module:
     return Model(**options)
 
 
-def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
+def batch(step: int, place: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=generator)
     labels = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=generator)
-    return tokens, torch.ones(BATCH, LENGTH), labels
+    return tokens.to(place), torch.ones(BATCH, LENGTH, device=place), labels.to(place)
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -84,9 +84,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def accumulated(model: nn.Module, step: int, size: int) -> None:
+def accumulated(model: nn.Module, step: int, size: int, place: str = "cpu") -> None:
     """Plain torch: one backward for each micro-batch, in the order of the batch."""
-    tokens, mask, labels = batch(step)
+    tokens, mask, labels = batch(step, place)
     for rows in (slice(i, i + size) for i in range(0, BATCH, size)):
         logits = model(tokens[rows], mask[rows])
         count = labels.numel()
@@ -100,8 +100,8 @@ def prepared(model: nn.Module, size: int | None, **settings: Any) -> tuple[nn.Mo
     return hetero.prepare(model, optimizer_of(model), micro_batch=size, **given)
 
 
-def one_step(model: nn.Module, optimizer: Any, step: int) -> Tensor:
-    tokens, mask, labels = batch(step)
+def one_step(model: nn.Module, optimizer: Any, step: int, place: str = "cpu") -> Tensor:
+    tokens, mask, labels = batch(step, place)
     loss = loss_of(model(tokens, mask), labels)
     loss.backward()
     optimizer.step()

@@ -386,7 +386,8 @@ def images(g: torch.Generator) -> Tensor:
 def loss_of(model: nn.Module, data: Tensor) -> Tensor:
     out = model(data)
     logits = out["logits"] if isinstance(out, dict) else out
-    target = data if data.dtype == torch.long else torch.arange(len(data)) % VOCAB
+    numbers = torch.arange(len(data), device=data.device)
+    target = data if data.dtype == torch.long else numbers % VOCAB
     loss = F.cross_entropy(logits.flatten(0, -2), target.flatten())
     return loss + 0.1 * out["aux"][0] + 0.1 * out["aux"][1][0] if isinstance(out, dict) else loss
 
@@ -483,7 +484,7 @@ def grads_edited(loop: Loop) -> list[Tensor]:
 
 
 def unscaled(loop: Loop) -> list[Tensor]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(loop.data.device.type, init_scale=1024.0)
     loss = loss_of(loop.model, loop.data)
     scaler.scale(loss).backward()
     scaler.unscale_(loop.optimizer)
@@ -491,7 +492,7 @@ def unscaled(loop: Loop) -> list[Tensor]:
 
 
 def autocast(loop: Loop) -> list[Tensor]:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(loop.data.device.type, dtype=torch.bfloat16):
         loss = loss_of(loop.model, loop.data)
     loss.backward()
     return [loss]
@@ -557,7 +558,7 @@ def written_outside(loop: Loop) -> list[Tensor]:
         loop.model.blocks[2].up.weight.data.clamp_(-0.1, 0.1)
         loop.model.blocks[3].norm.weight[2:5] = 0.5
         loop.model.head.weight.copy_(loop.model.head.weight.flip(0))
-    loop.model.blocks[4].down.bias.data = torch.full((D,), 0.25)
+    loop.model.blocks[4].down.bias.data = torch.full((D,), 0.25, device=loop.data.device)
     return losses
 
 

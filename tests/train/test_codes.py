@@ -74,10 +74,12 @@ def prepared(codec: str = "nf4", model: nn.Module | None = None, **options: Any)
     return hetero.prepare(model, adamw(model), frozen=codec, **options)
 
 
-def train(model: nn.Module, optimizer: Any, steps: int = 3, first: int = 0) -> list[float]:
+def train(
+    model: nn.Module, optimizer: Any, steps: int = 3, first: int = 0, place: str = "cpu"
+) -> list[float]:
     losses = []
     for step in range(first, first + steps):
-        x = torch.randn(6, 9, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(6, 9, generator=torch.Generator().manual_seed(step)).to(place)
         loss = model(x).pow(2).mean()
         loss.backward()
         optimizer.step()

@@ -89,24 +89,26 @@ RULES: dict[str, tuple[Callable[..., Any], Callable[..., torch.optim.Optimizer]]
 class Reference:
     """A model of working weights, its fp32 masters and sums, and a rule in numpy."""
 
-    def __init__(self, model: nn.Module, rule: str, precision: str, lr: float) -> None:
-        self.precision, self.lr = precision, lr
-        self.model = copy.deepcopy(model)
+    def __init__(
+        self, model: nn.Module, rule: str, precision: str, lr: float, place: str = "cpu"
+    ) -> None:
+        self.precision, self.lr, self.place = precision, lr, place
+        self.model = copy.deepcopy(model).to(place)
         self.rule = RULES[rule][0]
         self.params = list(self.model.parameters())
-        self.masters = [p.detach().clone() for p in self.params]
+        self.masters = [p.detach().cpu().clone() for p in self.params]
         self.sums: list[Tensor | None] = [None] * len(self.params)
         self.states: list[dict[str, Any]] = [{} for _ in self.params]
         self.steps = [0] * len(self.params)
         self.scale = 1.0
         for param, master in zip(self.params, self.masters, strict=True):
-            param.data = rounded(master, precision)
+            param.data = rounded(master, precision).to(place)
 
     def backward(self, loss: Tensor) -> None:
         (loss.float() * self.scale).backward()
         for i, param in enumerate(self.params):
             if param.grad is not None:
-                grad = param.grad.float() * (1.0 / self.scale)
+                grad = param.grad.cpu().float() * (1.0 / self.scale)
                 self.sums[i] = grad if self.sums[i] is None else self.sums[i] + grad
                 param.grad = None
 
@@ -124,7 +126,7 @@ class Reference:
                 self.masters[i].numpy(), p.grad.numpy(), self.states[i], self.steps[i], self.lr
             )
             self.masters[i] = torch.from_numpy(after)
-            self.params[i].data = rounded(self.masters[i], self.precision)
+            self.params[i].data = rounded(self.masters[i], self.precision).to(self.place)
         self.sums = [None] * len(self.params)
         return norm
 
@@ -137,11 +139,12 @@ def start(
     hbm: int | None = 40_000,
     device: Any = "cpu:sim",
     tuning: Tuning | None = None,
+    place: str = "cpu",
     **settings: Any,
 ) -> tuple[Reference, Any, Any]:
     torch.manual_seed(0)
     model = Net()
-    reference = Reference(model, rule, precision, lr)
+    reference = Reference(model, rule, precision, lr, place)
     config = Config.load(device=device, hbm=hbm, precision=precision, chunk_bytes=256, **settings)
     plain = RULES[rule][1](model.parameters(), lr)
     model, optimizer = prepare_tuned(model, plain, config, tuning)
@@ -165,7 +168,8 @@ def same(reference: Reference, model: nn.Module, what: str) -> None:
     weights = [v for k, v in model.state_dict().items() if k != "last.weight"]
     for i, (param, ours) in enumerate(zip(reference.params, weights, strict=True)):
         assert ours.dtype is param.dtype
-        assert torch.equal(ours.view(torch.int16), param.detach().view(torch.int16)), (what, i)
+        left, right = ours.cpu().view(torch.int16), param.detach().cpu().view(torch.int16)
+        assert torch.equal(left, right), (what, i)
     engine.finish()
     for i, (_, segment) in enumerate(engine.setup.blueprint.layout.home):
         ours = engine.setup.masters.value(segment)
@@ -186,7 +190,7 @@ def train(
 ) -> None:
     for number in range(steps):
         for part in range(micro):
-            x = data(10 * number + part, reference.precision)
+            x = data(10 * number + part, reference.precision).to(reference.place)
             flags = {"spare": number in (1, 4)}
             reference.scale = optimizer.loss_scale
             left = loss_of(reference.model, x, **flags)
@@ -196,7 +200,7 @@ def train(
             hetero.backward(right / micro)
         norm = reference.step(clip)
         if clip is not None:
-            assert torch.equal(optimizer.clip_grad_norm_(clip), norm), number
+            assert torch.equal(optimizer.clip_grad_norm_(clip).cpu(), norm), number
         optimizer.step()
         optimizer.zero_grad()
         same(reference, model, f"step {number}")

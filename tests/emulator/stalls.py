@@ -1,0 +1,49 @@
+"""Where a planned steady step may wait for the device, and why: docs/cuda.md names each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tests.emulator.fake import Stall
+
+
+class Place(NamedTuple):
+    """A function of hetero: the end of its module's path, and its name."""
+
+    module: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.module.removesuffix('.py').replace('/', '.')}.{self.function}"
+
+    def is_in(self, stall: Stall) -> bool:
+        rows = (row.split(":", 1) for row in stall.where.split(" <- ") if ":" in row)
+        return any(
+            path.endswith("/" + self.module) and rest.split(" ", 1)[1] == self.function
+            for path, rest in rows
+        )
+
+
+RING_FULL = Place("gradients/ring.py", "poll")
+STAGE_FULL = Place("gradients/ring.py", "_free_stage")
+LAST_GRADIENTS = Place("gradients/ring.py", "finish")
+CLIPPED_GRADIENT = Place("gradients/slot.py", "land")
+NORM = Place("update/states.py", "numbers_of")
+FINITE = Place("gradients/store.py", "norms")
+OFFLOADED = Place("memory/parcel.py", "flush")
+ALONE = Place("activations/offload.py", "border")
+TURNED = Place("activations/offload.py", "awake")
+ALWAYS = {RING_FULL, LAST_GRADIENTS}
+"""Backward waits for a gradient where HBM has no room for more on their way down, and `step` for
+the last ones: the emulator's copies land as late as they can."""
+OFFLOADING = {OFFLOADED, TURNED, ALONE}
+CLIPPING = {NORM, CLIPPED_GRADIENT}
+PLACES = {*ALWAYS, *OFFLOADING, *CLIPPING, FINITE, STAGE_FULL}
+
+
+def unexpected(found: Counter[Stall], allowed: Iterable[Place]) -> list[Stall]:
+    """Return the waits that are at none of these places."""
+    places = [*allowed]
+    return [stall for stall in found if not any(place.is_in(stall) for place in places)]
