@@ -67,7 +67,7 @@ def prepare_tuned(
     check_model(model, weights=config.weights is not None)
     inner = check_pair(model, optimizer)
     device = open_device(config.device)
-    blueprint = draw(model, inner, config, device.align_bytes)
+    blueprint = draw(model, inner, config, device)
     check_codes(model, blueprint.layout)
     with torch.inference_mode(False):  # the engine's tensors outlive the caller's mode
         engine = assemble(model, inner, config, device, blueprint, tuning)
@@ -205,6 +205,8 @@ class Status:
     """Per unit, the policy of its activations: "keep", "recompute", "offload" or both."""
     tiers: dict[str, dict[str, int | None]]
     """Per tier: ``budget``, ``used``, ``peak`` and one entry per kind."""
+    locked_bytes: int
+    """Of HOST, page-locked; copies of other memory go through stages."""
     units: dict[str, str]
     """Per unit, "resident" or "home"."""
     h2d_bytes: int
@@ -254,6 +256,7 @@ def status(model: nn.Module) -> Status:
         division=division_of(setup.budget),
         policies={names[u]: str(p) for u, p in residence.activations.policies.items()},
         tiers=tiers,
+        locked_bytes=setup.device.locked_bytes(),
         units={
             names[i]: "resident" if all(b in here for b in needs) else "home"
             for i, needs in enumerate(plan.needs)

@@ -69,6 +69,10 @@ class Config:
     """Budget in bytes for everything on the device; None: all of it, which on "cpu" is `host`."""
     host: int | None = None
     """Budget in bytes for RAM; None: what the machine or the container leaves free."""
+    pinned: int | None = None
+    """Bytes of RAM that CUDA may page-lock, of parameters first, then of activations and gradients.
+    The rest is copied by threads through a ring of page-locked stages, which counts in. None: as
+    many as CUDA takes. WSL and containers may take less than 1 GiB; `hetero doctor` finds out."""
     precision: str = "fp32"
     """What parameters are while the model computes: "fp32" keeps every parameter's own dtype;
     "bf16" and "fp16" train 2-byte working weights with an exact fp32 master for each."""
@@ -290,7 +294,7 @@ one_path = optional(lambda key, value: check_paths(key, [value])[0])
 named = takes(are_names, "a list of module names", then=tuple)
 CHECKS: dict[str, Check] = {
     "device": takes(is_device, f"one of {DEVICES}", " is unknown"),
-    **dict.fromkeys(("hbm", "host", "nvme_bytes"), sized),
+    **dict.fromkeys(("hbm", "host", "nvme_bytes", "pinned"), sized),
     "chunk_bytes": optional(check_chunk_bytes),
     "nvme": check_paths,
     **dict.fromkeys(("weights", "profile"), one_path),

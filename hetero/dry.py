@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,11 +18,13 @@ from hetero.device import (
     COPY_LANES,
     CUDA_ALIGN_BYTES,
     LANES,
+    N_STAGES,
     OPPOSITE,
     CpuDevice,
     Slab,
     Stall,
     Ticket,
+    stages_bytes,
 )
 from hetero.internals import without_modes
 from hetero.types import Lane
@@ -33,9 +36,15 @@ META = torch.device("meta")
 class DrySlab(Slab):
     """Memory that has a size and no bytes."""
 
+    pieces: dict[int, torch.Tensor] | None = None
+    """Where pieces are noted, by their storage."""
+
     def carve(self, offset: int, n_bytes: int) -> torch.Tensor:
         with without_modes():  # no mode may count it as new memory
-            return torch.empty(n_bytes, dtype=torch.uint8, device=META)
+            piece = torch.empty(n_bytes, dtype=torch.uint8, device=META)
+        if self.pieces is not None:
+            self.pieces[piece.untyped_storage()._cdata] = piece
+        return piece
 
 
 CopySeconds = Callable[[Lane, int, bool], float]
@@ -53,6 +62,7 @@ class DryDevice(CpuDevice):
         copies_here: whether the launching thread copies, and only when it waits, as on "cpu:sim":
             until then both ends are held. Stamps have no times then.
         touch_seconds: bytes that compute reads and writes -> seconds.
+        stage_seconds: bytes that threads copy between pageable memory and stages -> seconds.
     """
 
     name = "dry"
@@ -68,6 +78,7 @@ class DryDevice(CpuDevice):
         copy_seconds: CopySeconds,
         copies_here: bool = False,
         touch_seconds: Callable[[int], float] = lambda n_bytes: 0.0,
+        stage_seconds: Callable[[int], float] = lambda n_bytes: 0.0,
     ) -> None:
         super().__init__(META)
         self.is_cuda = is_cuda
@@ -80,14 +91,42 @@ class DryDevice(CpuDevice):
         self._ram_bytes = ram_bytes
         self._copy_seconds = copy_seconds
         self._touch_seconds = touch_seconds
+        self._stage_seconds = stage_seconds
+        self._pinned: int | None = None
+        self._stage_bytes = self._locked_bytes = 0
+        self._pageable: dict[int, torch.Tensor] = {}  # all memory that is not page-locked
+        self._staged_until = dict.fromkeys(COPY_LANES, 0.0)
         self.copies_here = copies_here
         self._asked: dict[Lane, deque[Ticket]] = {lane: deque() for lane in LANES}
         self._free_at = dict.fromkeys(Lane, 0.0)
 
-    def slab(self, n_bytes: int) -> Slab:
+    def arena(self, n_bytes: int) -> DrySlab:
         return DrySlab(n_bytes, torch.empty(0, dtype=torch.uint8, device=META))
 
-    arena = paged_slab = slab
+    def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
+        slab = self.arena(n_bytes)
+        if travels and (self._pinned is None or self._locked_bytes + n_bytes <= self._pinned):
+            self._locked_bytes += n_bytes
+            slab.unlock = partial(self._unlock, n_bytes)
+        elif self._stage_bytes:
+            slab.pieces = self._pageable
+        return slab
+
+    def paged_slab(self, n_bytes: int) -> Slab:
+        return self.slab(n_bytes, travels=False)
+
+    def _unlock(self, n_bytes: int) -> None:
+        self._locked_bytes -= n_bytes
+
+    def stages_bytes(self, largest_bytes: int, pinned: int | None) -> int:
+        return stages_bytes(largest_bytes, pinned) if self.is_cuda else 0
+
+    def open_stages(self, n_bytes: int, pinned: int | None) -> None:
+        self._pinned, self._stage_bytes = pinned, n_bytes
+        self._locked_bytes += n_bytes
+
+    def locked_bytes(self) -> int:
+        return self._locked_bytes
 
     def compute(self, seconds: float) -> None:
         self.pass_until(self.clock_seconds + seconds)
@@ -117,8 +156,29 @@ class DryDevice(CpuDevice):
             return ticket
         start = max(self._free_at[lane], self.clock_seconds, *(t.end for t in after), 0.0)
         busy = lane in COPY_LANES and self._free_at[OPPOSITE[lane]] > start
+        host = src if lane is Lane.H2D else dst
+        if lane in COPY_LANES and host.untyped_storage()._cdata in self._pageable:
+            return self._staged(lane, n_bytes, start, busy)
         end = start + self.copy_seconds(lane, n_bytes, busy=busy)
         self._free_at[lane] = end
+        return Ticket(lane, end).was(start, end)
+
+    def _staged(self, lane: Lane, n_bytes: int, start: float, busy: bool) -> Ticket:
+        """Return the ticket of a copy through stages: threads and lane work on it side by side, one
+        stage apart."""
+        stage = min(n_bytes, self._stage_bytes // N_STAGES)
+        first = self._stage_seconds(stage), self._copy_seconds(lane, stage, busy)
+        whole = self._stage_seconds(n_bytes), self._copy_seconds(lane, n_bytes, busy)
+        if lane is Lane.H2D:  # memory, stage, device
+            begin = max(self.clock_seconds, self._staged_until[lane])
+            self._staged_until[lane] = begin + whole[0]
+            end = max(max(start, begin + first[0]) + whole[1], begin + whole[0] + first[1])
+            self._free_at[lane] = end
+        else:
+            begin = max(start + first[1], self._staged_until[lane])
+            end = max(begin + whole[0], start + whole[1] + first[0])
+            self._staged_until[lane] = end
+            self._free_at[lane] = max(start + whole[1], end - N_STAGES * first[0])
         return Ticket(lane, end).was(start, end)
 
     def wait(self, ticket: Ticket) -> Stall | None:

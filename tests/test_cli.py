@@ -269,12 +269,19 @@ def test_a_red_check_ends_the_doctor_with_status_1(monkeypatch: pytest.MonkeyPat
 
 
 class FakeCuda(CpuDevice):
-    """Stands for a CUDA device: locks pages up to a size, copies in RAM."""
+    """Stands for a CUDA device: locks four blocks, copies in RAM."""
 
-    def slab(self, n_bytes: int) -> Slab:
+    n_locked = 0
+
+    def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
         slab = super().slab(n_bytes)
-        slab.registered = n_bytes <= 4 * 4096
+        if self.n_locked < 4:
+            self.n_locked += 1
+            slab.unlock = self._unlock
         return slab
+
+    def _unlock(self) -> None:
+        self.n_locked -= 1
 
 
 @pytest.fixture
@@ -283,7 +290,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "PROBE_BYTES", 4096)
     monkeypatch.setattr(doctor, "open_cuda", FakeCuda)
     monkeypatch.setattr(doctor, "ask_driver", lambda: ("1.2", [gpu], ""))
-    monkeypatch.setattr(doctor, "release_slab", lambda slab: None)
 
 
 @pytest.mark.usefixtures("cuda")
@@ -299,7 +305,8 @@ def test_doctor_measures_links_and_page_locking_where_there_is_cuda() -> None:
     assert found["device update kernel"].level is Level.YELLOW
     assert "torch does its work, same bits (" in found["device update kernel"].found
     assert found["page-locking"].level is Level.YELLOW
-    assert found["page-locking"].found.startswith("16 KiB in one block")
+    assert found["page-locking"].fix.startswith("set pinned=0MiB")
+    assert found["page-locking"].found.startswith("16 KiB of RAM")
 
 
 def test_a_gpu_that_torch_does_not_see_is_red(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ from hetero.device.process import (
     trim_heap,
 )
 from hetero.device.sim import SimDevice
+from hetero.device.staging import N_STAGES, StagedTicket, Staging, lane_threads, stages_bytes
 from hetero.errors import ConfigError
 
 __all__ = [
@@ -57,11 +58,14 @@ __all__ = [
     "Move",
     "HUGE_PAGE",
     "LANES",
+    "N_STAGES",
     "NoKernel",
     "OPPOSITE",
     "POISON",
     "SimDevice",
     "Slab",
+    "StagedTicket",
+    "Staging",
     "Stall",
     "Ticket",
     "Toolchain",
@@ -71,6 +75,7 @@ __all__ = [
     "check_accelerator_rng",
     "checked_rng",
     "finish_compute",
+    "lane_threads",
     "map_slab",
     "paged_slab",
     "open_device",
@@ -78,6 +83,7 @@ __all__ = [
     "release_slab",
     "return_large_blocks",
     "set_accelerator_rng",
+    "stages_bytes",
     "trim_heap",
     "use_count",
 ]

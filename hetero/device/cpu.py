@@ -41,8 +41,18 @@ class CpuDevice:
         self._done = Ticket(Lane.COMPUTE, 0.0, done=True)
         self._bytes_per_second: float | None = None
 
-    def slab(self, n_bytes: int) -> Slab:
+    def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
         return map_slab(n_bytes) if n_bytes >= SMALL else heap_slab(n_bytes)
+
+    def stages_bytes(self, largest_bytes: int, pinned: int | None) -> int:
+        return 0
+
+    def open_stages(self, n_bytes: int, pinned: int | None) -> None: ...
+
+    def close_stages(self) -> None: ...
+
+    def locked_bytes(self) -> int:
+        return 0
 
     def paged_slab(self, n_bytes: int) -> Slab:
         return paged_slab(n_bytes)

@@ -9,7 +9,7 @@ import torch
 
 from hetero.config import HostLimit, host_limit
 from hetero.device.face import (
-    LANES,
+    COPY_LANES,
     OPPOSITE,
     POISON,
     PROBE_BYTES,
@@ -18,13 +18,13 @@ from hetero.device.face import (
     Slab,
     Stall,
     Ticket,
-    Timing,
     map_slab,
     paged_slab,
-    release_slab,
 )
+from hetero.device.lanes import CudaLanes
 from hetero.device.locked import LockedMemory
 from hetero.device.process import counts
+from hetero.device.staging import LEAST_BYTES, StagedTicket, Staging, on_lanes, stages_bytes
 from hetero.errors import ConfigError
 from hetero.types import Lane
 
@@ -52,16 +52,33 @@ class CudaDevice:
             "cuda", torch.cuda.current_device() if index is None else index
         )
         self.name = str(self.torch_device)
-        self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in LANES}
+        self._lanes = CudaLanes(self.torch_device)
         self._bytes_per_second: dict[Lane, float] = {}
-        self._anchor: tuple[torch.cuda.Event, float] | None = None
-        self._locked = LockedMemory(self.torch_device, self.close)
+        self._locked = LockedMemory(self.torch_device, self._lanes.settle)
+        self._staging = Staging(self._lanes.queue, self._lanes.sync, self._locked.slab)
 
-    def slab(self, n_bytes: int) -> Slab:
-        # torch's page-locked allocator rounds up to powers of two; mapping and registering do not
-        slab = map_slab(n_bytes)
-        self._locked.lock(slab)
-        return slab
+    def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
+        return self._locked.slab(n_bytes) if travels else map_slab(n_bytes)
+
+    def stages_bytes(self, largest_bytes: int, pinned: int | None) -> int:
+        if pinned is not None and pinned < LEAST_BYTES:
+            raise ConfigError(
+                f"pinned={pinned} bytes have no room for the stages of copies",
+                advice=f"pinned= takes {LEAST_BYTES} bytes or more, best 64MiB or more",
+            )
+        return stages_bytes(largest_bytes, pinned)
+
+    def open_stages(self, n_bytes: int, pinned: int | None) -> None:
+        self._locked.limit = pinned
+        self._staging.open(n_bytes)
+        for lane in COPY_LANES:  # now: in a step, the probe would count as activations
+            self._measure(lane)
+
+    def close_stages(self) -> None:
+        self._staging.close()
+
+    def locked_bytes(self) -> int:
+        return self._locked.n_bytes
 
     def paged_slab(self, n_bytes: int) -> Slab:
         return paged_slab(n_bytes)
@@ -78,7 +95,7 @@ class CudaDevice:
         block = torch.empty(max(n_bytes, 1), dtype=torch.uint8, device=self.torch_device)
         taken = torch.cuda.Event()
         taken.record(torch.cuda.current_stream(self.torch_device))
-        for stream in self._streams.values():
+        for stream in self._lanes.streams.values():
             stream.wait_event(taken)
             block.record_stream(stream)
         return block
@@ -86,40 +103,17 @@ class CudaDevice:
     def copy(
         self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
     ) -> Ticket:
-        stream = self._streams[lane]
-        for ticket in after:
-            if ticket.event is not None:
-                stream.wait_event(ticket.event)
-        with torch.cuda.stream(stream):
-            first = self._timing(stream)
-            dst.copy_(src, non_blocking=True)
-            event = torch.cuda.Event(enable_timing=first is not None)
-            event.record(stream)
-        ticket = Ticket(lane, 0.0, event=event)
-        if first is not None:
-            ticket.time_by(first)
-        else:
-            ticket.was(time.monotonic(), 0.0)
-        return ticket
-
-    def _timing(self, stream: torch.cuda.Stream) -> Timing | None:
-        """Return the begin of a copy, if times are watched."""
-        if self._anchor is None:
-            return None
-        first = torch.cuda.Event(enable_timing=True)
-        first.record(stream)
-        return Timing(first, *self._anchor)
+        after = tuple(after)
+        staged = lane in COPY_LANES and not self._locked.holds(src if lane is Lane.H2D else dst)
+        if staged or self._staging.holds_up(lane, after):
+            return self._staging.copy(lane, dst, src, after, staged=staged)
+        return self._lanes.queue(lane, dst, src, on_lanes(after))
 
     def clock(self) -> float:
         return time.monotonic()
 
     def watch(self, on: bool) -> None:
-        self._anchor = None
-        if on:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.torch_device))
-            event.synchronize()
-            self._anchor = event, time.monotonic()
+        self._lanes.watch(on)
 
     def annotate(self, name: str) -> object:
         return torch.cuda.nvtx.range_start(name)
@@ -128,27 +122,41 @@ class CudaDevice:
         torch.cuda.nvtx.range_end(handle)
 
     def wait(self, ticket: Ticket) -> Stall | None:
-        if ticket.event is None:
-            return None
+        begin = time.monotonic()
+        event, stopped = self._event(ticket)
+        stall = (begin, time.monotonic()) if stopped else None
+        if event is None:
+            return stall
         stream = torch.cuda.current_stream(self.torch_device)
-        first = None if self._anchor is None or ticket.event.query() else self._timing(stream)
-        stream.wait_event(ticket.event)
+        first = self._lanes.timing(stream) if self._lanes.is_timed and not event.query() else None
+        stream.wait_event(event)
         if first is None:
-            return None
+            return stall
         last = torch.cuda.Event(enable_timing=True)
         last.record(stream)
-        stall = Ticket(Lane.COMPUTE, 0.0, event=last)
-        stall.time_by(first)
-        return 0.0, stall
+        end = Ticket(Lane.COMPUTE, 0.0, event=last)
+        end.time_by(first)
+        return 0.0, end
+
+    def _event(self, ticket: Ticket) -> tuple[torch.cuda.Event | None, bool]:
+        """Return the event of a ticket, and whether the host stopped until there was one."""
+        if not isinstance(ticket, StagedTicket):
+            return ticket.event, False
+        stops = not ticket.job.done
+        self._staging.wait(ticket)
+        return None if ticket.queued is None else ticket.queued.event, stops
 
     def sync(self, ticket: Ticket) -> Stall | None:
-        if ticket.event is None or ticket.event.query():
-            return None
         begin = time.monotonic()
-        ticket.event.synchronize()
-        return begin, time.monotonic()
+        event, stopped = self._event(ticket)
+        if event is not None and not event.query():
+            event.synchronize()
+            stopped = True
+        return (begin, time.monotonic()) if stopped else None
 
     def query(self, ticket: Ticket) -> bool:
+        if isinstance(ticket, StagedTicket):
+            return ticket.job.done and all(map(self.query, on_lanes([ticket])))
         return ticket.event is None or bool(ticket.event.query())
 
     def mark(self) -> Ticket:
@@ -171,25 +179,28 @@ class CudaDevice:
 
     def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
         if lane not in self._bytes_per_second:
-            below = self.slab(PROBE_BYTES)
-            here = self._shared(PROBE_BYTES)
-            target, source = (here, below.block) if lane is Lane.H2D else (below.block, here)
+            self._measure(lane)
+        return n_bytes / self._bytes_per_second[lane]
+
+    def _measure(self, lane: Lane) -> None:
+        """Measure a lane's rate with a stage at the host's end."""
+        with self._staging.lent(PROBE_BYTES) as below:
+            here = self._shared(below.numel())
+            target, source = (here, below) if lane is Lane.H2D else (below, here)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            with torch.cuda.stream(self._streams[lane]):
+            with torch.cuda.stream(self._lanes.streams[lane]):
                 target.copy_(source, non_blocking=True)  # the first one warms up
                 begin.record()
                 target.copy_(source, non_blocking=True)
                 end.record()
             end.synchronize()
-            release_slab(below)
-            seconds = max(float(begin.elapsed_time(end)) / 1000, 1e-9)
-            self._bytes_per_second[lane] = PROBE_BYTES / seconds
-        return n_bytes / self._bytes_per_second[lane]
+        seconds = max(float(begin.elapsed_time(end)) / 1000, 1e-9)
+        self._bytes_per_second[lane] = here.numel() / seconds
 
     def lane_seconds(self, lane: Lane, moves: Sequence[Move], beside: Sequence[Move] = ()) -> float:
         # 1. make both lanes wait until all is queued: the host is slower than small copies
         self.close()
-        stream, other = self._streams[lane], self._streams[OPPOSITE[lane]]
+        stream, other = self._lanes.streams[lane], self._lanes.streams[OPPOSITE[lane]]
         beside = [*beside] * BESIDE
         cycles = SPIN_CYCLES * (len(moves) + len(beside))
         with torch.cuda.stream(stream):
@@ -244,5 +255,5 @@ class CudaDevice:
         return counts(self.torch_device).peak_bytes
 
     def close(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
+        self._staging.finish()
+        self._lanes.settle()

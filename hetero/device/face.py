@@ -113,8 +113,21 @@ class Device(Protocol):
     cheap_slabs: bool
     """Whether a slab may be made in every step; page-locking one takes long."""
 
-    def slab(self, n_bytes: int) -> Slab:
-        """Return zeroed HOST memory, page-locked on CUDA."""
+    def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
+        """Return zeroed HOST memory. If it ``travels``, CUDA page-locks it as far as it may."""
+
+    def stages_bytes(self, largest_bytes: int, pinned: int | None) -> int:
+        """Return the HOST bytes of stages for copies of memory that may not be page-locked, of at
+        most ``largest_bytes`` each, if ``pinned`` bytes may be; 0 if copies need none."""
+
+    def open_stages(self, n_bytes: int, pinned: int | None) -> None:
+        """Make these stages; slabs from now on and they are page-locked up to ``pinned`` bytes."""
+
+    def close_stages(self) -> None:
+        """Give the stages back."""
+
+    def locked_bytes(self) -> int:
+        """Return the bytes of HOST that are page-locked."""
 
     def paged_slab(self, n_bytes: int) -> Slab:
         """Return HOST memory for homes on disk, whose pages come and go one by one."""

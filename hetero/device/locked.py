@@ -1,4 +1,4 @@
-"""Page-locked memory: slabs that are registered with CUDA.
+"""Page-locked memory: slabs that are registered with CUDA, within a budget.
 
 [Note: forks]  A fork shares pages between parent and child. CUDA copies to and from the parent's
 pages, so the kernel copies all page-locked ones at the fork, or else the first write moves one of
@@ -10,63 +10,98 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 import torch
 
-from hetero.device.face import Slab
+from hetero.device.face import Slab, map_slab
 from hetero.types import format_bytes
 
 
 class LockedMemory:
-    """The page-locked slabs of one device; ``settle`` waits for all its copies."""
+    """The page-locked slabs of one device; ``settle`` waits for all copies on its lanes."""
 
     def __init__(self, place: torch.device, settle: Callable[[], None]) -> None:
+        self.limit: int | None = None
+        """Bytes that may be page-locked; None: as many as CUDA lets us."""
+        self.n_bytes = 0
+        """Bytes that are page-locked."""
         self._place = place
         self._settle = settle
-        self._sizes: dict[int, int] = {}  # by address
+        self._wall: int | None = None  # so many bytes were refused
+        self._ends: dict[int, int] = {}  # by first address
+        self._ranges: tuple[list[int], list[int]] = [], []  # first addresses and ends, ascending
+        self._changing = threading.RLock()  # a finalizer may come at any time
         self._pid = os.getpid()
         self._told = False
 
-    @property
-    def n_bytes(self) -> int:
-        """The bytes that are page-locked."""
-        return sum(self._sizes.values())
+    def slab(self, n_bytes: int) -> Slab:
+        """Return a new slab, page-locked if the limit has room for it and CUDA does not refuse."""
+        # torch's page-locked allocator rounds up to powers of two; mapping and registering do not
+        slab = map_slab(n_bytes)
+        self._lock(slab)
+        return slab
 
-    def lock(self, slab: Slab) -> None:
-        """Page-lock a mapped slab. If CUDA refuses it stays pageable, and the user is told."""
+    def _lock(self, slab: Slab) -> None:
         first, n_bytes, mapping = slab.block.data_ptr(), slab.block.numel(), slab.mapping
-        if mapping is None:
-            return
-        if int(torch.cuda.cudart().cudaHostRegister(first, n_bytes, 0)) != 0:
-            self._refused(n_bytes)
-            return
-        self._sizes[first] = n_bytes
+        with self._changing:
+            if mapping is None or not self._has_room(n_bytes):
+                return
+            if int(torch.cuda.cudart().cudaHostRegister(first, n_bytes, 0)) != 0:
+                self._refused(n_bytes)
+                return
+            self.n_bytes += n_bytes
+            self._ends[first] = first + n_bytes
+            self._sort()
         advise(mapping, "MADV_DONTFORK")  # see [Note: forks]
         slab.unlock = partial(self._unlock, first, mapping)
+
+    def holds(self, piece: torch.Tensor) -> bool:
+        """Whether bytes are page-locked."""
+        starts, ends = self._ranges
+        first = piece.data_ptr()
+        at = bisect_right(starts, first) - 1
+        return at >= 0 and first + piece.numel() <= ends[at]
+
+    def _has_room(self, n_bytes: int) -> bool:
+        after = self.n_bytes + n_bytes
+        return not (
+            (self.limit is not None and after > self.limit)
+            or (self._wall is not None and after >= self._wall)
+        )
+
+    def _sort(self) -> None:
+        starts = sorted(self._ends)
+        self._ranges = starts, [self._ends[first] for first in starts]
 
     def _unlock(self, first: int, mapping: mmap.mmap) -> None:
         """Undo a registration, unless this is a child, which has none."""
         if self._pid != os.getpid():
             return
         self._settle()
-        torch.cuda.cudart().cudaHostUnregister(first)
-        del self._sizes[first]
+        with self._changing:
+            torch.cuda.cudart().cudaHostUnregister(first)
+            self.n_bytes -= self._ends.pop(first) - first
+            self._sort()
         advise(mapping, "MADV_DOFORK")
 
     def _refused(self, n_bytes: int) -> None:
-        """Forget CUDA's error, and warn."""
+        """Remember that it was too much, forget CUDA's error, and warn."""
+        self._wall = self.n_bytes + n_bytes
         # It is reported by the next launch, whichever that is, and torch binds no cudaGetLastError.
         with suppress(RuntimeError):
             torch.empty(1, device=self._place).fill_(0.0)
         if not self._told:
             warnings.warn(
-                f"CUDA refused to page-lock {format_bytes(n_bytes)} beside"
-                f" {format_bytes(self.n_bytes)}: copies of that memory are slower, and the results"
-                " are the same; `hetero doctor` shows how much may be page-locked",
+                f"CUDA refused to page-lock {format_bytes(n_bytes)} of RAM beside the"
+                f" {format_bytes(self.n_bytes)} that are: the rest is copied through a ring of"
+                " stages, with the same results; pinned= keeps below such a wall, and `hetero"
+                " doctor` finds it",
                 stacklevel=2,
             )
         self._told = True

@@ -20,6 +20,10 @@ from hetero.memory.places import HomePlaces
 from hetero.memory.pool import NoPool, Pool
 from hetero.types import Kind, Tier, noop
 
+TRAVEL = (Kind.PARAM.value, Kind.GRAD.value)
+"""Homes that copies use. States are updated where they lie, and sums of gradients are added up by
+threads: to page-lock them would only take time."""
+
 
 class HomeStore:
     """Makes homes under their tier's budget and keeps them: ``homes[kind name, bucket id]``.
@@ -77,10 +81,12 @@ class HomeStore:
             return DiskHome(self.pool, extents, slab, bucket, dtype, codec)
         self._ledger.charge(tier, kind, n_bytes, what)
         self._charged[name, bucket.id] = (tier, kind, n_bytes)
-        if tier is Tier.HBM:
-            self.hbm_bytes[bucket.id] += n_bytes
-        slab = (self._device.arena if tier is Tier.HBM else self._device.slab)(n_bytes)
-        if tier is Tier.HBM and not self.places.stays:
+        if tier is not Tier.HBM:
+            slab = self._device.slab(n_bytes, travels=name in TRAVEL)
+            return HostHome(slab, bucket, dtype, codec)
+        self.hbm_bytes[bucket.id] += n_bytes
+        slab = self._device.arena(n_bytes)
+        if not self.places.stays:
             return DeviceHome(self._device, slab, bucket, dtype, codec)
         return HostHome(slab, bucket, dtype, codec)
 

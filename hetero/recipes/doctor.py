@@ -13,6 +13,7 @@ import resource
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -257,21 +258,24 @@ def check_memlock() -> Check:
 
 
 def check_page_locking(device: Device, limit: HostLimit) -> Check:
-    """Return the largest block that could be page-locked, of those tried."""
+    """Page-lock blocks until one is refused, and give them back at once."""
     most = min(LARGEST_PROBE_BYTES, limit.n_bytes // 4)
-    size, locked = PROBE_BYTES, 0
-    while size <= most and can_lock(device, size):
-        size, locked = 2 * size, size
-    found = f"{format_bytes(locked)} in one block, {format_bytes(most)} was the most to try"
-    return graded("page-locking", 2 * locked > most, found, "raise the memlock limit")
-
-
-def can_lock(device: Device, n_bytes: int) -> bool:
-    slab = device.slab(n_bytes)
-    try:
-        return slab.registered
-    finally:
-        release_slab(slab)
+    n_bytes, blocks = 0, []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the refusal, which is what is asked for
+        while n_bytes + PROBE_BYTES <= most:
+            blocks.append(device.slab(PROBE_BYTES))
+            if not blocks[-1].registered:
+                break
+            n_bytes += PROBE_BYTES
+    for block in blocks:
+        release_slab(block)
+    found = f"{format_bytes(n_bytes)} of RAM, {format_bytes(most)} was the most to try"
+    fix = (
+        f"set pinned={n_bytes // MIB}MiB, or lift the limit: ulimit -l, a container's --ulimit"
+        " memlock=-1, memory= of .wslconfig; the rest is copied through stages"
+    )
+    return graded("page-locking", n_bytes + PROBE_BYTES > most, found, fix)
 
 
 # -- memory, cores, disk -------------------------------------------------------------------------

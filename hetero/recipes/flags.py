@@ -19,7 +19,7 @@ KINDS = {  # of options whose field has too general a type
     "precision": PRECISION,
     "activations": click.Choice(ACTIVATIONS),
     "frozen": click.Choice(FROZEN),
-    **dict.fromkeys(("hbm", "host", "nvme_bytes", "chunk_bytes"), str),  # as 20GiB
+    **dict.fromkeys(("hbm", "host", "nvme_bytes", "chunk_bytes", "pinned"), str),  # as 20GiB
 }
 
 

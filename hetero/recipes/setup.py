@@ -152,7 +152,7 @@ def host_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) 
     """Return the default RAM budget: half the states, so that the rest is on disk."""
     half = states_of(model) // STATES_PER_HOST
     try:
-        draw_spill(draw(model, optimizer, config), half, None)
+        draw_spill(draw(model, optimizer, config, open_device(config.device)), half, None)
     except BudgetError as error:  # a model too small for its own largest update
         return error.needed_bytes
     return half

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hetero.config import Config
+from hetero.device import lane_threads
 from hetero.dry import DryDevice
 from hetero.errors import BudgetError, ConfigError
 from hetero.events import What
@@ -45,6 +46,7 @@ from hetero.types import Kind, Lane, Tier
 
 MOST_STEPS = 8  # until every step is as the one before it
 TIERS = (Tier.HBM, Tier.HOST, Tier.NVME)
+THREAD_BYTES_PER_SECOND = 20e9  # read and written by one thread, where it was not measured
 LEAST_STEPS = 3  # of a run whose steps are alike: the first has no plan, the second begins with it
 
 Loss = Callable[[Any], torch.Tensor]
@@ -123,7 +125,7 @@ def rehearse(scene: Scene) -> Rehearsal:
     scene = replace(scene, **twin_of(scene.model, scene.optimizer)._asdict())
     config = replace(scene.config, device=device, profile=None)
     disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None
-    blueprint = draw(scene.model, scene.optimizer, config, device.align_bytes)
+    blueprint = draw(scene.model, scene.optimizer, config, device)
     worker = DryWorker(device, partial(update_seconds, scene.profile, blueprint), disk)
     tuning = Tuning(worker=worker, depth=scene.depth)
     if disk is not None:
@@ -219,7 +221,17 @@ def device_for(config: Config, profile: MachineProfile) -> DryDevice:
         copy_seconds=lambda lane, n, both: profile.copy_seconds(lane, n, both),
         copies_here=kind == "cpu:sim",
         touch_seconds=profile.memory_seconds,
+        stage_seconds=partial(stage_seconds, profile),
     )
+
+
+def stage_seconds(profile: MachineProfile, n_bytes: int) -> float:
+    """Return the time in which a lane's threads copy bytes in RAM, which reads and writes them."""
+    threads = lane_threads(profile.host.cores)
+    table = profile.host.threads.dram
+    ram = profile.host.dram_bytes_per_second.value
+    rate = threads * THREAD_BYTES_PER_SECOND if table is None else interpolated(table.rows, threads)
+    return 2 * n_bytes / min(ram, rate)
 
 
 def update_seconds(profile: MachineProfile, blueprint: Blueprint, numel: int) -> float:

@@ -108,7 +108,7 @@ def test_page_locked_memory_that_goes_under_a_copy_is_found(started: None) -> No
 def test_memory_that_the_allocator_keeps_for_a_lane_may_go_under_a_copy(watched: None) -> None:
     device = fake.device()
     below, frames = device.slab(4096), new_frames()
-    frames.record_stream(device._streams[Lane.D2H])
+    frames.record_stream(device._lanes.streams[Lane.D2H])
     device.copy(Lane.D2H, below.block, frames, (device.mark(),))
     del frames
     device.close()
@@ -123,7 +123,7 @@ def test_a_refusal_of_the_runtime_is_told_by_the_next_launch(watched: None) -> N
 
 
 def test_each_lane_has_a_name_and_a_stream(watched: None) -> None:
-    streams = [stream.cuda_stream for _ in range(3) for stream in fake.device()._streams.values()]
+    streams = [s.cuda_stream for _ in range(3) for s in fake.device()._lanes.streams.values()]
     assert len({*streams}) == len(streams) and 0 not in streams
 
 

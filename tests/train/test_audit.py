@@ -63,8 +63,8 @@ class HostTelling(SimDevice):
         super().__init__(seed=seed)
         self.slabs: list[torch.Tensor] = []
 
-    def slab(self, n_bytes: int) -> Slab:
-        slab = super().slab(n_bytes)
+    def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
+        slab = super().slab(n_bytes, travels=travels)
         self.slabs.append(slab.block)
         self._tell(slab)
         return slab

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hetero.config import Config
+from hetero.device import CpuDevice, Device
 from hetero.errors import ConfigError
 from hetero.memory.codec import CODECS, CODED, EXACT, Blocked, Codec, Workspace, slice_numel
 from hetero.memory.layout import ALIGN, Bucket, Layout, ParamSpec, build_layout, dense_stride
@@ -41,6 +42,8 @@ class Blueprint:
     needs: tuple[tuple[int, ...], ...]
     costs: tuple[Costs, ...]
     """Of an element, by bucket."""
+    stages_bytes: int
+    """Of HOST, for copies of memory that is not page-locked."""
     widest: int = field(init=False)
     """The unit that pins most frames."""
     least_bytes: int = field(init=False)
@@ -122,12 +125,11 @@ def draw(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     config: Config,
-    align_bytes: int = 1,
+    device: Device | None = None,
 ) -> Blueprint:
-    """Find the units, lay out the buckets and size the states; touches nothing.
-
-    Parameters begin at multiples of ``align_bytes`` in a replica.
-    """
+    """Find the units, lay out the buckets and size the states, for a CPU unless a device is given;
+    touches nothing."""
+    device = device or CpuDevice()
     owned = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
     units, home = assign(model, find_units(model, config.units))
     check_tables(model, config)
@@ -142,7 +144,7 @@ def draw(
             dtype=working[id(p)],
             trainable=id(p) not in codecs and (p.requires_grad or id(p) in owned),
             codec=codecs.get(id(p), EXACT),
-            align=max(ALIGN, align_bytes // working[id(p)].itemsize),
+            align=max(ALIGN, device.align_bytes // working[id(p)].itemsize),
         )
         for name, p in pages(model)
     ]
@@ -154,7 +156,9 @@ def draw(
     rule = Rule(optimizer) if optimizer else None
     costs = cache(partial(costs_of, rule, groups, config.precision))
     each = (costs(b.dtype, shapes(b), b.trainable) for b in layout.buckets)
-    return Blueprint(tuple(units), layout, needs, tuple(each))
+    largest = max((bucket.home_bytes for bucket in layout.buckets), default=0)
+    stages = device.stages_bytes(largest, config.pinned)
+    return Blueprint(tuple(units), layout, needs, tuple(each), stages)
 
 
 def check_tables(model: nn.Module, config: Config) -> None:

@@ -215,15 +215,15 @@ def bytes_of(tensor: torch.Tensor) -> int:
 def host_bytes(model: nn.Module, config: Config, limit: HostLimit) -> int:
     """Return the RAM for homes: the budget, or as much as this process may take."""
     held = sum(p.nbytes for _, p in pages(model) if p.device.type == "cpu")  # moved, not copied
-    if config.host is None:
-        return limit.n_bytes + held
-    if config.host > limit.n_bytes + held:
-        raise ConfigError(
-            f"host={format_bytes(config.host)} is more than this process may take:"
-            f" {describe_limit(limit)}",
-            advice=f"host= takes at most {limit.n_bytes + held} bytes here",
-        )
-    return config.host
+    most = limit.n_bytes + held
+    for name, asked in (("host", config.host), ("pinned", config.pinned)):
+        if asked is not None and asked > most:
+            raise ConfigError(
+                f"{name}={format_bytes(asked)} is more than this process may take:"
+                f" {describe_limit(limit)}",
+                advice=f"{name}= takes at most {most} bytes here",
+            )
+    return most if config.host is None else config.host
 
 
 def check_hbm(budget: Budget) -> None:
@@ -245,7 +245,7 @@ def check_host(
     plan: Blueprint, have: int, *, nvme: bool, on_hbm: Sequence[BucketHomes] = ()
 ) -> None:
     """Refuse states that RAM cannot hold, beside those on HBM."""
-    need = plan.home_bytes - total_bytes(on_hbm)
+    need = plan.home_bytes + plan.stages_bytes - total_bytes(on_hbm)
     if need > have:
         advice = "raise host=, train fewer parameters, or use an optimizer with less state"
         if not nvme:

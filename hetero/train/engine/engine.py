@@ -279,6 +279,7 @@ class Engine:
         if self.optimizer is not None:
             self.optimizer.known_state = defaultdict(dict)
         setup.store.close()
+        setup.device.close_stages()
         setup.model.__dict__.pop(MARK, None)
         interrupts.let_go(setup)
 

@@ -121,6 +121,7 @@ class Setup:
         """Give back files, threads, and the memory of offloaded activations."""
         self.offload.close()
         self.store.close()
+        self.device.close_stages()
 
 
 def set_up(
@@ -138,6 +139,9 @@ def set_up(
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
     log = EventLog(device.clock)
     ledger = Ledger(budgets, log)
+    if blueprint.stages_bytes:  # first of all: what is left for page-locking is not known
+        device.open_stages(blueprint.stages_bytes, config.pinned)
+        ledger.charge(Tier.HOST, Kind.POOL, blueprint.stages_bytes, "stages of copies")
     store = open_store(budget, config, device, tuning, ledger, log)
     store.places.on_hbm.update(homes.bucket for homes in budget.on_hbm)
     params = [param for _, param in pages(model)]

@@ -92,7 +92,7 @@ def draw_way(plan: Blueprint, host_bytes: int, extent_numel: int | None = None) 
 
 def passing_bytes(plan: Blueprint) -> int:
     """Return the most HOST bytes of transfers between device and homes."""
-    return ring_bytes(plan.grad_sizes) + widening(plan)
+    return ring_bytes(plan.grad_sizes) + widening(plan) + plan.stages_bytes
 
 
 def parts_of(plan: Blueprint) -> Iterator[HomePart]:

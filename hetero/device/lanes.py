@@ -1,0 +1,70 @@
+"""The copy streams of a CUDA device, and the times of what is queued there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from hetero.device.face import LANES, Ticket, Timing
+from hetero.types import Lane
+
+
+class CudaLanes:
+    """A persistent stream for each copy lane; it refers to no memory and to no device object."""
+
+    def __init__(self, place: torch.device) -> None:
+        self.streams = {lane: torch.cuda.Stream(place) for lane in LANES}
+        self.is_timed = False
+        """Whether begin and end of what is queued are timed on the device."""
+        self._place = place
+        self._anchor: tuple[torch.cuda.Event, float] | None = None
+
+    def queue(
+        self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket]
+    ) -> Ticket:
+        """Queue a copy, after tickets that have events; the host waits if it is of pageable
+        memory."""
+        stream = self.streams[lane]
+        for ticket in after:
+            if ticket.event is not None:
+                stream.wait_event(ticket.event)
+        with torch.cuda.stream(stream):
+            first = self.timing(stream)
+            dst.copy_(src, non_blocking=True)
+            event = torch.cuda.Event(enable_timing=first is not None)
+            event.record(stream)
+        ticket = Ticket(lane, 0.0, event=event)
+        if first is not None:
+            ticket.time_by(first)
+        else:
+            ticket.was(time.monotonic(), 0.0)
+        return ticket
+
+    def sync(self, ticket: Ticket) -> None:
+        """Block the host until a copy is done."""
+        if ticket.event is not None:
+            ticket.event.synchronize()
+
+    def settle(self) -> None:
+        """Block the host until all copies are done."""
+        for stream in self.streams.values():
+            stream.synchronize()
+
+    def timing(self, stream: torch.cuda.Stream) -> Timing | None:
+        """Return the begin of what is queued next on a stream, if times are watched."""
+        if self._anchor is None:
+            return None
+        first = torch.cuda.Event(enable_timing=True)
+        first.record(stream)
+        return Timing(first, *self._anchor)
+
+    def watch(self, on: bool) -> None:
+        """Begin, or stop, to time what is queued."""
+        self._anchor, self.is_timed = None, on
+        if on:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._place))
+            event.synchronize()
+            self._anchor = event, time.monotonic()

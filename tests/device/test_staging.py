@@ -1,0 +1,212 @@
+"""Copies of memory that is not page-locked: through stages, in order, with the same bits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import hetero
+from hetero.config import Config
+from hetero.device import CpuDevice, Device, SimDevice, StagedTicket, Staging, Ticket, stages_bytes
+from hetero.errors import ConfigError, TransferError
+from hetero.types import Lane
+from tests.emulator import fake
+
+KIB = 2**10
+
+
+def random_bytes(n_bytes: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (n_bytes,), dtype=torch.uint8, generator=generator)
+
+
+def staging_on(device: Device, n_threads: int, largest_bytes: int = 64 * KIB) -> Staging:
+    staging = Staging(device.copy, device.sync, device.slab, n_threads=n_threads)
+    staging.open(stages_bytes(largest_bytes))
+    return staging
+
+
+def sync(device: Device, staging: Staging, ticket: Ticket) -> None:
+    assert isinstance(ticket, StagedTicket)
+    staging.wait(ticket)
+    if ticket.queued is not None:
+        device.sync(ticket.queued)
+
+
+# -- the stages alone ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("n_bytes", [0, 1, 4096, 50_000, 400_001])
+def test_bytes_go_up_and_down_through_stages_unchanged(seed: int, n_bytes: int) -> None:
+    device = SimDevice(seed=seed, checked=True)
+    staging = staging_on(device, n_threads=0)
+    source, here, back = random_bytes(n_bytes, seed), *torch.zeros(2, n_bytes, dtype=torch.uint8)
+
+    up = staging.copy(Lane.H2D, here, source, ())
+    down = staging.copy(Lane.D2H, back, here, (up,))
+    sync(device, staging, down)
+
+    assert torch.equal(back, source)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+def test_many_copies_by_threads_come_in_the_order_of_their_lane(n_threads: int) -> None:
+    device = CpuDevice()
+    staging = staging_on(device, n_threads)
+    sources = [random_bytes(100_000, seed) for seed in range(20)]
+    here, *homes = torch.zeros(21, 100_000, dtype=torch.uint8)
+    down: Ticket | None = None
+    for source, home in zip(sources, homes, strict=True):  # all of them through the same place
+        up = staging.copy(Lane.H2D, here, source, () if down is None else (down,))
+        down = staging.copy(Lane.D2H, home, here, (up,))
+    staging.finish()
+
+    assert all(map(torch.equal, homes, sources))
+
+
+def test_a_copy_of_page_locked_memory_waits_for_staged_ones_of_its_lane() -> None:
+    order: list[int] = []
+
+    def queue(lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket]) -> Ticket:
+        order.append(src.numel())
+        return Ticket(lane, 0.0, done=True)
+
+    staging = Staging(queue, lambda ticket: None, CpuDevice().slab, n_threads=1)
+    staging.open(stages_bytes(8192))
+    pieces = [torch.zeros(n, dtype=torch.uint8) for n in (8192, 8192, 5, 5)]
+    staging.copy(Lane.H2D, pieces[0], pieces[1], ())
+    last = staging.copy(Lane.H2D, pieces[2], pieces[3], (), staged=False)
+    assert isinstance(last, StagedTicket)
+    staging.wait(last)
+
+    assert order == [4096, 4096, 0, 5]
+
+
+def test_a_copy_that_fails_is_a_typed_error_and_the_next_one_goes_on() -> None:
+    broken = [True]
+
+    def queue(lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket]) -> Ticket:
+        if broken[0]:
+            raise RuntimeError("the device fell off the bus")
+        return CpuDevice().copy(lane, dst, src)
+
+    staging = Staging(queue, lambda ticket: None, CpuDevice().slab)
+    here, there = torch.zeros(100, dtype=torch.uint8), random_bytes(100, 0)
+    first = staging.copy(Lane.H2D, here, there, ())
+    assert isinstance(first, StagedTicket)
+    with pytest.raises(TransferError, match="fell off the bus"):
+        staging.wait(first)
+    broken[0] = False
+    second = staging.copy(Lane.H2D, here, there, ())
+    assert isinstance(second, StagedTicket)
+    staging.wait(second)
+
+    assert torch.equal(here, there)
+
+
+def test_a_ring_is_as_large_as_is_useful_and_as_the_limit_allows() -> None:
+    assert stages_bytes(2**30) == 64 * 2**20
+    assert stages_bytes(2**20) == 4 * 2**20
+    assert stages_bytes(100) == 8 * 4096
+    assert stages_bytes(2**30, 2**20) == 2**20
+
+
+# -- training on an emulated device --------------------------------------------------------------
+
+
+def train(
+    steps: int = 4, parts: int = 1, clip: bool = True, **settings: Any
+) -> tuple[list[torch.Tensor], Any]:
+    """Train on the emulated device and return the weights, and the status before release."""
+    gc.collect()  # the frames of a model that was released
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    settings = {"device": fake.device(), "hbm": 400_000, "chunk_bytes": 4096, **settings}
+    model, optimizer = hetero.prepare(model, optimizer, **settings)
+    for number in range(steps):
+        for part in range(parts):
+            x = torch.randn(64, 64, generator=torch.Generator().manual_seed(10 * number + part))
+            model(x.to(fake.PLACE)).pow(2).mean().backward()
+        if clip:
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    status = hetero.status(model)
+    hetero.release(model, optimizer)
+    return [p.detach().cpu().clone() for p in model.parameters()], status
+
+
+def asynchronous_pageable() -> list[str]:
+    return [what for what in fake.copies() if "asynchronous" in what and "pageable" in what]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("pinned", [8 * 4096, 100 * KIB])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"parts": 2}, {"activations": "offload"}, {"updates": "backward", "clip": False}],
+    ids=["plain", "sums", "offload", "early"],
+)
+def test_a_budget_of_page_locked_memory_changes_no_bit(
+    watched: None, settings: dict[str, Any], pinned: int, seed: int
+) -> None:
+    fake.start(seed)
+    before = fake.pinned_bytes()
+    whole, free = train(**settings)
+    weights, bounded = train(pinned=pinned, **settings)
+
+    assert all(map(torch.equal, weights, whole))
+    assert 0 < bounded.locked_bytes <= pinned < free.locked_bytes
+    assert asynchronous_pageable() == []
+    assert fake.pinned_bytes() <= before
+
+
+@pytest.mark.parametrize("accepted", [0, 60 * KIB, 120 * KIB])
+def test_memory_that_cuda_refuses_half_way_is_staged_and_nothing_stays_registered(
+    watched: None, accepted: int
+) -> None:
+    gc.collect()
+    whole, _ = train()
+    before = fake.pinned_bytes()
+    with fake.limit(pinned=before + accepted), pytest.warns(UserWarning, match="refused"):
+        weights, bounded = train()
+
+    assert all(map(torch.equal, weights, whole))
+    assert bounded.locked_bytes <= accepted
+    assert fake.pinned_bytes() == before
+    if accepted:  # else the stages are pageable, too
+        assert asynchronous_pageable() == []
+
+
+def test_states_are_not_page_locked(watched: None) -> None:
+    gc.collect()
+    _, free = train()
+    home = 5 * 4096  # of a unit's weights, or of their gradients
+
+    assert free.locked_bytes == 6 * 2 * home + stages_bytes(home)
+
+
+def test_stages_are_charged_and_given_back(emulator: None) -> None:
+    model = hetero.prepare(torch.nn.Linear(8, 8), device=fake.device(), hbm=200_000, host=2**20)
+
+    assert hetero.status(model).tiers["HOST"]["pool"] == 8 * 4096
+    hetero.release(model)
+    assert fake.pinned_bytes() == 0
+
+
+@pytest.mark.parametrize(("pinned", "told"), [(2**60, "may take"), (100, "32768 bytes or more")])
+def test_a_budget_of_page_locked_memory_that_cannot_be_is_refused(
+    emulator: None, pinned: int, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        hetero.prepare(torch.nn.Linear(8, 8), device=fake.device(), hbm=200_000, pinned=pinned)
+
+
+def test_the_budget_is_bytes_or_a_text() -> None:
+    assert Config.load(pinned="512MiB").pinned == 512 * 2**20
