@@ -19,6 +19,7 @@ from benchmarks import (
     launching,
     lora,
     memory,
+    pinned,
     plan,
     plugin,
     scale,
@@ -97,6 +98,7 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "lora": lora.lora,
     "profile-cost": plan.profile_cost,
     "auto": plan.auto,
+    "pinned": pinned.pinned,
     "plugin": plugin.plugin,
     "scale": scale.scale,
 }
