@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -33,5 +34,10 @@ def pinned(device: str | None = None) -> Figures:
 def step_seconds(model: GPT, machine: str, batch: int, limit: str | None) -> float:
     """Return the modelled time of a step."""
     tokens = torch.zeros(batch, CONTEXT, dtype=torch.long)
-    settings = {"precision": "bf16", "hbm": "20GiB", "host": "200GiB", "pinned": limit}
+    settings: dict[str, Any] = {
+        "precision": "bf16",
+        "hbm": "20GiB",
+        "host": "200GiB",
+        "pinned": limit,
+    }
     return plan(model, tokens, profile=machine, **settings).step_seconds

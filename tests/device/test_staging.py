@@ -12,6 +12,7 @@ import torch
 import hetero
 from hetero.config import Config
 from hetero.device import CpuDevice, Device, SimDevice, StagedTicket, Staging, Ticket, stages_bytes
+from hetero.dry import DryDevice
 from hetero.errors import ConfigError, TransferError
 from hetero.types import Lane
 from tests.emulator import fake
@@ -210,3 +211,37 @@ def test_a_budget_of_page_locked_memory_that_cannot_be_is_refused(
 
 def test_the_budget_is_bytes_or_a_text() -> None:
     assert Config.load(pinned="512MiB").pinned == 512 * 2**20
+
+
+@pytest.mark.parametrize(("stage", "link", "slowest"), [(10.0, 5.0, 5.0), (5.0, 10.0, 5.0)])
+@pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H])
+def test_a_modelled_copy_takes_the_slower_of_threads_and_lane(
+    lane: Lane, stage: float, link: float, slowest: float
+) -> None:
+    device = DryDevice(
+        is_cuda=True,
+        ram_bytes=2**30,
+        copy_seconds=lambda lane, n, busy: n / link,
+        stage_seconds=lambda n: n / stage,
+    )
+    device.open_stages(8 * 100, pinned=800)
+    home, frames = device.slab(10_000).carve(0, 10_000), device.arena(10_000).carve(0, 10_000)
+    ends = (frames, home) if lane is Lane.H2D else (home, frames)
+
+    first, second = device.copy(lane, *ends), device.copy(lane, *ends)
+
+    assert 10_000 / slowest <= first.end <= 10_000 / slowest + 100 / stage + 100 / link
+    assert second.end <= 2 * first.end
+
+
+def test_a_model_without_a_budget_is_rehearsed_as_before() -> None:
+    device = DryDevice(
+        is_cuda=True,
+        ram_bytes=2**30,
+        copy_seconds=lambda lane, n, busy: n / 5.0,
+        stage_seconds=lambda n: n / 1.0,
+    )
+    device.open_stages(8 * 100, pinned=None)
+    home, frames = device.slab(1000).carve(0, 1000), device.arena(1000).carve(0, 1000)
+
+    assert device.copy(Lane.H2D, frames, home).end == 200.0
