@@ -25,8 +25,8 @@ from hetero.device.lanes import CudaLanes
 from hetero.device.locked import LockedMemory
 from hetero.device.process import counts
 from hetero.device.staging import LEAST_BYTES, StagedTicket, Staging, on_lanes, stages_bytes
-from hetero.errors import ConfigError
-from hetero.types import Lane
+from hetero.errors import BudgetError, ConfigError
+from hetero.types import Lane, format_bytes
 
 CUDA_ALIGN_BYTES = 256  # cuBLASLt's heuristic is told no more; torch's allocator gives 512
 BESIDE = 3  # times as many copies keep the other lane busy all the while
@@ -45,14 +45,21 @@ class CudaDevice:
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(
-                f"device='cuda', but torch {torch.__version__} sees no CUDA device",
-                advice="install a CUDA build of torch and a driver, or use device='cpu'",
+                f"device='cuda', but torch {torch.__version__} sees no CUDA device: {why_none()}",
+                advice="install a CUDA build of torch and a driver that is new enough for it, unset"
+                " CUDA_VISIBLE_DEVICES if that hides the device, or use device='cpu'",
             )
         self.torch_device = torch.device(
             "cuda", torch.cuda.current_device() if index is None else index
         )
         self.name = str(self.torch_device)
-        self._lanes = CudaLanes(self.torch_device)
+        try:
+            self._lanes = CudaLanes(self.torch_device)
+        except RuntimeError as error:  # the first use of the device
+            raise ConfigError(
+                f"{self.name} cannot be used: {first_line(error)}",
+                advice="end other processes on it (nvidia-smi lists them), or use another one",
+            ) from error
         self._bytes_per_second: dict[Lane, float] = {}
         self._locked = LockedMemory(self.torch_device, self._lanes.settle)
         self._staging = Staging(self._lanes.queue, self._lanes.sync, self._locked.slab)
@@ -92,7 +99,16 @@ class CudaDevice:
         torch's allocator orders its memory by compute's stream alone: the lanes have to come after
         what is queued there now, and the memory may serve others when they are done with it.
         """
-        block = torch.empty(max(n_bytes, 1), dtype=torch.uint8, device=self.torch_device)
+        try:
+            block = torch.empty(max(n_bytes, 1), dtype=torch.uint8, device=self.torch_device)
+        except torch.OutOfMemoryError as error:
+            free = (self.free_bytes() or 0) + self.reserved_bytes()
+            raise BudgetError(
+                f"{format_bytes(n_bytes)} of frames and homes are not free on {self.name}:"
+                f" {first_line(error)}",
+                advice=f"end other processes on the device, or set hbm= below {free} bytes",
+                tier="HBM",
+            ) from error
         taken = torch.cuda.Event()
         taken.record(torch.cuda.current_stream(self.torch_device))
         for stream in self._lanes.streams.values():
@@ -257,3 +273,16 @@ class CudaDevice:
     def close(self) -> None:
         self._staging.finish()
         self._lanes.settle()
+
+
+def why_none() -> str:
+    """Return torch's own reason for seeing no CUDA device."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # a build for CPUs; no driver, or an old one
+        return first_line(error)
+    return "it found none"
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

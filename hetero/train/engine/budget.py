@@ -180,6 +180,14 @@ def hbm_bytes(model: nn.Module, config: Config, device: Device) -> int | None:
             f"hbm={format_bytes(config.hbm)} is more than the device has ({format_bytes(total)})",
             advice=f"hbm= takes at most {total} bytes",
         )
+    free = device.free_bytes()
+    ours = None if free is None else free + device.reserved_bytes()
+    if config.hbm is not None and ours is not None and config.hbm > ours:
+        raise ConfigError(
+            f"hbm={format_bytes(config.hbm)} is more than this process may take:"
+            f" {format_bytes(ours)}; other processes, and the driver, use the rest of the device",
+            advice=f"end other processes on the device, or set hbm= to at most {ours} bytes",
+        )
     return free_hbm(model, device) if config.hbm is None else config.hbm
 
 

@@ -101,7 +101,11 @@ class Setup:
             trim_heap()
 
     def move_in(self) -> None:
-        """Copy every parameter to its home; undone by `Handover.move_out`."""
+        """Copy every parameter to its home; undone by `Handover.move_out` and `close`."""
+        stages_bytes = self.blueprint.stages_bytes
+        if stages_bytes:  # before homes: nothing tells how much more may be page-locked
+            self.ledger.charge(Tier.HOST, Kind.POOL, stages_bytes, "stages of copies")
+            self.device.open_stages(stages_bytes, self.config.pinned)
         self.ledger.charge(Tier.HBM, Kind.BUFFER, self.budget.buffer_bytes, "buffers")
         place = self.device.torch_device
         self.handover.move_in(self.store, self.masters, place, self.config.weights)
@@ -139,9 +143,6 @@ def set_up(
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
     log = EventLog(device.clock)
     ledger = Ledger(budgets, log)
-    if blueprint.stages_bytes:  # first of all: what is left for page-locking is not known
-        device.open_stages(blueprint.stages_bytes, config.pinned)
-        ledger.charge(Tier.HOST, Kind.POOL, blueprint.stages_bytes, "stages of copies")
     store = open_store(budget, config, device, tuning, ledger, log)
     store.places.on_hbm.update(homes.bucket for homes in budget.on_hbm)
     params = [param for _, param in pages(model)]

@@ -1,0 +1,97 @@
+"""A CUDA device that is not there, or is too full or too small: typed errors, nothing left."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import hetero
+from hetero.device import CudaDevice
+from hetero.errors import BudgetError, ConfigError
+from tests.emulator import fake
+
+
+def model() -> Any:
+    return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+
+
+@pytest.fixture
+def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "The NVIDIA driver on your system is too old (found version 11040).",
+        "No CUDA GPUs are available",  # CUDA_VISIBLE_DEVICES is empty
+    ],
+)
+def test_a_device_that_torch_does_not_see_is_refused_with_its_reason(
+    hidden: None, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError(f"{reason}\nPlease update.")
+
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES") as caught:
+        CudaDevice()
+    assert reason in str(caught.value)
+
+
+def test_without_a_visible_device_the_default_is_the_cpu(hidden: None) -> None:
+    prepared = hetero.prepare(model())
+
+    assert hetero.status(prepared).device == "cpu"
+
+
+def test_a_device_that_another_process_has_for_itself_is_refused(
+    emulator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(device: object) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+
+    monkeypatch.setattr(fake.cuda(), "Stream", refuse)
+
+    with pytest.raises(ConfigError, match="busy or unavailable"):
+        CudaDevice()
+
+
+def test_a_card_smaller_than_one_unit_is_refused_with_the_smallest_budget(emulator: None) -> None:
+    gc.collect()
+    with fake.limit(hbm=fake.allocated_bytes() + 10_000), pytest.raises(BudgetError) as caught:
+        hetero.prepare(model(), device=fake.device(total_memory=fake.total_bytes()))
+
+    assert caught.value.needed_bytes > 10_000
+    assert fake.pinned_bytes() == 0
+
+
+def test_memory_of_other_processes_is_not_given_away(
+    emulator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = fake.device()
+    monkeypatch.setattr(fake.cuda(), "mem_get_info", lambda place: (100_000, fake.total_bytes()))
+
+    with pytest.raises(ConfigError, match="other processes"):
+        hetero.prepare(model(), device=device, hbm="1GiB")
+
+
+def test_a_card_that_fills_up_meanwhile_leaves_the_model_as_it_was(emulator: None) -> None:
+    gc.collect()
+    net, device = model(), fake.device()
+    before = [param.clone() for param in net.parameters()]
+    known = fake.load().hbm_limit()
+    fake.load().limit_hbm(fake.allocated_bytes() + 60_000)  # and the driver told of more
+    try:
+        with pytest.raises(BudgetError, match="end other processes"):
+            hetero.prepare(net, device=device, hbm=200_000)
+    finally:
+        fake.load().limit_hbm(known)
+    gc.collect()
+
+    assert all(map(torch.equal, net.parameters(), before))
+    assert fake.pinned_bytes() == 0
