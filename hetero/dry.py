@@ -83,6 +83,7 @@ class DryDevice(CpuDevice):
         super().__init__(META)
         self.is_cuda = is_cuda
         self.same_ram = same_ram
+        self.shares_ram = not is_cuda
         self.align_bytes = CUDA_ALIGN_BYTES if is_cuda else CpuDevice.align_bytes
         self.clock_seconds = 0.0
         self.time_passed: Callable[[], None] = lambda: None

@@ -31,6 +31,7 @@ class CpuDevice:
 
     name = "cpu"
     same_ram = True
+    shares_ram = True
     is_cuda = False
     has_bytes = True
     align_bytes = 1

@@ -36,6 +36,9 @@ SPIN_CYCLES = 50_000  # of a device's clock while the host queues one copy: 25 u
 class CudaDevice:
     """One CUDA device: a persistent stream per copy lane, events as tickets."""
 
+    # Not even where HBM is RAM (GB10, Jetson), or where kernels may read RAM (GH200): torch refuses
+    # operations of its CPU on the device's tensors and the reverse, and streams still order them.
+    # A model that fits stays there, and copies nothing.
     same_ram = False
     is_cuda = True
     has_bytes = True
@@ -60,6 +63,8 @@ class CudaDevice:
                 f"{self.name} cannot be used: {first_line(error)}",
                 advice="end other processes on it (nvidia-smi lists them), or use another one",
             ) from error
+        found = torch.cuda.get_device_properties(self.torch_device)
+        self.shares_ram = bool(getattr(found, "is_integrated", False))
         self._bytes_per_second: dict[Lane, float] = {}
         self._locked = LockedMemory(self.torch_device, self._lanes.settle)
         self._staging = Staging(self._lanes.queue, self._lanes.sync, self._locked.slab)

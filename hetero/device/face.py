@@ -104,6 +104,9 @@ class Device(Protocol):
     name: str
     torch_device: torch.device
     same_ram: bool
+    """Whether compute works on HOST's memory itself, and copies are immediate."""
+    shares_ram: bool
+    """Whether HBM is a part of RAM, so that what one takes the other has not."""
     is_cuda: bool
     """Whether it is a CUDA device, or stands for one."""
     has_bytes: bool

@@ -31,6 +31,7 @@ class Facts:
     minor: int = 0
     multi_processor_count: int = 132
     total_memory: int = 1 << 36
+    is_integrated: int = 0
 
     def become(self, facts: dict[str, Any]) -> None:
         """Take these facts, and the usual ones for the others."""

@@ -167,7 +167,7 @@ def available(
         # the CPU cannot compute on these homes as they lie: set frames aside in its RAM
         hbm = max(host // CPU_FRAMES, 2 * plan.least_bytes + buffer_bytes)
         return Memory(hbm, max(0, host - hbm))
-    if hbm is not None and config.host is None and not device.is_cuda:
+    if hbm is not None and config.host is None and device.shares_ram:
         host = max(0, host - hbm)
     return Memory(hbm, host)
 
