@@ -152,6 +152,7 @@ def meta_of(engine: Engine) -> Meta:
         update_place=update_place(engine),
         precision=engine.setup.config.precision,
         chunk_bytes=4 * layout.chunk_numel,
+        locked_bytes=engine.setup.device.locked_bytes(),
         budgets={tier.name: limit for tier, limit in engine.setup.ledger.budgets.items()},
         units=list(layout.unit_names),
         buckets=[

@@ -71,6 +71,8 @@ class Meta:
     update_place: str = ""
     precision: str = ""
     chunk_bytes: int = 0
+    locked_bytes: int = 0
+    """Of HOST, page-locked; 0 also if nothing is page-locked, as on a CPU."""
     budgets: dict[str, int | None] = field(default_factory=dict)
     """By tier; None: no limit."""
     units: list[str] = field(default_factory=list)

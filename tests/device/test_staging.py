@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,3 +246,13 @@ def test_a_model_without_a_budget_is_rehearsed_as_before() -> None:
     home, frames = device.slab(1000).carve(0, 1000), device.arena(1000).carve(0, 1000)
 
     assert device.copy(Lane.H2D, frames, home).end == 200.0
+
+
+def test_a_report_tells_how_much_is_page_locked(emulator: None, tmp_path: Path) -> None:
+    model = hetero.prepare(torch.nn.Linear(8, 8), device=fake.device(), hbm=200_000)
+    page = tmp_path / "report.html"
+    hetero.report(model, page)
+
+    assert f"{hetero.status(model).locked_bytes // KIB} KiB" in page.read_text()
+    assert "page-locked" in page.read_text()
+    hetero.release(model)
