@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hetero
 from hetero.api import engine_of, prepare_tuned
-from hetero.config import Config
-from hetero.device import SimDevice
+from hetero.config import Config, HostLimit
+from hetero.device import CpuDevice, SimDevice
+from hetero.errors import BudgetError
 from hetero.jobs import Worker
 from hetero.memory.home import Home
 from hetero.train.engine.tuning import Tuning
@@ -562,3 +563,30 @@ def test_gradients_of_the_first_step_go_with_their_updates(place: str, precision
     model(x)  # waits for every update
     # a gradient that lives is brought to the device when the next one takes its home
     assert [slot() for slot in slots] == [None] * len(slots)
+
+
+def test_sums_that_ram_cannot_hold_are_refused_before_they_are_made() -> None:
+    def prepared(n_bytes: int) -> tuple[Any, Any]:
+        device = CpuDevice()
+        device.host_limit = lambda: HostLimit(n_bytes, "a small machine")
+        model = linears(4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return hetero.prepare(
+            *(model, optimizer), device=device, precision="bf16", hbm=100_000, chunk_bytes=256
+        )
+
+    def accumulate(model: Any) -> None:
+        for number in range(2):
+            model(batch(number).bfloat16()).float().square().mean().backward()
+
+    roomy, optimizer = prepared(1_000_000)
+    plan = engine_of(roomy).setup.blueprint
+    held = sum(p.nbytes for p in linears(4).parameters())
+    accumulate(roomy)
+    tight, optimizer = prepared(100_000 + plan.home_bytes - held + 100)
+    tight(batch(0).bfloat16()).float().square().mean().backward()
+    optimizer.step()  # one backward pass a step needs no sum
+    optimizer.zero_grad()
+    with pytest.raises(BudgetError, match="summed in fp32") as caught:
+        accumulate(tight)
+    assert caught.value.advice and "nvme=" in caught.value.advice

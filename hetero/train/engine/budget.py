@@ -44,6 +44,8 @@ class Budget:
     """Homes of a paged model that begin on HBM: HOST does not hold them."""
     stays: bool = False
     """Whether parameters stay where they compute, from the beginning."""
+    ram_bytes: int | None = None
+    """RAM for homes, as measured; None if it was given, or homes lie elsewhere too."""
     slack_bytes: int = 0
     """Of the device, that a given budget leaves to others."""
     division: Division | None = None
@@ -105,6 +107,29 @@ class Budget:
         """Whether any home lies on disk."""
         return self.spill is not None and bool(self.spill.on_disk)
 
+    def check_sums(self) -> None:
+        """Raise BudgetError if RAM does not hold gradients that are summed in fp32.
+
+        Where `host=` is given, its ledger refuses them.
+        """
+        on_hbm = {homes.bucket for homes in self.on_hbm}
+        sums = sum(
+            bucket.numel * (torch.float32.itemsize - bucket.dtype.itemsize)
+            for bucket in self.plan.layout.buckets
+            if bucket.trainable and bucket.has_master and bucket.id not in on_hbm
+        )
+        need = self.plan.home_bytes - total_bytes(self.on_hbm) + sums
+        if self.ram_bytes is not None and need > self.ram_bytes:
+            raise BudgetError(
+                f"gradients of several backward passes are summed in fp32: HOST must then hold"
+                f" {format_bytes(need)} of parameters, gradients and states;"
+                f" {format_bytes(self.ram_bytes)} are there",
+                advice="make each step of one backward pass, train fewer parameters, or name a"
+                " directory on a drive with nvme=",
+                tier="HOST",
+                needed_bytes=need,
+            )
+
     def holds_everything(self, activation_bytes: int) -> bool:
         """Whether parameters, gradients and states fit on the device with the activations."""
         whole = self.plan.home_bytes + activation_bytes + self.buffer_bytes
@@ -152,6 +177,7 @@ def decide(
     if not (stays and device.is_cuda):  # homes lie in RAM, or pass through it
         if budget.spill is None or stays:
             check_host(plan, memory.host, nvme=bool(config.nvme), on_hbm=budget.on_hbm)
+            budget.ram_bytes = memory.host if config.host is None else None
         whole = plan.home_bytes + passing_bytes(plan) - total_bytes(budget.on_hbm)
         budget.host_bytes = whole if budget.spill is None else budget.spill.host_bytes
     return budget

@@ -12,7 +12,7 @@ from hetero.device import Device
 from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment
-from hetero.types import Kind
+from hetero.types import Kind, noop
 
 GRAD, WIDE = Kind.GRAD.value, "grad32"
 Growing = Callable[[int], AbstractContextManager[None]]
@@ -36,9 +36,11 @@ class GradHomes:
         layout: Layout,
         device: Device,
         growing: Growing = standing,
+        check_sums: Callable[[], None] = noop,
     ) -> None:
         self.store = store
         self._growing = growing  # on HBM, for bytes of a home there
+        self._check_sums = check_sums  # raises BudgetError if RAM has no room for wide homes
         self.expects_sums = False
         """Whether gradients will be summed: homes of buckets with masters then begin in fp32."""
         self.layout = layout
@@ -54,10 +56,12 @@ class GradHomes:
 
     def wide(self, bucket: Bucket) -> Home:
         """Return the home of a bucket's gradients in fp32; make it if there is none."""
-        is_new = (WIDE, bucket.id) not in self.store.homes
-        if is_new and bucket.id in self.store.places.on_hbm:
+        if (WIDE, bucket.id) in self.store.homes:
+            return self.store.homes[WIDE, bucket.id]
+        if bucket.id in self.store.places.on_hbm:
             with self._growing(bucket.numel * torch.float32.itemsize):
                 return self.store.get(Kind.GRAD, WIDE, bucket, torch.float32)
+        self._check_sums()
         return self.store.get(Kind.GRAD, WIDE, bucket, torch.float32)
 
     def of(self, bucket: Bucket) -> Home:

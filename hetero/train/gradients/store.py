@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ from hetero.train.gradients.slot import (
 from hetero.train.gradients.sums import GradSums
 from hetero.train.model.binding import get_grad, get_grads, set_grad
 from hetero.train.model.host_work import host_work
+from hetero.types import noop
 
 
 class LossScaling(NamedTuple):
@@ -72,9 +73,10 @@ class GradStore:
         cores: Cores,
         early: bool = False,
         growing: Growing = standing,
+        check_sums: Callable[[], None] = noop,
     ) -> None:
         self.ring = ring
-        self.homes = GradHomes(store, layout, device, growing)
+        self.homes = GradHomes(store, layout, device, growing, check_sums)
         self.early = EarlyReads(enabled=early)
         self.place = device.torch_device
         self.norm_ord: float | None = None  # the norm in use, taken as gradients leave
