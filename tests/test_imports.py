@@ -41,6 +41,19 @@ Trees = Mapping[str, ast.Module]
 Rule = Callable[[Trees], "list[str]"]
 
 
+FACTORY = re.compile(
+    r"torch\.(empty|empty_strided|empty_permuted|ones|zeros|full|tensor|as_tensor|asarray|arange|eye"
+    r"|linspace|logspace|normal|rand|randn|randint|randperm|range|scalar_tensor|tril_indices"
+    r"|triu_indices|\w+_window|sparse_\w+_tensor)"
+)
+OF_THE_USERS = (
+    "recipes",
+    "integrations",
+    "report",
+    "rehearse",
+)  # programs, with models and batches
+
+
 def parse(sources: Mapping[str, str]) -> dict[str, ast.Module]:
     """Return {dotted module name without ``hetero.``: tree}; the package itself is ''."""
     return {name: ast.parse(text) for name, text in sources.items()}
@@ -419,6 +432,20 @@ def prints(trees: Trees) -> list[str]:
     return calls(trees, re.compile("print|pprint"), only_in(*PRINTERS)) + written
 
 
+def makes_tensors_anywhere(trees: Trees) -> list[str]:
+    """Return where a tensor is made on torch's default device, which is the user's to set."""
+    bad = []
+    for module, tree in trees.items():
+        if only_in(*OF_THE_USERS)(module):
+            continue
+        for node in nodes(tree):
+            if not isinstance(node, ast.Call) or not FACTORY.fullmatch(dotted(node.func)):
+                continue
+            if not any(keyword.arg in ("device", None) for keyword in node.keywords):
+                bad.append(f"{module}:{node.lineno} calls {dotted(node.func)} without device=")
+    return bad
+
+
 RULES: dict[str, Rule] = {
     "modules import lower floors and their own folder": wrong_floor,
     "rooms of train import the rooms below them": wrong_room,
@@ -440,6 +467,7 @@ RULES: dict[str, Rule] = {
     "only memory changes a copy's state": changes_states,
     "only memory indexes a home": indexes_homes,
     "only the product rooms print": prints,
+    "tensors are made on a device that is named": makes_tensors_anywhere,
 }
 
 PLANTED: list[tuple[str, dict[str, str]]] = [
@@ -551,6 +579,9 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
     ("only memory indexes a home", {"report.a": "n = home._flat.numel()"}),
     ("only the product rooms print", {"train.a": "print('hello')"}),
     ("only the product rooms print", {"memory.a": "import sys\nsys.stderr.write('x')"}),
+    ("tensors are made on a device that is named", {"memory.a": "x = torch.empty(3)"}),
+    ("tensors are made on a device that is named", {"train.a": "x = torch.tensor(1, dtype=d)"}),
+    ("tensors are made on a device that is named", {"api": "x = torch.as_tensor(y)"}),
 ]
 
 
@@ -582,6 +613,8 @@ def test_a_planted_violation_is_caught(rule: str, sources: dict[str, str]) -> No
             "memory.a": "home._flat",
         },
         {"report.html": "print('x')", "bench.run": "import hetero", "recipes.t": "import peft"},
+        {"memory.a": "torch.empty(3, device='cpu')\ntorch.zeros_like(x)\ntorch.empty(3, **like)"},
+        {"recipes.a": "x = torch.randn(3)"},
     ],
 )
 def test_what_is_allowed_breaks_no_rule(sources: dict[str, str]) -> None:

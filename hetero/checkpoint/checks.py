@@ -146,7 +146,7 @@ def check_schedule(engine: Engine, scheduler: HasState | None, saved: Any) -> No
     ):
         return  # functions and classes of the user's own may have side effects
     groups = [] if engine.optimizer is None else engine.optimizer.param_groups
-    stand_in = SGD([torch.zeros(1)], lr=1.0)
+    stand_in = SGD([torch.zeros(1, device="cpu")], lr=1.0)
     stand_in.param_groups = [
         {k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in groups
     ]
@@ -222,7 +222,7 @@ class Values:
 def tensor_at(reader: CheckpointReader, number: int) -> torch.Tensor:
     """Return an entry as a tensor of its own."""
     entry = reader.entries[number]
-    value = torch.empty(entry.shape, dtype=dtype_of(entry))
+    value = torch.empty(entry.shape, dtype=dtype_of(entry), device="cpu")
     reader.read(number, 0, memoryview(value.view(-1).view(torch.uint8).numpy()))
     return value
 

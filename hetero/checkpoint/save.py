@@ -306,7 +306,7 @@ def decode_scalars(saved: Mapping[str, Mapping[str, Any]]) -> Scalars:
 
     def made(value: Mapping[str, Any]) -> Any:
         if "dtype" in value:
-            return torch.tensor(value["value"], dtype=dtype_named(value["dtype"]))
+            return torch.tensor(value["value"], dtype=dtype_named(value["dtype"]), device="cpu")
         return decode(value["value"], refuse)
 
     return {name: {k: made(v) for k, v in state.items()} for name, state in saved.items()}

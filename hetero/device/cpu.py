@@ -90,7 +90,7 @@ class CpuDevice:
 
     def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
         if self._bytes_per_second is None:
-            source = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+            source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device="cpu")
             target = torch.zeros_like(source)
             start = time.monotonic()
             target.copy_(source)

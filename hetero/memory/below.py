@@ -179,7 +179,7 @@ class LocalBelow:
     def _values(self, replica: Replica, start: int, end: int) -> torch.Tensor:
         """Return elements of a replica, copied to HOST."""
         part = replica.flat[start:end]
-        values = torch.empty(part.shape, dtype=part.dtype)
+        values = torch.empty(part.shape, dtype=part.dtype, device="cpu")
         target, source = values.view(torch.uint8), part.view(torch.uint8)
         after = (self._device.mark(),)
         self._sync(self._move(Lane.D2H, target, source, replica, after, "flush"), replica)

@@ -153,7 +153,8 @@ class Blocked(Codec):
     def largest_scale(self, dtype: torch.dtype) -> float:
         """Return the largest bf16 number whose product with the largest level is finite."""
         bound = torch.finfo(dtype).max / self.most
-        cut = torch.tensor(bound, dtype=torch.float32).view(torch.int32) & -(2**16)  # towards zero
+        bits = torch.tensor(bound, dtype=torch.float32, device="cpu").view(torch.int32)
+        cut = bits & -(2**16)  # towards zero
         return float(cut.view(torch.float32))
 
     def decode(
@@ -289,7 +290,7 @@ class Workspace:
         self.scratch: torch.Tensor = scratch
         self.pairs = pairs.view(PAIR)
         self.scales = scales.view(torch.float32).view(self.n_blocks, 1)
-        levels = torch.tensor(NF4_LEVELS, dtype=torch.float32)
+        levels = torch.tensor(NF4_LEVELS, dtype=torch.float32, device="cpu")
         both = torch.cartesian_prod(levels, levels)
         pairs.view(torch.float32).copy_(both.view(-1))
 

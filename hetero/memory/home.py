@@ -245,7 +245,9 @@ class Home:
             self.view(segment).copy_(value)
             return
         if value.stride() != segment.spec.stride:
-            same = torch.empty_strided(segment.spec.shape, segment.spec.stride, dtype=value.dtype)
+            same = torch.empty_strided(
+                segment.spec.shape, segment.spec.stride, dtype=value.dtype, device="cpu"
+            )
             value = same.copy_(value)
         self.write_run(segment, 0, row(value))
 
@@ -313,7 +315,7 @@ class Home:
         finite = is_finite(value)
         if finite:
             block = self.codec.block
-            whole = torch.zeros(-(-value.numel() // block) * block, dtype=value.dtype)
+            whole = torch.zeros(-(-value.numel() // block) * block, dtype=value.dtype, device="cpu")
             whole[: value.numel()] = row(value)
             self.recode(segment.offset, whole)
         self.copies[segment].show(self.read(segment))
@@ -435,13 +437,13 @@ class DiskHome(Home):
         self._pool.discard(self._extents)
 
     def load(self, items: slice) -> torch.Tensor:
-        copy = torch.empty(items.stop - items.start, dtype=self.item_dtype)
+        copy = torch.empty(items.stop - items.start, dtype=self.item_dtype, device="cpu")
         for run in self.runs(items.start, items.stop, PinUse.READ):
             copy[run.start - items.start : run.stop - items.start].copy_(self._flat[run])
         return copy
 
     def store(self, items: slice, fill: Fill) -> None:
-        stage = torch.empty(items.stop - items.start, dtype=self.item_dtype)
+        stage = torch.empty(items.stop - items.start, dtype=self.item_dtype, device="cpu")
         fill(stage)
         self._put(items.start, stage)
 

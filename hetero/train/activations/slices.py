@@ -465,8 +465,8 @@ def is_near(few: torch.Tensor, all_: torch.Tensor) -> bool:
         return False
     if not few.is_floating_point() or few.is_meta:
         return True
-    top = all_.nan_to_num().abs().max() if all_.numel() else torch.zeros(())
-    error = (few - all_).nan_to_num().abs().max() if all_.numel() else torch.zeros(())
+    top = all_.nan_to_num().abs().max() if all_.numel() else all_.new_zeros(())
+    error = (few - all_).nan_to_num().abs().max() if all_.numel() else all_.new_zeros(())
     return bool(error <= NEAR[few.dtype.itemsize] * top)
 
 

@@ -78,7 +78,7 @@ class Replicas:
         that no rank has stays None. Each is multiplied by 1 / ranks and then summed, in the
         parameter's dtype, as torch does it.
         """
-        here = torch.zeros(len(self._params), dtype=torch.uint8)
+        here = torch.zeros(len(self._params), dtype=torch.uint8, device="cpu")
         here[[i for i in self._arrived if self._params[i].grad is not None]] = 1
         self._arrived.clear()
         dist.all_reduce(here, dist.ReduceOp.MAX, group=self._group)
@@ -88,7 +88,7 @@ class Replicas:
                 self._average(batch)
 
     def _average(self, params: Sequence[nn.Parameter]) -> None:
-        flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype)
+        flat = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device="cpu")
         shaped = [
             piece.view(param.shape)
             for param, piece in zip(params, flat.split([p.numel() for p in params]), strict=True)

@@ -125,7 +125,7 @@ def _load_whole(
     put: Callable[[torch.Tensor], None],
     read: Read,
 ) -> None:
-    value = torch.empty(tuple(shape), dtype=dtype)
+    value = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     view = _bytes(value)
     for start, end in _pieces(len(view)):
         read(start, view[start:end])

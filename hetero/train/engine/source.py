@@ -87,7 +87,7 @@ def fill(
 
 def whole(weights: Weights, name: str) -> torch.Tensor:
     """Return a new tensor with the values of one in a file."""
-    value = torch.empty(weights.shape(name), dtype=weights.dtype(name))
+    value = torch.empty(weights.shape(name), dtype=weights.dtype(name), device="cpu")
     flat = value.view(-1)
     for start, values in weights.pieces(name, PIECE_NUMEL[0]):
         flat[start : start + values.numel()].copy_(values)

@@ -202,7 +202,7 @@ class Trial(NamedTuple):
             raise ValueError(f"{[*odd, *keys]} are fp32 and of the parameter's shape")
         fresh = any(key not in self.tensors for key in keys)
         first = formula.scalars(settings)
-        known = {k: torch.tensor(v) for k, v in first.items()} if fresh else {}
+        known = {k: torch.tensor(v, device="cpu") for k, v in first.items()} if fresh else {}
         counts = {k: {**known, **self.scalars}[k] for k in first}
         if not all(isinstance(count, torch.Tensor) for count in counts.values()):
             raise ValueError(f"{[*first]} are tensors")
@@ -210,11 +210,11 @@ class Trial(NamedTuple):
 
     def _step(self, rule: Rule, dtype: torch.dtype, settings: Group) -> None:
         """Step with the user's own rule."""
-        probe = torch.zeros(probe_shape(self.shape), dtype=dtype)
+        probe = torch.zeros(probe_shape(self.shape), dtype=dtype, device="cpu")
         probe.grad = torch.zeros_like(probe)
         there = {key: self._on_probe(key, make[1], settings) for key, make in self.tensors.items()}
         state = {
-            key: torch.zeros(shape, dtype=self.tensors[key][0])
+            key: torch.zeros(shape, dtype=self.tensors[key][0], device="cpu")
             for key, shape in there.items()
             if shape is not None
         }

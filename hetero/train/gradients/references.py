@@ -23,8 +23,8 @@ class References:
     """Tells a user's references from autograd's own, which differ by release of torch."""
 
     def __init__(self) -> None:
-        probe = torch.zeros(())
-        probe.grad = torch.zeros(())
+        probe = torch.zeros((), device="cpu")
+        probe.grad = torch.zeros((), device="cpu")
         self._of_object = _holders(probe)
         self._of_addend = _lone_uses()
 
@@ -64,7 +64,7 @@ class _Counting(torch.Tensor):
 def _lone_uses() -> int:
     """Return the number of references to an addend that only autograd holds."""
     with torch.inference_mode(False), torch.enable_grad():
-        probe = torch.zeros(2, requires_grad=True)
+        probe = torch.zeros(2, requires_grad=True, device="cpu")
         grad = make_wrapper(_Counting, probe.shape)
         probe.grad = grad
         (probe * 2).sum().backward()

@@ -372,7 +372,8 @@ def _mul(grad: LazyGrad, other: Any) -> bool:
         return False
     if not slot.deferrable:
         return False
-    clip = torch.as_tensor(other, dtype=torch.float32)
+    place = other.device if isinstance(other, torch.Tensor) else "cpu"
+    clip = torch.as_tensor(other, dtype=torch.float32, device=place)
     slot.defer(Factors(slot.factors.unscale, clip.clone()))
     return True
 

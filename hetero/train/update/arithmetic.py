@@ -242,7 +242,7 @@ def _begin(
     if not row.state:
         update.begun.append(row)
     for key, value in scalars.items():
-        row.state.setdefault(key, torch.tensor(value, dtype=torch.float32))
+        row.state.setdefault(key, torch.tensor(value, dtype=torch.float32, device="cpu"))
     for key in missing:
         bench.states.show(row.state, key, homes[key], row.segment)
     return missing

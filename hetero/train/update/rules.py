@@ -103,7 +103,8 @@ class Rule:
         worker = make_worker(self._pattern)
         worker.param_groups = [{**group, "params": list(params)}]
         worker.state = defaultdict(dict, {p: s for p, s in zip(params, states, strict=True) if s})
-        self._step(worker)
+        with torch.device("cpu"):  # the default device is the user's, and each thread's own
+            self._step(worker)
         return [dict(worker.state[p]) for p in params]
 
     def step_in_place(self, groups: list[Group], states: defaultdict[torch.Tensor, State]) -> None:
@@ -126,7 +127,7 @@ class Rule:
             probe.grad = None
         after = {**frozen(group), "params": probes}
         worker.param_groups, worker.state = [after], defaultdict(dict)
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("cpu"):
             self._step(worker)
         return {key: value for key, value in after.items() if key != "params"}
 
