@@ -35,6 +35,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "sim": {"device": "cpu:sim", "hbm": 20_000},
 }
 PART = Home.part
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 each_place = pytest.mark.parametrize("place", PLACES)
 
 
@@ -590,3 +591,47 @@ def test_sums_that_ram_cannot_hold_are_refused_before_they_are_made() -> None:
     with pytest.raises(BudgetError, match="summed in fp32") as caught:
         accumulate(tight)
     assert caught.value.advice and "nvme=" in caught.value.advice
+
+
+@each_place
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_gradients_that_came_before_prepare_are_part_of_the_first_sum(
+    place: str, precision: str
+) -> None:
+    """In fp32, also where the weights are not: as the sum goes on."""
+
+    def first(model: nn.Module) -> None:
+        for number, param in enumerate(model.parameters()):
+            if number != 1:
+                param.grad = torch.randn(
+                    param.shape, generator=torch.Generator().manual_seed(number)
+                )
+
+    def train(given: bool) -> tuple[list[Tensor], list[Tensor | None]]:
+        model = linears(3)
+        if given:
+            first(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        config = Config.load(chunk_bytes=256, precision=precision, **PLACES[place])
+        ours, steps = prepare_tuned(model, optimizer, config, None)
+        stay_paged(engine_of(ours))
+        before = [None if p.grad is None else p.grad.float().clone() for p in ours.parameters()]
+        weights = masters(ours, steps) if precision != "fp32" else values(ours)
+        dtype = next(ours.parameters()).dtype
+        for number in range(2):
+            hetero.backward(ours(batch(number).to(dtype)).float().square().mean())
+        steps.step()
+        after = masters(ours, steps) if precision != "fp32" else values(ours)
+        return [a - b for a, b in zip(weights, after, strict=True)], before
+
+    with_first, shown = train(True)
+    without, none = train(False)
+    twin = linears(3)
+    first(twin)
+    assert none == [None] * len(none)
+    for ours, plain, seen, param in zip(with_first, without, shown, twin.parameters(), strict=True):
+        if param.grad is None:
+            assert seen is None and torch.equal(ours, plain)
+            continue
+        assert torch.allclose(ours, plain + param.grad, atol=1e-6)  # no 2-byte number is near
+        assert torch.equal(seen, param.grad.to(DTYPES[precision]).float())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -77,11 +77,21 @@ class Handover:
         if source is not None:
             source.close()
 
-    def give_back_grads(self) -> None:
-        """Give parameters the gradients that they came with."""
-        for index, grad in self._grads.items():
-            binding.set_grad(self.params[index], grad)
-        self._grads.clear()
+    def give_back_grads(self, take: Callable[[int, torch.Tensor], None] | None = None) -> None:
+        """Give parameters the gradients that they came with.
+
+        ``take`` takes those of weights with masters home, in their own precision: torch lets no
+        parameter have a gradient of another dtype.
+        """
+        for index, grad in list(self._grads.items()):
+            param, (bucket, _) = self.params[index], self._layout.home[index]
+            if grad.dtype == param.dtype or take is None:
+                binding.set_grad(param, grad)
+            elif self._layout.buckets[bucket].has_master:
+                take(index, grad)
+            else:  # frozen: no step reads it
+                binding.set_grad(param, grad.to(param.dtype))
+            del self._grads[index]
 
     def fetch(self, store: HomeStore, masters: Masters) -> None:
         """Read from disk the values that `move_out` needs; raises StorageError."""

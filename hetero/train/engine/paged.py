@@ -101,7 +101,7 @@ class Paged:
         self.runtime.guard()
         self.trained.hear_all(self.runtime.backward.gradient_arrived)
         self.runtime.pages.binding.page_all()
-        setup.handover.give_back_grads()
+        setup.handover.give_back_grads(self.trained.grads.take_over)
         setup.hooks.watch(
             setup.model, setup.blueprint.units, self.runtime, self.activations, self.fitting.meter
         )

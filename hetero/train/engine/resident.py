@@ -170,7 +170,7 @@ class Mastered(Resident):
 
     def attach(self) -> None:
         trained = self.trained
-        self.setup.handover.give_back_grads()
+        self.setup.handover.give_back_grads(trained.grads.take_over)
         trained.hear_all(self.weights.gradient_arrived)
         self.weights.attach()
         super().attach()

@@ -169,9 +169,18 @@ class GradStore:
             return  # [Note: gradient leases]
         elif held:  # under loss scaling the user keeps these numbers, and a copy goes home
             grad, made = grad.clone(), None
-        slot = self._take(index, grad, scaled=scaled, made=made)
+        self._show(index, self._take(index, grad, scaled=scaled, made=made))
+
+    def take_over(self, index: int, grad: torch.Tensor) -> None:
+        """Take home the gradient that a parameter came with; it is part of the first step's sum."""
+        with host_work():
+            self._show(index, self._take(index, grad, scaled=False))
+
+    def _show(self, index: int, slot: GradSlot) -> None:
+        """Make ``p.grad`` a gradient at home."""
         spec = slot.segment.spec
-        set_grad(param, LazyGrad(slot, spec.shape, spec.stride, spec.dtype, self.place))
+        grad = LazyGrad(slot, spec.shape, spec.stride, spec.dtype, self.place)
+        set_grad(self._params[index], grad)
 
     def take_plain(self) -> None:
         """Flush gradients set by the user: a scaled backward pass must not add to them."""
