@@ -17,7 +17,7 @@ from hetero.config import parse_bytes
 from hetero.errors import ConfigError
 from hetero.exchange import StagedFiles
 from hetero.io import IO
-from hetero.tensorfile import CODES, INDEX, SINGLE, header
+from hetero.tensorfile import CODES, INDEX, SINGLE, header, header_bytes, header_room
 
 PIECE = 8 * 2**20  # bytes copied at once of a tensor that needs a copy
 
@@ -148,15 +148,17 @@ def memory_of(tensor: torch.Tensor) -> object:
 
 
 def cut(items: Iterable[Item], limit_bytes: int) -> dict[str, list[Item]]:
-    """Return ``{file name: tensors}``, in order, each file within the limit if possible."""
+    """Return ``{file name: tensors}``, in order, each file within the limit if possible, and its
+    header within what readers take."""
     parts: list[list[Item]] = [[]]
-    room = limit_bytes
+    room, named = limit_bytes, header_room()
     for item in items:
-        if parts[-1] and item.n_bytes > room:
+        own = header_bytes(*item.row)
+        if parts[-1] and (item.n_bytes > room or own > named):
             parts.append([])
-            room = limit_bytes
+            room, named = limit_bytes, header_room()
         parts[-1].append(item)
-        room -= item.n_bytes
+        room, named = room - item.n_bytes, named - own
     for part in parts:  # largest elements first: every tensor is aligned to its dtype
         part.sort(key=lambda item: -item.tensor.dtype.itemsize)
     if len(parts) == 1:

@@ -24,6 +24,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 MAX_HEADER = 100_000_000  # bytes: the limit of the safetensors library
+NOTES_BYTES = 256  # of a header, for notes and padding
 MAX_RANK = 64  # torch's own limit
 MAX_INT = 2**63  # above any tensor's sizes
 BLOCK = 2**20  # bytes under one CRC
@@ -82,7 +83,8 @@ def header(
     align: int = 8,
 ) -> bytes:
     """Return the beginning of a file of tensors (name, dtype, shape), up to the first of them.
-    Blanks pad it to a multiple of ``align`` bytes."""
+    Blanks pad it to a multiple of ``align`` bytes. Raises ConfigError if no reader would take it.
+    """
     found: dict[str, Any] = {"__metadata__": notes} if notes else {}
     at = 0
     for name, dtype, shape in tensors:
@@ -91,7 +93,24 @@ def header(
         at = end
     text = json.dumps(found, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % align)
+    if len(text) > MAX_HEADER:
+        raise ConfigError(
+            f"a file of {len(found)} tensors has a header of {len(text)} bytes; readers of"
+            f" safetensors take {MAX_HEADER}",
+            advice="give modules shorter names, or stack parameters of many small modules",
+        )
     return len(text).to_bytes(8, "little") + text
+
+
+def header_bytes(name: str, dtype: str, shape: Sequence[int]) -> int:
+    """Return the most bytes that a tensor takes of a header."""
+    row = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [MAX_INT, MAX_INT]}
+    return len(json.dumps({name: row}, separators=(",", ":")))
+
+
+def header_room() -> int:
+    """Return the bytes of a header for its tensors."""
+    return MAX_HEADER - NOTES_BYTES
 
 
 def write(folder: Folder, name: str, n_bytes: int, pieces: Iterable[bytes | memoryview]) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 import hetero
 from benchmarks.memory import memory_of_this_process, reset_peak
+from hetero import tensorfile
 from hetero.errors import CheckpointError, ConfigError, DiskFull, HeteroError, StorageError
 from hetero.exchange import NEW, OLD
 from hetero.export import PIECE, write
@@ -699,3 +700,35 @@ def test_files_are_synced_before_they_are_named_and_the_index_is_named_last(
     folder = os.path.basename(tmp_path / "x")
     last = log.index(("rename", INDEX))
     assert log[last - 1] == ("sync_folder", folder) == log[last + 1]
+
+
+def test_a_header_that_readers_would_not_take_is_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorfile, "MAX_HEADER", 1200)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(9)))
+    hetero.export(model, tmp_path)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    for path in files:
+        with path.open("rb") as file:
+            assert int.from_bytes(file.read(8), "little") <= 1200
+    found = {name: value for path in files for name, value in safetensors.load_file(path).items()}
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[name], value)
+
+
+def test_a_checkpoint_whose_header_readers_would_not_take_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = nn.Sequential(*(nn.Linear(3, 3) for _ in range(9)))
+    model, optimizer = hetero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    hetero.save_checkpoint(tmp_path, model, optimizer)
+    before = sorted(tmp_path.rglob("*"))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    monkeypatch.setattr(tensorfile, "MAX_HEADER", 1200)
+    with pytest.raises(ConfigError, match="has a header of") as caught:
+        hetero.save_checkpoint(tmp_path, model, optimizer)
+    assert caught.value.advice
+    assert sorted(tmp_path.rglob("*")) == before

@@ -63,8 +63,9 @@ class SavePhase(Enum):
 class Writer:
     """One save into a root directory. As a context it abandons an uncommitted save.
 
-    Raises CheckpointError if ``step-N`` exists or a checkpoint cannot have such entries, DiskFull
-    if the drive has no room for them, StorageError for other failures.
+    Raises CheckpointError if ``step-N`` exists or a checkpoint cannot have such entries,
+    ConfigError if there are more than a header can name, DiskFull if the drive has no room for
+    them, StorageError for other failures.
     """
 
     def __init__(self, root: Folder, step: int, entries: Sequence[SavedTensor]) -> None:
