@@ -222,7 +222,9 @@ class Arena:
         n_bytes = limit * self._layout.chunk_numel
         if n_bytes != self.slab.n_bytes:  # frames that go become activations' room
             self._shells.clear()
-            self.by_storage = {r.cdata: r for r in self.replicas.values()}
+            held = {r.cdata: r for r in self.replicas.values()}
+            self.by_storage.clear()  # others look into it
+            self.by_storage.update(held)
             self.slab = self._device.arena(0)  # free the old one before allocating
             self.slab = self._device.arena(n_bytes)
         self.frames = FrameMap(limit)

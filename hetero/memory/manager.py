@@ -255,6 +255,10 @@ class ChunkManager:
             return False
         return replica is None or (replica.may_leave and not replica.is_news)
 
+    def let_write(self, bucket_id: int) -> None:
+        """Wait until no copy reads a home: its update may begin."""
+        self._below.wait_reader(self.copies[bucket_id])
+
     def hand_over(self, bucket_id: int, work: Work, *, early: bool = False) -> None:
         """Let ``work`` rewrite a home; the caller has flushed it before.
 
@@ -264,7 +268,6 @@ class ChunkManager:
         """
         self.finish_update(bucket_id)  # the last one, if nothing has needed the bucket since
         copy, replica = self.copies[bucket_id], self.replicas.get(bucket_id)
-        self._below.wait_reader(copy)
         copy.begin_update(work)
         copy.hide()
         if copy.is_shown or (replica is not None and not replica.may_leave):

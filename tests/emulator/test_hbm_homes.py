@@ -60,10 +60,11 @@ class Run:
         out = self.model(x.bfloat16().to(fake.PLACE))
         hetero.backward(out.float().square().sum())
 
-    def step(self, number: int, rows: int = 2, parts: int = 1) -> None:
+    def step(self, number: int, rows: int = 2, parts: int = 1, clip: bool = True) -> None:
         for part in range(parts):
             self.backward(10 * number + part, rows)
-        self.optimizer.clip_grad_norm_(1.0)
+        if clip:
+            self.optimizer.clip_grad_norm_(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.most = max(self.most, len(self.on_hbm))
@@ -84,7 +85,12 @@ def six_steps(run: Run) -> None:
 
 def sums(run: Run) -> None:
     for number in range(5):
-        run.step(number, parts=1 if number == 2 else 3)
+        run.step(number, parts=1 if number == 2 else 3, clip=False)
+
+
+def sums_after_single_gradients(run: Run) -> None:
+    for number in range(6):
+        run.step(number, parts=1 if number < 3 else 3)
 
 
 def a_larger_batch(run: Run) -> None:
@@ -104,7 +110,9 @@ def reads_between_steps(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "train", [six_steps, sums, a_larger_batch, reads_between_steps], ids=lambda f: f.__name__
+    "train",
+    [six_steps, sums, sums_after_single_gradients, a_larger_batch, reads_between_steps],
+    ids=lambda f: f.__name__,
 )
 def test_bits_do_not_depend_on_where_homes_are(train: Callable[[Run], None], watched: None) -> None:
     up, down = Run(None), Run(False)
@@ -148,9 +156,9 @@ def test_release_leaves_nothing_on_the_device(watched: None) -> None:
 
 
 def test_homes_begin_on_hbm_where_host_is_too_small(watched: None) -> None:
-    host = 4 * EACH  # of six units
+    host = 5 * EACH  # of six units
     run = Run(None, host=host)
-    assert len(run.on_hbm) >= 2
+    assert run.on_hbm
     plain = Run(False)
     for each in (run, plain):
         six_steps(each)

@@ -139,3 +139,16 @@ def test_a_first_step_may_differentiate_its_gradients(watched: None) -> None:
 
     plain, ours = train(Training(prepared=False)), train(Training(prepared=True, hbm=8 * ALL))
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_an_update_waits_for_copies_of_the_weights_that_it_changes(watched: None) -> None:
+    """The device reads them late: the host must not have changed them until then."""
+    plain, ours = Training(prepared=False), Training(prepared=True)
+    for _ in range(4):
+        found = []
+        for training in (plain, ours):
+            training.backward()
+            found.append([param.detach().norm() for param in training.model.parameters()])
+            training.optimizer.step()
+            training.step()  # prefetches for the next forward are under way
+        assert torch.equal(*(torch.stack(norms).cpu() for norms in found))

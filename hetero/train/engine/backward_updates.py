@@ -55,6 +55,7 @@ class BackwardUpdates:
             early = stepper.open_early(bucket, groups, states, before)
             if early is None:
                 return
+            self._manager.let_write(bucket.id)
             self._manager.hand_over(bucket.id, early.job, early=True)
             setup.store.pool.ahead(early.update.requests)
             setup.worker.submit(early.job)

@@ -149,6 +149,10 @@ class Paged:
         """Announce the updates' requests to the pool; those of ``begun`` ones are known there."""
         self._ahead.announce(begun, updates)
 
+    def let_write(self, bucket: Bucket) -> None:
+        """Wait until no copy reads a home: its update may begin."""
+        self.manager.let_write(bucket.id)
+
     def hand_over(self, bucket: Bucket, job: Job) -> None:
         """Leave a home to its update."""
         self.manager.hand_over(bucket.id, job)

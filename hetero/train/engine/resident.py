@@ -109,6 +109,9 @@ class Resident:
         """Return buckets as they come: nothing is fetched."""
         return list(buckets)
 
+    def let_write(self, bucket: Bucket) -> None:
+        """Wait until no copy reads a home; none does."""
+
     def hand_over(self, bucket: Bucket, job: Job) -> None:
         """Leave a home to its update."""
 

@@ -163,6 +163,7 @@ class HomeSteps(NoSteps):
         bucket, store = update.bucket, self.setup.store
         after = self.setup.saver.jobs_before(bucket.id)
         at_once = seen or update.on_device
+        self.residence.let_write(bucket)
         job = self.stepper.begin(update, at_once=at_once, after=after)
         self.residence.hand_over(bucket, job)
         if update.fresh or at_once:
