@@ -17,7 +17,7 @@ from hetero.train.engine.frames import ArenaFrames
 from hetero.train.engine.rehoming import Rehoming
 from hetero.train.engine.room import Room
 from hetero.train.engine.setup import Setup
-from hetero.train.gradients.store import GradStore
+from hetero.train.engine.trained import Trained
 
 
 class HbmDivision:
@@ -26,18 +26,18 @@ class HbmDivision:
     def __init__(
         self,
         setup: Setup,
-        grads: GradStore,
+        trained: Trained,
         manager: ChunkManager,
         runtime: Runtime,
         activations: ActivationPolicies,
     ) -> None:
         self._setup = setup
-        self._ring = ring = grads.ring
+        self._ring = ring = trained.grads.ring
         self._runtime = runtime
         self._activations = activations
         self._trains = setup.inner is not None
         meter = self._make_meter(manager)
-        self.rehoming = Rehoming(setup, manager, grads, meter)
+        self.rehoming = Rehoming(setup, manager, trained, meter)
         self.room = Room(
             setup.budget,
             setup.ledger,

@@ -87,9 +87,7 @@ class Paged:
         )
         self.runtime = runtime = make_runtime(setup, self.trained, manager, events, early)
         self.activations = make_activations(setup, runtime.saved, runtime.enter, runtime.leave)
-        self.hbm = hbm = HbmDivision(
-            setup, self.trained.grads, self.manager, runtime, self.activations
-        )
+        self.hbm = hbm = HbmDivision(setup, self.trained, self.manager, runtime, self.activations)
         self.frames, self.fitting = hbm.room.frames, hbm.fitting
         self._ahead = ReadAhead(setup.store.pool, setup.budget)
 

@@ -13,8 +13,8 @@ from hetero.train.activations.meter import Meter
 from hetero.train.engine.backward_updates import is_seen
 from hetero.train.engine.hbm_homes import movable_homes
 from hetero.train.engine.setup import Setup
+from hetero.train.engine.trained import Trained
 from hetero.train.gradients.homes import GRAD, WIDE
-from hetero.train.gradients.store import GradStore
 from hetero.train.model.host_work import host_work
 from hetero.train.model.lazy import handle
 from hetero.train.update.optimizer import Optimizer
@@ -27,11 +27,12 @@ class Rehoming:
     A bucket of which the user's code holds a tensor stays where it is.
     """
 
-    def __init__(self, setup: Setup, manager: ChunkManager, grads: GradStore, meter: Meter) -> None:
+    def __init__(self, setup: Setup, manager: ChunkManager, trained: Trained, meter: Meter) -> None:
         self.optimizer: Optimizer | None = None  # set once it is prepared
         self._setup = setup
         self._manager = manager
-        self._grads = grads
+        self._grads = trained.grads
+        self._stepper = trained.stepper
         self._meter = meter
         self._places = setup.store.places
         self._lists = [movable(setup, sums=sums) for sums in (False, True)]
@@ -89,6 +90,8 @@ class Rehoming:
     def _move(self, bucket: Bucket, tier: Tier) -> bool:
         """Move all homes of a bucket; False, and nothing done, if the user's code holds one."""
         setup, copy = self._setup, self._manager.copies[bucket.id]
+        if self._stepper is not None:
+            self._stepper.finish()  # its updates' references to states look like a user's
         setup.saver.wait_for(bucket.id)
         self._manager.flush_and_wait(bucket.id)
         if copy.is_shown or copy.home.held or self.optimizer is None:
