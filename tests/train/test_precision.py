@@ -15,8 +15,10 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
+from hetero.errors import StorageError
 from hetero.jobs import Worker
 from hetero.train.engine.tuning import Tuning
+from tests.equivalence.harness import stay_paged
 
 F32 = np.float32
 WORKING = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -491,3 +493,49 @@ def test_many_steps_do_not_drift(steps: int) -> None:
     engine.finish()
     for i, (_, segment) in enumerate(engine.setup.blueprint.layout.home):
         assert torch.equal(engine.setup.masters.value(segment), reference.masters[i])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_weight_that_came_home_before_its_master_failed_to_follow_is_its_own_master(
+    monkeypatch: pytest.MonkeyPatch, failures: int, whole: bool
+) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = hetero.prepare(
+        *(model, optimizer), device="cpu:sim", hbm=20_000, precision="bf16", chunk_bytes=256
+    )
+    engine = engine_of(model)
+    stay_paged(engine)
+    for _ in range(2):  # masters come to differ from their weights
+        model(torch.ones(2, 16, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    param = model[1].weight
+    segment, masters = engine.setup.segment(param), engine.setup.masters
+    model.state_dict()
+    before = masters.value(segment)
+    name = "reset" if whole else "reset_changed"
+    follow, left = getattr(masters, name), [None] * failures
+
+    def fails(*args: Any) -> None:
+        if left:
+            left.pop()
+            raise StorageError("the drive was away")
+        follow(*args)
+
+    monkeypatch.setattr(masters, name, fails)
+    with torch.no_grad():
+        (param if whole else param.data)[3:5] += 1
+    for _ in range(failures):
+        with pytest.raises(StorageError):
+            engine.residence.quiesce()
+            engine.residence.settle(engine.setup.bucket(param).id)
+    engine.residence.quiesce()
+    engine.residence.settle(engine.setup.bucket(param).id)
+    expected = param.detach().float()
+    if not whole:  # what was not written keeps its master
+        expected[:3], expected[5:] = before[:3], before[5:]
+    assert not torch.equal(expected, before)
+    assert torch.equal(masters.value(segment), expected)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -69,6 +69,13 @@ def low_dtype(precision: str) -> torch.dtype | None:
     return {"bf16": torch.int16, "fp16": torch.float32}.get(precision)
 
 
+class Overwritten(NamedTuple):
+    """Weights as they were, from element ``start`` of their bucket on."""
+
+    start: int
+    weights: torch.Tensor
+
+
 class Masters:
     """The fp32 masters of all trainable buckets of working weights."""
 
@@ -79,6 +86,7 @@ class Masters:
         self._store = store
         self._loaded: set[int] = set()  # parameters whose difference came from a state dict
         self._written: set[int] = set()  # parameters written on the device
+        self._unfinished: dict[int, list[Overwritten]] = {}  # by bucket
 
     @property
     def chunk_numel(self) -> int:
@@ -196,7 +204,7 @@ class Masters:
         if not bucket.has_master:
             return lambda: None
         with host_work():
-            before = self._home(bucket).part(slice(start, end)).clone()
+            before = self._before(bucket, start, end)
 
         def landed() -> None:
             with host_work():
@@ -204,10 +212,36 @@ class Masters:
             for segment in bucket.segments:
                 # such a weight comes home as a whole, its end last
                 if start < segment.end <= end and segment.index in self._written:
-                    self._written.discard(segment.index)
                     self.reset(segment)
+                    self._written.discard(segment.index)
+            self._unfinished[bucket.id] = self._outside(bucket, start, end)
 
         return landed
+
+    def _before(self, bucket: Bucket, start: int, end: int) -> torch.Tensor:
+        """Return a copy of weights that are about to be overwritten, and keep it until their masters
+        have followed.
+
+        If a disk failed before they had, weights at home are new already: the next try still knows
+        which ones have changed.
+        """
+        before = self._home(bucket).part(slice(start, end)).clone()
+        for at, old in self._unfinished.get(bucket.id, ()):
+            first, last = max(at, start), min(at + old.numel(), end)
+            if first < last:
+                before[first - start : last - start] = old[first - at : last - at]
+        kept = Overwritten(start, before)
+        self._unfinished[bucket.id] = [*self._outside(bucket, start, end), kept]
+        return before
+
+    def _outside(self, bucket: Bucket, start: int, end: int) -> list[Overwritten]:
+        """Return what is kept of a bucket apart from elements [start, end)."""
+        rest: list[Overwritten] = []
+        for at, old in self._unfinished.get(bucket.id, ()):
+            before, after = old[: max(0, start - at)], old[max(0, end - at) :]
+            rest += [Overwritten(at, before)] if before.numel() else []
+            rest += [Overwritten(max(at, end), after)] if after.numel() else []
+        return rest
 
     def reset_changed(self, bucket: Bucket, start: int, before: torch.Tensor) -> None:
         """Make the weights from element ``start`` that differ from ``before`` their own masters."""
@@ -249,6 +283,7 @@ class Masters:
         """Weights and masters were both replaced by ones that belong together."""
         self._loaded.clear()
         self._written.clear()
+        self._unfinished.clear()
 
     def saved(self, segment: Segment) -> torch.Tensor | None:
         """Return a parameter's ``low`` for a state dict, as an alias; None without a master."""
