@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import OrderedDict, deque
 from types import FunctionType
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from hetero.train.activations.moment import Moment
 from hetero.train.activations.reach import Attributes, Reach
 from hetero.train.activations.state_kinds import (
     ARRAY,
@@ -145,3 +147,16 @@ def test_a_function_of_the_users_reaches_the_names_that_may_be_state() -> None:
     assert space is code.__globals__ and names == ("LIMIT",)
     assert reach.named(code) is reach.named(code)
     assert reach.named(np.median.__wrapped__) == ()  # type: ignore[attr-defined]
+
+
+def test_tables_of_hooks_live_while_they_are_told_apart() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.weight.register_post_accumulate_grad_hook(lambda param: None)
+    table = weakref.ref(module.weight._post_accumulate_grad_hooks)
+    moment = Moment(module, torch.device("cpu"), Reach())
+    with moment.again():
+        module.weight._post_accumulate_grad_hooks = None
+        module.weight.register_post_accumulate_grad_hook(lambda param: None)
+        assert table() is not None  # else the new one could lie there, and pass for it
+        assert table() is not module.weight._post_accumulate_grad_hooks
+    assert not module.weight._post_accumulate_grad_hooks

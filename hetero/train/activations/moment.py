@@ -278,7 +278,8 @@ class Moment:
         """
         now = [(kind, holder, kind.read(holder)) for kind, holder, _ in self._found]
         now += [(TABLE, table, contents(table)) for table in self._empty if table]
-        hooks = {id(table): contents(table) for table in self._hooks_of_parameters()}
+        # the tables are held: another one must not come to lie where one of them was
+        hooks = {id(table): (table, contents(table)) for table in self._hooks_of_parameters()}
         after = [(source, source.get()) for source, _ in self._drawn]
         lent: dict[int, Any] = {key: buffer.copy() for key, buffer in self._tensors.items()}
         lent.update([(id(value), stand_in(value, lent)) for value in self._tuples])
@@ -290,8 +291,9 @@ class Moment:
         finally:
             self._put_back(now)
             for table in self._hooks_of_parameters():
-                if len(table) != len(hooks.get(id(table), ())):
-                    TABLE.write(table, hooks.get(id(table), ()))
+                _, before = hooks.get(id(table), (table, ()))
+                if len(table) != len(before):
+                    TABLE.write(table, before)
             _draw_from(after)
 
     def _put_back(self, states: Sequence[tuple[StateKind, Any, Any]]) -> None:

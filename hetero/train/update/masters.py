@@ -219,8 +219,7 @@ class Masters:
         return landed
 
     def _before(self, bucket: Bucket, start: int, end: int) -> torch.Tensor:
-        """Return a copy of weights that are about to be overwritten, and keep it until their masters
-        have followed.
+        """Return a copy of weights that are about to be overwritten; keep it until masters follow.
 
         If a disk failed before they had, weights at home are new already: the next try still knows
         which ones have changed.
