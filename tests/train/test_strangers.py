@@ -9,8 +9,8 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.device import CpuDevice
+from hetero.train.activations.allocator import AllocatorMeter, LiveOutputs
 from hetero.train.activations.held import GraphFootprint
-from hetero.train.activations.meter import AllocatorMeter, LiveOutputs
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.budget import CUDA_SHARE, decide
 
