@@ -6,13 +6,11 @@ runs: what it holds on the device would count there.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +18,9 @@ from torch import Tensor, nn
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.errors import BudgetError
-from hetero.train.engine import budget
 from hetero.train.model.units import MARK
 from tests.emulator import fake
-from tests.equivalence.harness import MakeOptimizer, grads, one_step, same, states, values
+from tests.equivalence.harness import MakeOptimizer, grads, one_step, paged, same, states, values
 from tests.equivalence.zoo import Case
 
 TRIES = 40
@@ -38,13 +35,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """Return torch's rule, one parameter at a time: `foreach` rounds otherwise (also on CUDA)."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-
-
-@contextlib.contextmanager
-def paged() -> Iterator[None]:
-    """Let models be paged that would fit on the device."""
-    with mock.patch.object(budget, "stays_resident", lambda *_, **__: False):
-        yield
 
 
 class Record(NamedTuple):

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 import hetero
+from hetero.train.gradients.store import read_together
 from tests.campaigns.harness import Net
 from tests.emulator import fake
-from tests.emulator.harness import paged, sgd
+from tests.emulator.harness import sgd
+from tests.equivalence.harness import paged
 
 HBM = 2_000_000
 
@@ -52,3 +54,12 @@ def test_a_state_dict_is_loaded_after_the_fetches_that_still_read_homes(watched:
     model.load_state_dict(saved)
     train(model, optimizer, 1)
     hetero.release(model, optimizer)
+
+
+def test_numbers_on_two_devices_are_read_in_their_order(watched: None) -> None:
+    """A norm of a sum is taken on HOST, that of a gradient with its home on HBM there."""
+    numbers = [torch.tensor(float(i)) for i in range(5)]
+    there = [number.to(fake.PLACE) if i % 2 else number for i, number in enumerate(numbers)]
+    fake.forget_stalls()
+    assert read_together(there) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert sum(fake.stalls().values()) == 1

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.errors import BudgetError
 from hetero.memory.extent import PinUse
+from hetero.train.engine import budget
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.tuning import Tuning
@@ -148,6 +151,13 @@ def stay_paged(engine: Engine) -> Any:
     return hbm
 
 
+@contextlib.contextmanager
+def paged() -> Iterator[None]:
+    """Let models of a CUDA device be paged that would fit there, with homes below."""
+    with mock.patch.object(budget, "stays_resident", lambda *_, **__: False):
+        yield
+
+
 def keep_measuring(engine: Engine) -> None:
     """As `stay_paged`, and what the meter has seen stays seen."""
     stay_paged(engine).begin = lambda: None
@@ -235,25 +245,3 @@ def smallest(case: Case, budget: Budget, run: Callable[[int], Seen]) -> Seen:
             hbm = min(max(hbm + more, error.needed_bytes), most)
             tried += 1
             more = more * 3 // 2 if tried >= 8 else more
-
-
-def compare_with(case: Case, device: str) -> None:
-    """Run one step plain and prepared on ``device``: losses and gradients are equal bit by bit."""
-    torch.manual_seed(11)
-    plain = case.build().to(device)
-    prepared = copy.deepcopy(plain)
-    config = Config.load(device=device, hbm="64MiB", chunk_bytes=256)
-    model, optimizer = prepare_tuned(prepared, sgd(prepared), config, None)
-    engine = engine_of(model)
-    results = []
-    for side, opt, ours in ((plain, sgd(plain), False), (model, optimizer, True)):
-        torch.manual_seed(1000)
-        data = case.data(torch.Generator().manual_seed(0)).to(device)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            losses = case.step(Loop(side, opt, data, 0, ours))
-        results.append([r.detach().clone().cpu() for r in losses])
-    same(*results, f"{case.name}: losses")
-    cpu = [[None if g is None else g.cpu() for g in grads(m)] for m in (plain, model)]
-    same(*cpu, f"{case.name}: gradients")
-    assert engine.residence.manager.counts["fetch"] > 0

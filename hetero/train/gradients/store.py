@@ -341,8 +341,7 @@ class GradStore:
         grads = [g for g in map(get_grad, self._params) if g is not None]
         wide = (g if isinstance(g, LazyGrad) else g.float() for g in grads)
         norms = [torch.linalg.vector_norm(grad, 2.0) for grad in wide]
-        found: list[float] = torch.stack(norms).tolist() if norms else []
-        return found
+        return read_together(norms)
 
     def adding(self, bucket: Bucket) -> list[Job]:
         """Return the jobs that still write a bucket's gradients home: its update waits for them."""
@@ -412,3 +411,14 @@ def scaled_graph(name: str) -> StateError:
         " scaled",
         advice="use torch.autograd.grad for the inner gradient, or precision='bf16'",
     )
+
+
+def read_together(numbers: Sequence[torch.Tensor]) -> list[float]:
+    """Return scalars on any devices as numbers; waits for each device once."""
+    found = [0.0] * len(numbers)
+    for place in dict.fromkeys(number.device for number in numbers):
+        mine = [i for i, number in enumerate(numbers) if number.device == place]
+        values = torch.stack([numbers[i] for i in mine]).tolist()
+        for i, value in zip(mine, values, strict=True):
+            found[i] = value
+    return found
