@@ -171,6 +171,7 @@ def stopping() -> Iterator[Callable[[], int | None]]:
 @option("--host", str, "RAM budget, as 64GiB.", "what is free")
 @click.option("--nvme", multiple=True, help="Directory for what RAM does not hold; repeatable.")
 @option("--nvme-bytes", str, "Budget of those directories, as 1TiB.", "what is free there")
+@option("--pinned", str, "RAM that CUDA may page-lock, as 512MiB.", "what it takes")
 @option("--precision", PRECISION, "Of working weights.", "as the model has them")
 @unit_options
 @option("--chunk-bytes", str, "Bytes of a chunk, as 4MiB.", "chosen")
@@ -345,6 +346,7 @@ def show_report(made: RunReport, verdicts: list[ClaimVerdict], written: list[str
 @option("--host", str, "RAM budget, as 64GiB.", "what the profile's machine has")
 @option("--nvme", str, "Directory for what RAM does not hold.", "no disk")
 @option("--nvme-bytes", str, "Budget of that directory, as 1TiB.", "no limit")
+@option("--pinned", str, "RAM that CUDA may page-lock, as 512MiB.", "what it takes")
 @option("--batch", POSITIVE, "Samples of a step.", "1")
 @option("--sequence", POSITIVE, "Positions of a sample.", "1024")
 @option("--precision", PRECISION, "Of working weights.", "fp32")

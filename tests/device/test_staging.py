@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from hetero.config import Config
 from hetero.device import CpuDevice, Device, SimDevice, StagedTicket, Staging, Ticket, stages_bytes
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError, TransferError
+from hetero.jobs import Job
 from hetero.types import Lane
 from tests.emulator import fake
 
@@ -256,3 +259,28 @@ def test_a_report_tells_how_much_is_page_locked(emulator: None, tmp_path: Path) 
     assert f"{hetero.status(model).locked_bytes // KIB} KiB" in page.read_text()
     assert "page-locked" in page.read_text()
     hetero.release(model)
+
+
+def hold(gate: threading.Event) -> None:
+    gate.wait()
+
+
+def test_a_lane_of_the_device_stays_in_order(watched: None) -> None:
+    device = fake.device()
+    device.open_stages(8 * 4096, None)
+    locked, pageable = device.slab(4096), device.slab(10_000, travels=False)
+    frames, others = device.arena(10_000), device.arena(4096)
+    gate = threading.Event()
+    before = StagedTicket(Lane.D2H)  # of a copy that is long in coming
+    before.job = Job([partial(hold, gate)])
+
+    first = device.copy(Lane.H2D, frames.block, pageable.block, (before,))
+    second = device.copy(Lane.H2D, others.block, locked.block)
+    third = device.copy(Lane.D2H, locked.block, frames.block[:4096], (first, second))
+
+    assert not any(device.query(t) for t in (first, second, third) for _ in range(50))
+    gate.set()
+    device.sync(second)
+    assert isinstance(first, StagedTicket) and first.job.done
+    device.sync(third)
+    device.close_stages()
