@@ -19,6 +19,7 @@ from hetero.train.engine.blueprint import draw
 from hetero.train.engine.budget import Budget
 from hetero.train.engine.check import check_codes, check_model, check_pair
 from hetero.train.engine.engine import Engine
+from hetero.train.engine.hbm_homes import total_bytes
 from hetero.train.engine.tuning import Tuning
 from hetero.train.model.empty import empty_parameters
 from hetero.train.model.graph import leaves_of
@@ -283,7 +284,7 @@ def division_of(budget: Budget) -> dict[str, int]:
         "buffers": division.buffer_bytes,
         "activations": division.activation_bytes,
         "ring": division.ring_bytes,
-        "homes": division.home_bytes,
+        "homes": division.home_bytes + total_bytes(budget.on_hbm),
         "frames": division.frames * budget.divisible.granule_bytes,
     }
 

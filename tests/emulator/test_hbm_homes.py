@@ -158,13 +158,15 @@ def test_release_leaves_nothing_on_the_device(watched: None) -> None:
 def test_homes_begin_on_hbm_where_host_is_too_small(watched: None) -> None:
     host = 5 * EACH  # of six units
     run = Run(None, host=host)
-    assert run.on_hbm
+    on_hbm = engine_of(run.model).setup.store.places.on_hbm
+    assert on_hbm
     plain = Run(False)
     for each in (run, plain):
         six_steps(each)
     assert run.bits() == plain.bits()
     ledger = engine_of(run.model).setup.ledger
-    assert ledger.peak(Tier.HOST) <= host and run.on_hbm
+    assert ledger.peak(Tier.HOST) <= host and on_hbm
+    assert hetero.status(run.model).division["homes"] >= len(on_hbm) * EACH // 2
 
 
 def test_memory_that_neither_tier_has_is_said_before_anything_is_touched(watched: None) -> None:

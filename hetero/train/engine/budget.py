@@ -7,7 +7,7 @@ Activations are not known before the first step, which therefore runs with the f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class Budget:
     host_bytes: int = 0
     """RAM for homes and for transfers to them."""
     on_hbm: tuple[BucketHomes, ...] = ()
-    """Homes of a paged model that begin on HBM: HOST does not hold them."""
+    """Homes of a paged model that lie on HBM, and stay there: HOST does not hold them."""
     stays: bool = False
     """Whether parameters stay where they compute, from the beginning."""
     ram_bytes: int | None = None
@@ -60,6 +60,12 @@ class Budget:
             *(self.hbm or 0, self.buffer_bytes, plan.least_bytes, plan.granule_bytes),
             useful_frames=useful + plan.least_bytes // plan.granule_bytes,
         )
+
+    def fix(self, on_hbm: tuple[BucketHomes, ...]) -> None:
+        """Give homes that HOST does not hold a place on HBM; the rest of it is divided."""
+        self.on_hbm = on_hbm
+        rest = self.divisible.total_bytes - total_bytes(on_hbm)
+        self.divisible = replace(self.divisible, total_bytes=rest)
 
     @property
     def activation_bytes(self) -> int:
@@ -85,7 +91,7 @@ class Budget:
         """
         plan, hbm = self.plan, self.hbm or 0
         frames = max(plan.least_bytes, held_bytes)
-        total = activation_bytes + self.buffer_bytes + frames
+        total = activation_bytes + self.buffer_bytes + frames + total_bytes(self.on_hbm)
         return OutOfMemory(
             f"activations take {format_bytes(activation_bytes)}{where} and buffers"
             f" {format_bytes(self.buffer_bytes)} of hbm={format_bytes(hbm)}; unit"
@@ -166,7 +172,7 @@ def decide(
         check_hbm(budget)
         if device.is_cuda and not device.same_ram:
             short = plan.home_bytes + passing_bytes(plan) - memory.host
-            budget.on_hbm = first_homes(plan, budget.divisible, short)
+            budget.fix(first_homes(plan, budget.divisible, short))
         if config.nvme:
             up = frozenset(homes.bucket for homes in budget.on_hbm)
             budget.spill = draw_spill(

@@ -221,7 +221,7 @@ class Paged:
         fits = self.hbm.fits_whole(division)
         if fits and not self.manager.arena.held:  # else the next border tries again
             self.hbm.rehoming.lower(())
-            if not self.hbm.rehoming.on_hbm:
+            if not setup.store.places.on_hbm:
                 return True
         if not fits:
             self.hbm.apply(division)

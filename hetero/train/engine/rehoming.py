@@ -35,6 +35,7 @@ class Rehoming:
         self._stepper = trained.stepper
         self._meter = meter
         self._places = setup.store.places
+        self._fixed = {homes.bucket: homes.n_bytes for homes in setup.budget.on_hbm}
         self._lists = [movable(setup, sums=sums) for sums in (False, True)]
         self._sizes = [{h.bucket: h.n_bytes for h in homes} for homes in self._lists]
 
@@ -52,19 +53,20 @@ class Rehoming:
 
     @property
     def n_bytes(self) -> int:
-        """HBM that is set aside for homes."""
+        """HBM that is set aside for homes, beyond what those take that cannot move."""
         sizes = self._sizes[self._grads.adds_up]
-        taken = self._setup.store.hbm_bytes
-        return sum(max(sizes[bucket], taken[bucket]) for bucket in self._places.on_hbm)
+        taken, fixed = self._setup.store.hbm_bytes, self._fixed
+        moved = sum(max(sizes[bucket], taken[bucket]) for bucket in self.on_hbm)
+        return moved + sum(max(0, taken[bucket] - n_bytes) for bucket, n_bytes in fixed.items())
 
     @property
     def on_hbm(self) -> frozenset[int]:
-        """The buckets whose homes are on HBM."""
-        return frozenset(self._places.on_hbm)
+        """The buckets whose homes are on HBM and may move down."""
+        return frozenset(self._places.on_hbm - self._fixed.keys())
 
     def lower(self, wanted: Collection[int]) -> None:
         """Move homes down that are not ``wanted`` on HBM."""
-        for bucket in self._places.on_hbm - set(wanted):
+        for bucket in self.on_hbm - set(wanted):
             self._move(self._setup.buckets[bucket], Tier.HOST)
 
     def raise_to(self, wanted: Collection[int]) -> None:
@@ -80,7 +82,7 @@ class Rehoming:
         """Move homes down, the least useful first, until ``n_bytes`` of HBM are freed or none is
         left that may move."""
         with host_work():
-            for homes in reversed(self.homes):
+            for homes in reversed(self._lists[self._grads.adds_up]):
                 if n_bytes <= 0:
                     return
                 if homes.bucket in self._places.on_hbm:
@@ -149,5 +151,8 @@ def movable(setup: Setup, *, sums: bool) -> list[BucketHomes]:
     wanted = device.is_cuda if wanted is None else wanted
     if not wanted or setup.inner is None or device.same_ram or setup.budget.hbm is None:
         return []
-    places = setup.store.places
-    return movable_homes(setup.blueprint, is_cuda=device.is_cuda, on_disk=places.on_disk, sums=sums)
+    fixed, places = {homes.bucket for homes in setup.budget.on_hbm}, setup.store.places
+    found = movable_homes(
+        setup.blueprint, is_cuda=device.is_cuda, on_disk=places.on_disk, sums=sums
+    )
+    return [homes for homes in found if homes.bucket not in fixed]

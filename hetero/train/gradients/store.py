@@ -260,10 +260,10 @@ class GradStore:
     def widen(self, segment: Segment) -> None:
         """Make the stored gradients of a parameter's bucket fp32."""
         bucket = self._layout.bucket(segment)
-        narrow = self.homes.narrow(bucket)
-        if narrow is None:
+        if self.homes.narrow(bucket) is None:
             return
         wide = self.homes.wide(bucket)
+        narrow = self.homes.narrow(bucket)  # it may have moved to make room
         for held in self._slots_in(bucket):
             if held.home is not narrow:
                 continue
