@@ -7,6 +7,9 @@ from typing import Any
 import torch
 
 import hetero
+from hetero.api import prepare_tuned
+from hetero.config import Config
+from hetero.train.engine.tuning import Tuning
 from hetero.train.gradients.store import read_together
 from tests.campaigns.harness import Net
 from tests.emulator import fake
@@ -16,12 +19,12 @@ from tests.equivalence.harness import paged
 HBM = 2_000_000
 
 
-def prepared(**settings: Any) -> tuple[Any, Any]:
+def prepared(tuning: Tuning | None = None, **settings: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = Net()
     given = {"device": fake.device(), "hbm": HBM, "chunk_bytes": 256, **settings}
     with paged():
-        return hetero.prepare(model, sgd(model), **given)
+        return prepare_tuned(model, sgd(model), Config.load(**given), tuning)
 
 
 def backward(model: Any, number: int = 0) -> None:
@@ -63,3 +66,11 @@ def test_numbers_on_two_devices_are_read_in_their_order(watched: None) -> None:
     fake.forget_stalls()
     assert read_together(there) == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert sum(fake.stalls().values()) == 1
+
+
+def test_backward_waits_for_activations_that_come_up(watched: None) -> None:
+    """Weights stay in frames: no wait for one of them orders activations by chance."""
+    model, optimizer = prepared(activations="offload", tuning=Tuning(homes_on_hbm=False))
+    train(model, optimizer)
+    assert fake.copies()["asynchronous copy up"] > 0
+    hetero.release(model, optimizer)

@@ -52,6 +52,10 @@ class Gpu:
     def layers_bytes(self) -> int:
         return 4 * LAYERS * self.width * (self.width + 1)
 
+    def chunk_bytes(self, small: int) -> int:
+        """Return chunks as large, for these layers, as ``small`` ones are for layers of 32."""
+        return small * (self.width // 32) ** 2
+
 
 def layers(gpu: Gpu) -> nn.Module:
     torch.manual_seed(0)
@@ -87,6 +91,7 @@ def test_copies_wait_for_what_they_are_behind(seed: int, gpu: Gpu) -> None:
     assert torch.equal(slab_out.block, slab.block)
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c.name not in STEPS_ITSELF], ids=lambda c: c.name
 )
@@ -126,11 +131,13 @@ def on_cpu(tensors: list[Any]) -> list[Tensor | None]:
     return [None if tensor is None else tensor.detach().cpu() for tensor in tensors]
 
 
-def trained(gpu: Gpu, share: float, chunk_bytes: int, tuning: Tuning) -> bytes:
+def trained(gpu: Gpu, share: float, chunk: int, tuning: Tuning) -> bytes:
     """Train with frames for a share of the parameters, and return the weights."""
     model = layers(gpu)
     hbm = gpu.slack + int(share * gpu.layers_bytes)
-    config = Config.load(device=gpu.device(), hbm=hbm, chunk_bytes=chunk_bytes, activations="keep")
+    config = Config.load(
+        device=gpu.device(), hbm=hbm, chunk_bytes=gpu.chunk_bytes(chunk), activations="keep"
+    )
     with paged():
         model, optimizer = prepare_tuned(model, sgd(model), config, tuning)
     for number in range(STEPS):
@@ -182,7 +189,9 @@ def masters_of(gpu: Gpu, precision: str, share: float | None, tuning: Tuning) ->
     model = layers(gpu)
     plain = torch.optim.AdamW(model.parameters(), lr=0.01)
     hbm = gpu.slack + int((8 if share is None else share) * gpu.layers_bytes)
-    config = Config.load(device=gpu.device(), precision=precision, chunk_bytes=1024, hbm=hbm)
+    config = Config.load(
+        device=gpu.device(), precision=precision, chunk_bytes=gpu.chunk_bytes(1024), hbm=hbm
+    )
     with paged() if share is not None else warnings.catch_warnings():
         model, optimizer = prepare_tuned(model, plain, config, tuning)
     for number in range(STEPS):
