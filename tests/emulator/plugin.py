@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -25,11 +26,14 @@ class Emulated:
         self._here = config.getoption(HERE)
         self._process = EmulatorProcess(config)
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._process.files = sorted({str(item.path) for item in session.items if asks(item)})
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool | None:
-        if self._here or "emulator" not in getattr(item, "fixturenames", ()):
+        if self._here or not asks(item):
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in self._reports(item):
@@ -59,11 +63,16 @@ class Emulated:
         """The device is watched meanwhile, and nothing may be found."""
         from tests.emulator import fake
 
+        gc.collect()  # models of the test before, which would be strangers on the device
         fake.start()
         yield
         fake.stop()
         if fake.found():
             pytest.fail("\n".join(map(repr, fake.found())), pytrace=False)
+
+
+def asks(item: pytest.Item) -> bool:
+    return "emulator" in getattr(item, "fixturenames", ())
 
 
 def ended(item: pytest.Item, why: str) -> pytest.TestReport:

@@ -25,6 +25,8 @@ class EmulatorProcess:
     """It begins with the first test."""
 
     def __init__(self, config: pytest.Config) -> None:
+        self.files: list[str] = []
+        """Of the tests that it may be told to run, collected once: it imports no others."""
         self._config = config
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
@@ -54,7 +56,14 @@ class EmulatorProcess:
         options += ["--campaign-seed", self._config.option.campaign_seed]
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.emulator.worker", str(theirs.fileno()), *options],
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.emulator.worker",
+                    str(theirs.fileno()),
+                    *options,
+                    *self.files,
+                ],
                 cwd=ROOT,
                 pass_fds=[theirs.fileno()],
                 stdout=subprocess.DEVNULL,

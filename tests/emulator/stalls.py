@@ -31,11 +31,12 @@ STAGE_FULL = Place("gradients/ring.py", "_free_stage")
 LAST_GRADIENTS = Place("gradients/ring.py", "finish")
 CLIPPED_GRADIENT = Place("gradients/slot.py", "land")
 NORM = Place("update/states.py", "numbers_of")
-FINITE = Place("gradients/store.py", "norms")
+FINITE = Place("gradients/store.py", "read_together")
+UNUSED = Place("access/pages.py", "flush")
 OFFLOADED = Place("memory/parcel.py", "flush")
 ALONE = Place("activations/offload.py", "border")
 TURNED = Place("activations/offload.py", "awake")
-ALWAYS = {RING_FULL, LAST_GRADIENTS}
+ALWAYS = {RING_FULL, LAST_GRADIENTS, UNUSED}
 """Backward waits for a gradient where HBM has no room for more on their way down, and `step` for
 the last ones: the emulator's copies land as late as they can."""
 OFFLOADING = {OFFLOADED, TURNED, ALONE}

@@ -19,11 +19,11 @@ from tests.emulator.harness import (
     assert_no_pageable_copies,
     check,
     check_smallest,
-    paged,
     zoo,
 )
 from tests.emulator.programs import PROGRAMS, net, train
 from tests.equivalence import test_disk
+from tests.equivalence.harness import paged
 from tests.equivalence.zoo import BY_NAME, Case
 from tests.train import test_codes, test_precision
 

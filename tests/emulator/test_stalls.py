@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import hetero
+from hetero.train.engine.tuning import Tuning
 from tests.campaigns.harness import tokens_of
 from tests.emulator import fake
 from tests.emulator.harness import Side, adamw
@@ -65,12 +66,22 @@ def step(row: Row, model: Any, optimizer: Any, tokens: Tensor) -> None:
     optimizer.zero_grad()
 
 
+@pytest.fixture(autouse=True)
+def not_paranoid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of homes on HBM are made on the host."""
+    monkeypatch.setenv("HETERO_PARANOID", "0")
+
+
 @pytest.mark.campaign(seconds=6)
+@pytest.mark.parametrize("homes_on_hbm", [False, True])
 @pytest.mark.parametrize("name", ROWS)
-def test_a_steady_step_waits_only_where_it_is_said(name: str, watched: None) -> None:
+def test_a_steady_step_waits_only_where_it_is_said(
+    name: str, homes_on_hbm: bool, watched: None
+) -> None:
     row = ROWS[name]
     tokens = tokens_of(1).to(fake.PLACE)
-    model, optimizer = net(Side({}), adamw, **row.settings)
+    tuning = Tuning(homes_on_hbm=homes_on_hbm)
+    model, optimizer = net(Side({}), adamw, tuning=tuning, **row.settings)
     for _ in range(STEPS):
         fake.forget_stalls()
         step(row, model, optimizer, tokens)

@@ -14,7 +14,6 @@ class Worker:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._items: dict[str, pytest.Item] = {}
         self._reports: list[dict[str, Any]] = []
         self._config: pytest.Config | None = None
 
@@ -23,16 +22,13 @@ class Worker:
         self._config = config
         config.workerinput = {}  # type: ignore[attr-defined]  # the files of a run are not ours
 
-    def pytest_collection(self) -> bool:
-        return True  # a file is collected when one of its tests is asked for
-
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        items = {item.nodeid: item for item in session.items}
         while True:
             try:
-                name = self._pipe.recv()
+                item = items[self._pipe.recv()]
             except EOFError:
                 return True
-            item = self._item(session, name)
             item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
             self._pipe.send(self._reports)
             self._reports = []
@@ -41,12 +37,6 @@ class Worker:
         assert self._config is not None
         ask = self._config.hook.pytest_report_to_serializable
         self._reports.append(ask(config=self._config, report=report))
-
-    def _item(self, session: pytest.Session, name: str) -> pytest.Item:
-        if name not in self._items:
-            items = session.perform_collect([name.partition("::")[0]])
-            self._items.update((item.nodeid, item) for item in items)
-        return self._items[name]
 
 
 if __name__ == "__main__":

@@ -333,3 +333,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", conv);
   m.impl("convolution_backward_overrideable", conv_back);
 }
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {  // autocast changes nothing
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
