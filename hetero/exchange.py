@@ -262,6 +262,8 @@ def recover(folder: Folder, sibling: Sibling | None) -> None:
     for name in sorted(there):
         if name.startswith(NEW) or (name in aside and not undone):
             folder.unlink(name)
+    # names that go, or went without a sync, would be put back beside this export's new files
+    folder.sync()
 
 
 def put_back(folder: Folder, aside: Sequence[str]) -> None:

@@ -300,6 +300,21 @@ def test_every_crash_of_what_undoes_a_killed_switch_leaves_the_old_export(tmp_pa
     assert found[""] > 20
 
 
+def test_what_an_export_removed_without_a_sync_does_not_come_back_over_the_next_one(
+    tmp_path: Path,
+) -> None:
+    counting, killed = NoExchange(), NoExchange()
+    clean = tell(tmp_path / "clean", "one", "one", counting)
+    killed.fail_at("sync_folder", counting.seen["sync_folder"] - 1, errno.EIO, None)
+
+    story = tell(tmp_path / "killed", "one", "one", killed, NoExchange())
+    since = len(told(tmp_path / "killed", killed))
+    found = crashes(story, "subset", Judge(tmp_path / "after", clean), since)
+
+    assert found.keys() == {"states"}
+    assert found["states"] > 100
+
+
 # -- the enumerator itself: what is left out has to be missed --------------------------------------
 
 
@@ -315,6 +330,7 @@ def syncs(story: Story) -> dict[str, int]:
 
 
 MISSED = {  # what a crash does where a sync is left out of an exchange, and of the way without
+    "export after nothing": set(),  # nothing was left there to remove
     "new export after link export/README.md": {"LOST", "MIXED", "STUCK", "THEIRS"},
     "above after link export/README.md": set(),  # a name that is exchanged needs no other
     "above after exchange export": {"LOST", "MIXED", "STUCK", "THEIRS"},
