@@ -63,6 +63,7 @@ from hetero.types import CopyState, Kind, Lane, Tier
 
 T = TypeVar("T")
 NUMEL = ALIGN  # elements of an extent
+HANGS_SECONDS = 600  # what takes so long has hung: a busy machine imports torch for a minute
 Array = npt.NDArray[Any]
 ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
 
@@ -192,7 +193,7 @@ def flushed(pool: Pool, home: Home) -> None:
 @pytest.fixture
 def watchdog() -> Iterator[None]:
     """End the run with every thread's stack where it hangs."""
-    faulthandler.dump_traceback_later(60, exit=True)
+    faulthandler.dump_traceback_later(HANGS_SECONDS, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
 
@@ -917,9 +918,9 @@ def test_with_threads_too_a_write_that_fails_for_ever_is_told_and_not_repeated_f
     plan = FaultPlan()
     pool = make_pool(disk, 3, io=plan)
     home = make_home(pool, 6)
+    plan.fail_at("write", 0, errno.ENOSPC, times=None)  # the pool writes behind
     with pool.pin(home.request(0, 3, PinUse.WRITE)):
         home.array[: 3 * NUMEL] = 7
-    plan.fail_at("write", 0, errno.ENOSPC, times=None)
 
     for _ in range(20):
         with pytest.raises(DiskFull), pool.pin(home.request(3)):
@@ -1677,7 +1678,11 @@ pool.ahead(requests)
 {body}
 """
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=HANGS_SECONDS,
+        check=False,
     )
 
 
