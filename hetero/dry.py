@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hetero.config import HostLimit
 from hetero.device import (
@@ -30,6 +31,17 @@ from hetero.internals import without_modes
 from hetero.types import Lane
 
 META = torch.device("meta")
+_unseen = WeakIdKeyDictionary()
+
+
+def write_unseen(tensor: torch.Tensor) -> None:
+    """Note a write to a tensor without bytes that its version does not show."""
+    _unseen[tensor] = _unseen.get(tensor, 0) + 1
+
+
+def unseen_writes(tensor: torch.Tensor) -> int:
+    """Return how many writes were noted."""
+    return _unseen.get(tensor, 0) if tensor.is_meta else 0
 
 
 @dataclass(slots=True)

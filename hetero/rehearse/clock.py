@@ -14,7 +14,7 @@ from hetero.dry import META
 from hetero.internals import TorchDispatchMode
 from hetero.plan.machine import Dtype, MachineProfile
 from hetero.plan.rates import attention_flops, side_of
-from hetero.rehearse.kernels import as_on_cpu
+from hetero.rehearse.kernels import as_on_cpu, note_writes
 from hetero.train.activations.meter import tensors_in
 from hetero.types import Lane, noop
 
@@ -104,6 +104,7 @@ class OpClock(TorchDispatchMode):
             self._device.compute(self._counted_seconds)
         if func.is_view or func in FREE:
             return func(*args, **kwargs) if kwargs else func(*args)
+        note_writes(func, args)
         try:
             key = func, _shown(args), _shown(tuple(kwargs.items())) if kwargs else ()
             known = self._known.get(key)

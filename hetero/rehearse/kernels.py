@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hetero.dry import write_unseen
+
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIM = 256  # of CUDA's flash kernels
 _ops = torch.ops.aten
@@ -112,6 +114,14 @@ def as_on_cpu(func: Any, args: Any, found: Any) -> Any:
     if func is _ops.native_batch_norm_backward.default:
         return tuple(t if asked else None for t, asked in zip(found, args[-1], strict=True))
     return found
+
+
+def note_writes(func: Any, args: Any) -> None:
+    """Note what batch norm writes: its schema does not say so, hence versions do not either."""
+    if func is _ops.native_batch_norm.default and args[5]:  # it trains
+        for statistic in args[3:5]:
+            if statistic is not None:
+                write_unseen(statistic)
 
 
 def _one_half(args: Any) -> torch.dtype | None:

@@ -190,3 +190,11 @@ def test_a_model_of_the_zoo_is_rehearsed_as_it_runs(name: str) -> None:
     data = case.data(torch.Generator().manual_seed(0))
 
     assert_the_same(Play(case.build(), data, {"hbm": 200_000, "chunk_bytes": 256}))
+
+
+def test_what_batch_norm_writes_is_kept_for_backward_in_a_rehearsal_too() -> None:
+    case = BY_NAME["convolutional"]
+    data = case.data(torch.Generator().manual_seed(0))
+    settings = {"hbm": 200_000, "chunk_bytes": 256, "activations": "recompute"}
+
+    assert_the_same(Play(case.build(), data, settings))

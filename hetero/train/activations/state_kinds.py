@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hetero.device import accelerator_rng, set_accelerator_rng
+from hetero.dry import unseen_writes
 from hetero.train.activations.reach import Names
 
 SMALL = 2**20  # bytes up to which a device buffer's copy is kept, written or not
@@ -62,7 +63,7 @@ class Buffer:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return (-1 if tensor.is_inference() else tensor._version) + unseen_writes(tensor)
 
 
 def _same_bits(first: torch.Tensor | None, second: torch.Tensor) -> bool:
