@@ -254,16 +254,17 @@ def recover(folder: Folder, sibling: Sibling | None) -> None:
     """Clear up after a killed export; undo one that had not finished its switch."""
     if sibling is not None:
         sibling.recover(folder)
+    folder.sync()  # a switch lasts before what it replaced goes, and that before new files come
     there = set(folder.names())
     undone = any(NEW + name in there for name in (SINGLE, INDEX)) or not there & {SINGLE, INDEX}
     aside = sorted(name for name in there if name.startswith(OLD))
     if aside and undone:
         put_back(folder, aside)
-    for name in sorted(there):
-        if name.startswith(NEW) or (name in aside and not undone):
-            folder.unlink(name)
-    # names that go, or went without a sync, would be put back beside this export's new files
-    folder.sync()
+    left = [n for n in sorted(there) if n.startswith(NEW) or (n in aside and not undone)]
+    for name in left:
+        folder.unlink(name)
+    if left:  # else they might be put back beside this export's new files
+        folder.sync()
 
 
 def put_back(folder: Folder, aside: Sequence[str]) -> None:

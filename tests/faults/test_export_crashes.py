@@ -300,12 +300,14 @@ def test_every_crash_of_what_undoes_a_killed_switch_leaves_the_old_export(tmp_pa
     assert found[""] > 20
 
 
-def test_what_an_export_removed_without_a_sync_does_not_come_back_over_the_next_one(
-    tmp_path: Path,
+@pytest.mark.parametrize("last", [1, 2, 4], ids=["sync", "removal", "switch"])
+def test_an_export_killed_in_its_last_operations_does_not_come_back_over_the_next_one(
+    tmp_path: Path, last: int
 ) -> None:
+    """Its switch, or the removal of what it set aside, was not synced."""
     counting, killed = NoExchange(), NoExchange()
     clean = tell(tmp_path / "clean", "one", "one", counting)
-    killed.fail_at("sync_folder", counting.seen["sync_folder"] - 1, errno.EIO, None)
+    killed.fail_at("any", counting.seen["any"] - last, errno.EIO, None)
 
     story = tell(tmp_path / "killed", "one", "one", killed, NoExchange())
     since = len(told(tmp_path / "killed", killed))
