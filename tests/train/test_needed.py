@@ -272,7 +272,7 @@ def test_homes_of_a_model_that_became_resident_are_not_set_aside_once_more() -> 
         optimizer.step()
     assert engine.residence.name == "resident"
     setup = engine.setup
-    to_come = unclaimed(setup.budget, setup.ledger, setup.store.tier)
+    to_come = unclaimed(setup.budget, setup.ledger, setup.store)
     assert to_come(Tier.HOST) == setup.budget.host_bytes - setup.ledger.used(Tier.HOST)
 
 

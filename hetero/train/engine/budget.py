@@ -6,8 +6,9 @@ Activations are not known before the first step, which therefore runs with the f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -113,10 +114,11 @@ class Budget:
         """Whether any home lies on disk."""
         return self.spill is not None and bool(self.spill.on_disk)
 
-    def check_sums(self) -> None:
-        """Raise BudgetError if RAM does not hold gradients that are summed in fp32.
+    def sums_check(self) -> Callable[[], None]:
+        """Return a check that raises BudgetError if RAM does not hold gradients summed in fp32.
 
-        Where `host=` is given, its ledger refuses them.
+        Where `host=` is given, its ledger refuses them. It refers to no module: see [Note: out of
+        gc's sight].
         """
         on_hbm = {homes.bucket for homes in self.on_hbm}
         sums = sum(
@@ -125,16 +127,7 @@ class Budget:
             if bucket.trainable and bucket.has_master and bucket.id not in on_hbm
         )
         need = self.plan.home_bytes - total_bytes(self.on_hbm) + sums
-        if self.ram_bytes is not None and need > self.ram_bytes:
-            raise BudgetError(
-                f"gradients of several backward passes are summed in fp32: HOST must then hold"
-                f" {format_bytes(need)} of parameters, gradients and states;"
-                f" {format_bytes(self.ram_bytes)} are there",
-                advice="make each step of one backward pass, train fewer parameters, or name a"
-                " directory on a drive with nvme=",
-                tier="HOST",
-                needed_bytes=need,
-            )
+        return partial(check_sums, need, self.ram_bytes)
 
     def holds_everything(self, activation_bytes: int) -> bool:
         """Whether parameters, gradients and states fit on the device with the activations."""
@@ -278,6 +271,20 @@ def check_hbm(budget: Budget) -> None:
             " come on top, or split the unit with units=",
             tier="HBM",
             needed_bytes=least,
+        )
+
+
+def check_sums(need: int, have: int | None) -> None:
+    """Refuse sums of gradients that RAM cannot hold."""
+    if have is not None and need > have:
+        raise BudgetError(
+            f"gradients of several backward passes are summed in fp32: HOST must then hold"
+            f" {format_bytes(need)} of parameters, gradients and states; {format_bytes(have)} are"
+            " there",
+            advice="make each step of one backward pass, train fewer parameters, or name a"
+            " directory on a drive with nvme=",
+            tier="HOST",
+            needed_bytes=need,
         )
 
 

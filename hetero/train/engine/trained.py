@@ -108,7 +108,7 @@ def make_grads(
         cores=cores,
         early=early,
         growing=growing,
-        check_sums=setup.budget.check_sums,
+        check_sums=setup.budget.sums_check(),
     )
 
 
