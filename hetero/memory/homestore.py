@@ -109,6 +109,9 @@ class HomeStore:
             new = self._make(charged[1], name, bucket, old.dtype)
             new.take_over(old)
         except BaseException:
+            made = self._charged.pop(key, None)
+            if made is not None:  # charged, and then the device or RAM had no such memory
+                self._credit(bucket.id, *made)
             self._charged[key] = charged
             raise
         self._credit(bucket.id, *charged)

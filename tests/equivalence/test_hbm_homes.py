@@ -13,6 +13,7 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
+from hetero.errors import BudgetError
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.tuning import Tuning
@@ -256,3 +257,26 @@ def test_some_of_the_zoo_had_homes_on_hbm() -> None:
     hbm = measure(case, adamw, 256, devices=("cpu", "cpu:sim")).of(2.2)
     seen = compare(case, adamw, hbm=hbm, device=SimDevice(), tuning=Tuning(homes_on_hbm=True))
     assert seen.mode == "paged"
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_move_that_the_device_refuses_half_way_is_undone(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plain = Run(SOME, precision="bf16"), Run(SOME, precision="bf16", homes_on_hbm=False)
+    device, left = run.engine.setup.device, [after]
+    real = device.arena
+
+    def arena(n_bytes: int) -> Any:
+        if n_bytes and n_bytes < 20_000 and run.engine.setup.steps:  # a home, and no frames
+            left[0] -= 1
+            if left[0] < 0:
+                raise BudgetError("fragmented", advice="none")
+        return real(n_bytes)
+
+    monkeypatch.setattr(device, "arena", arena)
+    for each in (run, plain):
+        six_steps(each)
+    assert not run.on_hbm and run.bits() == plain.bits()
+    ledger = run.engine.setup.ledger
+    assert ledger.used(Tier.HBM, Kind.STATE) == 0 and ledger.used(Tier.HBM, Kind.MASTER) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 
+from hetero.errors import BudgetError
 from hetero.events import What
 from hetero.memory.layout import Bucket
 from hetero.memory.manager import PARAM, ChunkManager
@@ -18,7 +19,7 @@ from hetero.train.gradients.homes import GRAD, WIDE
 from hetero.train.model.host_work import host_work
 from hetero.train.model.lazy import handle
 from hetero.train.update.optimizer import Optimizer
-from hetero.types import Tier
+from hetero.types import Kind, Tier
 
 
 class Rehoming:
@@ -70,9 +71,13 @@ class Rehoming:
             self._move(self._setup.buckets[bucket], Tier.HOST)
 
     def raise_to(self, wanted: Collection[int]) -> None:
-        """Move the ``wanted`` homes up that are not on HBM."""
+        """Move the ``wanted`` homes up that are not on HBM, until the device has no such memory."""
         for bucket in sorted(set(wanted) - self._places.on_hbm):
-            self._move(self._setup.buckets[bucket], Tier.HBM)
+            try:
+                self._move(self._setup.buckets[bucket], Tier.HBM)
+            except BudgetError as error:  # fragmented, or taken by another process
+                self._setup.log.now(What.DECISION, tier=Tier.HBM, bucket=bucket, why=str(error))
+                return
 
     def growing(self) -> AbstractContextManager[None]:
         """Make a home on HBM inside: it is not counted as activations."""
@@ -106,15 +111,27 @@ class Rehoming:
         return True
 
     def _move_all(self, bucket: Bucket, tier: Tier) -> None:
+        before = self._places.tier(Kind.PARAM, bucket.id)
         names = [name for name, _ in self._setup.store.of_bucket(bucket.id)]
+        moved: list[str] = []
         self._set(bucket, tier)
-        for name in names:
-            if name in (GRAD, WIDE):
-                self._grads.rehome(name, bucket)
-            else:
-                self._replace(name, bucket)
+        try:
+            for name in names:
+                self._move_one(name, bucket)
+                moved.append(name)
+        except BaseException:  # a bucket's homes are all on one tier
+            self._set(bucket, before)
+            for name in moved:
+                self._move_one(name, bucket)
+            raise
         if tier is Tier.HBM:
             self._grads.homes.make(bucket, wide=False)  # now: no peak of the next step counts it
+
+    def _move_one(self, name: str, bucket: Bucket) -> None:
+        if name not in (GRAD, WIDE):
+            self._replace(name, bucket)
+        elif (name, bucket.id) in self._setup.store.homes:  # an empty one was freed
+            self._grads.rehome(name, bucket)
 
     def _has_room(self, bucket: Bucket, tier: Tier) -> bool:
         """Whether a tier holds a bucket's homes as they are now."""
