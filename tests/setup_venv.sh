@@ -14,7 +14,7 @@ setup_venv() {
   if ! has_torch python; then python -m pip install -q --no-compile "torch==2.13.0"; fi
   if ! is_installed "$root" "$extra"; then
     python -m pip install -q --no-compile -e "$root${extra:+[$extra]}"
-    cp "$root/pyproject.toml" "$root/.venv/hetero-$extra.toml"
+    installed_from "$root" >"$root/.venv/hetero-$extra.installed"
   fi
 }
 
@@ -23,7 +23,11 @@ has_torch() {
     2>/dev/null
 }
 
-# Whether this extra was installed from the pyproject.toml as it is now, so that a second run is quick.
+# Whether this extra was installed from these files as they are now, so that a second run is quick.
 is_installed() {
-  cmp -s "$1/pyproject.toml" "$1/.venv/hetero-$2.toml"
+  installed_from "$1" | cmp -s - "$1/.venv/hetero-$2.installed"
+}
+
+installed_from() {  # the kernel is compiled when hetero is installed
+  cat "$1/pyproject.toml" "$1/hetero/csrc/update.c"
 }
