@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hetero.plan.activations import KEEP, OFFLOAD
 from hetero.plan.division import WORTH, Hbm, divide
+from hetero.plan.placement import BucketHomes
 
 
 @st.composite
@@ -93,3 +94,33 @@ def test_a_division_does_not_change_with_the_policies_that_it_was_made_for() -> 
     assert found.policies == {0: KEEP}
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.frames = 1  # type: ignore[misc]
+
+
+@given(cases(), st.integers(0, 2**20), st.booleans())
+def test_frames_that_would_stay_empty_are_not_made(
+    case: tuple[Hbm, int, int, int], useful: int, keeps: bool
+) -> None:
+    hbm, need, ring, frames = case
+    most = max(useful, hbm.fewest_frames)
+    hbm = dataclasses.replace(hbm, useful_frames=most)
+    found = divide(hbm, need, ring_bytes=ring, frames=min(frames, most), keeps=keeps)
+    assert found.frames <= most
+
+
+@given(cases(), st.lists(st.integers(1, 2**33), max_size=12), st.booleans(), st.data())
+def test_homes_take_what_activations_and_a_few_frames_leave(
+    case: tuple[Hbm, int, int, int], sizes: list[int], keeps: bool, data: st.DataObject
+) -> None:
+    hbm, need, ring, frames = case
+    homes = [BucketHomes(bucket, n_bytes) for bucket, n_bytes in enumerate(sizes)]
+    there = frozenset(data.draw(st.sets(st.integers(0, max(0, len(sizes) - 1)))) if sizes else ())
+    found = divide(
+        *(hbm, need), ring_bytes=ring, frames=frames, keeps=keeps, homes=homes, on_hbm=there
+    )
+
+    taken = found.buffer_bytes + found.moving_bytes + found.home_bytes
+    assert taken + found.frames * hbm.granule_bytes <= hbm.total_bytes
+    assert found.home_bytes == sum(h.n_bytes for h in homes if h.bucket in found.on_hbm)
+    assert found.activation_bytes == need and found.frames >= hbm.fewest_frames
+    if found.on_hbm:  # fetches go on beside compute
+        assert hbm.total_bytes - taken >= 2 * hbm.least_bytes
