@@ -90,6 +90,7 @@ def divide(
     policies: Mapping[int, Policy] | None = None,
     homes: Sequence[BucketHomes] = (),
     on_hbm: frozenset[int] = frozenset(),
+    stuck: frozenset[int] = frozenset(),
 ) -> Division:
     """Return the division: activations first, then the ring, a few frames, homes, more frames.
 
@@ -100,14 +101,16 @@ def divide(
         keeps: whether to stay at that number, and with those homes, if only a few more would fit.
         homes: that may be on HBM, the most useful first.
         on_hbm: buckets whose homes are there now.
+        stuck: those of them whose homes cannot leave.
 
     Raises ValueError if activations do not fit with the fewest frames.
     """
-    if activation_bytes > hbm.room_bytes:
-        raise ValueError(f"{activation_bytes} bytes of activations; there is {hbm.room_bytes}")
-    ring = min(ring_bytes, hbm.room_bytes - activation_bytes)
+    room = hbm.room_bytes - sum(home.n_bytes for home in homes if home.bucket in stuck)
+    if activation_bytes > room:
+        raise ValueError(f"{activation_bytes} bytes of activations; there is {room}")
+    ring = min(ring_bytes, room - activation_bytes)
     taken = activation_bytes + ring
-    held = choose_homes(hbm, taken, homes, on_hbm if keeps else frozenset())
+    held = choose_homes(hbm, taken, homes, on_hbm if keeps else frozenset(), stuck)
     home_bytes = sum(home.n_bytes for home in homes if home.bucket in held)
     taken += home_bytes
     fitting = min(hbm.frames(taken), hbm.useful_frames)
@@ -124,15 +127,21 @@ def divide(
 
 
 def choose_homes(
-    hbm: Hbm, taken_bytes: int, homes: Sequence[BucketHomes], on_hbm: frozenset[int]
+    hbm: Hbm,
+    taken_bytes: int,
+    homes: Sequence[BucketHomes],
+    on_hbm: frozenset[int],
+    stuck: frozenset[int] = frozenset(),
 ) -> frozenset[int]:
     """Return the buckets whose homes are on HBM, after activations and the ring.
 
     Frames for a few units come first, so that fetches overlap with compute. Homes that are there
-    stay unless they do not fit, or many more would: a move takes as long as several steps.
+    stay unless they do not fit, or many more would: a move takes as long as several steps. Those
+    of ``stuck`` buckets stay in any case.
     """
     room = hbm.most_bytes - taken_bytes
-    wanted = hold(homes, room - WIDEST * hbm.least_bytes)
+    free = room - WIDEST * hbm.least_bytes - sum(h.n_bytes for h in homes if h.bucket in stuck)
+    wanted = stuck | hold((home for home in homes if home.bucket not in stuck), free)
     now, then = (sum(h.n_bytes for h in homes if h.bucket in b) for b in (on_hbm, wanted))
     fits = now <= room - (WIDEST - 1) * hbm.least_bytes
     if on_hbm and fits and then - now <= hbm.most_bytes // WORTH:

@@ -13,7 +13,7 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
-from hetero.errors import BudgetError
+from hetero.errors import BudgetError, OutOfMemory
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.tuning import Tuning
@@ -280,3 +280,37 @@ def test_a_move_that_the_device_refuses_half_way_is_undone(
     assert not run.on_hbm and run.bits() == plain.bits()
     ledger = run.engine.setup.ledger
     assert ledger.used(Tier.HBM, Kind.STATE) == 0 and ledger.used(Tier.HBM, Kind.MASTER) == 0
+
+
+def hold_states(run: Run) -> list[Tensor]:
+    """Train until homes are on HBM, and hold views of all states."""
+    for number in range(3):
+        run.step(number)
+    states = [run.optimizer.state[p]["exp_avg"] for p in run.model.parameters()]
+    return [state.view(-1) for state in states]
+
+
+def test_states_that_the_user_holds_leave_fewer_frames_to_a_larger_batch() -> None:
+    kept: list[Tensor] = []
+
+    def train(run: Run) -> None:
+        kept.extend(hold_states(run))
+        for number in range(3, 8):
+            run.step(number, 29 if number == 4 else 2)
+
+    run = pair(SOME, train)
+    assert run.on_hbm and len(kept) == 4 * UNITS
+
+
+def test_a_batch_too_large_beside_held_states_is_refused_before_an_update() -> None:
+    run = Run(SOME)
+    kept = hold_states(run)
+    before = run.bits()
+    run.backward(3, 33)
+    with pytest.raises(OutOfMemory, match="raise hbm="):
+        run.optimizer.step()
+    assert run.bits() == before
+    del kept
+    run.backward(3, 33)
+    run.optimizer.step()
+    assert run.bits() != before

@@ -266,15 +266,32 @@ class Fitting:
             self._peaks.pop()
             raise self._refusal(self.meter.seen_bytes(), is_whole=True)
         self.room.forget()
+        division = self._divided(needed, frozenset())
+        there = self.room.homes.on_hbm
+        stuck = self.room.homes.stuck(there) if there - division.on_hbm else frozenset()
+        if stuck <= division.on_hbm:
+            return division
+        try:
+            return self._divided(needed, stuck)
+        except ValueError:
+            held = sum(homes.n_bytes for homes in self.room.homes.sized(stuck))
+            raise self._refusal(needed, is_whole=True, home_bytes=held) from None
+
+    def _divided(self, needed: int, stuck: frozenset[int]) -> Division:
+        room = self.room
         return divide(
-            self.room.hbm,
+            room.hbm,
             needed,
-            ring_bytes=self.room.ring.useful_bytes,
-            frames=self.room.frames.limit,
-            keeps=self.room.budget.division is not None,
+            ring_bytes=room.ring.useful_bytes,
+            frames=room.frames.limit,
+            keeps=room.budget.division is not None,
             policies=self._choice.policies,
-            homes=self.room.homes.homes,
-            on_hbm=self.room.homes.on_hbm,
+            homes=[
+                *room.homes.sized(stuck),
+                *(homes for homes in room.homes.homes if homes.bucket not in stuck),
+            ],
+            on_hbm=room.homes.on_hbm,
+            stuck=stuck,
         )
 
     def needed_bytes(self) -> int:
@@ -381,14 +398,20 @@ class Fitting:
     def forward_done(self) -> None:
         """The step goes on."""
 
-    def _refusal(self, activation_bytes: int, *, is_whole: bool) -> OutOfMemory:
-        """Return the error for a step, and forget its measurements."""
+    def _refusal(
+        self, activation_bytes: int, *, is_whole: bool, home_bytes: int = 0
+    ) -> OutOfMemory:
+        """Return the error for a step, and forget its measurements.
+
+        ``home_bytes``: of homes that the user's code keeps on HBM.
+        """
         excess = self.room.excess or Excess()
+        held = max(excess.held_bytes, self.room.hbm.least_bytes)
         error = self.room.budget.refusal(
             activation_bytes,
             where=excess.where,
             known=self.forecast.largest(),
-            held_bytes=excess.held_bytes,
+            held_bytes=held + home_bytes,
             is_whole=is_whole,
         )
         self.spoil()

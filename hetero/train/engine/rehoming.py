@@ -65,6 +65,23 @@ class Rehoming:
         """The buckets whose homes are on HBM and may move down."""
         return frozenset(self._places.on_hbm - self._fixed.keys())
 
+    def sized(self, buckets: Collection[int]) -> list[BucketHomes]:
+        """Return the homes of buckets that may move, as large as gradients are now."""
+        return [homes for homes in self._lists[self._grads.adds_up] if homes.bucket in buckets]
+
+    def stuck(self, buckets: Collection[int]) -> frozenset[int]:
+        """Return those of the buckets of which the user's code holds a tensor."""
+        if buckets and self._stepper is not None:
+            self._stepper.finish()  # its updates' references to states look like a user's
+        return frozenset(b for b in buckets if self._is_held(self._setup.buckets[b]))
+
+    def _is_held(self, bucket: Bucket) -> bool:
+        """Whether the user's code holds a weight at home, or a state."""
+        copy = self._manager.copies[bucket.id]
+        if copy.is_shown or copy.home.held or self.optimizer is None:
+            return True
+        return is_seen(self._setup, bucket, self.optimizer)
+
     def lower(self, wanted: Collection[int]) -> None:
         """Move homes down that are not ``wanted`` on HBM."""
         for bucket in self.on_hbm - set(wanted):
@@ -96,14 +113,12 @@ class Rehoming:
 
     def _move(self, bucket: Bucket, tier: Tier) -> bool:
         """Move all homes of a bucket; False, and nothing done, if the user's code holds one."""
-        setup, copy = self._setup, self._manager.copies[bucket.id]
+        setup = self._setup
         if self._stepper is not None:
             self._stepper.finish()  # its updates' references to states look like a user's
         setup.saver.wait_for(bucket.id)
         self._manager.flush_and_wait(bucket.id)
-        if copy.is_shown or copy.home.held or self.optimizer is None:
-            return False
-        if is_seen(setup, bucket, self.optimizer) or not self._has_room(bucket, tier):
+        if self._is_held(bucket) or not self._has_room(bucket, tier):
             return False
         with self._meter.changing():
             self._move_all(bucket, tier)

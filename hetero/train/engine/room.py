@@ -6,7 +6,7 @@ One place changes the number of frames and charges activations: `apply` at a bor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 from hetero.errors import OutOfMemory
@@ -55,6 +55,12 @@ class HbmHomes(Protocol):
     @property
     def on_hbm(self) -> frozenset[int]:
         """The buckets whose homes are there."""
+
+    def sized(self, buckets: Collection[int]) -> list[BucketHomes]:
+        """Return the homes of some buckets."""
+
+    def stuck(self, buckets: Collection[int]) -> frozenset[int]:
+        """Return those of the buckets whose homes cannot leave HBM now."""
 
     def give_way(self, n_bytes: int) -> None:
         """Move some down, to free so many bytes."""
