@@ -16,7 +16,7 @@ from benchmarks.engine import Figure, Figures
 from benchmarks.paging import paged_of
 from hetero.api import prepare_tuned
 from hetero.config import Config
-from hetero.device import SimDevice
+from hetero.device import SimDevice, UncountedMemory
 from hetero.errors import StateError
 
 SIZES = (10, 100, 1000)
@@ -25,11 +25,19 @@ CHUNK_BYTES = 1024
 REPEATS = 1000  # units, in all repetitions of what is measured
 
 
-class Uncounted(SimDevice):
+class NoPeak(UncountedMemory):
     """Counts no allocations, as a device whose allocator does."""
 
     def allocated_peak(self) -> int | None:
         return 0
+
+
+class Uncounted(SimDevice):
+    """A device whose allocations hetero need not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = NoPeak()
 
 
 class Block(nn.Module):

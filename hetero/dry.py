@@ -25,6 +25,7 @@ from hetero.device import (
     Slab,
     Stall,
     Ticket,
+    UncountedMemory,
     stages_bytes,
 )
 from hetero.internals import without_modes
@@ -100,7 +101,7 @@ class DryDevice(CpuDevice):
         self.clock_seconds = 0.0
         self.time_passed: Callable[[], None] = lambda: None
         """Called after the clock has moved."""
-        self._hbm_bytes = hbm_bytes
+        self.memory = UncountedMemory(hbm_bytes)
         self._ram_bytes = ram_bytes
         self._copy_seconds = copy_seconds
         self._touch_seconds = touch_seconds
@@ -228,12 +229,6 @@ class DryDevice(CpuDevice):
         return self._copy_seconds(lane, n_bytes, busy)
 
     def poison(self, dst: torch.Tensor) -> None: ...
-
-    def total_bytes(self) -> int | None:
-        return self._hbm_bytes
-
-    def free_bytes(self) -> int | None:
-        return self._hbm_bytes
 
     def host_limit(self) -> HostLimit:
         return HostLimit(self._ram_bytes, "the machine that is planned for")

@@ -14,7 +14,6 @@ from hetero.device import (
     POISON,
     Allocated,
     CpuDevice,
-    CudaDevice,
     SimDevice,
     Slab,
     Ticket,
@@ -26,6 +25,7 @@ from hetero.device import (
     release_slab,
     use_count,
 )
+from hetero.device.memory import CudaMemory
 from hetero.errors import ConfigError, TransferError
 from hetero.types import Lane
 
@@ -146,8 +146,8 @@ def test_on_cpu_hbm_is_ram() -> None:
     device = CpuDevice()
 
     assert device.same_ram
-    assert device.total_bytes() is None
-    assert device.allocated_peak() is None
+    assert device.memory.total_bytes() is None
+    assert device.memory.allocated_peak() is None
 
 
 @pytest.mark.parametrize("device", [CpuDevice(), SimDevice()], ids=lambda d: d.name)
@@ -642,9 +642,9 @@ def test_counting_makes_no_list_of_names(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: stats)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: pytest.fail("a list of names"))
-    device = object.__new__(CudaDevice)
-    device.torch_device = torch.device("cuda", 0)
-    assert device.allocated_peak() == device.reserved_bytes() == 1
+    memory = object.__new__(CudaMemory)
+    memory._place = torch.device("cuda", 0)
+    assert memory.allocated_peak() == memory.reserved_bytes() == 1
 
 
 # -- states of generators ------------------------------------------------------------------------

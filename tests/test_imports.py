@@ -393,9 +393,9 @@ def changes_states(trees: Trees) -> list[str]:
     return calls(trees, re.compile("transition"), only_in("memory"))
 
 
-INSIDE = ("_flat", "_bytes", "_segments", "_slab", "_extents", "extents")  # of a home
+INSIDE = ("_flat", "_bytes", "_slab", "_extents", "extents")  # of a home
 ONCE_PUBLIC = ("flat", "bytes", "segments")  # which replicas and buckets have, too
-A_HOME = re.compile(r"(home|homes|low|wide|narrow|master)$")
+A_HOME = re.compile(r"(home|homes|low|wide|narrow|master|views)$")
 
 
 def indexes_homes(trees: Trees) -> list[str]:

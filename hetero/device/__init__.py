@@ -28,6 +28,7 @@ from hetero.device.face import (
     release_slab,
     use_count,
 )
+from hetero.device.memory import UncountedMemory
 from hetero.device.nvrtc import CudaKernel, NoKernel, Toolchain, open_toolchain
 from hetero.device.process import (
     Allocated,
@@ -69,6 +70,7 @@ __all__ = [
     "Stall",
     "Ticket",
     "Toolchain",
+    "UncountedMemory",
     "accelerator_name",
     "accelerator_rng",
     "allocated",

@@ -15,6 +15,7 @@ from hetero.device.face import (
     PROBE_BYTES,
     SMALL,
     Accelerator,
+    DeviceMemory,
     Move,
     Slab,
     Stall,
@@ -23,6 +24,7 @@ from hetero.device.face import (
     map_slab,
     paged_slab,
 )
+from hetero.device.memory import UncountedMemory
 from hetero.types import Lane
 
 
@@ -39,6 +41,7 @@ class CpuDevice:
 
     def __init__(self, torch_device: torch.device | None = None) -> None:
         self.torch_device = torch_device or torch.device("cpu")
+        self.memory: DeviceMemory = UncountedMemory()
         self._done = Ticket(Lane.COMPUTE, 0.0, done=True)
         self._bytes_per_second: float | None = None
 
@@ -108,9 +111,6 @@ class CpuDevice:
     def facts(self) -> Accelerator | None:
         return None
 
-    def reserved_bytes(self) -> int:
-        return 0
-
     def poison(self, dst: torch.Tensor) -> None:
         dst.fill_(POISON)
 
@@ -129,18 +129,7 @@ class CpuDevice:
 
     def end_annotation(self, handle: object) -> None: ...
 
-    def total_bytes(self) -> int | None:
-        return None
-
-    def free_bytes(self) -> int | None:
-        return None
-
     def host_limit(self) -> HostLimit:
         return host_limit()
-
-    def reset_peak(self) -> None: ...
-
-    def allocated_peak(self) -> int | None:
-        return None
 
     def close(self) -> None: ...

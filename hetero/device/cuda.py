@@ -10,9 +10,7 @@ import torch
 from hetero.config import HostLimit, host_limit
 from hetero.device.face import (
     COPY_LANES,
-    OPPOSITE,
     POISON,
-    PROBE_BYTES,
     Accelerator,
     Move,
     Slab,
@@ -23,14 +21,14 @@ from hetero.device.face import (
 )
 from hetero.device.lanes import CudaLanes
 from hetero.device.locked import LockedMemory
-from hetero.device.process import counts
+from hetero.device.memory import CudaMemory
+from hetero.device.process import first_line
+from hetero.device.rates import LaneRates
 from hetero.device.staging import LEAST_BYTES, StagedTicket, Staging, on_lanes, stages_bytes
-from hetero.errors import BudgetError, ConfigError
-from hetero.types import Lane, format_bytes
+from hetero.errors import ConfigError
+from hetero.types import Lane
 
 CUDA_ALIGN_BYTES = 256  # cuBLASLt's heuristic is told no more; torch's allocator gives 512
-BESIDE = 3  # times as many copies keep the other lane busy all the while
-SPIN_CYCLES = 50_000  # of a device's clock while the host queues one copy: 25 us at 2 GHz
 
 
 class CudaDevice:
@@ -65,9 +63,10 @@ class CudaDevice:
             ) from error
         found = torch.cuda.get_device_properties(self.torch_device)
         self.shares_ram = bool(getattr(found, "is_integrated", False))
-        self._bytes_per_second: dict[Lane, float] = {}
         self._locked = LockedMemory(self.torch_device, self._lanes.settle)
         self._staging = Staging(self._lanes.queue, self._lanes.sync, self._locked.slab)
+        self.memory = CudaMemory(self.torch_device, self._lanes)
+        self._rates = LaneRates(self._lanes, self._staging, self.memory)
 
     def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
         return self._locked.slab(n_bytes) if travels else map_slab(n_bytes)
@@ -84,7 +83,7 @@ class CudaDevice:
         self._locked.limit = pinned
         self._staging.open(n_bytes)
         for lane in COPY_LANES:  # now: in a step, the probe would count as activations
-            self._measure(lane)
+            self._rates.measure(lane)
 
     def close_stages(self) -> None:
         self._staging.close()
@@ -96,30 +95,7 @@ class CudaDevice:
         return paged_slab(n_bytes)
 
     def arena(self, n_bytes: int) -> Slab:
-        return Slab(n_bytes, self._shared(n_bytes))
-
-    def _shared(self, n_bytes: int) -> torch.Tensor:
-        """Return device memory for the lanes, too.
-
-        torch's allocator orders its memory by compute's stream alone: the lanes have to come after
-        what is queued there now, and the memory may serve others when they are done with it.
-        """
-        try:
-            block = torch.empty(max(n_bytes, 1), dtype=torch.uint8, device=self.torch_device)
-        except torch.OutOfMemoryError as error:
-            free = (self.free_bytes() or 0) + self.reserved_bytes()
-            raise BudgetError(
-                f"{format_bytes(n_bytes)} of frames and homes are not free on {self.name}:"
-                f" {first_line(error)}",
-                advice=f"end other processes on the device, or set hbm= below {free} bytes",
-                tier="HBM",
-            ) from error
-        taken = torch.cuda.Event()
-        taken.record(torch.cuda.current_stream(self.torch_device))
-        for stream in self._lanes.streams.values():
-            stream.wait_event(taken)
-            block.record_stream(stream)
-        return block
+        return Slab(n_bytes, self.memory.take(n_bytes))
 
     def copy(
         self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
@@ -199,58 +175,15 @@ class CudaDevice:
         return float(first.event.elapsed_time(second.event)) / 1000
 
     def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
-        if lane not in self._bytes_per_second:
-            self._measure(lane)
-        return n_bytes / self._bytes_per_second[lane]
-
-    def _measure(self, lane: Lane) -> None:
-        """Measure a lane's rate with a stage at the host's end."""
-        with self._staging.lent(PROBE_BYTES) as below:
-            here = self._shared(below.numel())
-            target, source = (here, below) if lane is Lane.H2D else (below, here)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            with torch.cuda.stream(self._lanes.streams[lane]):
-                target.copy_(source, non_blocking=True)  # the first one warms up
-                begin.record()
-                target.copy_(source, non_blocking=True)
-                end.record()
-            end.synchronize()
-        seconds = max(float(begin.elapsed_time(end)) / 1000, 1e-9)
-        self._bytes_per_second[lane] = here.numel() / seconds
+        return self._rates.seconds(lane, n_bytes)
 
     def lane_seconds(self, lane: Lane, moves: Sequence[Move], beside: Sequence[Move] = ()) -> float:
-        # 1. make both lanes wait until all is queued: the host is slower than small copies
-        self.close()
-        stream, other = self._lanes.streams[lane], self._lanes.streams[OPPOSITE[lane]]
-        beside = [*beside] * BESIDE
-        cycles = SPIN_CYCLES * (len(moves) + len(beside))
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(cycles)
-            queued = torch.cuda.Event()
-            queued.record()
-        other.wait_event(queued)
-        # 2. queue the copies on the other lane, then the timed ones
-        with torch.cuda.stream(other):
-            for move in beside:
-                move.dst.copy_(move.src, non_blocking=True)
-        with torch.cuda.stream(stream):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for move in moves:
-                move.dst.copy_(move.src, non_blocking=True)
-            end.record()
-        end.synchronize()
-        seconds = float(begin.elapsed_time(end)) / 1000
-        self.close()
-        return seconds
+        return self._rates.of_moves(lane, moves, beside)
 
     def facts(self) -> Accelerator | None:
         found = torch.cuda.get_device_properties(self.torch_device)
         arch = f"sm_{found.major}{found.minor}"
         return Accelerator(found.name, arch, found.multi_processor_count, found.total_memory)
-
-    def reserved_bytes(self) -> int:
-        return counts(self.torch_device).reserved_bytes
 
     def poison(self, dst: torch.Tensor) -> None:
         dst.fill_(POISON)
@@ -260,20 +193,8 @@ class CudaDevice:
     def now(self) -> float:
         return time.monotonic()
 
-    def total_bytes(self) -> int | None:
-        return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
-
-    def free_bytes(self) -> int | None:
-        return int(torch.cuda.mem_get_info(self.torch_device)[0])
-
     def host_limit(self) -> HostLimit:
         return host_limit()
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-
-    def allocated_peak(self) -> int | None:
-        return counts(self.torch_device).peak_bytes
 
     def close(self) -> None:
         self._staging.finish()
@@ -287,7 +208,3 @@ def why_none() -> str:
     except (AssertionError, RuntimeError) as error:  # a build for CPUs; no driver, or an old one
         return first_line(error)
     return "it found none"
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

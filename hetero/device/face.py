@@ -98,6 +98,25 @@ class Accelerator(NamedTuple):
     total_bytes: int
 
 
+class DeviceMemory(Protocol):
+    """The counts of HBM."""
+
+    def total_bytes(self) -> int | None:
+        """Return its physical size; None if it is RAM."""
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that are free for any process; None if it is RAM."""
+
+    def reserved_bytes(self) -> int:
+        """Return the bytes that torch's allocator keeps; 0 if HBM is RAM."""
+
+    def reset_peak(self) -> None:
+        """Start a new measurement of the allocator's peak."""
+
+    def allocated_peak(self) -> int | None:
+        """Return the allocator's peak since `reset_peak`; None without such a count."""
+
+
 class Device(Protocol):
     """The only calls that the mechanism makes on a device. Bytes are 1-D uint8 tensors."""
 
@@ -115,6 +134,10 @@ class Device(Protocol):
     """Kernels of plain torch find tensors at multiples of it, and may choose by that."""
     cheap_slabs: bool
     """Whether a slab may be made in every step; page-locking one takes long."""
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """The counts of its HBM."""
 
     def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
         """Return zeroed HOST memory. If it ``travels``, CUDA page-locks it as far as it may."""
@@ -177,9 +200,6 @@ class Device(Protocol):
     def facts(self) -> Accelerator | None:
         """Return the device's description; None for the processor."""
 
-    def reserved_bytes(self) -> int:
-        """Return the bytes of HBM that torch's allocator keeps; 0 if HBM is RAM."""
-
     def poison(self, dst: torch.Tensor) -> None:
         """Fill bytes that must not be read with NaN."""
 
@@ -201,20 +221,8 @@ class Device(Protocol):
     def end_annotation(self, handle: object) -> None:
         """End a range, on any thread."""
 
-    def total_bytes(self) -> int | None:
-        """Return the physical size of HBM; None if it is RAM."""
-
-    def free_bytes(self) -> int | None:
-        """Return the bytes of HBM free on the device; None if it is RAM."""
-
     def host_limit(self) -> HostLimit:
         """Return how much RAM this process may still take, and the source of that limit."""
-
-    def reset_peak(self) -> None:
-        """Start a new measurement of the allocator's peak."""
-
-    def allocated_peak(self) -> int | None:
-        """Return the allocator's peak since `reset_peak`; None without such a count."""
 
     def close(self) -> None:
         """Finish everything queued."""

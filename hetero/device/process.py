@@ -13,6 +13,11 @@ _M_TRIM_THRESHOLD = -1
 MT_WORDS = 624  # of a Mersenne Twister's state
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def finish_compute() -> None:
     """Wait for everything queued on the CUDA device, if there is one (benchmarks)."""
     if torch.cuda.is_available():

@@ -21,6 +21,7 @@ from hetero.memory.homecopy import HomeCopy, HomeEvents
 from hetero.memory.layout import Segment
 from hetero.memory.link import Link
 from hetero.memory.replica import Replica
+from hetero.memory.shown import refresh
 from hetero.types import CopyState, Kind, Lane
 
 ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
@@ -141,7 +142,7 @@ class LocalBelow:
         copy.move(CLEAN, "ready")
         replica.move(CLEAN, "ready")
         copy.note_digest()
-        copy.home.refresh()
+        refresh(copy.home)
 
     def _bring_home(self, replica: Replica, copy: HomeCopy, elements: slice) -> None:
         """Overwrite elements at home; `HomeEvents.overwriting` is called before and after."""
@@ -172,7 +173,7 @@ class LocalBelow:
         for start in range(0, whole, ENCODED_AT_ONCE):
             home.recode(start, self._values(replica, start, min(start + ENCODED_AT_ONCE, whole)))
         copy.note_digest()
-        home.refresh()
+        refresh(home)
         replica.move(CLEAN, "recode")
         self.refetch(replica, copy)
 

@@ -4,11 +4,6 @@ On HOST a home is one slab per kind and bucket, exactly sized and page-locked on
 has its own storage, so that saving a state dict writes a tensor's bytes without its neighbours'. A
 home on disk has the same views, valid only while pinned (see [Note: addresses stay] in
 pagecache.py). A coded home (codec.py) counts in items of the codec, and has no views of values.
-
-[Note: copies that are shown]  A home on disk, or coded, cannot be aliased. A view of one of its
-segments is a view of a private copy, which stands for the segment while a view is alive: writes to
-the copy go home before anything reads or writes the home, and writes to the home go to the copy
-too. Writes are found by a digest of the bits: numpy and ``.data`` move no version.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from hetero.crc import crc32
 from hetero.device import ALONE, Device, Slab, Ticket, release_slab, use_count
 from hetero.errors import ConfigError
 from hetero.internals import storage_uses
-from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite, is_finite
+from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite
 from hetero.memory.extent import Extent, Extents, PinSpan, PinUse, Request
 from hetero.memory.layout import Bucket, Segment, row
 from hetero.memory.pool import NoPool, Pool
@@ -62,6 +57,41 @@ class Copy:
         return blake2b(memoryview(flat.numpy()), digest_size=16).digest()
 
 
+class SegmentViews:
+    """The tensors of a home's segments, and what refers to them."""
+
+    __slots__ = ("_addresses", "_baseline", "_storages", "segments")
+
+    def __init__(self, segments: Iterable[torch.Tensor]) -> None:
+        self.segments = list(segments)
+        self._storages = [segment.untyped_storage() for segment in self.segments]
+        self._addresses = [storage._cdata for storage in self._storages]  # theirs while they live
+        self._baseline = self._uses()
+
+    @property
+    def held(self) -> bool:
+        """Whether the user's code refers to the memory of a segment."""
+        return self._uses() > self._baseline
+
+    @property
+    def objects_held(self) -> bool:
+        """Whether anything but one state dict of ours refers to a segment's very object."""
+        return max(map(sys.getrefcount, self.segments), default=0) > _OURS
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """How often torch has seen each segment written."""
+        return tuple(segment._version for segment in self.segments)
+
+    def _uses(self) -> int:
+        return sum(map(storage_uses, self._addresses))
+
+    def clear(self) -> None:
+        """Drop them."""
+        for known in (self.segments, self._storages, self._addresses):
+            known.clear()
+
+
 class Home:
     """One kind of one bucket; its class says where it lies.
 
@@ -70,10 +100,7 @@ class Home:
     shape and dtype but show a single NaN.
     """
 
-    __slots__ = (
-        *("_addresses", "_baseline", "_flat", "_segments", "_slab", "_storages"),
-        *("_successor", "codec", "copies", "dtype"),
-    )
+    __slots__ = (*("_flat", "_slab", "_successor", "codec", "copies", "dtype", "views"),)
     on_device = False
     """Whether compute reads and writes it where it is, while the model pages."""
     stays = True
@@ -90,19 +117,16 @@ class Home:
         self.codec = codec
         self.dtype = dtype
         self._successor: Home | None = None
-        self.copies: dict[Segment, Copy] = {}  # see [Note: copies that are shown]
+        self.copies: dict[Segment, Copy] = {}  # see [Note: copies that are shown] in shown.py
         self._flat = slab.carve(0, codec.n_bytes(bucket.numel, dtype)).view(codec.dtype(dtype))
-        self._segments = [
+        self.views = SegmentViews(
             shaped(
                 slab, s.offset * dtype.itemsize, s.spec.shape, s.spec.stride, s.spec.numel, dtype
             )
             if codec.exact
             else self._flat.new_full((), float("nan"), dtype=dtype).expand(s.spec.shape)
             for s in bucket.segments
-        ]
-        self._storages = [segment.untyped_storage() for segment in self._segments]
-        self._addresses = [storage._cdata for storage in self._storages]  # theirs while they live
-        self._baseline = self._uses()
+        )
 
     # -- properties ------------------------------------------------------------------------------
 
@@ -130,23 +154,6 @@ class Home:
         """Whether views always show the values: in memory, and not coded."""
         return self.stays and self.codec.exact
 
-    @property
-    def held(self) -> bool:
-        """Whether the user's code refers to a segment."""
-        return self._uses() > self._baseline
-
-    def _uses(self) -> int:
-        return sum(map(storage_uses, self._addresses))
-
-    @property
-    def objects_held(self) -> bool:
-        """Whether anything but one state dict of ours refers to a segment's very object."""
-        return max(map(sys.getrefcount, self._segments), default=0) > _OURS
-
-    def versions(self) -> tuple[int, ...]:
-        """Return how often torch has seen each segment written."""
-        return tuple(segment._version for segment in self._segments)
-
     def items(self, start: int, end: int) -> slice:
         """Return elements [start, end) of the bucket in items; ``start`` begins a block."""
         return slice(self.codec.items(start), self.codec.items(end))
@@ -167,7 +174,7 @@ class Home:
 
     def view(self, segment: Segment) -> torch.Tensor:
         """Return a segment's own tensor, the same object each time."""
-        return self._segments[segment.position]
+        return self.views.segments[segment.position]
 
     def memory(self, segment: Segment) -> torch.Tensor | None:
         """Return the bytes of a segment's value, to read into; None if coded or not in RAM."""
@@ -195,8 +202,7 @@ class Home:
         self.discard()
         self._successor = successor
         self._flat = torch.empty(0, dtype=self.item_dtype, device=self.shown_on)
-        for views in (self._segments, self._storages, self._addresses):
-            views.clear()
+        self.views.clear()
         del self._slab
 
     def take_over(self, other: Home) -> None:
@@ -287,46 +293,6 @@ class Home:
         items = self.codec.encode(values, self.dtype).view(len(same), -1)
         items[same] = known.view(len(same), -1)[same]
         self._put(where.start, items.view(-1))
-
-    # -- see [Note: copies that are shown] -------------------------------------------------------
-
-    def alias(self, segment: Segment) -> torch.Tensor:
-        """Return an alias of a segment's copy, made if missing."""
-        if segment not in self.copies:
-            with torch.inference_mode(False):  # it outlives the user's mode
-                self.copies[segment] = Copy(self.read(segment))
-        return self.copies[segment].value.detach()
-
-    def written(self, *, held: bool = True) -> list[Segment]:
-        """Return the segments whose copies were written; drop other copies that are not held.
-        Without ``held``, skip the copies that are held."""
-        for segment, copy in list(self.copies.items()):
-            if not (copy.held or copy.written):
-                del self.copies[segment]
-        return [s for s, copy in self.copies.items() if (held or not copy.held) and copy.written]
-
-    def take(self, segment: Segment) -> None:
-        """Write a segment's copy home; it then shows the home's value. Raises ConfigError, with the
-        write undone, for values that a codec cannot hold."""
-        value = self.copies[segment].value
-        if self.codec.exact:
-            self.write(segment, value)
-            return
-        finite = is_finite(value)
-        if finite:
-            block = self.codec.block
-            whole = torch.zeros(-(-value.numel() // block) * block, dtype=value.dtype, device="cpu")
-            whole[: value.numel()] = row(value)
-            self.recode(segment.offset, whole)
-        self.copies[segment].show(self.read(segment))
-        if not finite:
-            raise refusal(segment, self.codec)
-
-    def refresh(self) -> None:
-        """Its bytes changed: let copies show them, except those that were written too."""
-        for segment, copy in self.copies.items():
-            if not copy.written:
-                copy.show(self.read(segment))
 
 
 class HostHome(Home):

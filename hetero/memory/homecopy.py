@@ -18,6 +18,7 @@ from hetero.memory.extent import PinSpan, Request
 from hetero.memory.home import Home, cut
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.pool import NoPool, Pool
+from hetero.memory.shown import refresh
 from hetero.types import CopyState, Tier
 
 
@@ -140,25 +141,25 @@ class HomeCopy:
 
     def expose(self) -> None:
         """Its tensors are handed out: track their versions from now on."""
-        self.exposed = self.home.versions()
+        self.exposed = self.home.views.versions
 
     def hide(self) -> None:
         """Stop tracking it if no state dict refers to it any more."""
-        if self.exposed is not None and not self.home.held:
+        if self.exposed is not None and not self.home.views.held:
             self.exposed = None
 
     def changed(self) -> list[Segment]:
         """Return the segments written since their versions were last seen."""
         if self.exposed is None:
             return []
-        now = zip(self.bucket.segments, self.exposed, self.home.versions(), strict=True)
+        now = zip(self.bucket.segments, self.exposed, self.home.views.versions, strict=True)
         return [segment for segment, then, later in now if then != later]
 
     def rewritten(self) -> None:
         """Its bytes changed: digest, copies and versions follow."""
         self.home.rewritten()
         self.note_digest()
-        self.home.refresh()
+        refresh(self.home)
         self.hide()
         if self.exposed is not None:
             self.expose()

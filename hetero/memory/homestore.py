@@ -11,6 +11,7 @@ import torch
 
 from hetero.device import Device
 from hetero.io import align_up
+from hetero.memory import shown
 from hetero.memory.codec import EXACT
 from hetero.memory.extent import PinSpan, PinUse, Request
 from hetero.memory.home import DeviceHome, DiskHome, Home, HostHome, cut
@@ -132,8 +133,8 @@ class HomeStore:
         """Write home the writes to copies of all kinds but PARAM (see `Home.written`)."""
         for (name, _), home in self.homes.items():
             if home.copies and name != Kind.PARAM.value:
-                for segment in home.written(held=held):
-                    home.take(segment)
+                for segment in shown.written(home, held=held):
+                    shown.take(home, segment)
 
     def drop(self, name: str, bucket_id: int) -> None:
         """Drop one home. One on disk keeps its addresses, for the next `get`."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hetero.config import paranoid
 from hetero.device import Device
 from hetero.errors import BudgetError, ConfigError, StateError, StorageError
+from hetero.memory import shown
 from hetero.memory.arena import Arena
 from hetero.memory.below import UNDO, LocalBelow
 from hetero.memory.chunk import CopyTable
@@ -251,7 +252,7 @@ class ChunkManager:
     def may_hand_over(self, bucket_id: int) -> bool:
         """Whether an update would go unseen: home and replica not exposed, held or written."""
         copy, replica = self.copies[bucket_id], self.replicas.get(bucket_id)
-        if copy.update is not None or copy.is_shown or copy.home.held:
+        if copy.update is not None or copy.is_shown or copy.home.views.held:
             return False
         return replica is None or (replica.may_leave and not replica.is_news)
 
@@ -362,7 +363,7 @@ class ChunkManager:
         copy = self.copies[bucket_id]
         if not copy.home.copies or copy.update is not None:
             return
-        written = copy.home.written(held=held)
+        written = shown.written(copy.home, held=held)
         if not written:
             return
         self._events.writing(bucket_id)
@@ -372,7 +373,7 @@ class ChunkManager:
             self._below.flush(replica, copy)  # the other segments: these are overwritten
         try:
             for segment in written:
-                copy.home.take(segment)
+                shown.take(copy.home, segment)
                 self._events.written(segment)
         except ConfigError as error:
             raise StateError(str(error), advice=error.advice) from None

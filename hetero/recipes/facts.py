@@ -100,10 +100,10 @@ def used_bytes() -> int:
 
 def context_bytes(device: Device, used_before_bytes: int) -> int | None:
     """Return the HBM that the driver took for this process's context and kernels."""
-    total, free = device.total_bytes(), device.free_bytes()
+    total, free = device.memory.total_bytes(), device.memory.free_bytes()
     if total is None or free is None:
         return None
-    return max(0, total - free - device.reserved_bytes() - used_before_bytes)
+    return max(0, total - free - device.memory.reserved_bytes() - used_before_bytes)
 
 
 def is_direct(path: Path) -> bool:

@@ -168,7 +168,7 @@ def device_memory(rig: Rig) -> Iterator[Probe]:
     """Copy and triad over arrays in the memory of an accelerator."""
     if rig.device.facts() is None:
         return
-    a, b, c = arrays(rig.array_bytes(rig.device.free_bytes()), rig.device.torch_device)
+    a, b, c = arrays(rig.array_bytes(rig.device.memory.free_bytes()), rig.device.torch_device)
     numel = a.numel()
     yield Probe("gpu.copy", (), rig.per_second(lambda: a.copy_(b), COPY_BYTES * numel))
     triad = partial(torch.add, b, c, alpha=0.5, out=a)
@@ -376,7 +376,7 @@ def one_way(rig: Rig, lane: Lane, ends: dict[Lane, Ends], sizes: Sequence[int]) 
 
 def copy_sizes(rig: Rig) -> tuple[int, ...]:
     """Return the sizes of copies of which two fit on either side."""
-    free = rig.device.free_bytes()
+    free = rig.device.memory.free_bytes()
     room = rig.limit_bytes if free is None else min(free, rig.limit_bytes)
     fitting = tuple(n for n in rig.pace.copy_bytes if 8 * n <= room)
     return fitting or rig.pace.copy_bytes[:1]

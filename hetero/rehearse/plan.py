@@ -260,7 +260,7 @@ def until_it_fits(scene: Scene) -> Fitted:
 
 def overflows(scene: Scene, found: Rehearsal) -> bool:
     """Whether a model that stays on the device leaves its activations no room there."""
-    limit = device_for(scene.config, scene.profile).total_bytes()
+    limit = device_for(scene.config, scene.profile).memory.total_bytes()
     return not found.uses and limit is not None and found.peaks[Tier.HBM] > limit
 
 

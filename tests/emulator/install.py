@@ -12,7 +12,7 @@ import torch
 
 import hetero.device as room
 from hetero.device import cuda as cuda_module
-from hetero.device import face, lanes, locked, process
+from hetero.device import face, lanes, locked, memory, process, rates
 from hetero.device.cuda import CudaDevice
 from hetero.device.face import Ticket
 from hetero.train.activations import slices
@@ -27,7 +27,7 @@ QUEUES = ("memory/link.py", "device/cuda.py")  # they copy for others
 def install(extension: ModuleType, cuda: Cuda) -> None:
     """Do all of it, for the rest of this process."""
     proxy = Torch(cuda)
-    for module in (cuda_module, face, lanes, locked, process, room):
+    for module in (cuda_module, face, lanes, locked, memory, process, rates, room):
         module.torch = proxy  # type: ignore[attr-defined]
     for name in ASK_THE_PLACE:
         answer = as_cuda(getattr(process, name))

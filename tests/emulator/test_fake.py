@@ -144,7 +144,7 @@ def test_operations_on_two_devices_are_refused(watched: None) -> None:
 
 def test_hbm_has_the_size_that_it_is_given(watched: None) -> None:
     with fake.limit(hbm=fake.allocated_bytes() + 4096):
-        assert fake.device().total_bytes() == fake.total_bytes()
+        assert fake.device().memory.total_bytes() == fake.total_bytes()
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(8192, dtype=torch.uint8, device=fake.PLACE)
     torch.empty(8192, dtype=torch.uint8, device=fake.PLACE)

@@ -20,7 +20,7 @@ from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero.cli import main
-from hetero.device import Accelerator, CpuDevice, open_device
+from hetero.device import Accelerator, CpuDevice, UncountedMemory, open_device
 from hetero.errors import ConfigError, DiskFull
 from hetero.mounts import Mount
 from hetero.plan.hardware import find, lint, load, parse
@@ -462,17 +462,20 @@ def test_work_in_another_thread_goes_on_until_it_is_told_to_stop() -> None:
     assert len(done) == count
 
 
-class Accelerated(CpuDevice):
-    """A processor that says it is an accelerator."""
-
-    def facts(self) -> Accelerator:
-        return Accelerator("NVIDIA H200", "sm_90", 132, 2**30)
-
+class MostlyTaken(UncountedMemory):
     def free_bytes(self) -> int:
         return 2**28
 
-    def total_bytes(self) -> int:
-        return 2**30
+
+class Accelerated(CpuDevice):
+    """A processor that says it is an accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = MostlyTaken(2**30)
+
+    def facts(self) -> Accelerator:
+        return Accelerator("NVIDIA H200", "sm_90", 132, 2**30)
 
 
 def test_a_device_of_its_own_is_measured_with_its_memory_and_what_copies_slow() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hetero.memory.layout import Segment
+from hetero.memory.shown import alias
 from hetero.train.access.pages import ParameterPages
 from hetero.train.model.lazy import HomeSlot, shown
 
@@ -79,7 +80,7 @@ class StateDictView:
             self._before_write()  # writes to the result go unnoticed
             manager.adopt_home_writes(held=False)
             manager.flush_and_wait(bucket)
-            return manager.home(bucket).alias(segment)
+            return alias(manager.home(bucket), segment)
 
         def write(value: torch.Tensor) -> None:
             self._copied(param, value)

@@ -157,7 +157,7 @@ class AllocatorMeter:
         try:
             yield
         finally:
-            self._device.reset_peak()
+            self._device.memory.reset_peak()
 
     def fold(self, *, ours: bool) -> None:
         """Note the allocator's peak before it is reset, and whether it may be ours."""
@@ -174,10 +174,10 @@ class AllocatorMeter:
         """
         for meter in self._alike():
             meter.fold(ours=meter is self or not self._watches)
-        self._device.reset_peak()
+        self._device.memory.reset_peak()
 
     def _recent(self) -> int:
-        return max(0, (self._device.allocated_peak() or 0) - self._others())
+        return max(0, (self._device.memory.allocated_peak() or 0) - self._others())
 
 
 _counting: weakref.WeakSet[AllocatorMeter] = weakref.WeakSet()

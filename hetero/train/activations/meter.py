@@ -303,7 +303,7 @@ def make_meter(
         traced: whether a mode may watch operations if the device cannot count.
         others: returns bytes of the model that are no activations; for the rest see the meters.
     """
-    if device.allocated_peak() is not None:
+    if device.memory.allocated_peak() is not None:
         return AllocatorMeter(
             *(device, footprint, others), passing=passing, trains=trains, slack_bytes=slack_bytes
         )

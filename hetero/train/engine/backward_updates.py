@@ -64,7 +64,7 @@ class BackwardUpdates:
 def is_seen(setup: Setup, bucket: Bucket, optimizer: Optimizer) -> bool:
     """Whether the user's code holds a state or a tensor of one, and would see it change."""
     for name, home in setup.store.of_bucket(bucket.id):
-        if name not in NOT_STATES and (home.held or home.objects_held or home.copies):
+        if name not in NOT_STATES and (home.views.held or home.views.objects_held or home.copies):
             return True
     params = [setup.params[segment.index] for segment in bucket.segments]
     return optimizer.any_state_is_held(params)

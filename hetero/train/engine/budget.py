@@ -199,14 +199,14 @@ def available(
 
 def hbm_bytes(model: nn.Module, config: Config, device: Device) -> int | None:
     """Return the HBM that may be used; ConfigError for more than the device has."""
-    total = device.total_bytes()
+    total = device.memory.total_bytes()
     if config.hbm is not None and total is not None and config.hbm > total:
         raise ConfigError(
             f"hbm={format_bytes(config.hbm)} is more than the device has ({format_bytes(total)})",
             advice=f"hbm= takes at most {total} bytes",
         )
-    free = device.free_bytes()
-    ours = None if free is None else free + device.reserved_bytes()
+    free = device.memory.free_bytes()
+    ours = None if free is None else free + device.memory.reserved_bytes()
     if config.hbm is not None and ours is not None and config.hbm > ours:
         raise ConfigError(
             f"hbm={format_bytes(config.hbm)} is more than this process may take:"
@@ -218,7 +218,7 @@ def hbm_bytes(model: nn.Module, config: Config, device: Device) -> int | None:
 
 def free_hbm(model: nn.Module, device: Device) -> int | None:
     """Return the HBM that a model may use if no other process takes any; None if HBM is RAM."""
-    free = device.free_bytes()
+    free = device.memory.free_bytes()
     if free is None:
         return None
     place = device.torch_device

@@ -78,7 +78,7 @@ class Rehoming:
     def _is_held(self, bucket: Bucket) -> bool:
         """Whether the user's code holds a weight at home, or a state."""
         copy = self._manager.copies[bucket.id]
-        if copy.is_shown or copy.home.held or self.optimizer is None:
+        if copy.is_shown or copy.home.views.held or self.optimizer is None:
             return True
         return is_seen(self._setup, bucket, self.optimizer)
 

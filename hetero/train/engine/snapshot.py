@@ -229,7 +229,7 @@ class Saver:
             self.finish()
             return
         for (_, bucket_id), home in list(store.homes.items()):
-            if home.stays and (home.held or home.objects_held):
+            if home.stays and (home.views.held or home.views.objects_held):
                 saving.wait_for(bucket_id)
 
     def finish(self) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.manager import PARAM
+from hetero.memory.shown import refresh
 from hetero.optim import AdamW8bit
 from hetero.train.engine.check import tables
 from hetero.train.engine.engine import Engine
@@ -326,5 +327,5 @@ def loaded(engine: Engine) -> None:
         torch.autograd.graph.increment_version(param)
     engine.setup.masters.forget()
     for home in engine.setup.store.homes.values():
-        home.refresh()
+        refresh(home)
     engine.residence.loaded()

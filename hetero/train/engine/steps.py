@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hetero.errors import StorageError, too_early
+from hetero.memory.shown import refresh
 from hetero.plan.division import Division
 from hetero.train.engine.backward_updates import is_seen
 from hetero.train.engine.paged import Paged
@@ -171,7 +172,7 @@ class HomeSteps(NoSteps):
             self.setup.device.touched(update.touched_bytes)
             for _, home in store.of_bucket(bucket.id):
                 home.rewritten()
-                home.refresh()
+                refresh(home)
         self.residence.updated(bucket)
 
     def _seen(self, optimizer: Optimizer) -> set[int]:

@@ -11,6 +11,7 @@ from hetero.internals import make_wrapper, tree_map
 from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Segment
+from hetero.memory.shown import alias
 
 _DETACH = torch.ops.aten.detach.default
 
@@ -139,7 +140,7 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 class HomeSlot:
     """A tensor whose home is on disk, on the device or encoded: read and written as a whole.
 
-    ``keep`` returns an alias of the home's copy (see [Note: copies that are shown] in home.py).
+    ``keep`` returns an alias of the home's copy (see [Note: copies that are shown] in shown.py).
     """
 
     def __init__(
@@ -176,7 +177,7 @@ def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
 
     def keep() -> torch.Tensor:
         store.before_use()
-        return home.now.alias(segment)
+        return alias(home.now, segment)
 
     def write(value: torch.Tensor) -> None:
         store.before_use()

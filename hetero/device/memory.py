@@ -1,0 +1,77 @@
+"""A device's memory, as its driver and torch's allocator count it (floor 0)."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero.device.lanes import CudaLanes
+from hetero.device.process import counts, first_line
+from hetero.errors import BudgetError
+from hetero.types import format_bytes
+
+
+class UncountedMemory:
+    """RAM, which no allocator of a device counts; or HBM that is only described."""
+
+    def __init__(self, total_bytes: int | None = None) -> None:
+        self._total_bytes = total_bytes
+
+    def total_bytes(self) -> int | None:
+        return self._total_bytes
+
+    def free_bytes(self) -> int | None:
+        return self._total_bytes
+
+    def reserved_bytes(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None: ...
+
+    def allocated_peak(self) -> int | None:
+        return None
+
+
+class CudaMemory:
+    """The HBM of a CUDA device, on which lanes copy."""
+
+    def __init__(self, place: torch.device, lanes: CudaLanes) -> None:
+        self._place = place
+        self._lanes = lanes
+
+    def take(self, n_bytes: int) -> torch.Tensor:
+        """Return device memory for the lanes, too.
+
+        torch's allocator orders its memory by compute's stream alone: the lanes have to come after
+        what is queued there now, and the memory may serve others when they are done with it.
+        """
+        try:
+            block = torch.empty(max(n_bytes, 1), dtype=torch.uint8, device=self._place)
+        except torch.OutOfMemoryError as error:
+            free = self.free_bytes() + self.reserved_bytes()
+            raise BudgetError(
+                f"{format_bytes(n_bytes)} of frames and homes are not free on {self._place}:"
+                f" {first_line(error)}",
+                advice=f"end other processes on the device, or set hbm= below {free} bytes",
+                tier="HBM",
+            ) from error
+        taken = torch.cuda.Event()
+        taken.record(torch.cuda.current_stream(self._place))
+        for stream in self._lanes.streams.values():
+            stream.wait_event(taken)
+            block.record_stream(stream)
+        return block
+
+    def total_bytes(self) -> int:
+        return int(torch.cuda.get_device_properties(self._place).total_memory)
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self._place)[0])
+
+    def reserved_bytes(self) -> int:
+        return counts(self._place).reserved_bytes
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._place)
+
+    def allocated_peak(self) -> int:
+        return counts(self._place).peak_bytes

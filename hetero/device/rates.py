@@ -1,0 +1,78 @@
+"""How fast the lanes of a CUDA device copy (floor 0)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hetero.device.face import OPPOSITE, PROBE_BYTES, Move
+from hetero.device.lanes import CudaLanes
+from hetero.device.memory import CudaMemory
+from hetero.device.staging import Staging
+from hetero.types import Lane
+
+BESIDE = 3  # times as many copies keep the other lane busy all the while
+SPIN_CYCLES = 50_000  # of a device's clock while the host queues one copy: 25 us at 2 GHz
+
+
+class LaneRates:
+    """Measures a lane once, and predicts its copies."""
+
+    def __init__(self, lanes: CudaLanes, staging: Staging, memory: CudaMemory) -> None:
+        self._lanes = lanes
+        self._staging = staging
+        self._memory = memory
+        self._bytes_per_second: dict[Lane, float] = {}
+
+    def seconds(self, lane: Lane, n_bytes: int) -> float:
+        """Return the time of a copy of ``n_bytes`` on a free lane."""
+        if lane not in self._bytes_per_second:
+            self.measure(lane)
+        return n_bytes / self._bytes_per_second[lane]
+
+    def measure(self, lane: Lane) -> None:
+        """Measure a lane's rate with a stage at the host's end."""
+        with self._staging.lent(PROBE_BYTES) as below:
+            here = self._memory.take(below.numel())
+            target, source = (here, below) if lane is Lane.H2D else (below, here)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.cuda.stream(self._lanes.streams[lane]):
+                target.copy_(source, non_blocking=True)  # the first one warms up
+                begin.record()
+                target.copy_(source, non_blocking=True)
+                end.record()
+            end.synchronize()
+        seconds = max(float(begin.elapsed_time(end)) / 1000, 1e-9)
+        self._bytes_per_second[lane] = here.numel() / seconds
+
+    def of_moves(self, lane: Lane, moves: Sequence[Move], beside: Sequence[Move]) -> float:
+        """Return the time of copies on a lane, with those of ``beside`` on the other one."""
+        # 1. make both lanes wait until all is queued: the host is slower than small copies
+        self._settle()
+        stream, other = self._lanes.streams[lane], self._lanes.streams[OPPOSITE[lane]]
+        beside = [*beside] * BESIDE
+        cycles = SPIN_CYCLES * (len(moves) + len(beside))
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+            queued = torch.cuda.Event()
+            queued.record()
+        other.wait_event(queued)
+        # 2. queue the copies on the other lane, then the timed ones
+        with torch.cuda.stream(other):
+            for move in beside:
+                move.dst.copy_(move.src, non_blocking=True)
+        with torch.cuda.stream(stream):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for move in moves:
+                move.dst.copy_(move.src, non_blocking=True)
+            end.record()
+        end.synchronize()
+        seconds = float(begin.elapsed_time(end)) / 1000
+        self._settle()
+        return seconds
+
+    def _settle(self) -> None:
+        self._staging.finish()
+        self._lanes.settle()
