@@ -33,6 +33,7 @@ from hetero.train.access.step_events import StepEvents
 from hetero.train.engine.backward_updates import BackwardUpdates
 from hetero.train.engine.broken import Broken
 from hetero.train.engine.dividing import HbmDivision
+from hetero.train.engine.fitting import Fitting
 from hetero.train.engine.read_ahead import ReadAhead
 from hetero.train.engine.resident import Mastered, Resident, make_activations
 from hetero.train.engine.setup import Setup, StepStats
@@ -40,7 +41,7 @@ from hetero.train.engine.trained import Trained
 from hetero.train.engine.tuning import Tuning
 from hetero.train.gradients.slot import LazyGrad
 from hetero.train.model.binding import plain
-from hetero.train.model.graph import unless_gone
+from hetero.train.model.graph import ask_unless_gone, unless_gone
 from hetero.train.update.arithmetic import Update
 from hetero.train.update.optimizer import Optimizer
 from hetero.types import Tier
@@ -54,6 +55,8 @@ class Paged:
 
     name = "paged"
     updates_in_place = False
+    hbm: HbmDivision
+    fitting: Fitting
 
     def __init__(self, setup: Setup, broken: Broken) -> None:
         self.setup = setup
@@ -65,14 +68,14 @@ class Paged:
         self.trained = Trained.on(
             *(setup, setup.device, self.link),
             early=self.may_be_early,
-            growing=unless_gone(self._growing, nullcontext()),
+            growing=ask_unless_gone(self, growing, nullcontext()),
         )
         self.manager = manager = make_manager(
             setup,
             self.link,
             self.trained,
             next_use=lambda b: runtime.fetches.active.next_use(b),
-            more=unless_gone(self._more, 0),
+            more=ask_unless_gone(self, lambda paged: paged.hbm.room.from_homes(), 0),
         )
         self.backward_updates = BackwardUpdates(setup, self.trained, manager)
         early = self.backward_updates.follow() if self.may_be_early else NoEarlyUpdates()
@@ -80,10 +83,10 @@ class Paged:
             before_use=unless_gone(self._before_use, None),
             before_load=setup.saver.finish,
             backward_begins=unless_gone(self._backward_begins, None),
-            backward_ended=unless_gone(self._backward_ended, None),
+            backward_ended=ask_unless_gone(self, lambda paged: paged.fitting.meter.rests(), None),
             forward_ended=unless_gone(self._forward_ended, None),
-            spare=unless_gone(self._spare, 0),
-            resume=unless_gone(self._resume, None),
+            spare=ask_unless_gone(self, lambda paged: paged.hbm.room.spare(), 0),
+            resume=ask_unless_gone(self, lambda paged: paged.hbm.room.resume(), None),
         )
         self.runtime = runtime = make_runtime(setup, self.trained, manager, events, early)
         self.activations = make_activations(setup, runtime.saved, runtime.enter, runtime.leave)
@@ -168,19 +171,6 @@ class Paged:
         """Forget the measurements of a step that came to nothing."""
         self.fitting.spoil()
 
-    def _spare(self) -> int:
-        return self.hbm.room.spare()
-
-    def _more(self) -> int:
-        return self.hbm.room.from_homes()
-
-    def _growing(self, n_bytes: int) -> AbstractContextManager[None]:
-        self.hbm.room.make_room(n_bytes)
-        return self.hbm.rehoming.growing()
-
-    def _resume(self) -> None:
-        self.hbm.room.resume()
-
     def _before_use(self) -> None:
         """The model is called: Ctrl-C waits again, even if the user has changed that."""
         interrupts.hold(self.setup)
@@ -196,9 +186,6 @@ class Paged:
         self.hbm.room.resume()
         self.fitting.meter.computes()
         self._ahead.backward_begins()
-
-    def _backward_ended(self) -> None:
-        self.fitting.meter.rests()
 
     def _forward_ended(self) -> None:
         """A forward of a model without an optimizer is a step."""
@@ -289,6 +276,12 @@ class Paged:
     def abandon(self) -> None:
         """Give up all pending work after an update has failed."""
         self.manager.abandon()
+
+
+def growing(paged: Paged, n_bytes: int) -> AbstractContextManager[None]:
+    """Make room on HBM for a new home, and let the caller make it inside."""
+    paged.hbm.room.make_room(n_bytes)
+    return paged.hbm.rehoming.growing()
 
 
 def make_manager(

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class OurHook:
@@ -46,6 +48,20 @@ def leaves_of(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 def versions(values: Sequence[Any]) -> list[int]:
     """Return how often each tensor among values was written."""
     return [v._version for v in values if isinstance(v, torch.Tensor) and not v.is_inference()]
+
+
+def ask_unless_gone(
+    owner: T, question: Callable[Concatenate[T, P], R], otherwise: R
+) -> Callable[P, R]:
+    """Return a weak call of ``question`` with ``owner``: ``otherwise`` once that is gone, see
+    [Note: out of gc's sight]."""
+    found = weakref.ref(owner)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        here = found()
+        return otherwise if here is None else question(here, *args, **kwargs)
+
+    return call
 
 
 def unless_gone(method: Callable[..., R], otherwise: R) -> Callable[..., R]:
