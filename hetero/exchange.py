@@ -263,7 +263,7 @@ def recover(folder: Folder, sibling: Sibling | None) -> None:
     left = [n for n in sorted(there) if n.startswith(NEW) or (n in aside and not undone)]
     for name in left:
         folder.unlink(name)
-    if left:  # else they might be put back beside this export's new files
+    if left:  # else a crash might leave them among this export's new files
         folder.sync()
 
 

@@ -98,7 +98,7 @@ class LockedMemory:
             torch.empty(1, device=self._place).fill_(0.0)
         if not self._told:
             warnings.warn(
-                f"CUDA refused to page-lock {format_bytes(n_bytes)} of RAM beside the"
+                f"CUDA refused to page-lock {format_bytes(n_bytes)} of RAM on top of"
                 f" {format_bytes(self.n_bytes)} that are: the rest is copied through a ring of"
                 " stages, with the same results; pinned= keeps below such a wall, and `hetero"
                 " doctor` finds it",

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -236,7 +236,7 @@ def open_nvrtc(packages: Path, major: str) -> ctypes.CDLL:
     return ctypes.CDLL(name)
 
 
-def _function(library: ctypes.CDLL, name: str) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+def _function(library: ctypes.CDLL, name: str) -> Any:
     try:
         return getattr(library, name)
     except AttributeError:

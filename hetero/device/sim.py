@@ -207,7 +207,7 @@ class SimDevice(CpuDevice):
             if use_count(piece) == ALONE - 1 + sharing[piece.untyped_storage()._cdata]:
                 raise TransferError(
                     f"early free: a copy on {item.ticket.lane.value} uses bytes that were let go",
-                    advice="hold both sides of a copy until somebody has waited for its ticket",
+                    advice="hold both sides of a copy until its ticket was waited for",
                 )
 
     def check_read(self, src: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from hetero.jobs import Job, Worker, thread_budget
 from hetero.types import Lane
 
 N_STAGES = 8
-MAX_STAGE_BYTES = 8 * 2**20  # the threads' Python costs little beside the copy of so many bytes
+MAX_STAGE_BYTES = 8 * 2**20  # so many bytes are copied for longer than a thread's Python takes
 LEAST_BYTES = N_STAGES * PAGESIZE  # of a ring
 MAX_LANE_THREADS = 4  # more than a link can use
 
@@ -234,7 +234,7 @@ class Staging:
         src: torch.Tensor,
         after: Sequence[Ticket],
     ) -> None:
-        """Queue a copy of page-locked memory behind staged ones."""
+        """Queue a copy of page-locked memory after staged ones."""
         ticket.queued = self._queue(ticket.lane, dst, src, on_lanes(after))
 
     def _end(self, ticket: StagedTicket, dst: torch.Tensor) -> None:

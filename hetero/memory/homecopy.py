@@ -177,7 +177,7 @@ class HomeCopy:
             return
         if self.home.crc() != self._digest:
             raise TransferError(
-                f"the HOST home of bucket {self.bucket.id} changed while nobody wrote to it",
+                f"the HOST home of bucket {self.bucket.id} changed, and hetero did not write it",
                 advice="look for code that writes to memory it does not own",
                 moves=self._table.moves(),
             )

@@ -159,7 +159,7 @@ class _Frames:
         self.resident.clear()  # too scattered: start over from empty frames
         for bucket in dict.fromkeys(needed):
             if not self._place(bucket, needed):
-                raise StateError(f"b{bucket} does not fit beside {list(needed)} in {self.limit}")
+                raise StateError(f"b{bucket} does not fit with {list(needed)} in {self.limit}")
         return len(missing)
 
     def overlapping(self, start: int, length: int) -> list[int]:

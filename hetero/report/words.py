@@ -37,7 +37,7 @@ CATEGORY_NOTES = {
     "buffer": "buffers of the model",
     "other": "counted, and of none of these",
     "pool": "memory through which disk traffic goes",
-    UNATTRIBUTED: "charged, and nobody said for what",
+    UNATTRIBUTED: "charged without a purpose",
 }
 DEMAND = {
     "F": "miss in forward",

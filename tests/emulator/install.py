@@ -113,16 +113,15 @@ def watch_kernel(extension: ModuleType) -> None:
     """Tell of what the compiled update reads and writes: torch does not see it."""
     plain = kernel.Library.update
 
-    def watched(
-        self: kernel.Library, c: Any, *, param: Any, low: Any, grad: Any, states: Any, factors: Any
-    ) -> None:
-        uses = [(param, True), (low, True), (grad, False), *((s, True) for s in states)]
+    def watched(self: kernel.Library, c: Any, run: kernel.Operands) -> None:
+        uses = [(run.param, True), (run.low, True), (run.grad, False)]
+        uses += ((state, True) for state in run.states)
         held = [
             extension.host_begin(tensor.data_ptr(), tensor.nbytes, write, "update kernel")
             for tensor, write in uses
         ]
         try:
-            plain(self, c, param=param, low=low, grad=grad, states=states, factors=factors)
+            plain(self, c, run)
         finally:
             for key in held:
                 extension.host_end(key)

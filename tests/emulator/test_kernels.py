@@ -14,6 +14,7 @@ from hetero.config import Config
 from hetero.train.engine.tuning import Tuning
 from hetero.train.update import device_kernel
 from hetero.train.update.device_kernel import DeviceLibrary
+from hetero.train.update.kernel import Operands
 from tests.emulator import fake
 from tests.emulator.shim import DEVICE
 from tests.emulator.test_hbm_homes import (
@@ -34,11 +35,11 @@ INTS = {2: torch.int16, 4: torch.int32}
 class Seen(DeviceLibrary):
     """The kernels, whose reads and writes the emulator sees: they change no bit before it."""
 
-    def update(self, c: Any, *, param: Any, low: Any, grad: Any, states: Any, factors: Any) -> None:
-        for tensor in (param, low, *states):
+    def update(self, c: Any, run: Operands) -> None:
+        for tensor in (run.param, run.low, *run.states):
             tensor.view(INTS[tensor.itemsize]).bitwise_or_(0)
-        grad.clone()
-        super().update(c, param=param, low=low, grad=grad, states=states, factors=factors)
+        run.grad.clone()
+        super().update(c, run)
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_a_home_that_changed_by_itself_is_found_out_unless_it_is_exposed() -> No
     copy.check_digest()
     copy.home.part(slice(0, 1)).fill_(3.0)
 
-    with pytest.raises(TransferError, match="changed while nobody wrote"):
+    with pytest.raises(TransferError, match="changed, and hetero did not"):
         copy.check_digest()
     copy.expose()
     copy.check_digest()

@@ -1017,7 +1017,7 @@ def test_a_home_that_changed_by_itself_is_found_out(monkeypatch: pytest.MonkeyPa
     world.manager.evict(0)
     flat_of(world.manager.home(0))[3] = 0.5
 
-    with pytest.raises(TransferError, match="changed while nobody wrote"):
+    with pytest.raises(TransferError, match="changed, and hetero did not"):
         world.manager.pin((0,), "F")
 
 

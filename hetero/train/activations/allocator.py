@@ -23,7 +23,7 @@ class AllocatorMeter:
 
     [Note: strangers]  Whatever lives on the device when a forward begins and is not ours (another
     model, averages, the batch) is no activation. Strangers that came after `prepare` count all the
-    same as far as the device has no room for them beside the budget: frames then give way. Without
+    same as far as the device has no room for them outside the budget: frames then give way. Without
     an optimizer only those of `prepare`, and other prepared models, are told from a cache of keys
     and values, which is ours.
 

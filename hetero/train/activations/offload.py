@@ -1,6 +1,6 @@
 """Offloads a unit's saved tensors after its forward, and fetches them for its backward (floor 2).
 
-[Note: nobody else]  A storage goes down once only our graphs refer to it: then no other code can
+[Note: ours alone]  A storage goes down once only our graphs refer to it: then no other code can
 write to it, its bytes are final, and copying them needs no further order. A storage that other code
 still holds (the unit's output, a tensor kept by the user) stays, and is checked again at the next
 border of units.
@@ -198,7 +198,7 @@ class Offload:
         if not kept:  # another storage may get this key
             del self._kept[key]
             return None
-        if use_count(kept[0][1]) > ALONE - 1 + len(kept):  # [Note: nobody else]
+        if use_count(kept[0][1]) > ALONE - 1 + len(kept):  # [Note: ours alone]
             if candidate.borders == PATIENCE:  # a parameter, or a tensor kept by the user
                 del self._kept[key]
             return None

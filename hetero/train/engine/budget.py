@@ -291,7 +291,7 @@ def check_sums(need: int, have: int | None) -> None:
 def check_host(
     plan: Blueprint, have: int, *, nvme: bool, on_hbm: Sequence[BucketHomes] = ()
 ) -> None:
-    """Refuse states that RAM cannot hold, beside those on HBM."""
+    """Refuse states that RAM cannot hold, apart from those on HBM."""
     need = plan.home_bytes + plan.stages_bytes - total_bytes(on_hbm)
     if need > have:
         advice = "raise host=, train fewer parameters, or use an optimizer with less state"

@@ -81,7 +81,7 @@ def check_watchable(model: object) -> tuple[nn.Module, torch.device]:
         check_unwrapped(where, module, "profile")
         if is_compiled(module):
             raise ConfigError(
-                f"{where} is compiled: bytes inside compiled code are seen by nobody",
+                f"{where} is compiled: hetero cannot count the bytes inside compiled code",
                 advice="profile the model before torch.compile",
             )
     named = list(model.named_parameters())

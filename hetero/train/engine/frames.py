@@ -11,7 +11,7 @@ class ArenaFrames:
     """The frames of one arena; a change of their number replans the fetches.
 
     Args:
-        meter: counts what is beside them.
+        meter: counts the rest of HBM.
         gives_back: whether memory has to be given back when there are fewer, as on CUDA.
     """
 

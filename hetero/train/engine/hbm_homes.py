@@ -50,7 +50,7 @@ def bytes_of(plan: Blueprint, bucket: Bucket, *, sums: bool) -> int:
 def first_homes(plan: Blueprint, hbm: Hbm, short_bytes: int) -> tuple[BucketHomes, ...]:
     """Return the homes that begin on HBM so that HOST has to hold ``short_bytes`` less.
 
-    As many as there is room for beside the frames of a few units, and one of them in activations.
+    As many as fit with the frames of a few units, and one of them in activations.
     """
     room = hbm.most_bytes - (WIDEST + 1) * hbm.least_bytes
     found: list[BucketHomes] = []

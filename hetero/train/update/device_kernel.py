@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from hetero.device import CudaKernel, NoKernel, Toolchain, open_toolchain
-from hetero.train.update.formulas import Coefficients, States
-from hetero.train.update.kernel import Library, Native, load, run_argument
+from hetero.train.update.formulas import Coefficients
+from hetero.train.update.kernel import Library, Native, Operands, load, run_argument
 
 SOURCE = Path(__file__).resolve().parents[2] / "csrc" / "update.c"
 THREADS, QUAD = 256, 4  # of a block; elements that a thread takes at once: as in update.c
@@ -77,19 +77,11 @@ class DeviceLibrary:
     def takes(self, place: torch.device) -> bool:
         return place.type == self._kind
 
-    def update(
-        self,
-        c: Coefficients,
-        *,
-        param: torch.Tensor,
-        low: torch.Tensor,
-        grad: torch.Tensor,
-        states: States,
-        factors: Sequence[float],
-    ) -> None:
-        kind = KernelKind(c.rule, param.dtype, grad.dtype, len(states))
+    def update(self, c: Coefficients, run: Operands) -> None:
+        param = run.param
+        kind = KernelKind(c.rule, param.dtype, run.grad.dtype, len(run.states))
         kernel = self.kernel(kind, param.device)
-        job = run_argument(c, param=param, low=low, grad=grad, states=states, factors=factors)
+        job = run_argument(c, run)
         if param.numel() == 0:
             return
         try:
@@ -141,23 +133,14 @@ class Natives:
     def takes(self, place: torch.device) -> bool:
         return any(each.takes(place) for each in self._passes)
 
-    def update(
-        self,
-        c: Coefficients,
-        *,
-        param: torch.Tensor,
-        low: torch.Tensor,
-        grad: torch.Tensor,
-        states: States,
-        factors: Sequence[float],
-    ) -> None:
-        one = next(each for each in self._passes if each.takes(param.device))
+    def update(self, c: Coefficients, run: Operands) -> None:
+        one = next(each for each in self._passes if each.takes(run.param.device))
         try:
-            one.update(c, param=param, low=low, grad=grad, states=states, factors=factors)
+            one.update(c, run)
         except NoKernel as error:
             if not self._said:
                 self._said = True
-                self._say(f"updates on {param.device} run as {TORCH}: {error}")
+                self._say(f"updates on {run.param.device} run as {TORCH}: {error}")
             raise
 
 

@@ -36,22 +36,23 @@ _LAYOUTS = {(torch.bfloat16, torch.int16): 0, (torch.float16, torch.float32): 1}
 _GRADS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
+class Operands(NamedTuple):
+    """The tensors of one update, and the factors of its gradient."""
+
+    param: torch.Tensor
+    low: torch.Tensor
+    grad: torch.Tensor
+    states: States
+    factors: Sequence[float]
+
+
 class Native(Protocol):
     """A compiled pass over tensors of one kind of device."""
 
     def takes(self, place: torch.device) -> bool:
         """Whether it updates tensors there."""
 
-    def update(
-        self,
-        c: Coefficients,
-        *,
-        param: torch.Tensor,
-        low: torch.Tensor,
-        grad: torch.Tensor,
-        states: States,
-        factors: Sequence[float],
-    ) -> None:
+    def update(self, c: Coefficients, run: Operands) -> None:
         """As `update`, on tensors that it has checked; NoKernel if this does nothing."""
 
 
@@ -74,25 +75,17 @@ class RunArgument(ctypes.Structure):
     )
 
 
-def run_argument(
-    c: Coefficients,
-    *,
-    param: torch.Tensor,
-    low: torch.Tensor,
-    grad: torch.Tensor,
-    states: States,
-    factors: Sequence[float],
-) -> RunArgument:
+def run_argument(c: Coefficients, run: Operands) -> RunArgument:
     """Return a run for a compiled pass; the tensors have to live until it is done."""
     return RunArgument(
-        n=param.numel(),
-        layout=_LAYOUTS[param.dtype, low.dtype],
-        kind=_GRADS[grad.dtype],
-        hi=param.data_ptr(),
-        low=low.data_ptr(),
-        grad=grad.data_ptr(),
-        states=tuple(s.data_ptr() for s in states),
-        factors=(*factors, 1.0, 1.0)[:2],
+        n=run.param.numel(),
+        layout=_LAYOUTS[run.param.dtype, run.low.dtype],
+        kind=_GRADS[run.grad.dtype],
+        hi=run.param.data_ptr(),
+        low=run.low.data_ptr(),
+        grad=run.grad.data_ptr(),
+        states=tuple(s.data_ptr() for s in run.states),
+        factors=(*run.factors, 1.0, 1.0)[:2],
         sign=c.sign,
         couple=c.couple,
         shrink=c.shrink,
@@ -123,17 +116,8 @@ class Library:
     def takes(self, place: torch.device) -> bool:
         return place.type == "cpu"
 
-    def update(
-        self,
-        c: Coefficients,
-        *,
-        param: torch.Tensor,
-        low: torch.Tensor,
-        grad: torch.Tensor,
-        states: States,
-        factors: Sequence[float],
-    ) -> None:
-        job = run_argument(c, param=param, low=low, grad=grad, states=states, factors=factors)
+    def update(self, c: Coefficients, run: Operands) -> None:
+        job = run_argument(c, run)
         function = getattr(self._dll, f"hetero_{c.rule}")
         function.restype = None
         function(ctypes.byref(job))
@@ -165,22 +149,24 @@ def update(
     ``factors`` in turn. Runs in the calling thread: cut a long run into slices for several, the
     bits are the same. StateError if the tensors are not as the module says.
     """
-    _check(param, low, grad, states, factors)
+    run = Operands(param, low, grad, states, factors)
+    _check(run)
     if native is not None and native.takes(param.device):
         try:
-            native.update(c, param=param, low=low, grad=grad, states=states, factors=factors)
+            native.update(c, run)
             return
         except NoKernel:  # torch's operations have the same bits
             pass
     with np.errstate(all="ignore"):  # a bad gradient gives a bad parameter, without a warning
-        for block in _blocks(param, low, grad, states):
+        for block in _blocks(run):
             _update_block(formula, c, block, factors)
 
 
 def split_(value: torch.Tensor, param: torch.Tensor, low: torch.Tensor) -> None:
     """Write an fp32 master as ``param`` and ``low``; ``value`` is only read."""
-    _check(param, low, value, (), ())
-    for block in _blocks(param, low, value, ()):
+    run = Operands(param, low, value, (), ())
+    _check(run)
+    for block in _blocks(run):
         _pack(block.p.copy_(block.grad), block)
 
 
@@ -206,14 +192,9 @@ class _Block(NamedTuple):
     ops: Ops
 
 
-def _check(
-    param: torch.Tensor,
-    low: torch.Tensor,
-    grad: torch.Tensor,
-    states: States,
-    factors: Sequence[float],
-) -> None:
+def _check(run: Operands) -> None:
     """Raise StateError for wrong tensors: the kernel trusts addresses and lengths."""
+    param, low, grad, states, factors = run
     given = (param, low, grad, *states)
     right = (param.dtype, low.dtype) in _LAYOUTS and grad.dtype in _GRADS and len(factors) <= 2
     n, place = param.numel(), param.device
@@ -227,9 +208,8 @@ def _check(
         raise StateError(f"an update takes 1-D tensors of one length and 2 factors, not {seen}")
 
 
-def _blocks(
-    param: torch.Tensor, low: torch.Tensor, grad: torch.Tensor, states: States
-) -> Iterator[_Block]:
+def _blocks(run: Operands) -> Iterator[_Block]:
+    param, low, grad, states, _ = run
     if param.is_meta:  # without bytes there is nothing to do
         return
     size = CPU_BLOCK_NUMEL if param.device.type == "cpu" else CUDA_BLOCK_NUMEL
