@@ -80,7 +80,24 @@ class Keeper(Protocol):
         """The model's forward ended; may raise."""
 
 
-class BoundMeter:
+class Uninterrupted:
+    """A meter that measures all the while: frames are not in what it counts."""
+
+    def prepared(self) -> None: ...
+
+    def changing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def computes(self) -> None: ...
+
+    def rests(self) -> None: ...
+
+    def lend(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class BoundMeter(Uninterrupted):
     """For RAM in training: bytes held by graphs, with bounds on temporaries and new gradients."""
 
     def __init__(self, footprint: GraphFootprint, gradient_bytes: int) -> None:
@@ -108,19 +125,6 @@ class BoundMeter:
 
     def restart(self) -> None:
         self._footprint.restart()
-
-    def prepared(self) -> None: ...
-
-    def changing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def computes(self) -> None: ...
-
-    def rests(self) -> None: ...
-
-    def lend(self) -> None: ...
-
-    def resume(self) -> None: ...
 
 
 class LiveBytes(TorchDispatchMode):
@@ -197,7 +201,7 @@ class LiveBytes(TorchDispatchMode):
 _meters: weakref.WeakSet[TracedMeter] = weakref.WeakSet()
 
 
-class TracedMeter:
+class TracedMeter(Uninterrupted):
     """For "cpu:sim", and RAM without training: all allocations in forward and backward.
 
     Between the two, the program's own tensors are taken for a copy of the model's outputs.
@@ -268,19 +272,6 @@ class TracedMeter:
     def restart(self) -> None:
         self._mode.peak = self._mode.recent = self._mode.counted()
         self._footprint.restart()
-
-    def prepared(self) -> None: ...
-
-    def changing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def computes(self) -> None: ...
-
-    def rests(self) -> None: ...
-
-    def lend(self) -> None: ...
-
-    def resume(self) -> None: ...
 
 
 def make_meter(
