@@ -8,21 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import hetero
-from hetero.api import engine_of, prepare_tuned
-from hetero.config import Config
+from hetero.api import engine_of
 from hetero.errors import BudgetError
-from hetero.train.engine.paged import Paged
-from hetero.train.engine.tuning import Tuning
+from hetero.train.update.kernel import join
 from hetero.types import Lane, Tier
 from tests.emulator import fake
-from tests.equivalence.harness import raw
-
-UNITS, WIDTH = 6, 48
-EACH = WIDTH * (WIDTH + 1) * 16
-SOME = 3 * EACH + 6 * 4 * WIDTH * (WIDTH + 1)
+from tests.equivalence.blocks import EACH, Run
 
 
 @pytest.fixture(autouse=True)
@@ -31,83 +24,35 @@ def without_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETERO_PARANOID", "0")
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-
-class Run:
-    """A prepared model on the emulated device, and what its steps need."""
-
-    def __init__(self, homes_on_hbm: bool | None, **settings: Any) -> None:
-        torch.manual_seed(5)
-        model = Blocks()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        settings = {"precision": "bf16", "activations": "keep", "chunk_bytes": 4096, **settings}
-        config = Config.load(device=fake.device(), hbm=SOME, **settings)
-        tuning = Tuning(homes_on_hbm=homes_on_hbm)
-        self.model, self.optimizer = prepare_tuned(model, optimizer, config, tuning)
-        self.most = 0  # buckets with homes on HBM
-
-    @property
-    def on_hbm(self) -> frozenset[int]:
-        residence = engine_of(self.model).residence
-        assert isinstance(residence, Paged)
-        return residence.hbm.rehoming.on_hbm
-
-    def backward(self, number: int, rows: int = 2) -> None:
-        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
-        out = self.model(x.bfloat16().to(fake.PLACE))
-        hetero.backward(out.float().square().sum())
-
-    def step(self, number: int, rows: int = 2, parts: int = 1, clip: bool = True) -> None:
-        for part in range(parts):
-            self.backward(10 * number + part, rows)
-        if clip:
-            self.optimizer.clip_grad_norm_(1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.most = max(self.most, len(self.on_hbm))
-
-    def bits(self) -> bytes:
-        state = self.optimizer.state_dict()
-        found = [raw(v.detach().cpu().clone()) for v in self.model.state_dict().values()]
-        for kept in state["state"].values():
-            found += [raw(torch.as_tensor(kept[k]).detach().cpu().clone()) for k in sorted(kept)]
-        found += [raw(v.detach().cpu().clone()) for v in state["masters"].values()]
-        return b"".join(t.numpy().tobytes() for t in found)
+def run_on(homes_on_hbm: bool | None, **settings: Any) -> Run:
+    settings = {"precision": "bf16", **settings}
+    return Run(fake.device(), homes_on_hbm=homes_on_hbm, **settings)
 
 
 def six_steps(run: Run) -> None:
     for number in range(6):
-        run.step(number)
+        run.step(number, clip=1.0)
 
 
 def sums(run: Run) -> None:
     for number in range(5):
-        run.step(number, parts=1 if number == 2 else 3, clip=False)
+        run.step(number, parts=1 if number == 2 else 3)
 
 
 def sums_after_single_gradients(run: Run) -> None:
     for number in range(6):
-        run.step(number, parts=1 if number < 3 else 3)
+        run.step(number, parts=1 if number < 3 else 3, clip=1.0)
 
 
 def a_larger_batch(run: Run) -> None:
     for number in range(6):
-        run.step(number, rows=90 if number == 3 else 2)
+        run.step(number, rows=90 if number == 3 else 2, clip=1.0)
 
 
 def reads_between_steps(run: Run) -> None:
     params = list(run.model.parameters())
     for number in range(6):
-        run.step(number)
+        run.step(number, clip=1.0)
         run.optimizer.state[params[0]]["exp_avg"].mul_(0.5)
         with hetero.gathered(run.model, write=True), torch.no_grad():
             params[3].add_(0.01)
@@ -121,7 +66,7 @@ def reads_between_steps(run: Run) -> None:
     ids=lambda f: f.__name__,
 )
 def test_bits_do_not_depend_on_where_homes_are(train: Callable[[Run], None], watched: None) -> None:
-    up, down = Run(None), Run(False)
+    up, down = run_on(None), run_on(False)
     for run in (up, down):
         train(run)
     assert up.bits() == down.bits()
@@ -129,22 +74,22 @@ def test_bits_do_not_depend_on_where_homes_are(train: Callable[[Run], None], wat
 
 
 def test_a_steady_step_waits_for_no_copy_of_homes_on_hbm(watched: None) -> None:
-    run = Run(None)
+    run = run_on(None)
     for number in range(12):
-        run.step(number)
+        run.step(number, clip=1.0)
     assert run.on_hbm
     stats = engine_of(run.model).setup.stats
     assert stats.n_bytes[Lane.D2D] and stats.counts["miss"] == 0
 
 
 def test_a_save_reads_them_while_training_goes_on(tmp_path: Path, watched: None) -> None:
-    run = Run(None)
+    run = run_on(None)
     six_steps(run)
     expected = run.bits()
     saving = hetero.save_checkpoint(tmp_path / "c", run.model, run.optimizer, asynchronous=True)
     run.step(6)
     saving.wait()
-    again = Run(None)
+    again = run_on(None)
     hetero.load_checkpoint(tmp_path / "c", again.model, again.optimizer)
     assert again.bits() == expected
     again.step(6)
@@ -152,21 +97,25 @@ def test_a_save_reads_them_while_training_goes_on(tmp_path: Path, watched: None)
 
 
 def test_release_leaves_nothing_on_the_device(watched: None) -> None:
-    run = Run(None)
+    run = run_on(None)
     six_steps(run)
-    expected = [v.detach().cpu().clone() for v in run.model.state_dict().values()]
+    weights, lows = run.model.state_dict(), run.optimizer.state_dict()["masters"]
+    expected = [
+        join(weight.cpu(), low.cpu()).clone()
+        for weight, low in zip(weights.values(), lows.values(), strict=True)
+    ]
     model, _ = hetero.release(run.model, run.optimizer)
-    found = [p.detach().bfloat16().cpu() for p in model.parameters()]
-    assert len(found) == len(expected)
-    assert all(p.device.type == "cpu" for p in model.parameters())
+    found = [p.detach() for p in model.parameters()]
+    assert all(p.device.type == "cpu" for p in found)
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
 
 
 def test_homes_begin_on_hbm_where_host_is_too_small(watched: None) -> None:
     host = 5 * EACH  # of six units
-    run = Run(None, host=host)
+    run = run_on(None, host=host)
     on_hbm = engine_of(run.model).setup.store.places.on_hbm
     assert on_hbm
-    plain = Run(False)
+    plain = run_on(False)
     for each in (run, plain):
         six_steps(each)
     assert run.bits() == plain.bits()
@@ -177,5 +126,5 @@ def test_homes_begin_on_hbm_where_host_is_too_small(watched: None) -> None:
 
 def test_memory_that_neither_tier_has_is_said_before_anything_is_touched(watched: None) -> None:
     with pytest.raises(BudgetError, match="HOST must hold") as caught:
-        Run(None, host=EACH)
+        run_on(None, host=EACH)
     assert caught.value.needed_bytes > EACH

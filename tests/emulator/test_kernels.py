@@ -18,15 +18,13 @@ from hetero.train.update.kernel import Operands
 from tests.emulator import fake
 from tests.emulator.shim import DEVICE
 from tests.emulator.test_hbm_homes import (
-    SOME,
-    WIDTH,
-    Blocks,
-    Run,
     a_larger_batch,
     reads_between_steps,
+    run_on,
     six_steps,
     sums,
 )
+from tests.equivalence.blocks import SOME, WIDTH, Blocks, Run
 from tests.nvrtc import host
 
 INTS = {2: torch.int16, 4: torch.int32}
@@ -56,7 +54,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> DeviceLibrary:
 def test_kernels_of_a_device_have_the_bits_of_updates_at_home(
     train: Callable[[Run], None], kernels: DeviceLibrary, watched: None
 ) -> None:
-    up, down = Run(None), Run(False)
+    up, down = run_on(None), run_on(False)
     train(down)
     assert kernels.condition == "compiled when it is first needed"
     train(up)

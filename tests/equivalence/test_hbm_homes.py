@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import hetero
-from hetero.api import engine_of, prepare_tuned
-from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.errors import BudgetError, OutOfMemory
-from hetero.train.engine.engine import Engine
-from hetero.train.engine.paged import Paged
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Lane, Tier
-from tests.equivalence.harness import adamw, compare, measure, raw
+from tests.equivalence.blocks import SOME, UNIT, UNITS, WIDTH, Run
+from tests.equivalence.harness import adamw, compare, measure
 from tests.equivalence.zoo import BY_NAME, CASES, Case
-
-UNITS, WIDTH = 6, 48
 
 
 @pytest.mark.campaign(seconds=20)
@@ -32,82 +27,19 @@ def test_the_zoo_trains_as_plain_torch_with_some_homes_on_hbm(case: Case) -> Non
     compare(case, adamw, hbm=hbm, device=device, tuning=Tuning(homes_on_hbm=True))
 
 
-class Blocks(nn.Module):
-    """Units of equal size, of which some of the homes fit on HBM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-
-UNIT = WIDTH * (WIDTH + 1)  # parameters
-EACH = UNIT * 16  # bytes of a unit's homes in training
-
-
-class Run:
-    """A prepared model of blocks, and what its steps need."""
-
-    def __init__(self, hbm: int, *, homes_on_hbm: bool = True, **settings: Any) -> None:
-        torch.manual_seed(5)
-        model = Blocks()
-        settings = {"activations": "keep", "chunk_bytes": 4096, **settings}
-        config = Config.load(device=SimDevice(seed=1, checked=True), hbm=hbm, **settings)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        tuning = Tuning(homes_on_hbm=homes_on_hbm)
-        self.model, self.optimizer = prepare_tuned(model, optimizer, config, tuning)
-
-    @property
-    def engine(self) -> Engine:
-        return engine_of(self.model)
-
-    @property
-    def on_hbm(self) -> frozenset[int]:
-        residence = self.engine.residence
-        return residence.hbm.rehoming.on_hbm if isinstance(residence, Paged) else frozenset()
-
-    def backward(self, number: int, rows: int = 2) -> None:
-        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
-        precision = self.engine.setup.config.precision
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-        hetero.backward(self.model(x.to(dtype)).float().square().sum())
-
-    def step(self, number: int, rows: int = 2, clip: float | None = None) -> None:
-        self.backward(number, rows)
-        if clip is not None:
-            self.optimizer.clip_grad_norm_(clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def bits(self) -> bytes:
-        """Return weights, masters and states, bit for bit."""
-        state = self.optimizer.state_dict()
-        found = [raw(v.detach().clone()) for v in self.model.state_dict().values()]
-        for kept in state["state"].values():
-            found += [raw(torch.as_tensor(kept[k]).detach().clone()) for k in sorted(kept)]
-        found += [raw(v.detach().clone()) for v in masters(state)]
-        return b"".join(t.numpy().tobytes() for t in found)
-
-
-def masters(state: dict[str, Any]) -> Iterator[Tensor]:
-    yield from state.get("masters", {}).values()
+def sim_run(hbm: int, *, homes_on_hbm: bool = True, **settings: Any) -> Run:
+    device = SimDevice(seed=1, checked=True)
+    return Run(device, hbm, homes_on_hbm=homes_on_hbm, **settings)
 
 
 def pair(hbm: int, train: Callable[[Run], None], **settings: Any) -> Run:
     """Train with homes on HBM and without; every bit must be the same."""
-    with_homes, without = Run(hbm, **settings), Run(hbm, homes_on_hbm=False, **settings)
+    with_homes, without = sim_run(hbm, **settings), sim_run(hbm, homes_on_hbm=False, **settings)
     for run in (with_homes, without):
         train(run)
     assert with_homes.bits() == without.bits()
     assert not without.on_hbm
     return with_homes
-
-
-SOME = 3 * EACH + 6 * 4 * UNIT
 
 
 def six_steps(run: Run) -> None:
@@ -136,7 +68,7 @@ def test_sums_of_gradients_stay_on_hbm(precision: str) -> None:
 
 
 def test_what_is_on_hbm_crosses_no_link() -> None:
-    run = Run(SOME)
+    run = sim_run(SOME)
     six_steps(run)
     stats = run.engine.setup.stats
     paged = UNITS - len(run.on_hbm)
@@ -148,7 +80,7 @@ def test_what_is_on_hbm_crosses_no_link() -> None:
 
 
 def test_homes_are_charged_where_they_are() -> None:
-    run = Run(SOME)
+    run = sim_run(SOME)
     six_steps(run)
     ledger, homes = run.engine.setup.ledger, run.engine.setup.store.homes
 
@@ -195,7 +127,7 @@ def test_a_state_that_is_read_and_written_between_steps_counts() -> None:
 
 
 def test_a_state_that_the_user_holds_stays_where_it_is() -> None:
-    run = Run(SOME)
+    run = sim_run(SOME)
     run.step(0)
     before = run.on_hbm
     held = [run.optimizer.state[p]["exp_avg"] for p in run.model.parameters()]
@@ -210,11 +142,11 @@ def test_a_state_that_the_user_holds_stays_where_it_is() -> None:
 
 
 def test_a_checkpoint_is_the_same_wherever_homes_are(tmp_path: Any) -> None:
-    run = Run(SOME, precision="bf16")
+    run = sim_run(SOME, precision="bf16")
     six_steps(run)
     assert run.on_hbm
     hetero.save_checkpoint(tmp_path / "c", run.model, run.optimizer)
-    again = Run(8 * UNIT * 4, precision="bf16")
+    again = sim_run(8 * UNIT * 4, precision="bf16")
     hetero.load_checkpoint(tmp_path / "c", again.model, again.optimizer)
     assert again.bits() == run.bits()
     for each in (run, again):
@@ -226,20 +158,20 @@ def test_a_checkpoint_is_the_same_wherever_homes_are(tmp_path: Any) -> None:
 
 
 def test_a_checkpoint_saved_while_it_trains_has_the_step_it_was_taken_at(tmp_path: Any) -> None:
-    run = Run(SOME)
+    run = sim_run(SOME)
     six_steps(run)
     expected = run.bits()
     save = hetero.save_checkpoint(tmp_path / "c", run.model, run.optimizer, asynchronous=True)
     run.step(6)
     save.wait()
-    again = Run(SOME)
+    again = sim_run(SOME)
     hetero.load_checkpoint(tmp_path / "c", again.model, again.optimizer)
     assert again.bits() == expected
 
 
 def test_release_gives_back_weights_and_states() -> None:
-    run = Run(SOME)
-    plain = Run(8 * UNIT * 4, homes_on_hbm=False)
+    run = sim_run(SOME)
+    plain = sim_run(8 * UNIT * 4, homes_on_hbm=False)
     six_steps(run)
     six_steps(plain)
     assert run.on_hbm
@@ -263,7 +195,10 @@ def test_some_of_the_zoo_had_homes_on_hbm() -> None:
 def test_a_move_that_the_device_refuses_half_way_is_undone(
     after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, plain = Run(SOME, precision="bf16"), Run(SOME, precision="bf16", homes_on_hbm=False)
+    run, plain = (
+        sim_run(SOME, precision="bf16"),
+        sim_run(SOME, precision="bf16", homes_on_hbm=False),
+    )
     device, left = run.engine.setup.device, [after]
     real = device.arena
 
@@ -303,7 +238,7 @@ def test_states_that_the_user_holds_leave_fewer_frames_to_a_larger_batch() -> No
 
 
 def test_a_batch_too_large_beside_held_states_is_refused_before_an_update() -> None:
-    run = Run(SOME)
+    run = sim_run(SOME)
     kept = hold_states(run)
     before = run.bits()
     run.backward(3, 33)
