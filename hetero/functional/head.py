@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +84,12 @@ class LateLogits(torch.Tensor):
 
 def _looked_at(value: Any) -> Any:
     return value.logits() if isinstance(value, LateLogits) else value
+
+
+def has_memory(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor with memory and a graph: late logits get both when first read."""
+    late = isinstance(value, LateLogits) and not value.computed
+    return isinstance(value, torch.Tensor) and not late
 
 
 def head_of(model: nn.Module) -> nn.Linear:

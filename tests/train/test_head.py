@@ -88,15 +88,16 @@ def prepared(model: Causal, **settings: Any) -> tuple[Any, Any]:
     return hetero.prepare(model, adamw(model), fused_loss=True, **given)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("hbm", ["50KiB", None])
 @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": torch.tensor(17)}])
 def test_a_causal_model_trains_as_with_its_own_loss(
-    tied: bool, hbm: str | None, options: dict[str, Any]
+    tied: bool, hbm: str | None, options: dict[str, Any], device: str
 ) -> None:
     plain = make(tied=tied)
     reference = adamw(plain)
-    model, optimizer = prepared(copy.deepcopy(plain), hbm=hbm)
+    model, optimizer = prepared(copy.deepcopy(plain), hbm=hbm, device=device)
 
     for step in range(4):
         ids = data(step)

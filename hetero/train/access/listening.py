@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from hetero.functional.head import has_memory
 from hetero.internals import RUN_BACKWARD, tree_iter
 from hetero.interrupts import theirs
 from hetero.train.access.attachments import Attachments, Call
@@ -100,7 +101,7 @@ class Listening(Attachments):
     def _await(self, unit: int, output: Any) -> None:
         """Call the listener when a backward pass reaches one of a unit's outputs."""
         for tensor in tree_iter(output):
-            node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+            node: Any = tensor.grad_fn if has_memory(tensor) else None
             if node is not None:
                 self._reached.append(node.register_prehook(lambda *_: self._listener.reached(unit)))
         if len(self._reached) > self._many:

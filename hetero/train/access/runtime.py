@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hetero.device import Device
-from hetero.functional.head import LateLogits
+from hetero.functional.head import has_memory
 from hetero.internals import NO_TASK, graph_task, install, is_faking, tree_iter
 from hetero.memory.layout import Layout
 from hetero.memory.manager import ChunkManager
@@ -235,9 +235,3 @@ class Runtime:
         if self._calls:
             return self._calls[-1]
         return Phase.FORWARD if torch.is_grad_enabled() else Phase.EVAL
-
-
-def has_memory(value: object) -> bool:
-    """Whether a value is a tensor with memory; late logits have none."""
-    late = isinstance(value, LateLogits) and not value.computed
-    return isinstance(value, torch.Tensor) and not late

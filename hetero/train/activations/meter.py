@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from hetero.device import Device
+from hetero.functional.head import has_memory
 from hetero.internals import RUN_BACKWARD, Replacement, TorchDispatchMode, current_mode, tree_iter
 from hetero.train.activations.allocator import MARGIN, AllocatorMeter
 from hetero.train.activations.held import GraphFootprint
@@ -252,7 +253,7 @@ class TracedMeter(Uninterrupted):
     def made(self, output: Any) -> None:
         self._end = self._mode.recent
         for tensor in tree_iter(output):
-            node: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+            node: Any = tensor.grad_fn if has_memory(tensor) else None
             if node is not None:
                 node.metadata[MADE_BY] = weakref.ref(self)
         self._keeper().forward_done()
