@@ -20,6 +20,7 @@ from benchmarks import (
     lora,
     memory,
     pinned,
+    placement,
     plan,
     plugin,
     scale,
@@ -99,6 +100,7 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "profile-cost": plan.profile_cost,
     "auto": plan.auto,
     "pinned": pinned.pinned,
+    "placement": placement.placement,
     "plugin": plugin.plugin,
     "scale": scale.scale,
 }

@@ -53,8 +53,10 @@ class Hbm:
         return self.most_bytes - frames * self.granule_bytes
 
     def is_worth(self, n_bytes: int, frames: int) -> bool:
-        """Whether many more than ``frames`` fit with ``n_bytes`` of activations and ring."""
-        least = max(self.most_bytes // WORTH, self.least_bytes)
+        """Whether many more than ``frames`` fit with ``n_bytes`` of activations and ring, or the
+        few that let fetches overlap with compute."""
+        few = frames < WIDEST * self.fewest_frames
+        least = self.least_bytes if few else max(self.most_bytes // WORTH, self.least_bytes)
         return self.left_bytes(frames) - n_bytes > least
 
 

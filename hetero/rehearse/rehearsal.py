@@ -65,6 +65,8 @@ class Scene:
     profile: MachineProfile
     depth: int | None = None
     """Accesses to look ahead; None: as many as frames allow."""
+    activation_share: float | None = None
+    """Of the HBM that activations and homes share; None: the best one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class RehearsedStep:
     counts: tuple[tuple[str, int], ...]
     operations: int
     """Of the model, views among them."""
+    is_decided: bool
+    """Whether the next one has nothing to try for a proof, and no choice to make."""
 
     def is_like(self, other: RehearsedStep) -> bool:
         """Whether they differ by rounding at most."""
@@ -127,7 +131,7 @@ def rehearse(scene: Scene) -> Rehearsal:
     disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None
     blueprint = draw(scene.model, scene.optimizer, config, device)
     worker = DryWorker(device, partial(update_seconds, scene.profile, blueprint), disk)
-    tuning = Tuning(worker=worker, depth=scene.depth)
+    tuning = Tuning(worker=worker, depth=scene.depth, activation_share=scene.activation_share)
     if disk is not None:
         tuning.open_pool = partial(open_dry_pool, disk)
     engine = assemble(scene.model, scene.optimizer, config, device, blueprint, tuning)
@@ -298,6 +302,7 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> RehearsedStep:
         lane_bytes=tuple(sorted((lane.value, n) for lane, n in stats.n_bytes.items())),
         counts=tuple(sorted(stats.counts.items())) if isinstance(residence, Paged) else (),
         operations=clock.operations,
+        is_decided=not isinstance(residence, Paged) or residence.fitting.is_decided,
     )
 
 
@@ -312,7 +317,7 @@ def phase(engine: Engine, name: str) -> Iterator[None]:
 
 def is_settled(steps: Sequence[RehearsedStep]) -> bool:
     """Whether the next step will be as the last one."""
-    return len(steps) >= LEAST_STEPS and steps[-1].is_like(steps[-2])
+    return len(steps) >= LEAST_STEPS and steps[-2].is_decided and steps[-1].is_like(steps[-2])
 
 
 def staying(blueprint: Blueprint, n_bytes: int) -> dict[tuple[Tier, Kind], int]:

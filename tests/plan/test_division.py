@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.plan.activations import KEEP, OFFLOAD
-from hetero.plan.division import WORTH, Hbm, divide
+from hetero.plan.division import WIDEST, WORTH, Hbm, divide
 from hetero.plan.placement import BucketHomes
 
 
@@ -124,3 +124,10 @@ def test_homes_take_what_activations_and_a_few_frames_leave(
     assert found.activation_bytes == need and found.frames >= hbm.fewest_frames
     if found.on_hbm:  # fetches go on beside compute
         assert hbm.total_bytes - taken >= 2 * hbm.least_bytes
+
+
+def test_frames_that_let_fetches_overlap_are_worth_a_new_plan() -> None:
+    hbm = Hbm(1000, 0, 10, 1)
+    few = divide(hbm, 960, frames=10, keeps=True)
+    enough = divide(hbm, 960, frames=WIDEST * 10, keeps=True)
+    assert (few.frames, enough.frames) == (40, 30)

@@ -23,7 +23,7 @@ from hetero.memory.manager import ChunkManager
 from hetero.plan.activations import KEEP, RECOMPUTE
 from hetero.train.activations.forecast import tensors_of
 from hetero.train.activations.meter import LiveBytes, meters_of
-from hetero.train.engine.fitting import Tight
+from hetero.train.engine.fitting import PATIENCE, Tight
 from tests.campaigns.harness import Net, tokens_of
 from tests.equivalence.harness import adamw, same, values
 
@@ -503,3 +503,31 @@ def test_what_is_saved_between_units_is_there_where_nothing_goes_down(hbm: int) 
         optimizer.zero_grad()
 
     assert hetero.status(model).tiers["HBM"]["peak"] <= hbm
+
+
+class Aside(nn.Module):
+    """Has a unit of which no loss depends, so that no backward reaches it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.aside = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.aside(x)
+        return x
+
+
+def test_a_unit_that_no_backward_reaches_is_tried_ever_more_rarely() -> None:
+    torch.manual_seed(0)
+    plain = Aside()
+    model, optimizer = prepared(copy.deepcopy(plain), hbm=300 * 1024)
+    fitting, reference, tried = engine_of(model).residence.fitting, adamw(plain), []
+    for number in range(80):
+        theirs = step(plain, reference, number, 16)
+        assert torch.equal(step(model, optimizer, number, 16), theirs)
+        tried.append(fitting._choice.tries)
+    assert tried[:3] == [True] * 3 and sum(tried) <= 3 * PATIENCE
+    assert tried.index(False) <= PATIENCE and any(tried[20:30])

@@ -129,10 +129,8 @@ def test_copies_take_what_a_profile_says_where_one_is_named() -> None:
     engine, _ = trained(profile="rtx4090")
     profile = find("rtx4090")
 
-    assert engine.residence.fitting._copy_seconds(Lane.H2D, 2**20) == profile.copy_seconds(
-        Lane.H2D, 2**20
-    )
-    assert engine.residence.fitting._copy_seconds(Lane.H2D, 2**20) != 2**20 / 1e9
+    assert engine.residence.fitting._copies.up(2**20) == profile.copy_seconds(Lane.H2D, 2**20)
+    assert engine.residence.fitting._copies.up(2**20) != 2**20 / 1e9
 
 
 def test_an_unknown_profile_is_refused_before_anything_is_touched() -> None:

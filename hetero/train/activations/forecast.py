@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,7 +29,8 @@ class UnitLeft:
     """All bytes that autograd saves; guessed from others of its kind if never kept."""
     held_bytes: int
     """Held by graphs when it began."""
-    seconds: float
+    seconds: float | None
+    """Of its compute; None until it is measured."""
 
 
 class OpenUnit(NamedTuple):
@@ -39,6 +41,10 @@ class OpenUnit(NamedTuple):
     input_bytes: int
     held_bytes: int
     began: Ticket | None
+    """If its compute is measured."""
+
+
+MEASURED = 3  # forwards of a unit whose compute is measured: in the first ones, copies hold it up
 
 
 class UnitKind(NamedTuple):
@@ -87,7 +93,8 @@ class Forecast:
         self._places: dict[int, int] = {}  # the first of each unit in this order
         self._ahead: dict[float, list[int]] = {}  # by scale: the peak from each place on
         self._now: list[int] = []  # units of this forward, so far
-        self._stamps: dict[int, tuple[Ticket, Ticket]] = {}  # of units seen for the first time
+        self._n_measured: Counter[int] = Counter()  # forwards, by unit
+        self._stamps: dict[int, tuple[Ticket, Ticket]] = {}  # of this step's measured units
         self._held_bytes = 0  # by graphs, when the last unit's forward ended
 
     # -- a forward -------------------------------------------------------------------------------
@@ -109,14 +116,18 @@ class Forecast:
         return self.scale > 1.0 or self._footprint.live_bytes > row.held_bytes
 
     def enter(self, unit: int, inputs: list[torch.Tensor]) -> None:
-        first = unit not in self.rows
         self.open = OpenUnit(
             unit,
             inputs,
             sum(tensor.nbytes for tensor in inputs),
             self._footprint.live_bytes,
-            self._device.stamp() if first else None,
+            self._device.stamp() if self._n_measured[unit] < MEASURED else None,
         )
+
+    def entered(self, unit: int) -> None:
+        """The weights of the open unit are there: it computes from now on."""
+        if self.open is not None and self.open.unit == unit and self.open.began is not None:
+            self.open = self.open._replace(began=self._device.stamp())
 
     def note(self, policy: Policy) -> None:
         """End the open unit's forward: record the bytes it left under its policy."""
@@ -126,13 +137,13 @@ class Forecast:
         left = max(0, self._footprint.live_bytes - seen.held_bytes)
         row, n_bytes = self.rows.get(unit), seen.input_bytes
         saved = self._saved(unit, n_bytes) if policy.recompute else left
-        if row is None:
-            seconds = 0.0
-            if seen.began is not None:  # read when the step is over, without waiting here
-                self._stamps[unit] = seen.began, self._device.stamp()
-        else:
+        if seen.began is not None:  # read when the step is over, without waiting here
+            self._stamps[unit] = seen.began, self._device.stamp()
+            self._n_measured[unit] += 1
+        seconds = None
+        if row is not None:
             seconds = row.seconds
-            if row.input_bytes:
+            if row.input_bytes and seconds is not None:
                 seconds *= n_bytes / row.input_bytes
             if row.policy == policy and row.left_bytes:
                 self.scale = left / row.left_bytes
@@ -164,7 +175,7 @@ class Forecast:
         return Use(
             int(scale * row.saved_bytes),
             int(scale * row.input_bytes),
-            scale * row.seconds,
+            scale * (row.seconds or 0.0),
             self._kinds[unit].weight_bytes,
             again=self._may_recompute(unit),
         )
@@ -224,7 +235,9 @@ class Forecast:
         ``peak`` bytes were on the device, ``end`` of them after the last unit's forward.
         """
         for unit, (began, ended) in self._stamps.items():
-            self.rows[unit].seconds = self._device.seconds_between(began, ended)
+            row = self.rows[unit]
+            seconds = self._device.seconds_between(began, ended)
+            row.seconds = seconds if row.seconds is None else min(row.seconds, seconds)
         self._stamps.clear()
         units = self.units()
         if any(policy.offload for policy in policies.values()):

@@ -54,6 +54,9 @@ class Watch(Protocol):
     def around(self, unit: int, args: Any, kwargs: Any) -> AbstractContextManager[None]:
         """Run a unit's forward with these arguments inside the block."""
 
+    def entered(self, unit: int) -> None:
+        """A unit's weights are there, and it computes."""
+
 
 class Forwards(Protocol):
     """Follows forwards that are steps of their own."""
@@ -74,6 +77,8 @@ class Unwatched:
 
     def around(self, unit: int, args: Any, kwargs: Any) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def entered(self, unit: int) -> None: ...
 
 
 class ActivationPolicies:
@@ -270,6 +275,7 @@ class ActivationPolicies:
     def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         pushed = self._enter(index)
         try:
+            self.watch.entered(index)
             return theirs(call, *args, **kwargs)
         finally:
             self._leave(index, pushed)

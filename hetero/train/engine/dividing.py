@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from hetero.memory.manager import ChunkManager
 from hetero.plan.division import Division
 from hetero.plan.hardware import find
+from hetero.plan.weighing import Copies
 from hetero.train.access.runtime import Runtime
 from hetero.train.activations.forecast import Forecast, UnitKind
 from hetero.train.activations.meter import Keeper, Meter, make_meter
 from hetero.train.activations.policy import ActivationPolicies
 from hetero.train.engine.evaluation import Evaluation
-from hetero.train.engine.fitting import CopySeconds, Fitting
+from hetero.train.engine.fitting import Fitting
 from hetero.train.engine.frames import ArenaFrames
 from hetero.train.engine.rehoming import Rehoming
 from hetero.train.engine.room import Room
 from hetero.train.engine.setup import Setup
+from hetero.train.engine.tradeoff import Tradeoff
 from hetero.train.engine.trained import Trained
+from hetero.types import Lane
 
 
 class HbmDivision:
@@ -32,6 +37,7 @@ class HbmDivision:
         activations: ActivationPolicies,
     ) -> None:
         self._setup = setup
+        self._trained = trained
         self._ring = ring = trained.grads.ring
         self._runtime = runtime
         self._activations = activations
@@ -81,22 +87,35 @@ class HbmDivision:
         layout, footprint = plan.layout, self._runtime.saved.footprint
         weights = [sum(layout.buckets[b].n_bytes for b in needs) for needs in plan.needs]
         modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
+        forecast = Forecast(
+            setup.device,
+            footprint,
+            names=[unit.name or "model" for unit in plan.units],
+            kinds=[UnitKind(*kind) for kind in zip(modules, weights, strict=True)],
+            may_recompute=self._activations.may_recompute,
+        )
+        copies = copies_of(setup)
         return Fitting(
             self.room,
             meter=meter,
-            forecast=Forecast(
-                setup.device,
-                footprint,
-                names=[unit.name or "model" for unit in plan.units],
-                kinds=[UnitKind(*kind) for kind in zip(modules, weights, strict=True)],
-                may_recompute=self._activations.may_recompute,
-            ),
+            forecast=forecast,
             footprint=footprint,
             choice=self._activations,
+            tradeoff=Tradeoff(
+                *(self.room, forecast, layout, plan.needs),
+                copies=copies,
+                pace=self._pace,
+                early=setup.config.updates == "backward",
+                share=setup.tuning.activation_share,
+            ),
             may_stay=self._may_stay,
-            copy_seconds=copy_seconds(setup),
+            copies=copies,
             log=setup.log,
         )
+
+    def _pace(self) -> float | None:
+        stepper = self._trained.stepper
+        return None if stepper is None else stepper.pace.seconds_per_numel
 
     @property
     def _may_stay(self) -> bool:
@@ -138,8 +157,8 @@ def is_compiled(model: nn.Module) -> bool:
     return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
 
 
-def copy_seconds(setup: Setup) -> CopySeconds:
-    """Return how long copies take: by the profile if one is named, else as measured."""
-    if setup.config.profile is None:
-        return setup.device.copy_seconds
-    return find(setup.config.profile).copy_seconds
+def copies_of(setup: Setup) -> Copies:
+    """Return how long copies take, over the link by the profile if one is named, else measured."""
+    measured, profile = setup.device.copy_seconds, setup.config.profile
+    link = measured if profile is None else find(profile).copy_seconds
+    return Copies(partial(link, Lane.H2D), partial(link, Lane.D2H), partial(measured, Lane.D2D))

@@ -10,7 +10,7 @@ BudgetError that names the unit that leaves most.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -19,20 +19,20 @@ from hetero.errors import OutOfMemory
 from hetero.events import EventLog, What
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Policy, Use, choose, peak_bytes
 from hetero.plan.division import Division, divide
+from hetero.plan.weighing import Copies
 from hetero.train.activations.forecast import Forecast, tensors_of
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.activations.meter import Meter
 from hetero.train.engine.room import Excess, Room, Seen
+from hetero.train.engine.tradeoff import Tradeoff
 from hetero.train.model.host_work import host_work
-from hetero.types import Kind, Lane, Tier
+from hetero.types import Kind, Tier
 
 WINDOW = 16  # the next step is expected to need the largest peak of so many
 MARGIN = 1 / 16  # head room for a choice of policies that has not been measured yet
-PATIENCE = 4  # most steps in a row that compute units again for proofs
+PATIENCE = 4  # most steps in a row that compute units again for proofs, in vain
+REST = 16  # steps after that until the next such attempt; twice as many each time
 SHRUNK = 0.75  # choose again once inputs shrink below this share of those chosen for
-
-
-CopySeconds = Callable[[Lane, int], float]
 
 
 def shown(policies: Mapping[int, Policy]) -> str:
@@ -83,8 +83,9 @@ class Fitting:
 
     Args:
         forecast: of the bytes that units leave.
+        tradeoff: how much activations leave to homes.
         may_stay: whether a model that fits the device stays there.
-        copy_seconds: (lane, bytes) -> how long a copy takes.
+        copies: how long copies take.
     """
 
     def __init__(
@@ -95,17 +96,19 @@ class Fitting:
         forecast: Forecast,
         footprint: GraphFootprint,
         choice: Choice,
+        tradeoff: Tradeoff,
         may_stay: bool,
-        copy_seconds: CopySeconds,
+        copies: Copies,
         log: EventLog,
     ) -> None:
         self.room = room
-        self._copy_seconds = copy_seconds
+        self._copies = copies
         self._log = log
         self.meter = meter
         self.forecast = forecast
         self._footprint = footprint
         self._choice = choice
+        self._tradeoff = tradeoff
         self._may_stay = may_stay
         self._spoiled = False  # an error ended a forward or a backward
         self._chosen_for = 0  # bytes of inputs that policies were chosen for
@@ -114,7 +117,9 @@ class Fitting:
         self._largest = Seen()  # by inputs, of the steps with these policies
         self._tight: list[Tight] = []  # choices that were measured not to fit with the margins
         self._is_guess = False  # whether the last peak is expected, and not measured
-        self._in_vain = 0  # steps in a row that tried for proofs
+        self._was_guess = False  # whether it was, until this border
+        self._in_vain = 0  # steps that tried for proofs since one was decided
+        self._rest, self._resting = REST, 0  # steps of the next rest; steps left of this one
         self._tried = False  # whether this step computes units again for proofs
         self._has_room = False  # whether policies were found that fit
 
@@ -155,6 +160,10 @@ class Fitting:
             raise
         finally:
             self.forecast.open = None
+
+    def entered(self, unit: int) -> None:
+        """A unit's weights are there, and it computes."""
+        self.forecast.entered(unit)
 
     def _first_sight(self, unit: int) -> None:
         """Offload all of a unit that was never seen, which shows what it saves.
@@ -199,11 +208,7 @@ class Fitting:
     def _choose(self, units: Sequence[int], room_bytes: int) -> bool:
         """Choose policies that fit; if none do, those that take least, and return False."""
         uses = [self.forecast.use(unit) for unit in units]
-        found = self._found(uses, room_bytes, goes_down=False)
-        if found is None or any(policy.offload for policy in found):
-            # something is offloaded in any case, hence also tensors saved between units
-            less = self._found(uses, room_bytes, goes_down=True)
-            found = less if less and any(policy.offload for policy in less) else found
+        found = self._cheapest(uses, room_bytes)
         for option in [found] if found is not None else self._smallest(uses):
             policies = {**self._choice.policies, **dict(zip(units, option, strict=True))}
             if not any(policies == tight.policies for tight in self._tight):
@@ -228,14 +233,23 @@ class Fitting:
             return policies
         return ran.policies
 
+    def _cheapest(self, uses: Sequence[Use], room_bytes: int) -> list[Policy] | None:
+        """Return the policies that cost least time of those that fit; None if none do."""
+        found = self._found(uses, room_bytes, goes_down=False)
+        if found is None or any(policy.offload for policy in found):
+            # something is offloaded in any case, hence also tensors saved between units
+            less = self._found(uses, room_bytes, goes_down=True)
+            found = less if less and any(policy.offload for policy in less) else found
+        return found
+
     def _found(
         self, uses: Sequence[Use], room_bytes: int, *, goes_down: bool
     ) -> list[Policy] | None:
         return choose(
             uses,
             int((1 - MARGIN) * room_bytes),
-            down=partial(self._copy_seconds, Lane.D2H),
-            up=partial(self._copy_seconds, Lane.H2D),
+            down=self._copies.down,
+            up=self._copies.up,
             working_bytes=self.forecast.working_bytes(goes_down=goes_down),
             end_bytes=self.forecast.behind_bytes(goes_down=goes_down),
         )
@@ -284,7 +298,7 @@ class Fitting:
             needed,
             ring_bytes=room.ring.useful_bytes,
             frames=room.frames.limit,
-            keeps=room.budget.division is not None,
+            keeps=room.budget.division is not None and not self._was_guess,
             policies=self._choice.policies,
             homes=[
                 *room.homes.sized(stuck),
@@ -298,6 +312,7 @@ class Fitting:
         """Return the bytes that activations are expected to take; choose policies anew if due."""
         # 1. the step's peak, and how much of it the bytes that units left do not explain
         forecast, peak = self.forecast, self.meter.peak_bytes()
+        self._was_guess = False
         if self._tried and self._peaks:  # the memory of proofs is not a step's
             units = forecast.units()
         else:
@@ -307,13 +322,15 @@ class Fitting:
             )
             if self._is_guess:  # now it is known
                 self._peaks.clear()
-                self._is_guess = False
+                self._is_guess, self._was_guess = False, True
             self._peaks.append(peak)
         # 2. choose for the largest inputs of the last steps
         inputs = sum(forecast.rows[unit].input_bytes for unit in units)
         self._inputs.append(inputs)
         if not self._tried and inputs >= self._largest.input_bytes:
             self._largest = Seen(inputs, peak)
+        if self._choice.learned:
+            self._in_vain, self._rest = 0, REST
         if self._choice.may_change and inputs and self._is_due():
             self._chosen_for = max(self._inputs)
             forecast.scale = self._chosen_for / inputs
@@ -327,13 +344,19 @@ class Fitting:
 
     def _try(self, units: Sequence[int]) -> None:
         """Have the next step make missing proofs: a later one may need them."""
-        self._in_vain = self._in_vain + 1 if self._tried else 0
+        self._in_vain += self._tried
+        self._resting = max(0, self._resting - 1)
+        if self._in_vain >= PATIENCE:  # backward does not reach some unit
+            self._in_vain, self._resting, self._rest = 0, self._rest, 2 * self._rest
         choice = self._choice
         choice.tries = (
-            choice.may_change
-            and self._in_vain < PATIENCE
-            and any(choice.is_open(unit) for unit in units)
+            choice.may_change and not self._resting and any(choice.is_open(unit) for unit in units)
         )
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the next step has no proof to try for, and no choice to make or to measure."""
+        return not (self._choice.tries or self._is_guess or self._tradeoff.is_due)
 
     def _is_due(self) -> bool:
         """Whether policies were chosen for other inputs or other proofs, or do not fit."""
@@ -342,13 +365,14 @@ class Fitting:
         if fits:
             self._tight.clear()
         near = SHRUNK * self._chosen_for <= top <= self._chosen_for
-        return self._choice.learned or not (near and fits)
+        return self._choice.learned or self._tradeoff.is_due or not (near and fits)
 
     def _choose_all(self, units: Sequence[int]) -> None:
         """Choose for all units, leaving room for as much else as possible.
 
-        Best is that the whole model stays on the device, then that a second unit's frames fit, then
-        that the gradient ring does.
+        Best is the room that leaves HBM to homes if that makes a step shorter, then that the whole
+        model stays on the device, then that a second unit's frames fit, then that the gradient ring
+        does.
         """
         plan = self.room.budget.plan
         most, ring = self.room.hbm.most_bytes, self.room.ring.useful_bytes
@@ -356,6 +380,10 @@ class Fitting:
         rooms.append(self.room.hbm.room_bytes)
         if self._may_stay:
             rooms.insert(0, most - plan.home_bytes - ring)
+        uses = [self.forecast.use(unit) for unit in units]
+        best = self._tradeoff.room_bytes(units, partial(self._cheapest, uses))
+        if best is not None:
+            rooms.insert(0, best)
         before, had_room = dict(self._choice.policies), self._has_room
         if max(self._peaks) > self.room.hbm.room_bytes:
             self._tight = [tight for tight in self._tight if tight.policies != before]

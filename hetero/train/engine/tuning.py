@@ -30,6 +30,8 @@ class Tuning:
     """Whether paged updates are streamed through the device, inside `step`."""
     homes_on_hbm: bool | None = None
     """Whether homes of a paged model may be on HBM; None: on CUDA they may."""
+    activation_share: float | None = None
+    """Share of the HBM for both that activations may take from homes; None: the best one."""
     native: bool = True
     """Whether the compiled kernel may be used; the blocks of torch have the same bits."""
     extent_numel: int | None = None

@@ -27,6 +27,7 @@ from hetero.train.gradients.store import GradStore, LossScaling
 from hetero.train.update.arithmetic import Update
 from hetero.train.update.draft import Drafts, Settings
 from hetero.train.update.masters import LossScaler
+from hetero.train.update.pace import UpdatePace
 from hetero.train.update.rules import Group, State, same
 from hetero.types import Lane
 
@@ -64,6 +65,7 @@ class Stepper:
         self._worker = worker
         self._pause = pause
         self._jobs: list[Job] = []
+        self.pace = UpdatePace()
         self.early: dict[int, Early] = {}  # by bucket: updates of the step that is not made yet
         self._settings: dict[int, Settings] | None = None  # of groups, at the first of them
         self._failed: BaseException | None = None
@@ -182,11 +184,12 @@ class Stepper:
         after = [*after, *self._grads.adding(update.bucket)]
         numel = 0 if update.on_device else update.bucket.numel  # whose time is the device's
         job = self._worker.job(slices, numel, finish=finish, after=after)
-        job.then = partial(self._note, update.bucket)
+        job.then = partial(self._note, update.bucket, numel)
         return job
 
-    def _note(self, bucket: Bucket, job: Job) -> None:
+    def _note(self, bucket: Bucket, numel: int, job: Job) -> None:
         if job.began is not None and job.ended is not None:
+            self.pace.note(job.began, job.ended, numel)
             self._log.add(
                 *(What.UPDATE, job.began, job.ended),
                 lane=Lane.UPDATE,
@@ -221,6 +224,7 @@ class Stepper:
                     with self._log.standing("update"):
                         self._jobs[0].wait()
                 del self._jobs[0]
+            self.pace.close()
             if self._failed is not None:
                 raise self._failed
         except (StorageError, KeyboardInterrupt):

@@ -1,0 +1,108 @@
+"""How much HBM activations leave to homes: as much as makes a step shortest (floor 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from hetero.memory.layout import Layout
+from hetero.plan.activations import Policy
+from hetero.plan.division import WIDEST
+from hetero.plan.placement import BucketHomes, hold
+from hetero.plan.weighing import Copies, Stage, Traffic, step_seconds
+from hetero.train.activations.forecast import Forecast
+from hetero.train.engine.room import Room
+
+TRIED = 32  # numbers of homes on HBM, of which the best is taken
+WORTH = 0.97  # of a step's time: what is gained has to be worth other policies
+
+Option = Callable[[int], Sequence[Policy] | None]
+
+
+class Tradeoff:
+    """Weighs policies of activations, and homes in the room that they leave.
+
+    Args:
+        needs: the buckets that each unit's access pins.
+        copies: how long copies take.
+        pace: returns the seconds in which HOST updates a parameter; None if it is unknown yet.
+        early: whether HOST updates homes while backward goes on.
+        share: of the room that activations may take, in place of the best (benchmarks).
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        forecast: Forecast,
+        layout: Layout,
+        needs: Sequence[Sequence[int]],
+        *,
+        copies: Copies,
+        pace: Callable[[], float | None],
+        early: bool,
+        share: float | None = None,
+    ) -> None:
+        self._room = room
+        self._forecast = forecast
+        self._layout = layout
+        self._needs = needs
+        self._copies = copies
+        self._pace = pace
+        self._early = early
+        self._share = share
+        self._weighed = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it can weigh for the first time: updates were measured since."""
+        return not self._weighed and bool(self._room.homes.homes) and self._pace() is not None
+
+    def room_bytes(self, units: Sequence[int], option: Option) -> int | None:
+        """Return the room for activations with which a step is shortest; None if it does not matter
+        much, or is unknown.
+
+        ``option`` returns the policies that fit a room, None if none do.
+        """
+        pace, homes = self._pace(), self._room.homes.homes
+        if pace is None or not homes:
+            return None
+        self._weighed = True
+        traffic = self._traffic(homes, pace)
+        uses = [self._forecast.use(unit) for unit in units]
+        most = self._room.hbm.most_bytes - self._room.ring.useful_bytes
+        most -= WIDEST * self._room.hbm.least_bytes
+        if self._share is not None:
+            return int(self._share * most)
+        found: list[tuple[float, int]] = []
+        for held_bytes in steps([each.n_bytes for each in homes]):
+            policies = option(most - held_bytes) if most > held_bytes else None
+            if policies is not None:
+                stages = [
+                    Stage(use, policy, self._needs[unit])
+                    for unit, use, policy in zip(units, uses, policies, strict=True)
+                ]
+                held = hold(homes, held_bytes)
+                seconds = step_seconds(stages, traffic, held, self._copies, early=self._early)
+                found.append((seconds, most - held_bytes))
+        if not found or min(found)[0] >= WORTH * found[0][0]:
+            return None
+        return min(found)[1]
+
+    def _traffic(self, homes: Sequence[BucketHomes], pace: float) -> dict[int, Traffic]:
+        sizes = {each.bucket: each.n_bytes for each in homes}
+        return {
+            bucket.id: Traffic(
+                bucket.n_bytes,
+                bucket.n_bytes if bucket.trainable else 0,
+                pace * bucket.numel if bucket.trainable else 0.0,
+                sizes.get(bucket.id, 0),
+            )
+            for bucket in self._layout.buckets
+        }
+
+
+def steps(sizes: Sequence[int]) -> list[int]:
+    """Return the bytes of none, of some, and of all homes, at most `TRIED` + 1 of them."""
+    sums = [0, *accumulate(sizes)]
+    places = {round(i * (len(sums) - 1) / TRIED) for i in range(TRIED + 1)}
+    return [sums[place] for place in sorted(places)]
