@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 from hetero.dry import DryDevice
 from hetero.internals import without_modes
-from hetero.jobs import Job, Slice, Worker
+from hetero.jobs import Job, Slice, Worker, hurried
 from hetero.rehearse.disk import DryDisk
 from hetero.types import Lane
 
@@ -92,6 +92,9 @@ class DryWorker(Worker):
             self._jobs.append(job)
             self.poll()
         return job
+
+    def hurry(self, jobs: Iterable[Job]) -> None:
+        self._jobs = deque(hurried(self._jobs, jobs))
 
     def poll(self) -> None:
         """Begin the jobs whose turn has come by now."""

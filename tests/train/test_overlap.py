@@ -368,3 +368,28 @@ def test_updates_that_are_not_watched_go_on_after_the_step(
         del held
     assert engine_of(model).residence.name == "paged"
     assert watched[:3] == [set(), set(), set()] and len(watched[3]) == 1
+
+
+def test_early_updates_go_on_in_the_order_of_the_next_forward() -> None:
+    gate, worker = Gate(), Worker(1)
+    plain, theirs, model, ours = prepared(Tuning(worker=worker, pause=gate), updates="backward")
+    for number in range(3):
+        for m, o in ((plain, theirs), (model, ours)):
+            one_step(m, o, number)
+    engine = engine_of(model)
+    engine.finish()
+    gate.open.clear()
+    loss_of(model, data(9)).backward()
+    before = [id(job) for job in worker._queue.jobs]
+    ours.step()
+    after = [id(job) for job in worker._queue.jobs]
+    order = engine.residence.in_order(engine.setup.buckets)
+    jobs = [engine.residence.update_of(bucket.id) for bucket in order]
+    forward = [id(job) for job in jobs if job is not None and job.began is None]
+    gate.open.set()
+    loss_of(plain, data(9)).backward()
+    theirs.step()
+
+    assert len(before) >= 3 and after != before
+    assert [job for job in after if job in forward] == forward
+    same(values(plain), values(model), "after updates in another order")

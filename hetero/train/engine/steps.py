@@ -144,7 +144,19 @@ class HomeSteps(NoSteps):
         updates = [of_bucket[bucket.id] for bucket in ordered]
         residence.announce(begun, updates)
         self._hand_over_all(updates, seen)
+        if begun:
+            self._hurry()
         return division
+
+    def _hurry(self) -> None:
+        """Let updates that began in the order of backward go on in that of the next forward.
+
+        A pool keeps to the order in which requests were announced.
+        """
+        if not self.setup.store.pool.spills:
+            order = self.residence.in_order(self.setup.buckets)
+            jobs = (self.residence.update_of(bucket.id) for bucket in order)
+            self.setup.worker.hurry(job for job in jobs if job is not None)
 
     def _hand_over_all(self, updates: list[Update], seen: Container[int]) -> None:
         """Begin all updates, and do those of ``seen`` buckets; raise errors after that."""
