@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -35,6 +35,7 @@ Fate = Literal["kept", "lost", "torn", "zero"]
 OPS = ("open", "mkdir", "create", "write", "reserve", "sync", "sync_folder")
 OPS += ("rename", "move", "link", "exchange", "unlink", "rmdir")
 FATES: tuple[Fate, ...] = ("kept", "lost", "torn", "zero")
+ROOT = 0  # the inode of the directory that all others are under
 SAMPLES = 8  # random mixtures of fates, beside the systematic ones
 
 
@@ -48,6 +49,8 @@ class Edit(NamedTuple):
 
 
 Change = tuple[Edit, ...]
+Names = dict[int, dict[str, int]]
+"""By directory: the inodes that names lead to."""
 
 
 @dataclass
@@ -145,16 +148,44 @@ class Drive:
             perform(self.durable(), self.changes[n])
         self.changes = [change for n, change in enumerate(self.changes) if n not in mine]
 
-    def durable(self) -> dict[int, dict[str, int]]:
+    def durable(self) -> Names:
         return {n: inode.names for n, inode in enumerate(self.inodes) if inode.names is not None}
 
-    def name_states(self) -> Iterator[dict[int, dict[str, int]]]:
-        """Yield the names that may be there: {directory: {name: inode}}."""
-        for survivors in survivals(self.changes, self.model):
-            names = {folder: dict(entries) for folder, entries in self.durable().items()}
-            for change in survivors:
-                perform(names, change)
-            yield names
+    def name_states(self) -> Iterator[Names]:
+        """Yield the names that may be there and lead from the root: {directory: {name: inode}}.
+
+        Subsets of changes that differ only in directories which the root does not lead to are one.
+        """
+        if self.model == "prefix":
+            for n in range(len(self.changes) + 1):
+                yield after(self.durable(), self.changes[:n])
+            return
+        at_root = [change for change in self.changes if touches(change, {ROOT})]
+        for kept in subsets(at_root):
+            root = after(self.durable(), kept)[ROOT]
+            below = self._led_to(root)
+            states = [{folder: dict(self.durable()[folder]) for folder in below}]
+            for change in self.changes:
+                if change in at_root and change not in kept:
+                    continue
+                if touches(change, below):
+                    changed = [after(state, [change]) for state in states]
+                    states = changed if change in kept else distinct([*states, *changed])
+            for state in states:
+                yield {**state, ROOT: root}
+
+    def _led_to(self, root: dict[str, int]) -> set[int]:
+        """Return the directories that the root's names lead to, whichever changes survive."""
+        found: set[int] = set()
+        ahead = list(root.values())
+        while ahead:
+            number = ahead.pop()
+            names = self.inodes[number].names
+            if names is not None and number not in found:
+                found.add(number)
+                edits = (edit for change in self.changes for edit in change)
+                ahead += [*names.values(), *(e.inode for e in edits if e.folder == number)]
+        return found
 
     def byte_states(self, seeded: random.Random) -> Iterator[dict[int, bytes]]:
         """Yield the bytes that files with pending writes may have."""
@@ -171,9 +202,9 @@ class Drive:
         names = list(self.name_states())
         for data in self.byte_states(seeded):
             for each in names:
-                yield self._tree(0, each, data)
+                yield self._tree(ROOT, each, data)
 
-    def _tree(self, number: int, names: dict[int, dict[str, int]], data: dict[int, bytes]) -> Tree:
+    def _tree(self, number: int, names: Names, data: dict[int, bytes]) -> Tree:
         return {
             name: self._tree(inode, names, data)
             if self.inodes[inode].names is not None
@@ -207,24 +238,41 @@ def settle(inode: Inode) -> None:
     inode.writes, inode.reserved = [], 0
 
 
-def perform(names: dict[int, dict[str, int]], change: Change) -> None:
+def perform(names: Names, change: Change) -> None:
+    """Do to ``names`` what a change does to the directories in them."""
     for folder, name, inode, leads in change:
+        if folder not in names:
+            continue
         if leads:
             names[folder][name] = inode
         elif names[folder].get(name) == inode:
             del names[folder][name]
 
 
+def after(names: Names, changes: Iterable[Change]) -> Names:
+    """Return names after changes, one after the other."""
+    found = {folder: dict(entries) for folder, entries in names.items()}
+    for change in changes:
+        perform(found, change)
+    return found
+
+
+def touches(change: Change, folders: Collection[int]) -> bool:
+    return any(edit.folder in folders for edit in change)
+
+
+def distinct(states: Iterable[Names]) -> list[Names]:
+    """Return each of some states once."""
+    return list({tuple(frozenset(s[f].items()) for f in sorted(s)): s for s in states}.values())
+
+
 def spots(change: Change) -> set[tuple[int, str]]:
     return {(edit.folder, edit.name) for edit in change}
 
 
-def survivals(changes: Sequence[Change], model: Model) -> Iterator[tuple[Change, ...]]:
+def subsets(changes: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
     for n in range(len(changes) + 1):
-        if model == "prefix":
-            yield tuple(changes[:n])
-        else:
-            yield from combinations(changes, n)
+        yield from combinations(changes, n)
 
 
 def mixtures(
