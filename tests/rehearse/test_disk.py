@@ -91,7 +91,8 @@ def test_ram_and_disk_hold_what_was_rehearsed(share: float, activations: str, di
     assert there.peaks == here.peaks
     assert here.peaks[Tier.NVME, None] > 0
     # Which pages are in memory as a step begins, and as it ends, is the threads' timing: what is
-    # read and written differs by what the pool holds at both, at most.
-    pools = 2 * here.peaks[Tier.HOST, Kind.POOL]
-    assert abs(there.read_bytes - here.read_bytes) <= pools < here.read_bytes
-    assert abs(there.write_bytes - here.write_bytes) <= pools < here.write_bytes
+    # read and written differs by what the pool holds at both, and by the odd page that made way
+    # before its use and was read again (one of 890 once, on a busy machine).
+    near = 2 * here.peaks[Tier.HOST, Kind.POOL] + here.read_bytes // 50
+    assert abs(there.read_bytes - here.read_bytes) <= near < here.read_bytes
+    assert abs(there.write_bytes - here.write_bytes) <= near < here.write_bytes
