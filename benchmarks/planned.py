@@ -1,0 +1,160 @@
+"""What plans say of models on machines: the table of the docs (`python -m benchmarks.planned`).
+
+None of these machines was measured: each row is a rehearsal on the clock of a profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from hetero.errors import HeteroError
+from hetero.rehearse.plan import Plan, plan
+
+SEQUENCE = 4096
+TOKENS = (4096, 16384, 65536, 163840)
+COMMON = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
+MODELS: dict[str, str | Mapping[str, Any]] = {
+    "8B": "llama-3-8b",
+    "14B": {
+        **COMMON,
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "intermediate_size": 17408,
+    },
+    "32B": {
+        **COMMON,
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "intermediate_size": 27648,
+    },
+    "70B": "llama-3-70b",
+}
+# samples that a unit takes at once: a few make products of full speed
+MACHINES: dict[str, dict[str, Any]] = {
+    "H200, 1 TiB": {"profile": "h200-sxm", "micro_batch": 4},
+    "RTX 4090, 64 GiB": {"profile": "rtx4090", "host": "60GiB", "micro_batch": 1},
+    "RTX 4090, 128 GiB": {"profile": "rtx4090", "host": "120GiB", "micro_batch": 1},
+    "A100-80": {"profile": "a100-80", "micro_batch": 2},
+    "GH200-96": {"profile": "gh200-96", "micro_batch": 4},
+}
+WORK = ("compute_", "rest_", "step_")  # shares in which the device computes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A plan, or why there is none."""
+
+    model: str
+    machine: str
+    tokens: int
+    n_params: float = 0.0
+    step_seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    limit: str = ""
+    """The lane that is busy longest."""
+    roofline: float = 0.0
+    """How long that is, of the step."""
+    hbm_gib: float = 0.0
+    host_gib: float = 0.0
+    disk_gib: float = 0.0
+    problem: str = ""
+
+
+def row(model: str, machine: str, tokens: int, settings: Mapping[str, Any]) -> Row:
+    """Plan a step; with a disk if RAM does not hold the model."""
+    named = {"model": model, "machine": machine, "tokens": tokens}
+    samples = tokens // SEQUENCE
+    given = {**MACHINES[machine], "precision": "bf16", "fused_loss": True, **settings}
+    if given["micro_batch"] >= samples:
+        del given["micro_batch"]
+    with tempfile.TemporaryDirectory() as disk:
+        try:
+            found = plan(MODELS[model], (samples, SEQUENCE), estimates=False, **given)
+            if not found.fits:
+                again = {**given, "nvme": disk}
+                found = plan(MODELS[model], (samples, SEQUENCE), estimates=False, **again)
+        except HeteroError as error:
+            return Row(**named, problem=str(error).splitlines()[0][:120])
+    if not found.fits:
+        short = found.shortfalls[0]
+        return Row(**named, problem=f"needs {short.needed_bytes / 2**30:.0f} GiB of {short.tier}")
+    busy = lanes(found)
+    limit = max(busy, key=lambda lane: busy[lane])
+    peaks = {tier.tier: round(tier.peak_bytes / 2**30, 1) for tier in found.tiers}
+    return Row(
+        **named,
+        n_params=found.n_params,
+        step_seconds=found.step_seconds,
+        tokens_per_second=found.tokens_per_second,
+        limit=limit,
+        roofline=busy[limit] / found.step_seconds,
+        hbm_gib=peaks.get("HBM", 0.0),
+        host_gib=peaks.get("HOST", 0.0),
+        disk_gib=peaks.get("NVME", 0.0),
+    )
+
+
+def lanes(found: Plan) -> dict[str, float]:
+    """Return the seconds that each lane is busy in the last step."""
+    busy: Counter[str] = Counter()
+    busy["compute"] = sum(s for name, s in found.shares.items() if name.startswith(WORK))
+    events = found.rehearsal.run.events
+    last = max(event.step for event in events)
+    for event in events:
+        if event.step == last and event.what in ("move", "update") and event.lane:
+            busy[event.lane] += event.dur_ns / 1e9
+    return busy
+
+
+def main() -> None:
+    """Print a JSON object for each row, and the table at the end."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--machines", nargs="*", default=list(MACHINES))
+    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
+    parser.add_argument("--updates", default="step")
+    given = parser.parse_args()
+    rows = []
+    for machine, model, tokens in product(given.machines, given.models, given.tokens):
+        rows.append(row(model, machine, tokens, {"updates": given.updates}))
+        print(json.dumps(asdict(rows[-1])), flush=True)
+    print("\n".join(table(rows)))
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Return the rows as Markdown."""
+    heads = (
+        "machine",
+        "model",
+        "tokens a step",
+        "step, s",
+        "tokens/s",
+        "longest lane, of the step",
+    )
+    found = [
+        f"| {' | '.join((*heads, 'RAM, GiB', 'disk, GiB'))} |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for each in rows:
+        head = f"| {each.machine} | {each.model} | {each.tokens:,} |"
+        if each.problem:
+            found.append(f"{head} {each.problem} | | | | |")
+            continue
+        found.append(
+            f"{head} {each.step_seconds:.3g} | {each.tokens_per_second:,.0f} |"
+            f" {each.limit} {each.roofline:.0%} | {each.host_gib:.0f} | {each.disk_gib:.0f} |"
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()
