@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -71,7 +72,7 @@ class Row:
 
 def row(model: str, machine: str, tokens: int, settings: Mapping[str, Any]) -> Row:
     """Plan a step; with a disk if RAM does not hold the model."""
-    named = {"model": model, "machine": machine, "tokens": tokens}
+    named = partial(Row, model=model, machine=machine, tokens=tokens)
     samples = tokens // SEQUENCE
     given = {**MACHINES[machine], "precision": "bf16", "fused_loss": True, **settings}
     if given["micro_batch"] >= samples:
@@ -83,15 +84,14 @@ def row(model: str, machine: str, tokens: int, settings: Mapping[str, Any]) -> R
                 again = {**given, "nvme": disk}
                 found = plan(MODELS[model], (samples, SEQUENCE), estimates=False, **again)
         except HeteroError as error:
-            return Row(**named, problem=str(error).splitlines()[0][:120])
+            return named(problem=str(error).splitlines()[0][:120])
     if not found.fits:
         short = found.shortfalls[0]
-        return Row(**named, problem=f"needs {short.needed_bytes / 2**30:.0f} GiB of {short.tier}")
+        return named(problem=f"needs {short.needed_bytes / 2**30:.0f} GiB of {short.tier}")
     busy = lanes(found)
     limit = max(busy, key=lambda lane: busy[lane])
     peaks = {tier.tier: round(tier.peak_bytes / 2**30, 1) for tier in found.tiers}
-    return Row(
-        **named,
+    return named(
         n_params=found.n_params,
         step_seconds=found.step_seconds,
         tokens_per_second=found.tokens_per_second,
@@ -105,7 +105,7 @@ def row(model: str, machine: str, tokens: int, settings: Mapping[str, Any]) -> R
 
 def lanes(found: Plan) -> dict[str, float]:
     """Return the seconds that each lane is busy in the last step."""
-    busy: Counter[str] = Counter()
+    busy: defaultdict[str, float] = defaultdict(float)
     busy["compute"] = sum(s for name, s in found.shares.items() if name.startswith(WORK))
     events = found.rehearsal.run.events
     last = max(event.step for event in events)

@@ -10,6 +10,7 @@ import torch
 from hetero.config import HostLimit, host_limit
 from hetero.device.face import (
     COPY_LANES,
+    LANES,
     POISON,
     Accelerator,
     Move,
@@ -82,7 +83,7 @@ class CudaDevice:
     def open_stages(self, n_bytes: int, pinned: int | None) -> None:
         self._locked.limit = pinned
         self._staging.open(n_bytes)
-        for lane in COPY_LANES:  # now: in a step, the probe would count as activations
+        for lane in LANES:  # now: in a step, the probe would count as activations
             self._rates.measure(lane)
 
     def close_stages(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -32,10 +33,8 @@ class LaneRates:
         return n_bytes / self._bytes_per_second[lane]
 
     def measure(self, lane: Lane) -> None:
-        """Measure a lane's rate with a stage at the host's end."""
-        with self._staging.lent(PROBE_BYTES) as below:
-            here = self._memory.take(below.numel())
-            target, source = (here, below) if lane is Lane.H2D else (below, here)
+        """Measure a lane's rate."""
+        with self._ends(lane) as (target, source):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with torch.cuda.stream(self._lanes.streams[lane]):
                 target.copy_(source, non_blocking=True)  # the first one warms up
@@ -44,7 +43,17 @@ class LaneRates:
                 end.record()
             end.synchronize()
         seconds = max(float(begin.elapsed_time(end)) / 1000, 1e-9)
-        self._bytes_per_second[lane] = here.numel() / seconds
+        self._bytes_per_second[lane] = target.numel() / seconds
+
+    @contextmanager
+    def _ends(self, lane: Lane) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Lend target and source of a copy, with a stage at the host's end."""
+        if lane is Lane.D2D:
+            yield self._memory.take(PROBE_BYTES), self._memory.take(PROBE_BYTES)
+            return
+        with self._staging.lent(PROBE_BYTES) as below:
+            here = self._memory.take(below.numel())
+            yield (here, below) if lane is Lane.H2D else (below, here)
 
     def of_moves(self, lane: Lane, moves: Sequence[Move], beside: Sequence[Move]) -> float:
         """Return the time of copies on a lane, with those of ``beside`` on the other one."""

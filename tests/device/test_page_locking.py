@@ -85,6 +85,16 @@ def test_measuring_a_link_writes_to_no_memory_that_kernels_still_use(watched: No
         assert device.copy_seconds(lane, MIB) > 0
 
 
+def test_measuring_copies_within_the_device_makes_none_over_the_link(watched: None) -> None:
+    device = fake.device()
+    made = fake.copies()
+    late_kernels(device)
+    assert device.copy_seconds(Lane.D2D, MIB) > 0
+    assert fake.copies() == made
+    assert device.copy_seconds(Lane.D2H, MIB) > 0
+    assert fake.copies() != made
+
+
 def test_device_memory_that_goes_serves_others_after_the_lanes(watched: None) -> None:
     device = fake.device()
     slab = device.slab(MIB)
