@@ -101,6 +101,8 @@ class DryDevice(CpuDevice):
         self.clock_seconds = 0.0
         self.time_passed: Callable[[], None] = lambda: None
         """Called after the clock has moved."""
+        self.ram_used: Callable[[], int] = lambda: 0
+        """Returns the bytes of RAM that are taken."""
         self.memory = UncountedMemory(hbm_bytes)
         self._ram_bytes = ram_bytes
         self._copy_seconds = copy_seconds
@@ -231,4 +233,4 @@ class DryDevice(CpuDevice):
     def poison(self, dst: torch.Tensor) -> None: ...
 
     def host_limit(self) -> HostLimit:
-        return HostLimit(self._ram_bytes, "the machine that is planned for")
+        return HostLimit(self._ram_bytes - self.ram_used(), "the machine that is planned for")

@@ -135,6 +135,7 @@ def rehearse(scene: Scene) -> Rehearsal:
     if disk is not None:
         tuning.open_pool = partial(open_dry_pool, disk)
     engine = assemble(scene.model, scene.optimizer, config, device, blueprint, tuning)
+    device.ram_used = partial(engine.setup.ledger.used, Tier.HOST)
     # the engine counts no activations of a model that stays
     beside = None if paged_of(engine) is not None else LiveBytes()
     steps: list[RehearsedStep] = []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.placement import SHAPES, Shape, scene_for, seconds
 from hetero.rehearse.rehearsal import rehearse
 from hetero.train.update.pace import UpdatePace
+from hetero.types import Tier
 
 SHARES = (1 / 12, 1 / 6, 1 / 3, 2 / 3, 1.0)
 
@@ -20,6 +23,16 @@ def test_the_automatic_choice_is_near_the_best_of_others(shape: Shape) -> None:
     assert found.error is None and found.steps[-1].is_decided
     assert found.step_seconds <= 1.05 * min(others)
     assert found.step_seconds < 0.95 * max(others)  # it matters
+
+
+def test_a_plan_takes_no_ram_that_the_machine_has_not() -> None:
+    scene = scene_for(SHAPES[2])
+    peak = rehearse(scene).peaks[Tier.HOST]
+    ram = replace(scene.profile.host.ram_bytes, value=peak - 2**30)
+    profile = replace(scene.profile, host=replace(scene.profile.host, ram_bytes=ram))
+    found = rehearse(replace(scene, profile=profile))
+    assert found.error is None
+    assert found.peaks[Tier.HOST] <= peak - 2**30
 
 
 def test_a_pace_counts_times_in_which_updates_ran_once() -> None:
