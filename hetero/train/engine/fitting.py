@@ -356,7 +356,8 @@ class Fitting:
     @property
     def is_decided(self) -> bool:
         """Whether the next step has no proof to try for, and no choice to make or to measure."""
-        return not (self._choice.tries or self._is_guess or self._tradeoff.is_due)
+        may_change = self._choice.may_change
+        return not (self._choice.tries or self._is_guess or (may_change and self._tradeoff.is_due))
 
     def _is_due(self) -> bool:
         """Whether policies were chosen for other inputs or other proofs, or do not fit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from hetero.memory.layout import Layout
 from hetero.plan.activations import Policy
@@ -17,6 +18,15 @@ TRIED = 32  # numbers of homes on HBM, of which the best is taken
 WORTH = 0.97  # of a step's time: what is gained has to be worth other policies
 
 Option = Callable[[int], Sequence[Policy] | None]
+
+
+class Weighed(NamedTuple):
+    """A step, by its time and what decides it."""
+
+    seconds: float
+    room_bytes: int
+    """For activations."""
+    policies: Sequence[Policy]
 
 
 class Tradeoff:
@@ -73,7 +83,7 @@ class Tradeoff:
         most -= WIDEST * self._room.hbm.least_bytes
         if self._share is not None:
             return int(self._share * most)
-        found: list[tuple[float, int]] = []
+        found: list[Weighed] = []
         for held_bytes in steps([each.n_bytes for each in homes]):
             policies = option(most - held_bytes) if most > held_bytes else None
             if policies is not None:
@@ -83,10 +93,13 @@ class Tradeoff:
                 ]
                 held = hold(homes, held_bytes)
                 seconds = step_seconds(stages, traffic, held, self._copies, early=self._early)
-                found.append((seconds, most - held_bytes))
-        if not found or min(found)[0] >= WORTH * found[0][0]:
+                found.append(Weighed(seconds, most - held_bytes, policies))
+        if not found:
             return None
-        return min(found)[1]
+        # with as many homes as fit with the policies that cost least, whatever homes do
+        cheapest = min(each.seconds for each in found if each.policies == found[0].policies)
+        best = min(found)
+        return best.room_bytes if best.seconds < WORTH * cheapest else None
 
     def _traffic(self, homes: Sequence[BucketHomes], pace: float) -> dict[int, Traffic]:
         sizes = {each.bucket: each.n_bytes for each in homes}
