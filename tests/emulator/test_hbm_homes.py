@@ -65,8 +65,11 @@ def reads_between_steps(run: Run) -> None:
     [six_steps, sums, sums_after_single_gradients, a_larger_batch, reads_between_steps],
     ids=lambda f: f.__name__,
 )
-def test_bits_do_not_depend_on_where_homes_are(train: Callable[[Run], None], watched: None) -> None:
-    up, down = run_on(None), run_on(False)
+@pytest.mark.parametrize("activations", ["keep", "auto"])
+def test_bits_do_not_depend_on_where_homes_are(
+    train: Callable[[Run], None], activations: str, watched: None
+) -> None:
+    up, down = (run_on(homes, activations=activations) for homes in (None, False))
     for run in (up, down):
         train(run)
     assert up.bits() == down.bits()
