@@ -110,6 +110,8 @@ class DryDevice(CpuDevice):
         self._stage_seconds = stage_seconds
         self._pinned: int | None = None
         self._stage_bytes = self._locked_bytes = 0
+        self.newly_locked_bytes = 0
+        """Of all memory that ever was page-locked."""
         self._pageable: dict[int, torch.Tensor] = {}  # all memory that is not page-locked
         self._staged_until = dict.fromkeys(COPY_LANES, 0.0)
         self.copies_here = copies_here
@@ -123,6 +125,7 @@ class DryDevice(CpuDevice):
         slab = self.arena(n_bytes)
         if travels and (self._pinned is None or self._locked_bytes + n_bytes <= self._pinned):
             self._locked_bytes += n_bytes
+            self.newly_locked_bytes += n_bytes
             slab.unlock = partial(self._unlock, n_bytes)
         elif self._stage_bytes:
             slab.pieces = self._pageable
@@ -140,6 +143,7 @@ class DryDevice(CpuDevice):
     def open_stages(self, n_bytes: int, pinned: int | None) -> None:
         self._pinned, self._stage_bytes = pinned, n_bytes
         self._locked_bytes += n_bytes
+        self.newly_locked_bytes += n_bytes
 
     def locked_bytes(self) -> int:
         return self._locked_bytes

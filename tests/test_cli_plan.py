@@ -35,7 +35,7 @@ number = 7
 """
 KEYS = {
     *("model", "n_params", "profile", "fits", "shortfalls", "tiers", "step_seconds"),
-    *("first_step_seconds", "tokens", "tokens_per_second", "bottleneck", "shares"),
+    *("start_seconds", "first_step_seconds", "tokens", "tokens_per_second", "bottleneck", "shares"),
     *("checks", "mfu"),
     *("disk_write_bytes", "drive_life_steps", "policies", "settings", "what_if", "paste"),
 }

@@ -214,6 +214,8 @@ class Host:
     """Part of it that a process could take when it was measured; None: all of it."""
     memlock_bytes: Figure | None = optional("memlock_bytes", zero=True)
     """Bytes that a process may lock; None: no limit."""
+    lock_bytes_per_second: Figure | None = optional("lock_GBps", GIGA)
+    """New RAM that CUDA page-locks; None: unknown."""
     dram_peak_bytes_per_second: Figure | None = optional("dram_peak_GBps", GIGA)
     dram_bytes_per_second: Figure = field(metadata=form("dram_GBps", GIGA))
     """Read and written together by all threads; reads of bytes that are overwritten not counted."""

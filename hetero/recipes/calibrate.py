@@ -239,6 +239,7 @@ def host_of(facts: MachineFacts, readings: Readings) -> Host:
         ram_bytes=Figure(facts.ram_bytes, SYSTEM),
         limit_bytes=Figure(facts.limit_bytes, SYSTEM),
         memlock_bytes=None if memlock is None else Figure(memlock, SYSTEM),
+        lock_bytes_per_second=readings.figure("host.lock"),
         dram_bytes_per_second=dram,
         update_per_second=update,
         threads=ThreadRates(dram=readings.table("host.dram"), update=readings.table("host.update")),

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from hetero.config import host_limit
-from hetero.device import COPY_LANES, OPPOSITE, Device, Move, release_slab
+from hetero.device import COPY_LANES, OPPOSITE, Device, Move, Slab, release_slab
 from hetero.jobs import Worker
 from hetero.plan.machine import Dtype
 from hetero.plan.rates import attention_flops
@@ -360,6 +360,8 @@ def link(rig: Rig) -> Iterator[Probe]:
                 plain = Ends(ends[lane].here, torch.ones(sizes[-1], dtype=torch.uint8))
                 sample = partial(lane_rate, rig, lane, plain.moves(lane, sizes[-1]))
                 yield Probe(f"link.{lane.value}.pageable", (), sample)
+        if all(slab.registered for slab in slabs.values()):
+            yield Probe("host.lock", (), partial(lock_rate, rig, sizes[-1]))
     finally:
         for slab in slabs.values():
             release_slab(slab)
@@ -372,6 +374,14 @@ def one_way(rig: Rig, lane: Lane, ends: dict[Lane, Ends], sizes: Sequence[int]) 
     against = OPPOSITE[lane]
     moves, beside = (ends[each].moves(each, sizes[-1]) for each in (lane, against))
     yield Probe(f"link.duplex.{lane.value}", (), partial(lane_rate, rig, lane, moves, beside))
+
+
+def lock_rate(rig: Rig, n_bytes: int) -> float:
+    """Return the bytes per second of page-locking new memory, which the driver touches first."""
+    made: list[Slab] = []
+    seconds = rig.seconds(lambda: made.append(rig.device.slab(n_bytes)))
+    release_slab(made[0])
+    return n_bytes / seconds
 
 
 def copy_sizes(rig: Rig) -> tuple[int, ...]:

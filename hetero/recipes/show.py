@@ -368,6 +368,8 @@ def plan_facts(plan: Plan) -> list[tuple[str, str]]:
         ("spent on", spent),
         ("units", ", ".join(f"{n} {policy}" for policy, n in plan.policies.items())),
     ]
+    if plan.start_seconds:
+        rows.insert(1, ("start", f"{plan.start_seconds:.3g} s of page-locking and moving weights"))
     if plan.mfu is not None:
         rows.append(("MFU", f"{100 * plan.mfu:.3g} % (causal attention)"))
     if plan.disk_write_bytes:

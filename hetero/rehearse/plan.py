@@ -80,6 +80,9 @@ class Plan:
     shortfalls: tuple[Shortfall, ...]
     tiers: tuple[TierPlan, ...]
     step_seconds: float
+    start_seconds: float | None
+    """Of page-locking RAM and moving weights there, spread over `prepare` and the first step; None
+    where the profile does not say how long it takes."""
     first_step_seconds: float
     tokens: int
     """Of a step; samples if there are no tokens."""
@@ -314,6 +317,7 @@ def drawn(
         shortfalls=shortfalls,
         tiers=tuple(tier_plan(scene, found, tier, needed) for tier in tiers_of(found)),
         step_seconds=found.step_seconds,
+        start_seconds=start_seconds(scene, found),
         first_step_seconds=found.steps[0].seconds,
         tokens=tokens,
         tokens_per_second=tokens / found.step_seconds if found.step_seconds else 0.0,
@@ -330,6 +334,18 @@ def drawn(
         mfu=mfu_of(plain, found.step_seconds, peak_flops),
         rehearsal=found,
     )
+
+
+def start_seconds(scene: Scene, found: Rehearsal) -> float | None:
+    """Return the time of page-locking what was, and of copying the weights into it."""
+    host = scene.profile.host
+    if not found.locked_bytes:
+        return 0.0
+    if host.lock_bytes_per_second is None:
+        return None
+    weights = 2 * sum(bucket.home_bytes for bucket in found.blueprint.layout.buckets)
+    locking = found.locked_bytes / host.lock_bytes_per_second.value
+    return locking + weights / host.dram_bytes_per_second.value
 
 
 def tiers_of(found: Rehearsal) -> list[Tier]:

@@ -110,6 +110,8 @@ class Rehearsal:
     """After the last unit's forward, apart from bytes that units leave."""
     buffer_bytes: int
     run: Run
+    locked_bytes: int = 0
+    """Page-locked in all, since the beginning."""
     error: BudgetError | None = None
     """That ended it, if one did."""
 
@@ -150,7 +152,8 @@ def rehearse(scene: Scene) -> Rehearsal:
         finally:
             engine.residence.close()  # a plan keeps the twin, and torch its own functions
     extra = 0 if beside is None else beside.peak
-    return outcome(engine, scene.profile, steps, error, extra)
+    ended = outcome(engine, scene.profile, steps, error, extra)
+    return replace(ended, locked_bytes=device.newly_locked_bytes if device.is_cuda else 0)
 
 
 class PlainStep(NamedTuple):

@@ -537,3 +537,14 @@ def test_a_plan_that_fails_leaves_torch_as_it_was() -> None:
     model = gpt()
     model(TOKENS).sum().backward()  # on a CPU, with numbers
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_start_takes_the_page_locking_of_what_travels() -> None:
+    on_gpu = planned(profile=GPU, precision="bf16", hbm=HBM)
+    host = find(GPU).host
+    assert host.lock_bytes_per_second is not None
+    weights = 2 * 2 * on_gpu.n_params / host.dram_bytes_per_second.value
+    assert on_gpu.start_seconds is not None
+    locked = (on_gpu.start_seconds - weights) * host.lock_bytes_per_second.value
+    assert locked >= 2 * 2 * on_gpu.n_params  # weights and gradients
+    assert planned().start_seconds == 0.0
