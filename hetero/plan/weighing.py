@@ -39,7 +39,7 @@ class Copies(NamedTuple):
     """Within HBM."""
 
 
-class Stage(NamedTuple):
+class UnitStep(NamedTuple):
     """A unit in a step."""
 
     use: Use
@@ -71,7 +71,7 @@ class _Lanes:
 
 
 def step_seconds(
-    stages: Sequence[Stage],
+    stages: Sequence[UnitStep],
     traffic: Mapping[int, Traffic],
     held: Collection[int],
     copies: Copies,
@@ -90,7 +90,7 @@ def step_seconds(
 
 
 def _forward(
-    stages: Sequence[Stage],
+    stages: Sequence[UnitStep],
     apart: Mapping[int, Traffic],
     lanes: _Lanes,
     copies: Copies,
@@ -112,7 +112,7 @@ def _forward(
 
 
 def _backward(
-    stages: Sequence[Stage],
+    stages: Sequence[UnitStep],
     apart: Mapping[int, Traffic],
     lanes: _Lanes,
     copies: Copies,

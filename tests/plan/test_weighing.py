@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Use
-from hetero.plan.weighing import Copies, Stage, Traffic, step_seconds
+from hetero.plan.weighing import Copies, UnitStep, Traffic, step_seconds
 
 FREE = Copies(lambda n: 0.0, lambda n: 0.0, lambda n: 0.0)
 LINK = Copies(lambda n: n / 100, lambda n: n / 50, lambda n: n / 1000)
 UNITS = 4
 
 
-def stages(policy: Any = KEEP, saved: int = 0) -> list[Stage]:
+def stages(policy: Any = KEEP, saved: int = 0) -> list[UnitStep]:
     use = Use(saved, 0, forward_seconds=1.0)
-    return [Stage(use, policy, [unit]) for unit in range(UNITS)]
+    return [UnitStep(use, policy, [unit]) for unit in range(UNITS)]
 
 
 def traffic(weights: int = 0, gradients: int = 0, update: float = 0.0) -> dict[int, Traffic]:
@@ -70,10 +70,10 @@ sizes = st.integers(0, 400)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[Stage], dict[int, Traffic]]:
+def cases(draw: st.DrawFn) -> tuple[list[UnitStep], dict[int, Traffic]]:
     policies = st.sampled_from([KEEP, RECOMPUTE, OFFLOAD, LEAST])
     found = [
-        Stage(Use(n + draw(sizes), n, draw(times)), draw(policies), [unit, UNITS])
+        UnitStep(Use(n + draw(sizes), n, draw(times)), draw(policies), [unit, UNITS])
         for unit in range(UNITS)
         for n in [draw(sizes)]
     ]
@@ -83,7 +83,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Stage], dict[int, Traffic]]:
 
 @given(cases(), st.sets(st.integers(0, UNITS)), st.booleans())
 def test_a_step_takes_as_long_as_its_busiest_lane_and_no_longer_than_all_in_turn(
-    case: tuple[list[Stage], dict[int, Traffic]], held: set[int], early: bool
+    case: tuple[list[UnitStep], dict[int, Traffic]], held: set[int], early: bool
 ) -> None:
     found, apart = case
     left = [each for bucket, each in apart.items() if bucket not in held]
@@ -100,7 +100,7 @@ def test_a_step_takes_as_long_as_its_busiest_lane_and_no_longer_than_all_in_turn
 
 @given(cases(), st.sets(st.integers(0, UNITS)), st.integers(0, UNITS), st.booleans())
 def test_one_more_home_on_the_device_never_makes_a_step_longer_if_its_update_is_free(
-    case: tuple[list[Stage], dict[int, Traffic]], held: set[int], more: int, early: bool
+    case: tuple[list[UnitStep], dict[int, Traffic]], held: set[int], more: int, early: bool
 ) -> None:
     found, apart = case
     fewer, most = (step_seconds(found, apart, h, LINK, early=early) for h in (held, held | {more}))

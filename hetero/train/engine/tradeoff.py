@@ -10,7 +10,7 @@ from hetero.memory.layout import Layout
 from hetero.plan.activations import Policy
 from hetero.plan.division import WIDEST
 from hetero.plan.placement import BucketHomes, hold
-from hetero.plan.weighing import Copies, Stage, Traffic, step_seconds
+from hetero.plan.weighing import Copies, UnitStep, Traffic, step_seconds
 from hetero.train.activations.forecast import Forecast
 from hetero.train.engine.room import Room
 
@@ -88,7 +88,7 @@ class Tradeoff:
             policies = option(most - held_bytes) if most > held_bytes else None
             if policies is not None:
                 stages = [
-                    Stage(use, policy, self._needs[unit])
+                    UnitStep(use, policy, self._needs[unit])
                     for unit, use, policy in zip(units, uses, policies, strict=True)
                 ]
                 held = hold(homes, held_bytes)
