@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Use
-from hetero.plan.weighing import Copies, UnitStep, Traffic, step_seconds
+from hetero.plan.weighing import Copies, Traffic, UnitStep, step_seconds
 
 FREE = Copies(lambda n: 0.0, lambda n: 0.0, lambda n: 0.0)
 LINK = Copies(lambda n: n / 100, lambda n: n / 50, lambda n: n / 1000)

@@ -10,7 +10,7 @@ from hetero.memory.layout import Layout
 from hetero.plan.activations import Policy
 from hetero.plan.division import WIDEST
 from hetero.plan.placement import BucketHomes, hold
-from hetero.plan.weighing import Copies, UnitStep, Traffic, step_seconds
+from hetero.plan.weighing import Copies, Traffic, UnitStep, step_seconds
 from hetero.train.activations.forecast import Forecast
 from hetero.train.engine.room import Room
 
