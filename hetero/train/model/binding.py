@@ -8,6 +8,7 @@ class follows the binding, not residency, so nothing outside an access reads a f
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from inspect import getattr_static
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from hetero.internals import version_of, without_torch_function
 from hetero.memory.layout import Layout
 from hetero.memory.replica import Replica
 
-_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # typed as its value
+_set_data = getattr_static(torch.Tensor, "data").__set__
 without_faults = without_torch_function
 
 

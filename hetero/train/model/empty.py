@@ -72,15 +72,14 @@ class Build:
                 before(module, name, self.emptied(param))
 
             vars(register_parameter)["hetero_build"] = self
-            # the method itself is replaced: constructors call it, and nothing else is asked first
-            nn.Module.register_parameter = register_parameter  # type: ignore[assignment, method-assign]
+            replace(register_parameter)
 
     def undo(self) -> None:
         """Close; overlapping threads close in any order, so the last one removes all wrappers."""
         self.open = False
         with PATCHING:
             while (top := _build_of(nn.Module.register_parameter)) and not top.open:
-                nn.Module.register_parameter = top.before  # type: ignore[method-assign]  # as above
+                replace(top.before)
 
     def emptied(self, param: Any) -> Any:
         """Return the meta parameter in place of ``param``, or ``param`` if it is not replaced."""
@@ -93,6 +92,11 @@ class Build:
     def _outer(self, function: Callable[..., None]) -> Build | None:
         found = _build_of(function)
         return found if found and found.open and found._thread == self._thread else None
+
+
+def replace(method: Any) -> None:
+    """Let all modules register parameters by ``method``."""
+    nn.Module.register_parameter = method  # type: ignore[method-assign]  # constructors call it
 
 
 def _build_of(function: Callable[..., None]) -> Build | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from inspect import getattr_static
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -137,7 +138,8 @@ def metadata_functions() -> frozenset[Any]:
 
 METADATA = metadata_functions()
 GEOMETRY = frozenset({T.stride, T.is_contiguous})
-_get_data, _set_data = T.data.__get__, T.data.__set__  # type: ignore[attr-defined]  # see binding.py
+_DATA = getattr_static(T, "data")
+_get_data, _set_data = _DATA.__get__, _DATA.__set__
 
 
 def _refuse_to_leave(param: PreparedParameter, *_: Any, **__: Any) -> NoReturn:
@@ -164,7 +166,7 @@ class PreparedParameter(nn.Parameter):
             memo[id(self)] = self.hetero_runtime.fault(_copied, (self,), {})
         return memo[id(self)]
 
-    def __repr__(self) -> str:  # type: ignore[override]  # torch has one keyword more
+    def __repr__(self) -> str:  # type: ignore[override]  # Parameter's, which lacks a keyword
         return str(self.hetero_runtime.fault(_shown, (self,), {}))
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
