@@ -166,7 +166,7 @@ class PreparedParameter(nn.Parameter):
             memo[id(self)] = self.hetero_runtime.fault(_copied, (self,), {})
         return memo[id(self)]
 
-    def __repr__(self) -> str:  # type: ignore[override]  # Parameter's, which lacks a keyword
+    def __repr__(self) -> str:  # type: ignore[override]  # torch has one keyword more
         return str(self.hetero_runtime.fault(_shown, (self,), {}))
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:

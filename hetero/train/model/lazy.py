@@ -53,7 +53,7 @@ class Lazy(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch names its keyword
         return repr(self.slot.read())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
