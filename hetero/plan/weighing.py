@@ -62,12 +62,58 @@ class UnitStep(NamedTuple):
 
 @dataclass
 class _Lanes:
-    """When each lane is free."""
+    """A step under way: when each lane is free."""
 
-    compute: float = 0.0
+    apart: Mapping[int, Traffic]
+    """The buckets whose homes are not on HBM."""
+    copies: Copies
+    early: bool
+    compute: float
     up: float = 0.0
     down: float = 0.0
     update: float = 0.0
+
+    def forward(self, stages: Sequence[UnitStep]) -> None:
+        seen: set[int] = set()
+        before = 0.0  # when the activations of the unit before the last are down
+        for stage in stages:
+            for bucket in stage.buckets:
+                if bucket in self.apart and bucket not in seen:
+                    seen.add(bucket)
+                    traffic = self.apart[bucket]
+                    self.update += traffic.update_seconds * (not self.early)
+                    self.up = max(self.up, self.update) + self.copies.up(traffic.weight_bytes)
+            self.compute = max(self.compute, self.up, before) + stage.forward_seconds
+            before = self.down
+            if stage.offloaded_bytes:
+                self._send(stage.offloaded_bytes)
+
+    def backward(self, stages: Sequence[UnitStep]) -> None:
+        self.up = max(self.up, self.compute)
+        places = [*enumerate(stages)][::-1]
+        there = {bucket for stage in stages[-LAST:] for bucket in stage.buckets}
+        first = {bucket: at for at, stage in places for bucket in stage.buckets}
+        for at, stage in places:
+            for bucket in stage.buckets:
+                if bucket in self.apart and bucket not in there:
+                    there.add(bucket)
+                    self.up += self.copies.up(self.apart[bucket].weight_bytes)
+            if stage.offloaded_bytes:
+                self.up += self.copies.up(stage.offloaded_bytes)
+            self.compute = max(self.compute, self.up) + stage.backward_seconds
+            for bucket in stage.buckets:
+                if bucket in self.apart and first[bucket] == at:
+                    self._take_gradients(self.apart[bucket])
+
+    def _take_gradients(self, traffic: Traffic) -> None:
+        if traffic.gradient_bytes:
+            self._send(traffic.gradient_bytes)
+            if self.early:
+                self.update = max(self.update, self.down) + traffic.update_seconds
+
+    def _send(self, n_bytes: int) -> None:
+        """Send what compute has made down."""
+        self.down = max(self.down, self.compute) + self.copies.down(n_bytes)
 
 
 def step_seconds(
@@ -82,57 +128,9 @@ def step_seconds(
 
     ``early``: HOST updates a home as soon as its gradients are there, and not after the border.
     """
-    lanes = _Lanes(compute=copies.within(sum(traffic[bucket].home_bytes for bucket in held)))
     apart = {bucket: each for bucket, each in traffic.items() if bucket not in held}
-    _forward(stages, apart, lanes, copies, updates=not early)
-    _backward(stages, apart, lanes, copies, updates=early)
+    updates = copies.within(sum(traffic[bucket].home_bytes for bucket in held))
+    lanes = _Lanes(apart, copies, early, compute=updates)
+    lanes.forward(stages)
+    lanes.backward(stages)
     return max(lanes.compute, lanes.up, lanes.down, lanes.update)
-
-
-def _forward(
-    stages: Sequence[UnitStep],
-    apart: Mapping[int, Traffic],
-    lanes: _Lanes,
-    copies: Copies,
-    *,
-    updates: bool,
-) -> None:
-    seen: set[int] = set()
-    before = 0.0  # when the activations of the unit before the last are down
-    for stage in stages:
-        for bucket in stage.buckets:
-            if bucket in apart and bucket not in seen:
-                seen.add(bucket)
-                lanes.update += apart[bucket].update_seconds * updates
-                lanes.up = max(lanes.up, lanes.update) + copies.up(apart[bucket].weight_bytes)
-        lanes.compute = max(lanes.compute, lanes.up, before) + stage.forward_seconds
-        before = lanes.down
-        if stage.offloaded_bytes:
-            lanes.down = max(lanes.down, lanes.compute) + copies.down(stage.offloaded_bytes)
-
-
-def _backward(
-    stages: Sequence[UnitStep],
-    apart: Mapping[int, Traffic],
-    lanes: _Lanes,
-    copies: Copies,
-    *,
-    updates: bool,
-) -> None:
-    lanes.up = max(lanes.up, lanes.compute)
-    there = {bucket for stage in stages[-LAST:] for bucket in stage.buckets}
-    left = {bucket: at for at, stage in reversed([*enumerate(stages)]) for bucket in stage.buckets}
-    for at, stage in reversed([*enumerate(stages)]):
-        for bucket in stage.buckets:
-            if bucket in apart and bucket not in there:
-                there.add(bucket)
-                lanes.up += copies.up(apart[bucket].weight_bytes)
-        if stage.offloaded_bytes:
-            lanes.up += copies.up(stage.offloaded_bytes)
-        lanes.compute = max(lanes.compute, lanes.up) + stage.backward_seconds
-        for bucket in stage.buckets:
-            if bucket in apart and left[bucket] == at and apart[bucket].gradient_bytes:
-                ready = max(lanes.down, lanes.compute)
-                lanes.down = ready + copies.down(apart[bucket].gradient_bytes)
-                if updates:
-                    lanes.update = max(lanes.update, lanes.down) + apart[bucket].update_seconds
