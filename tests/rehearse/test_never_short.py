@@ -126,10 +126,12 @@ def test_what_is_planned_to_fit_runs(number: int, disk: Path) -> None:
     run(as_planned(drawn(number), plan, disk))  # no BudgetError
 
 
+@pytest.mark.slow  # six plans
 def test_draws_are_of_both_kinds() -> None:
     assert {planned(number).fits for number in range(0, 42, 7)} == {True, False}
 
 
+@pytest.mark.slow
 def test_a_peak_just_above_the_least_that_runs_is_no_surprise_later(tmp_path: Path) -> None:
     settings = {
         "device": "cpu:sim",

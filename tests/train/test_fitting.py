@@ -405,6 +405,7 @@ def test_auto_trains_wherever_computing_everything_again_would() -> None:
     assert trains(smallest, "auto")
 
 
+@pytest.mark.campaign(seconds=9)
 @pytest.mark.parametrize("hbm", [165_000, 180_000, 195_000])
 def test_where_a_first_step_ran_those_run_that_follow(hbm: int) -> None:
     """So little that no choice is expected to fit with margins: what ran is kept to."""
