@@ -14,6 +14,7 @@ from hetero.config import Config, Settings
 from hetero.device import open_device
 from hetero.errors import StateError
 from hetero.interrupts import theirs
+from hetero.parallel.mesh import open_comm
 from hetero.train.engine.assemble import assemble
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.budget import Budget
@@ -68,10 +69,11 @@ def prepare_tuned(
     check_model(model, weights=config.weights is not None)
     inner = check_pair(model, optimizer)
     device = open_device(config.device)
-    blueprint = draw(model, inner, config, device)
+    comm = open_comm(config.mesh)
+    blueprint = draw(model, inner, config, device, comm.size)
     check_codes(model, blueprint.layout)
     with torch.inference_mode(False):  # the engine's tensors outlive the caller's mode
-        engine = assemble(model, inner, config, device, blueprint, tuning)
+        engine = assemble(model, inner, config, device, blueprint, tuning, comm)
     return model if inner is None else (model, engine.optimizer)
 
 

@@ -37,9 +37,6 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 FROZEN = ("keep", "int8", "nf4")
 UPDATES = ("step", "backward")
-NOT_YET = {  # planned settings, not in this version
-    "mesh": "several ranks",
-}
 Check = Callable[[str, Any], Any]
 
 
@@ -119,6 +116,10 @@ class Config:
     a model from `hetero.empty_init` needs it."""
     units: tuple[str, ...] | None = None
     """Names (or glob patterns) of the modules fetched as a whole; None: found in the model."""
+    mesh: Any = None
+    """The ranks that train one model together, as torchrun and `accelerate launch` start them:
+    "world", a mapping of sizes ({"dp_shard": 4}; {"dp_replicate": 4} for ranks that each keep a
+    whole model), or a DeviceMesh with such axes. None: this process trains alone."""
     profile: str | None = None
     """Hardware profile that plans go by: a TOML file that `hetero calibrate` wrote, or the name of
     one that comes with hetero."""
@@ -191,6 +192,8 @@ def checked(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
 
 def contradictions(given: Mapping[str, Any]) -> Iterator[str]:
     """Yield each pair of settings that exclude each other."""
+    if given.get("mesh") is not None:
+        yield from without_mesh(given)
     if given.get("updates") == "backward":
         whole = " needs all gradients before the first update, and updates='backward' does not wait"
         if given.get("max_grad_norm") is not None:
@@ -199,9 +202,15 @@ def contradictions(given: Mapping[str, Any]) -> Iterator[str]:
             yield "precision='fp16', which skips steps whose gradients are not finite," + whole
 
 
+def without_mesh(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each setting that several ranks cannot have in this version."""
+    if given.get("updates") == "backward":
+        yield "mesh= with updates='backward': gradients are summed when backward is over"
+    if given.get("nvme"):
+        yield "mesh= with nvme=: shares of homes lie in RAM in this version"
+
+
 def unknown_key(key: str, known: list[str]) -> str:
-    if key in NOT_YET:
-        return f"{key}= is not available in this version ({NOT_YET[key]})"
     near = difflib.get_close_matches(key, known, n=1)
     hint = f", did you mean {near[0]}?" if near else ""
     return f"unknown setting {key!r}{hint}"
@@ -269,6 +278,13 @@ def is_norm(value: Any) -> bool:
     return number and 0 < value <= sys.float_info.max
 
 
+def is_mesh(value: Any) -> bool:
+    """Whether a value may be a mesh; an object is checked when its groups are opened."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(map(is_count, value.values()))
+    return value is None or value == "world" or hasattr(value, "mesh_dim_names")
+
+
 def is_device(value: Any) -> bool:
     """Whether a value is a device's name, or an object, which is checked when it is opened."""
     return not isinstance(value, str) or value in DEVICES
@@ -308,6 +324,7 @@ CHECKS: dict[str, Check] = {
     "max_grad_norm": optional(takes(is_norm, "a positive number", " is not a norm", float)),
     **dict.fromkeys(("keep_fp32", "keep_exact"), optional(named, absent=())),
     "units": optional(named),
+    "mesh": takes(is_mesh, "'world', a mapping of sizes, or a DeviceMesh"),
 }
 """The check of each setting; it returns the clean value, or raises ConfigError."""
 

@@ -164,6 +164,10 @@ class DivergenceError(HeteroError, RuntimeError):
     """Ranks that must agree do not."""
 
 
+class RankLost(DivergenceError):
+    """A rank died, hangs, or left; the others cannot go on without it."""
+
+
 class UnknownTorch(HeteroError, ImportError):
     """hetero does not know this release of torch."""
 

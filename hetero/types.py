@@ -39,6 +39,8 @@ class Lane(Enum):
     H2D = "h2d"
     D2H = "d2h"
     D2D = "d2d"
+    GATHER = "gather"
+    REDUCE = "reduce"
     READ = "read"
     WRITE = "write"
 

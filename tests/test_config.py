@@ -13,7 +13,6 @@ import pytest
 import hetero
 from hetero.config import (
     CHECKS,
-    NOT_YET,
     Config,
     HostLimit,
     describe_limit,
@@ -127,16 +126,6 @@ def test_an_unknown_key_like_no_other_gets_no_guess() -> None:
 def test_a_key_that_is_no_string_is_an_unknown_setting() -> None:
     with pytest.raises(hetero.ConfigError, match=r"unknown setting .5"):
         Config.load({5: 1})  # type: ignore[dict-item]
-
-
-def test_a_setting_that_has_not_arrived_yet_says_so() -> None:
-    for key in NOT_YET:
-        with pytest.raises(hetero.ConfigError, match=f"{key}= is not available in this version"):
-            Config.load({key: "x"})
-
-
-def test_no_setting_is_both_here_and_not_here_yet() -> None:
-    assert not set(NOT_YET) & {field.name for field in dataclasses.fields(Config)}
 
 
 def test_every_setting_has_a_check() -> None:

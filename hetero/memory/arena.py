@@ -187,11 +187,12 @@ class Arena:
         if shell is None:
             n_bytes = bucket.n_bytes
             with torch.inference_mode(False), torch.no_grad():  # views outlive the user's mode
+                slab, at = self.slab, start * self._layout.chunk_numel
                 if start == APART:
-                    piece = self._device.arena(n_bytes).carve(0, n_bytes)
-                else:
-                    piece = self.slab.carve(start * self._layout.chunk_numel, n_bytes)
-                shell = Replica(bucket, start, piece, self._table)
+                    slab, at = self._device.arena(n_bytes), 0
+                piece = slab.carve(at, n_bytes)
+                wire = slab.carve(at, n_bytes) if bucket.n_shares > 1 else None
+                shell = Replica(bucket, start, piece, self._table, wire)
             self.by_storage[shell.cdata] = shell
         if start != APART:
             self._shells[key] = shell

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from hetero.device import Device, Ticket
+from hetero.device.comm import Comm
 from hetero.errors import StateError
 from hetero.memory.codec import ENCODED_AT_ONCE, Workspace, is_finite
 from hetero.memory.extent import PinUse
@@ -68,8 +70,16 @@ class LocalBelow:
             replica.ready = None
             replica.move(ABSENT if was is ABSENT else CLEAN, "fail")  # its old state, for a retry
             raise
+        self._join(replica)
         if replica.ready is None:
             replica.move(CLEAN, "ready")
+
+    def _join(self, replica: Replica) -> None:
+        """Add what other homes keep of a bucket, after the copies from ours."""
+
+    def _arrive(self, ticket: Ticket, replica: Replica) -> None:
+        """Make compute wait for all of a replica's bytes."""
+        self._link.wait(ticket, kind=Kind.PARAM, bucket=replica.bucket.id)
 
     def refetch(self, replica: Replica, copy: HomeCopy, why: str = "refresh") -> None:
         """Fetch the home's present bytes into a replica, in place, so that leases see them too."""
@@ -88,7 +98,7 @@ class LocalBelow:
         """Make compute wait for the fetch under way; the replica may be read from here on."""
         if replica.ready is None:
             return
-        self._link.wait(replica.ready, kind=Kind.PARAM, bucket=replica.bucket.id)
+        self._arrive(replica.ready, replica)
         replica.ready = None
         bucket, codec = replica.bucket, replica.bucket.codec
         if not codec.exact:  # see [Note: decoded in place]
@@ -201,3 +211,31 @@ class LocalBelow:
 
     def _sync(self, ticket: Ticket, replica: Replica) -> None:
         self._link.sync(ticket, kind=Kind.PARAM, bucket=replica.bucket.id)
+
+
+class SharedBelow(LocalBelow):
+    """Fetches this rank's share into its place, then gathers the others' inside the frames.
+
+    All ranks fetch the same buckets in the same order.
+    """
+
+    def __init__(self, comm: Comm, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._comm = comm
+
+    def _join(self, replica: Replica) -> None:
+        if replica.ready is not None:  # collectives know no lanes
+            self._sync(replica.ready, replica)
+        bucket, n_bytes = replica.bucket, replica.bucket.home_bytes
+        what = f"bucket {bucket.id} to HBM"
+        replica.ready = self._comm.gather(replica.wire[: self._comm.size * n_bytes], what)
+        self._link.count(
+            Lane.GATHER,
+            (self._comm.size - 1) * n_bytes,
+            kind=Kind.PARAM,
+            bucket=bucket.id,
+            why="fetch",
+        )
+
+    def _arrive(self, ticket: Ticket, replica: Replica) -> None:
+        self._comm.wait(ticket)

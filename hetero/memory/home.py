@@ -111,6 +111,8 @@ class Home:
     """The lane on which bytes of frames come here."""
     extent_numel = sys.maxsize
     """Items that enter and leave memory together."""
+    kept = slice(0, sys.maxsize)
+    """Elements that this rank keeps."""
 
     def __init__(self, slab: Slab, bucket: Bucket, dtype: torch.dtype, codec: Codec) -> None:
         self._slab = slab
@@ -235,6 +237,10 @@ class Home:
         """Return a new tensor with a segment's value, in the home's dtype and strides."""
         value = self.empty(segment)
         self.codec.decode(self.load(self.items(segment.offset, segment.end)), row(value))
+        return value
+
+    def complete(self, segment: Segment, value: torch.Tensor) -> torch.Tensor:
+        """Fill in what other ranks keep of a segment's value, which is dense and of any dtype."""
         return value
 
     def value(self, segment: Segment) -> torch.Tensor:

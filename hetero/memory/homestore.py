@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from hetero.device import Device
+from hetero.device.comm import ALONE_COMM, Comm
 from hetero.io import align_up
 from hetero.memory import shown
 from hetero.memory.codec import EXACT
@@ -19,6 +20,7 @@ from hetero.memory.layout import Bucket
 from hetero.memory.ledger import Ledger
 from hetero.memory.places import HomePlaces
 from hetero.memory.pool import NoPool, Pool
+from hetero.memory.share import ShareHome, overlap
 from hetero.types import Kind, Tier, noop
 
 TRAVEL = (Kind.PARAM.value, Kind.GRAD.value)
@@ -33,7 +35,7 @@ class HomeStore:
     """
 
     __slots__ = (
-        *("_charged", "_device", "_ledger", "_names", "_parked"),
+        *("_charged", "_comm", "_device", "_ledger", "_names", "_parked"),
         *("before_use", "hbm_bytes", "homes", "places", "pool"),
     )
 
@@ -44,7 +46,9 @@ class HomeStore:
         *,
         places: HomePlaces | None = None,
         pool: Pool | None = None,
+        comm: Comm = ALONE_COMM,
     ) -> None:
+        self._comm = comm
         self._device = device
         self._ledger = ledger
         self._charged: dict[tuple[str, int], tuple[Tier, Kind, int]] = {}
@@ -80,8 +84,11 @@ class HomeStore:
             slab = self._device.paged_slab(align_up(n_bytes))
             extents = self.pool.adopt(kind, slab, n_bytes, codec.dtype(dtype).itemsize, what)
             return DiskHome(self.pool, extents, slab, bucket, dtype, codec)
-        self._ledger.charge(tier, kind, n_bytes, what)
-        self._charged[name, bucket.id] = (tier, kind, n_bytes)
+        kept_bytes = codec.n_bytes(bucket.share_numel, dtype)
+        self._ledger.charge(tier, kind, kept_bytes, what)
+        self._charged[name, bucket.id] = (tier, kind, kept_bytes)
+        if self._comm.size > 1:
+            return ShareHome(self._device.paged_slab(n_bytes), bucket, dtype, codec, self._comm)
         if tier is not Tier.HBM:
             slab = self._device.slab(n_bytes, travels=name in TRAVEL)
             return HostHome(slab, bucket, dtype, codec)
@@ -124,8 +131,10 @@ class HomeStore:
         return self.pool.pin(request) if request.needs else _NOTHING
 
     def runs(self, start: int, end: int, *uses: tuple[Home, PinUse]) -> Iterator[slice]:
-        """Yield [start, end), in items, in runs that are pinned in all homes until the next one."""
-        for run in cut(start, end, min(home.extent_numel for home, _ in uses)):
+        """Yield what is kept of [start, end), in items, in runs that are pinned in all homes until
+        the next one."""
+        kept = overlap(slice(start, end), uses[0][0].kept)
+        for run in cut(kept.start, kept.stop, min(home.extent_numel for home, _ in uses)):
             with self.held(Request(PinSpan(home, run.start, run.stop, use) for home, use in uses)):
                 yield run
 

@@ -17,6 +17,7 @@ from hetero.errors import ConfigError
 from hetero.memory.codec import EXACT, Codec
 
 ALIGN = 16  # elements
+SHARE_ALIGN = 64  # the same, if homes are shared: updates may be cut at multiples of it
 MAX_CHUNK_NUMEL = 16 * 2**20  # 64 MiB of 4-byte elements: past the knee of every link measured
 MIN_CHUNK_NUMEL = 1024
 WASTE = 0.005
@@ -75,6 +76,8 @@ class Bucket:
     codec: Codec = EXACT
     has_master: bool = False
     """Whether each of its weights has an fp32 master."""
+    n_shares: int = 1
+    """Equal shares that its homes are cut in, one a rank."""
     granules: int = field(init=False)
     """Frames of the 1-byte class that the bucket's PARAM chunks fill."""
     chunks: range = field(init=False)
@@ -83,6 +86,8 @@ class Bucket:
     """Elements of the index space, the tail of the last chunk included."""
     n_bytes: int = field(init=False)
     """Bytes of the PARAM chunks in frames."""
+    share_numel: int = field(init=False)
+    """Elements that a rank keeps at home, of every kind."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "granules", self.n_chunks * self.dtype.itemsize)
@@ -90,11 +95,24 @@ class Bucket:
         object.__setattr__(self, "chunks", chunks)
         object.__setattr__(self, "numel", self.n_chunks * self.chunk_numel)
         object.__setattr__(self, "n_bytes", self.numel * self.dtype.itemsize)
+        share = self.numel
+        if self.n_shares > 1:
+            share = share_numel(self.segments[-1].end, self.codec, self.n_shares)
+        object.__setattr__(self, "share_numel", share)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the PARAM chunks as they lie at home, on all ranks."""
+        return self.codec.n_bytes(self.numel, self.dtype)
 
     @property
     def home_bytes(self) -> int:
-        """Bytes of the PARAM chunks at home, on the link and on disk."""
-        return self.codec.n_bytes(self.numel, self.dtype)
+        """Bytes of the PARAM chunks at home on one rank, on the link and on disk."""
+        return self.codec.n_bytes(self.share_numel, self.dtype)
+
+    def share(self, rank: int) -> slice:
+        """Return the elements that a rank keeps at home."""
+        return slice(rank * self.share_numel, (rank + 1) * self.share_numel)
 
     def chunks_of(self, start: int, end: int) -> range:
         """Return the chunk ids that elements [start, end) of the index space touch."""
@@ -128,7 +146,7 @@ class Layout:
     @property
     def waste(self) -> float:
         """Share of the PARAM chunks at home that holds no parameter."""
-        held = sum(bucket.home_bytes for bucket in self.buckets)
+        held = sum(bucket.whole_bytes for bucket in self.buckets)
         used = sum(home_bytes(s.spec) for b in self.buckets for s in b.segments)
         return 1 - used / held if held else 0.0
 
@@ -178,6 +196,12 @@ def packed_numel(specs: Iterable[ParamSpec]) -> int:
     return sum(padded_numel(spec) for spec in specs)
 
 
+def share_numel(used: int, codec: Codec, n_shares: int) -> int:
+    """Return the elements of a share: equal for all, and of whole blocks."""
+    unit = math.lcm(SHARE_ALIGN, codec.block)
+    return -(-used // (n_shares * unit)) * unit
+
+
 def groups_of(specs: Sequence[ParamSpec]) -> list[list[int]]:
     """Return parameter indices per (unit, treatment, dtype), in the order of first appearance."""
     groups: dict[tuple[int, bool, Codec, torch.dtype], list[int]] = {}
@@ -210,9 +234,11 @@ def build_layout(
     unit_names: Sequence[str],
     chunk_bytes: int | None = None,
     working: torch.dtype | None = None,
+    n_shares: int = 1,
 ) -> Layout:
     """Lay the parameters out; ``chunk_bytes`` is the size of a chunk of 4-byte elements. Weights of
-    the ``working`` dtype that train have masters."""
+    the ``working`` dtype that train have masters. With several shares, tensors begin at multiples
+    of `SHARE_ALIGN`."""
     align = 4 * max([ALIGN, *(spec.codec.block for spec in specs)])  # a chunk is of whole blocks
     if chunk_bytes is not None and (chunk_bytes < align or chunk_bytes % align):
         raise ConfigError(
@@ -229,7 +255,10 @@ def build_layout(
             segments.append(Segment(index, len(segments), specs[index], offset))
             offset += padded_numel(specs[index])
         first = specs[group[0]]
-        n_chunks = max(1, -(-offset // chunk_numel))
+        whole = offset
+        if n_shares > 1:
+            whole = n_shares * share_numel(segments[-1].end, first.codec, n_shares)
+        n_chunks = max(1, -(-whole // chunk_numel))
         bucket = Bucket(
             id=len(buckets),
             unit=first.unit,
@@ -241,6 +270,7 @@ def build_layout(
             first_chunk=first_chunk,
             codec=first.codec,
             has_master=first.trainable and first.dtype is working,
+            n_shares=n_shares,
         )
         first_chunk += n_chunks
         home.update({s.index: (bucket.id, s) for s in segments})

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from hetero.config import paranoid
 from hetero.device import Device
+from hetero.device.comm import ALONE_COMM, Comm
 from hetero.errors import BudgetError, ConfigError, StateError, StorageError
 from hetero.memory import shown
 from hetero.memory.arena import Arena
-from hetero.memory.below import UNDO, LocalBelow
+from hetero.memory.below import UNDO, LocalBelow, SharedBelow
 from hetero.memory.chunk import CopyTable
 from hetero.memory.codec import Workspace
 from hetero.memory.frame import FramePlace
@@ -47,6 +49,7 @@ class ChunkManager:
         next_use: Callable[[int], float],
         more: Callable[[], int] = lambda: 0,
         workspace: Workspace | None = None,
+        comm: Comm = ALONE_COMM,
     ) -> None:
         self.layout = layout
         self.log = link.log
@@ -78,9 +81,9 @@ class ChunkManager:
             )
             for bucket in layout.buckets
         ]
-        self._below = LocalBelow(
-            device, link, events=events, workspace=workspace, counts=self.counts
-        )
+        self._is_shared = comm.size > 1
+        make = partial(SharedBelow, comm) if self._is_shared else LocalBelow
+        self._below = make(device, link, events=events, workspace=workspace, counts=self.counts)
 
     # -- pins ------------------------------------------------------------------------------------
 
@@ -308,8 +311,13 @@ class ChunkManager:
     # -- writes to homes -------------------------------------------------------------------------
 
     def is_busy(self, bucket_id: int) -> bool:
-        """Whether a fetch would wait for an update or the disk; begins to read ahead."""
-        return self.copies[bucket_id].is_busy(resident=bucket_id in self.replicas)
+        """Whether a fetch would wait for an update or the disk; begins to read ahead.
+
+        With several ranks it waits: all of them fetch in one order, whatever is slow on one.
+        """
+        return not self._is_shared and self.copies[bucket_id].is_busy(
+            resident=bucket_id in self.replicas
+        )
 
     def home(self, bucket_id: int) -> Home:
         """Return a bucket's PARAM home after its update; call `flush_and_wait` before reading."""

@@ -28,15 +28,24 @@ class Replica:
 
     __slots__ = (
         *("bucket", "start", "bytes", "incoming", "flat", "views", "cdata", "baseline"),
-        *("pins", "stamp", "ready", "idle", "exposed", "dirty", "is_apart", "_table"),
+        *("pins", "stamp", "ready", "idle", "exposed", "dirty", "is_apart", "wire", "_table"),
     )
 
-    def __init__(self, bucket: Bucket, start: int, piece: torch.Tensor, table: CopyTable) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        start: int,
+        piece: torch.Tensor,
+        table: CopyTable,
+        wire: torch.Tensor | None = None,
+    ) -> None:
         self.bucket = bucket
         self.start = start
         self.is_apart = start == APART  # with memory of its own, and no frames of the arena
         self.bytes = piece
-        self.incoming = piece[piece.numel() - bucket.home_bytes :]
+        self.incoming = piece[piece.numel() - bucket.whole_bytes :]
+        self.wire = (piece if wire is None else wire)[piece.numel() - bucket.whole_bytes :]
+        """The same bytes under another storage: what moves them lets go late, like a lease."""
         self.flat = piece.view(bucket.dtype)
         self.views = [
             torch.as_strided(self.flat, s.spec.shape, s.spec.stride, s.offset)

@@ -65,7 +65,9 @@ SETTINGS = [
     ({"micro_batch": True}, "micro_batch=True"),
     ({"activations": "some"}, "activations='some' is unknown"),
     ({"activations": "swap"}, "activations='swap' is unknown"),
-    ({"mesh": (2,)}, "mesh= is not available in this version"),
+    ({"mesh": (2,)}, "mesh=.2,.*mesh takes .world"),
+    ({"mesh": {"dp_shard": 0}}, "mesh=.*mesh takes .world"),
+    ({"mesh": "world"}, "without a process group"),
     ({"config": 7}, "config=7 is a int"),
     ({"host": "1024TiB"}, "host=.*more than this process may take"),
 ]

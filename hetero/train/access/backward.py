@@ -158,6 +158,7 @@ class BackwardAccess:
         self.task = NO_TASK
         self._close()
         self._grads.flush_pending()
+        self._grads.pass_ended()
         self._early.pass_ended()
         self._accesses.end_phase(self._began)
         self._ended()

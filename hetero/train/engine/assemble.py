@@ -8,6 +8,7 @@ from torch import nn
 from hetero import interrupts
 from hetero.config import Config
 from hetero.device import Device
+from hetero.device.comm import ALONE_COMM, Comm
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.broken import Broken
 from hetero.train.engine.engine import Engine, move_out
@@ -24,9 +25,10 @@ def assemble(
     device: Device,
     blueprint: Blueprint,
     tuning: Tuning | None = None,
+    comm: Comm = ALONE_COMM,
 ) -> Engine:
     """Move the parameters to their homes and attach everything; undone on any failure."""
-    setup = set_up(model, optimizer, config, device, blueprint, tuning or Tuning())
+    setup = set_up(model, optimizer, config, device, blueprint, tuning or Tuning(), comm)
     interrupts.hold(setup)
     residence: Paged | Resident | None = None
     try:

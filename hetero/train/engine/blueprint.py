@@ -14,7 +14,15 @@ from hetero.config import Config
 from hetero.device import CpuDevice, Device
 from hetero.errors import ConfigError
 from hetero.memory.codec import CODECS, CODED, EXACT, Blocked, Codec, Workspace, slice_numel
-from hetero.memory.layout import ALIGN, Bucket, Layout, ParamSpec, build_layout, dense_stride
+from hetero.memory.layout import (
+    ALIGN,
+    SHARE_ALIGN,
+    Bucket,
+    Layout,
+    ParamSpec,
+    build_layout,
+    dense_stride,
+)
 from hetero.train.engine.check import pageable, pages, tables
 from hetero.train.model.units import Unit, assign, find_units
 from hetero.train.update.masters import WORKING, low_dtype, named_by, working_dtypes
@@ -75,13 +83,18 @@ class Blueprint:
             total += bucket.home_bytes
             costs = self.costs[bucket.id]
             grad = bucket.dtype.itemsize if costs.grad else 0
-            total += bucket.numel * (grad + costs.master + costs.state)
+            total += bucket.share_numel * (grad + costs.master + costs.state)
         return total
 
     @property
     def is_coded(self) -> bool:
         """Whether any parameters lie at home in code."""
         return any(not bucket.codec.exact for bucket in self.layout.buckets)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks share the homes."""
+        return any(bucket.n_shares > 1 for bucket in self.layout.buckets)
 
     def decoding(self, *, is_cuda: bool) -> tuple[Blocked, int] | None:
         """Return the codec there is, and the elements it decodes at once; None without one."""
@@ -126,15 +139,17 @@ def draw(
     optimizer: torch.optim.Optimizer | None,
     config: Config,
     device: Device | None = None,
+    n_ranks: int = 1,
 ) -> Blueprint:
     """Find the units, lay out the buckets and size the states, for a CPU unless a device is given;
-    touches nothing."""
+    touches nothing. ``n_ranks`` share the homes."""
     device = device or CpuDevice()
     owned = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
     units, home = assign(model, find_units(model, config.units))
     check_tables(model, config)
     working = working_dtypes(model, config.precision, config.keep_fp32)
     codecs = codecs_of(model, config, working)
+    align = ALIGN if n_ranks == 1 else SHARE_ALIGN
     specs = [
         ParamSpec(
             name=name,
@@ -144,12 +159,12 @@ def draw(
             dtype=working[id(p)],
             trainable=id(p) not in codecs and (p.requires_grad or id(p) in owned),
             codec=codecs.get(id(p), EXACT),
-            align=max(ALIGN, device.align_bytes // working[id(p)].itemsize),
+            align=max(align, device.align_bytes // working[id(p)].itemsize),
         )
         for name, p in pages(model)
     ]
     names = [unit.name or "model" for unit in units]
-    layout = build_layout(specs, names, config.chunk_bytes, WORKING.get(config.precision))
+    layout = build_layout(specs, names, config.chunk_bytes, WORKING.get(config.precision), n_ranks)
     bucket_of = {id(p): layout.home[i][0] for i, (_, p) in enumerate(pages(model))}
     needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
     groups = optimizer.param_groups if optimizer else []

@@ -23,6 +23,7 @@ from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.check import pages, tables
 from hetero.train.engine.hbm_homes import first_homes, total_bytes
 from hetero.train.engine.spill import Spill, draw_spill, draw_way, passing_bytes
+from hetero.train.gradients.exchange import exchange_bytes
 from hetero.types import format_bytes
 
 CUDA_SHARE = 0.95  # of free HBM, when no budget is given
@@ -122,7 +123,7 @@ class Budget:
         """
         on_hbm = {homes.bucket for homes in self.on_hbm}
         sums = sum(
-            bucket.numel * (torch.float32.itemsize - bucket.dtype.itemsize)
+            bucket.share_numel * (torch.float32.itemsize - bucket.dtype.itemsize)
             for bucket in self.plan.layout.buckets
             if bucket.trainable and bucket.has_master and bucket.id not in on_hbm
         )
@@ -156,6 +157,7 @@ def decide(
     """
     tensors = (*model.buffers(), *(param for _, param in tables(model)))
     buffers = sum(map(bytes_of, tensors)) + plan.workspace_bytes(is_cuda=device.is_cuda)
+    buffers += exchange_bytes(plan.layout)
     memory = available(model, config, device, plan, buffers)
     stays = stays_resident(plan, memory.hbm, is_cuda=device.is_cuda)
     slack = max(0, (free_hbm(model, device) or 0) - (memory.hbm or 0))
@@ -188,7 +190,9 @@ def available(
     """Return the bytes of HBM and of RAM: as configured, else as measured."""
     hbm = hbm_bytes(model, config, device)
     host = host_bytes(model, config, device.host_limit())
-    if hbm is None and (plan.is_coded or (config.nvme and plan.home_bytes > host)):
+    if hbm is None and (
+        plan.is_coded or plan.is_shared or (config.nvme and plan.home_bytes > host)
+    ):
         # the CPU cannot compute on these homes as they lie: set frames aside in its RAM
         hbm = max(host // CPU_FRAMES, 2 * plan.least_bytes + buffer_bytes)
         return Memory(hbm, max(0, host - hbm))
@@ -228,7 +232,7 @@ def free_hbm(model: nn.Module, device: Device) -> int | None:
 
 def stays_resident(plan: Blueprint, hbm: int | None, *, is_cuda: bool) -> bool:
     """Whether the parameters stay where they compute."""
-    return not plan.is_coded and (
+    return not (plan.is_coded or plan.is_shared) and (
         hbm is None or (is_cuda and hbm >= CUDA_RESIDENT * plan.home_bytes)
     )
 

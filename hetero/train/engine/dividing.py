@@ -121,7 +121,7 @@ class HbmDivision:
     def _may_stay(self) -> bool:
         """Whether a model that fits the device is to stay there and compute on its homes."""
         setup = self._setup
-        kept = setup.device.is_cuda or setup.blueprint.is_coded
+        kept = setup.device.is_cuda or setup.blueprint.is_coded or setup.blueprint.is_shared
         return self._trains and not kept and not setup.budget.spills
 
     # -- at a border -----------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def bytes_of(plan: Blueprint, bucket: Bucket, *, sums: bool) -> int:
     sizes = plan.element_bytes(bucket)
     if not sums and Kind.GRAD in sizes:
         sizes[Kind.GRAD] = bucket.dtype.itemsize
-    return bucket.home_bytes + bucket.numel * sum(sizes.values())
+    return bucket.home_bytes + bucket.share_numel * sum(sizes.values())
 
 
 def first_homes(plan: Blueprint, hbm: Hbm, short_bytes: int) -> tuple[BucketHomes, ...]:

@@ -36,6 +36,7 @@ from hetero.train.engine.dividing import HbmDivision
 from hetero.train.engine.fitting import Fitting
 from hetero.train.engine.read_ahead import ReadAhead
 from hetero.train.engine.resident import Mastered, Resident, make_activations
+from hetero.train.engine.rollcall import agreed_division
 from hetero.train.engine.setup import Setup, StepStats
 from hetero.train.engine.trained import Trained
 from hetero.train.engine.tuning import Tuning
@@ -130,7 +131,11 @@ class Paged:
 
     def divide(self) -> Division:
         """Return how HBM is divided from the border on; raises OutOfMemory."""
-        return self.fitting.divide()
+        if self.setup.comm.size == 1:
+            return self.fitting.divide()
+        division = agreed_division(self.setup.comm, self.fitting.divide)
+        self.activations.policies.update(division.policies)
+        return division
 
     def seal(self) -> None:
         """The step of early updates is made."""
@@ -316,6 +321,7 @@ def make_manager(
         next_use=setup.tuning.victim or next_use,
         more=more,
         workspace=None if decoding is None else Workspace.on(device, *decoding),
+        comm=setup.comm,
     )
 
 

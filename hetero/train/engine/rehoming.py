@@ -183,6 +183,8 @@ def movable(setup: Setup, *, sums: bool) -> list[BucketHomes]:
     wanted = device.is_cuda if wanted is None else wanted
     if not wanted or setup.inner is None or device.same_ram or setup.budget.hbm is None:
         return []
+    if setup.comm.size > 1:
+        return []
     fixed, places = {homes.bucket for homes in setup.budget.on_hbm}, setup.store.places
     found = movable_homes(
         setup.blueprint, is_cuda=device.is_cuda, on_disk=places.on_disk, sums=sums

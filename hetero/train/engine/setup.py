@@ -11,6 +11,7 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.device import Device, return_large_blocks, trim_heap
+from hetero.device.comm import Comm
 from hetero.errors import ConfigError
 from hetero.events import EventLog
 from hetero.io import Folder, spill_folder
@@ -56,6 +57,7 @@ class Setup:
     tuning: Tuning
     params: list[nn.Parameter]
     log: EventLog
+    comm: Comm
     budget: Budget
     ledger: Ledger
     store: HomeStore
@@ -135,6 +137,7 @@ def set_up(
     device: Device,
     blueprint: Blueprint,
     tuning: Tuning,
+    comm: Comm,
 ) -> Setup:
     """Divide the memory and open the tiers; nothing of the model is touched."""
     for folder in open_folders(config, device, tuning):  # validate nvme= even if nothing spills
@@ -143,7 +146,7 @@ def set_up(
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
     log = EventLog(device.clock)
     ledger = Ledger(budgets, log)
-    store = open_store(budget, config, device, tuning, ledger, log)
+    store = open_store(budget, config, device, tuning, ledger, log, comm)
     store.places.on_hbm.update(homes.bucket for homes in budget.on_hbm)
     params = [param for _, param in pages(model)]
     masters = Masters(config.precision, blueprint.layout, store)
@@ -153,7 +156,8 @@ def set_up(
     worker = tuning.worker or Worker(0 if streams else thread_budget())
     worker.clock = device.clock
     return Setup(
-        *(model, inner, config, device, blueprint, tuning, params, log, budget, ledger, store),
+        *(model, inner, config, device, blueprint, tuning, params, log),
+        *(comm, budget, ledger, store),
         offload=make_offload(budget, config, device, ledger, store, log),
         masters=masters,
         worker=worker,
@@ -168,12 +172,18 @@ def open_folders(config: Config, device: Device, tuning: Tuning) -> list[Folder]
 
 
 def open_store(
-    budget: Budget, config: Config, device: Device, tuning: Tuning, ledger: Ledger, log: EventLog
+    budget: Budget,
+    config: Config,
+    device: Device,
+    tuning: Tuning,
+    ledger: Ledger,
+    log: EventLog,
+    comm: Comm,
 ) -> HomeStore:
     """Return the store of homes, with files for those that HOST does not hold."""
     spill = budget.spill
     if spill is None:
-        return HomeStore(device, ledger, places=HomePlaces(stays=budget.stays))
+        return HomeStore(device, ledger, places=HomePlaces(stays=budget.stays), comm=comm)
     return_large_blocks()
     ledger.charge(Tier.HOST, Kind.POOL, spill.pool_bytes, "memory for homes on disk")
     pool = tuning.open_pool(

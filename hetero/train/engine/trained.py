@@ -17,6 +17,7 @@ from hetero.memory.link import Link
 from hetero.train.engine.setup import Setup
 from hetero.train.gradients.homes import Growing, standing
 from hetero.train.gradients.ring import GradRing
+from hetero.train.gradients.shared import SharedGradStore
 from hetero.train.gradients.store import GradStore
 from hetero.train.update.device_kernel import natives
 from hetero.train.update.draft import Drafts
@@ -98,7 +99,10 @@ def make_grads(
         sizes_bytes=[s.spec.numel * b.dtype.itemsize for b in trainable for s in b.segments],
         most_bytes=max((bucket.n_bytes for bucket in trainable), default=0),
     )
-    return GradStore(
+    make: Callable[..., GradStore] = GradStore
+    if setup.comm.size > 1:
+        make = partial(SharedGradStore, comm=setup.comm, link=link)
+    return make(
         setup.params,
         setup.blueprint.layout,
         device=device,

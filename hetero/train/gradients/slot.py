@@ -16,7 +16,7 @@ from hetero.internals import DISPATCHERS, ENGINE_CODE, foreach_norm, in_backward
 from hetero.jobs import Job
 from hetero.memory.home import Home
 from hetero.memory.layout import Segment, row
-from hetero.memory.transfers import Landing
+from hetero.memory.transfers import Pending
 from hetero.train.gradients.early_reads import EarlyReads
 from hetero.train.gradients.homes import GradHomes
 from hetero.train.gradients.ring import GradRing
@@ -131,7 +131,7 @@ class GradSlot:
         self.home = home
         self.has_master = owner.homes.has_master(segment)
         self.state = GradState.ARRIVING
-        self.landing: Landing | None = None
+        self.landing: Pending | None = None
         """The end of the copy that writes it home unchanged."""
         self.n_flying = 0
         """Pieces on their way to jobs."""

@@ -61,6 +61,9 @@ class LossScaling(NamedTuple):
 class GradStore:
     """Takes gradients to their HOST homes; `pending` ones leave at the next event."""
 
+    leases = True
+    """Whether a gradient that the user's code holds stays where it is until the step."""
+
     def __init__(
         self,
         params: Sequence[nn.Parameter],
@@ -141,6 +144,9 @@ class GradStore:
                     self._flush(index, held=is_held, made=made)
         self.ring.poll()
 
+    def pass_ended(self) -> None:
+        """A backward pass is over, and its gradients were flushed."""
+
     def _plain_grads(self, indices: Sequence[int]) -> list[torch.Tensor | None]:
         grads = get_grads([self._params[index] for index in indices])
         return [None if isinstance(grad, LazyGrad) else grad for grad in grads]
@@ -163,12 +169,20 @@ class GradStore:
         elif grad.requires_grad or grad.layout is not torch.strided:
             if self.scaling.is_required and grad.requires_grad:
                 raise scaled_graph(self._layout.home[index][1].spec.name)
-            return  # it has a graph (create_graph): the step takes a copy
-        elif held and not self.scaling.is_required:
+            self._keep_graph(index)
+            return
+        elif held and self.leases and not self.scaling.is_required:
             self._leased.add(index)
             return  # [Note: gradient leases]
-        elif held:  # under loss scaling the user keeps these numbers, and a copy goes home
+        elif held:  # the user keeps these numbers, and a copy goes home
             grad, made = grad.clone(), None
+        self._send(index, grad, scaled=scaled, made=made)
+
+    def _keep_graph(self, index: int) -> None:
+        """A gradient has a graph (create_graph): the step takes a copy."""
+
+    def _send(self, index: int, grad: torch.Tensor, *, scaled: bool, made: Ticket | None) -> None:
+        """Send autograd's gradient home."""
         self._show(index, self._take(index, grad, scaled=scaled, made=made))
 
     def take_over(self, index: int, grad: torch.Tensor) -> None:
@@ -222,12 +236,7 @@ class GradStore:
         bucket = self._layout.buckets[bucket_id]
         assert_dense(grad, segment.spec.name)
         # 1. keep the numbers of this parameter's last gradient for its holder
-        old = self._slot(segment)
-        if old is not None:
-            old.keep()
-        if bucket_id in self._updates:
-            self._updates[bucket_id].wait()
-            del self._updates[bucket_id]
+        self._make_way(segment)
         # 2. bring it into the home's geometry, the parameter's own
         exact, whole = grad.dtype is torch.float32 and bucket.has_master, grad
         grad = shaped(segment, grad, torch.float32 if exact else segment.spec.dtype)
@@ -256,6 +265,15 @@ class GradStore:
             made = made if grad is whole else None  # else it was made just now
             slot.landing = self.ring.copy(target, raw, bucket=bucket_id, made=made)
         return slot
+
+    def _make_way(self, segment: Segment) -> None:
+        """A new gradient of a parameter comes: whoever reads or holds the last one has done so."""
+        old = self._slot(segment)
+        if old is not None:
+            old.keep()
+        job = self._updates.pop(self._layout.home[segment.index][0], None)
+        if job is not None:
+            job.wait()
 
     def widen(self, segment: Segment) -> None:
         """Make the stored gradients of a parameter's bucket fp32."""

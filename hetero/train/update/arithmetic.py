@@ -9,7 +9,7 @@ without a formula run on a whole tensor's master.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ from hetero.memory.extent import PinSpan, PinUse, Request
 from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket
+from hetero.memory.share import overlap
 from hetero.train.gradients.homes import GradHomes
 from hetero.train.update import kernel
 from hetero.train.update.formulas import Coefficients, Formula
@@ -143,7 +144,7 @@ class Bench:
             sizes = [2 * home.item_dtype.itemsize for home in kept]
             sizes.append(self.grads.of(bucket).item_dtype.itemsize)
             update.touched_bytes += sum(sizes) * piece.numel
-        for run in piece.slices(size):
+        for run in kept_runs(piece.slices(size), param.kept):
             if not pool.spills:
                 update.slices.append(partial(work, run))
                 continue
@@ -201,6 +202,20 @@ class Bench:
     def multiplied(self, grad: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
         """Return a gradient at home times its factors; on disk it stays as it is, and they pend."""
         return _scaled(grad if self.in_place or not factors else grad.clone(), factors)
+
+
+def kept_runs(runs: Iterable[slice], kept: slice) -> Iterator[slice]:
+    """Yield what a rank keeps of runs; an empty run if that is nothing, since a step counts."""
+    first: slice | None = None
+    has_any = False
+    for run in runs:
+        mine = overlap(run, kept)
+        first = mine if first is None else first
+        if mine.start < mine.stop or run.start == run.stop:
+            has_any = True
+            yield mine
+    if first is not None and not has_any:
+        yield slice(first.start, first.start)
 
 
 # -- the formulas, on masters --------------------------------------------------------------------
@@ -287,7 +302,20 @@ class FormulaPass:
 
 def draft_flat(bench: Bench, update: Update, group: Group, rows: Sequence[Ready]) -> None:
     """Add steps of neighbours that share scalars, cut anywhere."""
-    for piece in pieces(rows, [None] * len(rows)):
+    _draft_runs(bench, update, group, pieces(rows, [None] * len(rows)))
+
+
+def draft_shared(bench: Bench, update: Update, group: Group, rows: Sequence[Ready]) -> None:
+    """Add steps of parts of parameters, each cut at multiples of `SHARE_ALIGN` from its start.
+
+    There, kernels that work on vectors of elements (fused ones, and those of two-byte numbers) give
+    the bits that they give to the whole.
+    """
+    _draft_runs(bench, update, group, [UpdatePiece((row,)) for row in rows])
+
+
+def _draft_runs(bench: Bench, update: Update, group: Group, found: Iterable[UpdatePiece]) -> None:
+    for piece in found:
         if piece.first.factors and bench.in_place:
             update.scaled.extend(row.segment.index for row in piece.rows)
         homes = bench.states.needed(group, piece.first)

@@ -25,6 +25,7 @@ from hetero.train.update.arithmetic import (
     Update,
     draft_flat,
     draft_formula,
+    draft_shared,
     draft_whole,
 )
 from hetero.train.update.masters import Masters
@@ -184,8 +185,11 @@ class Drafts:
             draft_formula(bench, self.formula, update, now.group, rows)
             return
         update.fresh |= fresh
-        is_flat = not bucket.has_master and self.rule.may_flatten(now.group, bucket.dtype)
-        (draft_flat if is_flat else draft_whole)(bench, update, now.group, rows)
+        draft = draft_whole
+        if not bucket.has_master and self.rule.elementwise:
+            draft = draft_shared if bucket.n_shares > 1 else draft
+            draft = draft_flat if self.rule.may_flatten(now.group, bucket.dtype) else draft
+        draft(bench, update, now.group, rows)
 
     def _lost_state(self, row: Ready) -> bool:
         """Whether a parameter's states were cleared, and appear again."""

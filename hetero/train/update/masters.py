@@ -163,7 +163,7 @@ class Masters:
             if bucket.has_master:
                 part = join(part, self.low(bucket).part(run))
             row(exact)[segment.inside(run)].copy_(part)
-        return exact
+        return home.complete(segment, exact)
 
     def _home(self, bucket: Bucket) -> Home:
         return self._store.homes[Kind.PARAM.value, bucket.id]

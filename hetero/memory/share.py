@@ -1,0 +1,91 @@
+"""Homes of which a rank keeps one share (floor 1, mechanism).
+
+A home keeps the addresses of its whole bucket, so that indices, segments and requests mean the same
+on every rank; it has memory where this rank's share is. Whole tensors are put together from all
+ranks: such reads are collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from hetero.crc import crc32
+from hetero.memory.home import Home
+from hetero.memory.layout import row
+
+if TYPE_CHECKING:
+    from hetero.device import Slab
+    from hetero.device.comm import Comm
+    from hetero.memory.codec import Codec
+    from hetero.memory.extent import PinUse
+    from hetero.memory.layout import Bucket, Segment
+
+
+class ShareHome(Home):
+    """A home on HOST of which other ranks keep the rest. State dicts get copies, as of one on disk;
+    a whole tensor that is written is the same on all ranks, and each keeps its part."""
+
+    __slots__ = ("_comm", "_n_shares", "_share_numel", "kept")
+
+    def __init__(
+        self, slab: Slab, bucket: Bucket, dtype: torch.dtype, codec: Codec, comm: Comm
+    ) -> None:
+        super().__init__(slab, bucket, dtype, codec)
+        self._comm = comm
+        self._share_numel = bucket.share_numel
+        self.kept = bucket.share(comm.rank)
+
+    @property
+    def shows(self) -> bool:
+        return False
+
+    def runs(self, start: int, end: int, use: PinUse) -> Iterator[slice]:
+        kept = self.items(self.kept.start, self.kept.stop)
+        run = overlap(slice(start, end), kept)
+        if run.start < run.stop:
+            yield run
+
+    def crc(self) -> int | None:
+        kept = self._flat[self.items(self.kept.start, self.kept.stop)]
+        return crc32(memoryview(kept.view(torch.uint8).numpy()))
+
+    def read(self, segment: Segment) -> torch.Tensor:
+        value = self.empty(segment)
+        mine = overlap(slice(segment.offset, segment.end), self.kept)
+        if mine.start < mine.stop:
+            where = segment.inside(mine)
+            self.codec.decode(self._flat[self.items(mine.start, mine.stop)], row(value)[where])
+        return self.complete(segment, value)
+
+    def complete(self, segment: Segment, value: torch.Tensor) -> torch.Tensor:
+        size, end = value.element_size(), segment.spec.numel
+        borders = range(0, (self._comm.size + 1) * self._share_numel, self._share_numel)
+        cuts = [min(max(at - segment.offset, 0), end) * size for at in borders]
+        self._comm.complete(row(value).view(torch.uint8), cuts, f"a read of {segment.spec.name!r}")
+        return value
+
+    def value(self, segment: Segment) -> torch.Tensor:
+        return self.read(segment)
+
+    def blank(self, segment: Segment) -> torch.Tensor:
+        return self.empty(segment)
+
+    def write_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
+        first = segment.offset + start
+        mine = overlap(slice(first, first + values.numel()), self.kept)
+        part = values[mine.start - first : mine.stop - first]
+        super().write_run(segment, mine.start - segment.offset, part)
+
+    def recode(self, start: int, values: torch.Tensor) -> None:
+        mine = overlap(slice(start, start + values.numel()), self.kept)
+        if mine.start < mine.stop:
+            super().recode(mine.start, values[mine.start - start : mine.stop - start])
+
+
+def overlap(first: slice, second: slice) -> slice:
+    """Return what two runs have in common; an empty one lies inside the first."""
+    start = min(max(first.start, second.start), first.stop)
+    return slice(start, max(start, min(first.stop, second.stop)))

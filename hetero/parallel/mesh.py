@@ -1,0 +1,65 @@
+"""From the setting `mesh` to the ranks that share a model (floor 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from hetero.device.comm import ALONE_COMM, Comm
+from hetero.errors import ConfigError
+from hetero.parallel.gloo import Gloo
+
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+AXES = (REPLICATE, SHARD)
+
+
+def open_comm(mesh: Any) -> Comm:
+    """Return the ranks with which this one shares its homes; collective if they are several.
+
+    Raises ConfigError for a mesh that is not of the process group's size, or without such a group;
+    and without a mesh in a group of several ranks, which would each train alone.
+    """
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+    if mesh is None:
+        if world > 1:
+            raise ConfigError(
+                f"this process is one of {world} ranks, and mesh= is not set: each would train"
+                " alone",
+                advice="share the model with mesh='world', or average whole models that each rank"
+                f" keeps with mesh={{'{REPLICATE}': {world}}}",
+            )
+        return ALONE_COMM
+    if not world:
+        raise ConfigError(
+            f"mesh={mesh!r} without a process group",
+            advice="start the script with torchrun, and call"
+            " torch.distributed.init_process_group() before hetero.prepare",
+        )
+    sizes = sizes_of(mesh, world)
+    return ALONE_COMM if sizes[SHARD] == 1 else Gloo()
+
+
+def sizes_of(mesh: Any, world: int) -> dict[str, int]:
+    """Return the size of each axis; ConfigError unless they multiply to the world's."""
+    if mesh == "world":
+        return {REPLICATE: 1, SHARD: world}
+    if not isinstance(mesh, Mapping):
+        mesh = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    unknown = [name for name in mesh if name not in AXES]
+    if unknown:
+        raise ConfigError(f"mesh has an axis {unknown[0]!r}", advice=f"axes are {', '.join(AXES)}")
+    sizes = {name: int(mesh.get(name, 1)) for name in AXES}
+    if math.prod(sizes.values()) != world:
+        raise ConfigError(
+            f"mesh={dict(mesh)} is of {math.prod(sizes.values())} ranks; there are {world}",
+            advice=f"use mesh='world', or sizes whose product is {world}",
+        )
+    if sizes[SHARD] > 1 and sizes[REPLICATE] > 1:
+        raise ConfigError(
+            f"mesh={dict(mesh)}: shares and replicas together are not available in this version",
+            advice=f"use mesh={{'{SHARD}': {world}}}",
+        )
+    return sizes

@@ -1,0 +1,47 @@
+"""What ranks tell each other at a border, so that all of them plan alike (floor 2).
+
+Activations that a rank measured, and policies that follow from them, differ between ranks by a few
+bytes, or by much where batches do; frames decide what is gathered. So each rank divides its HBM by
+its own measurements, and all of them take the division of the one that needs most.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hetero.device.comm import Comm
+from hetero.errors import OutOfMemory
+from hetero.plan.division import Division
+
+
+class Told(NamedTuple):
+    """One rank's row."""
+
+    division: Division | None
+    refusal: tuple[str, str, int] | None
+    """Message, advice and bytes of an OutOfMemory."""
+
+
+def agreed_division(comm: Comm, divide: Callable[[], Division]) -> Division:
+    """Return the division that all ranks apply; OutOfMemory on all of them if one has no room."""
+    error: OutOfMemory | None = None
+    try:
+        mine = Told(divide(), None)
+    except OutOfMemory as refused:
+        error = refused
+        mine = Told(None, (str(refused.args[0]), refused.advice, refused.needed_bytes))
+    rows = comm.agree(pickle.dumps(mine), "the division of HBM")
+    told: list[Any] = [pickle.loads(row) for row in rows]  # from ranks of this very program
+    if error is not None:
+        raise error
+    for rank, row in enumerate(told):
+        if row.refusal is not None:
+            message, advice, needed = row.refusal
+            raise OutOfMemory(
+                f"on rank {rank}: {message}", tier="HBM", advice=advice, needed_bytes=needed
+            )
+    most = max(told, key=lambda row: row.division.moving_bytes)  # the first of equals
+    division: Division = most.division
+    return division

@@ -1,0 +1,228 @@
+"""Addends of all ranks, exchanged bucket by bucket and summed in the order of ranks (floor 2).
+
+[Note: order of ranks]  Collectives move bytes; every sum is made here. For micro-step i and rank r
+of N, a gradient is ((a(0,0)/N + a(0,1)/N) + ...) + a(k-1,N-1)/N, micro-step first: each product by
+the number 1/N and each sum is rounded by itself, in fp32 for a weight with a master, else in the
+parameter's dtype, and the first addend is a copy. So N ranks give the bits of one rank with N
+micro-batches, whatever carries the bytes.
+
+Every backward pass exchanges every trainable bucket once, in one order on all ranks: a bucket
+leaves when this rank's gradients of it are complete, or when the pass is over. The ranks tell each
+other which gradients they have; one that no rank has stays None, and a bucket without any is left
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from hetero.device import Device, Ticket
+from hetero.device.comm import Comm
+from hetero.memory.home import Home
+from hetero.memory.layout import Bucket, Layout, Segment, row
+from hetero.memory.link import Link
+from hetero.memory.share import overlap
+from hetero.types import Kind, Lane
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """One bucket's exchange that is under way."""
+
+    bucket: Bucket
+    ticket: Ticket
+    there: Sequence[bytes]
+    """By rank: which gradients of the bucket it has, a byte each."""
+    unscale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A run of this rank's share to which the same ranks add."""
+
+    run: slice
+    ranks: tuple[int, ...]
+    goes_on: bool
+    """Whether it adds to what an earlier pass left at home."""
+
+
+Open = Callable[[Segment], bool]
+"""Prepares a gradient for a sum; returns whether it adds to an earlier one."""
+
+
+def exchange_bytes(layout: Layout) -> int:
+    """Return the HBM of the buffers: what is sent and received, and two runs in the sum's dtype."""
+    shares = [b for b in layout.buckets if b.trainable and b.n_shares > 1]
+    wire = max((b.n_shares * b.share_numel * b.dtype.itemsize for b in shares), default=0)
+    return 2 * wire + 2 * max((b.share_numel * sum_dtype(b).itemsize for b in shares), default=0)
+
+
+def sum_dtype(bucket: Bucket) -> torch.dtype:
+    """Return the dtype in which a bucket's gradients add up."""
+    return torch.float32 if bucket.has_master else bucket.dtype
+
+
+class Exchange:
+    """Sends this rank's addends to the owners of their shares, and sums those of its own.
+
+    Args:
+        expected: returns the positions of a bucket's segments whose gradients a pass makes.
+        opens: see `Open`; called for each gradient that any rank has.
+        closed: called with it when its sum is at home.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        comm: Comm,
+        *,
+        device: Device,
+        link: Link,
+        home: Callable[[Bucket], Home],
+        expected: Callable[[Bucket], set[int]],
+        opens: Open,
+        closed: Callable[[Segment], None],
+    ) -> None:
+        self.unscale = 1.0
+        self._layout = layout
+        self._comm = comm
+        self._device = device
+        self._link = link
+        self._home = home
+        self._expected = expected
+        self._opens = opens
+        self._closed = closed
+        # as backward comes to them if units were registered as they are called
+        self._order = [b for b in reversed(layout.buckets) if b.trainable]
+        self._next = 0
+        self._addends: dict[int, dict[int, torch.Tensor]] = {b.id: {} for b in self._order}
+        self._flight: Flight | None = None
+        self._buffers: tuple[torch.Tensor, ...] | None = None
+
+    def add(self, segment: Segment, grad: torch.Tensor) -> None:
+        """Take an addend of this rank's, in the parameter's own strides."""
+        known = self._addends[self._layout.home[segment.index][0]]
+        before = known.get(segment.position)
+        known[segment.position] = grad if before is None else before.add_(grad)
+
+    def advance(self) -> None:
+        """Begin the exchanges that are due."""
+        while self._next < len(self._order):
+            bucket = self._order[self._next]
+            if not self._expected(bucket) <= self._addends[bucket.id].keys():
+                return
+            self._begin(bucket)
+
+    def finish_pass(self) -> None:
+        """Exchange what is left of a pass; all sums are at home then."""
+        while self._next < len(self._order):
+            self._begin(self._order[self._next])
+        self._finish()
+        self._next = 0
+
+    def forget(self) -> None:
+        """Drop the addends of a pass that failed."""
+        self._next = 0
+        for addends in self._addends.values():
+            addends.clear()
+
+    # -- one bucket ------------------------------------------------------------------------------
+
+    def _begin(self, bucket: Bucket) -> None:
+        self._finish()  # its buffers are free then
+        mine = self._addends[bucket.id]
+        what = f"gradients of bucket {bucket.id}"
+        here = bytes(segment.position in mine for segment in bucket.segments)
+        there = self._comm.agree(here, what)
+        self._next += 1
+        if not any(map(any, there)):
+            return
+        sent, received = (wire.view(bucket.dtype) for wire in self._wires(bucket))
+        for segment in bucket.segments:
+            if segment.position in mine:
+                sent[segment.offset : segment.end].copy_(row(mine[segment.position]))
+        mine.clear()
+        ticket = self._comm.exchange(received.view(torch.uint8), sent.view(torch.uint8), what)
+        n_bytes = (bucket.n_shares - 1) * bucket.share_numel * bucket.dtype.itemsize
+        self._link.count(Lane.REDUCE, n_bytes, kind=Kind.GRAD, bucket=bucket.id, why="gradient")
+        self._flight = Flight(bucket, ticket, there, self.unscale)
+
+    def _finish(self) -> None:
+        """Sum the addends of the exchange under way."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        self._comm.wait(flight.ticket)
+        bucket = flight.bucket
+        present = [s for s in bucket.segments if any(have[s.position] for have in flight.there)]
+        sums = [self._sum_of(segment, flight) for segment in present]
+        for each in merged([found for found in sums if found is not None]):
+            self._sum(flight, each)
+        for segment in present:
+            self._closed(segment)
+
+    def _sum_of(self, segment: Segment, flight: Flight) -> Sum | None:
+        """Return the sum of a gradient's part in this rank's share; None if there is none."""
+        goes_on = self._opens(segment)
+        share = flight.bucket.share(self._comm.rank)
+        run = overlap(slice(segment.offset, segment.end), share)
+        ranks = tuple(r for r, have in enumerate(flight.there) if have[segment.position])
+        return Sum(run, ranks, goes_on) if run.start < run.stop else None
+
+    def _sum(self, flight: Flight, each: Sum) -> None:
+        bucket, run = flight.bucket, each.run
+        share, dtype = bucket.share(self._comm.rank), sum_dtype(bucket)
+        n_bytes = (run.stop - run.start) * dtype.itemsize
+        total, addend = (piece[:n_bytes].view(dtype) for piece in self._made()[2:])
+        at_home = self._home(bucket).part(run).view(torch.uint8)
+        if each.goes_on:
+            self._move(Lane.H2D, total.view(torch.uint8), at_home, bucket)
+        received = self._wires(bucket)[1].view(bucket.dtype)
+        for number, rank in enumerate(each.ranks):
+            at = rank * bucket.share_numel - share.start
+            part = received[at + run.start : at + run.stop]
+            target = total if number == 0 and not each.goes_on else addend
+            target.copy_(part)
+            if flight.unscale != 1.0:
+                target.mul_(flight.unscale)
+            target.mul_(1 / self._comm.size)
+            if target is addend:
+                total.add_(addend)
+        self._move(Lane.D2H, at_home, total.view(torch.uint8), bucket)
+
+    def _move(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, bucket: Bucket) -> None:
+        """Copy between the device and a home, in order of compute."""
+        ticket = self._link.move(
+            *(lane, target, source),
+            kind=Kind.GRAD,
+            after=(self._device.mark(),),
+            bucket=bucket.id,
+            why="gradient",
+        )
+        wait = self._link.wait if lane is Lane.H2D else self._link.sync
+        wait(ticket, kind=Kind.GRAD, bucket=bucket.id)
+
+    def _wires(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a bucket's exchange sends and receives."""
+        n_bytes = bucket.n_shares * bucket.share_numel * bucket.dtype.itemsize
+        sent, received, *_ = self._made()
+        return sent[:n_bytes], received[:n_bytes]
+
+    def _made(self) -> tuple[torch.Tensor, ...]:
+        if self._buffers is None:
+            both = 2 * max(b.share_numel * sum_dtype(b).itemsize for b in self._order)
+            wire = (exchange_bytes(self._layout) - both) // 2
+            sizes = (wire, wire, both // 2, both // 2)
+            self._buffers = tuple(self._device.arena(n).carve(0, n) for n in sizes)
+        return self._buffers
+
+
+def merged(sums: Sequence[Sum]) -> Iterator[Sum]:
+    """Join sums of neighbours to which the same ranks add; the padding between them goes along."""
+    for (ranks, goes_on), run in groupby(sums, lambda each: (each.ranks, each.goes_on)):
+        members = list(run)
+        yield Sum(slice(members[0].run.start, members[-1].run.stop), ranks, goes_on)

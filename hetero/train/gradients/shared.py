@@ -1,0 +1,149 @@
+"""Gradients whose homes are shared with other ranks (floor 2)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from hetero.device import Ticket
+from hetero.device.comm import Comm
+from hetero.errors import StateError
+from hetero.memory.layout import Bucket, Segment
+from hetero.memory.link import Link
+from hetero.train.gradients.exchange import Exchange
+from hetero.train.gradients.homes import shaped
+from hetero.train.gradients.slot import NONE, GradSlot, GradState, LazyGrad
+from hetero.train.gradients.store import GradStore, assert_dense
+from hetero.train.model.binding import get_grad
+from hetero.train.model.host_work import host_work
+
+
+class Unsummed:
+    """Stands for the end of a gradient's way home while other ranks' addends are missing."""
+
+    done = False
+
+    def wait(self) -> None:
+        raise StateError(
+            "a gradient is read before its backward pass is over: it is summed over ranks then",
+            advice="read p.grad after loss.backward(), or hook the tensor before it arrives",
+        )
+
+
+UNSUMMED = Unsummed()
+
+
+class SharedGradStore(GradStore):
+    """Takes gradients to shares: what a rank's backward pass gives is an addend of them all.
+
+    A gradient that the user's code holds is copied: one rank's reference must not keep others from
+    their sums.
+    """
+
+    leases = False
+
+    def __init__(self, *args: Any, comm: Comm, link: Link, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._exchange = Exchange(
+            self._layout,
+            comm,
+            device=named["device"],
+            link=link,
+            home=self.homes.of,
+            expected=self._trained,
+            opens=self._open,
+            closed=self._close,
+        )
+
+    def _trained(self, bucket: Bucket) -> set[int]:
+        params = self._params
+        return {s.position for s in bucket.segments if params[s.index].requires_grad}
+
+    # -- addends ---------------------------------------------------------------------------------
+
+    def _send(self, index: int, grad: torch.Tensor, *, scaled: bool, made: Ticket | None) -> None:
+        segment = self._layout.home[index][1]
+        assert_dense(grad, segment.spec.name)
+        self._show(index, self._new_slot(segment))
+        self._exchange.add(segment, shaped(segment, grad, segment.spec.dtype))
+
+    def accumulate(self, slot: GradSlot, grad: torch.Tensor) -> None:
+        segment = slot.segment
+        if slot.state is GradState.TAKEN:
+            raise StateError(
+                f"the gradient of {segment.spec.name!r} was taken by an alias (.numpy(), a view),"
+                " and another one arrives, to be summed over ranks",
+                advice="clone gradients that are kept: p.grad.clone()",
+            )
+        self._exchange.add(segment, shaped(segment, grad.clone(), segment.spec.dtype))
+
+    def _keep_graph(self, index: int) -> None:
+        raise StateError(
+            f"the gradient of {self._layout.home[index][1].spec.name!r} has a graph"
+            " (create_graph=True), and gradients are summed over ranks",
+            advice="use torch.autograd.grad for the inner gradient",
+        )
+
+    def flush_pending(self) -> None:
+        super().flush_pending()
+        with host_work():
+            self._exchange.unscale = self.scaling.unscale
+            self._exchange.advance()
+
+    def pass_ended(self) -> None:
+        with host_work():
+            self._exchange.finish_pass()
+
+    def reset(self) -> None:
+        self._exchange.forget()
+        super().reset()
+
+    # -- sums ------------------------------------------------------------------------------------
+
+    def _open(self, segment: Segment) -> bool:
+        grad = get_grad(self._params[segment.index])
+        if not isinstance(grad, LazyGrad):  # other ranks have one
+            if grad is not None:
+                self._show(segment.index, self._take(segment.index, grad, scaled=False))
+            else:
+                self._show(segment.index, self._new_slot(segment))
+            grad = get_grad(self._params[segment.index])
+        slot: GradSlot = grad.slot  # type: ignore[union-attr]
+        if not slot.summed:
+            return False
+        slot.land()
+        if slot.factors != NONE:
+            slot.writable()
+        slot.become(GradState.ARRIVING, "add")
+        return True
+
+    def _close(self, segment: Segment) -> None:
+        grad = get_grad(self._params[segment.index])
+        assert isinstance(grad, LazyGrad)
+        slot = grad.slot
+        slot.landing, slot.norm, slot.summed = None, None, True
+        slot.become(GradState.HOME, "land")
+        self._has_added = True
+
+    def _new_slot(self, segment: Segment) -> GradSlot:
+        """Return a gradient that the next sum begins."""
+        self._make_way(segment)
+        bucket = self._layout.bucket(segment)
+        slot = GradSlot(self, segment, self.homes.make(bucket, wide=bucket.has_master))
+        slot.landing = UNSUMMED
+        self._slots[segment.index] = weakref.ref(slot)
+        return slot
+
+    def _take(
+        self, index: int, grad: torch.Tensor, *, scaled: bool, made: Ticket | None = None
+    ) -> GradSlot:
+        """Take a gradient that the user's code made, the same on all ranks."""
+        segment = self._layout.home[index][1]
+        assert_dense(grad, segment.spec.name)
+        slot = self._new_slot(segment)
+        slot.landing, slot.summed = None, True
+        self.homes.write(slot.home, segment, shaped(segment, grad, slot.home.dtype))
+        slot.become(GradState.HOME, "land")
+        return slot

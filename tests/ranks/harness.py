@@ -1,0 +1,118 @@
+"""Forked processes joined by gloo on 127.0.0.1, and what they must agree with."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Died:
+    """How a rank ended that did not return: its error, or the signal that killed it."""
+
+    error: BaseException | None
+    text: str
+
+
+def run_ranks(n_ranks: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return what ``body(rank, *args)`` returned on each of ``n_ranks`` processes.
+
+    Raises the first error of any rank, with its traceback.
+    """
+    found = outcomes(n_ranks, body, *args)
+    for rank, each in enumerate(found):
+        if isinstance(each, Died):
+            raise AssertionError(f"rank {rank}: {each.text}") from each.error
+    return found
+
+
+def outcomes(n_ranks: int, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """As `run_ranks`, with `Died` in place of what a rank did not return."""
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        children = [_fork(rank, n_ranks, port, Path(folder), body, args) for rank in range(n_ranks)]
+        ends = _wait_for(children)
+        return [
+            _outcome(Path(folder) / f"{rank}.pickle", ends[pid])
+            for rank, pid in enumerate(children)
+        ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _fork(
+    rank: int, n_ranks: int, port: int, folder: Path, body: Callable[..., Any], args: Sequence[Any]
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank))
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=n_ranks,
+            timeout=timedelta(seconds=SECONDS),
+        )
+        found = body(rank, *args)
+        dist.destroy_process_group()
+        status = 0
+    except BaseException as error:
+        found = Died(_pickled(error), traceback.format_exc())
+    finally:
+        try:
+            (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
+        finally:
+            os._exit(status)
+
+
+def _pickled(error: BaseException) -> BaseException | None:
+    try:
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+    except Exception:
+        return None
+
+
+def _wait_for(children: Sequence[int]) -> dict[int, int]:
+    """Return each child's status; kill those that take too long."""
+    ends: dict[int, int] = {}
+    deadline = time.monotonic() + SECONDS
+    while len(ends) < len(children):
+        for pid in children:
+            if pid not in ends:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    ends[pid] = status
+                elif time.monotonic() > deadline:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    return ends
+
+
+def _outcome(path: Path, status: int) -> Any:
+    if path.exists():
+        return pickle.loads(path.read_bytes())
+    return Died(None, f"killed: status {status}")

@@ -1,0 +1,42 @@
+"""N ranks are one rank with N micro-batches, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks.harness import run_ranks
+from tests.ranks.models import OPTIMIZERS, Run, assert_same, by_one_rank, by_ranks, by_torch
+
+TIGHT = {"device": "cpu:sim", "hbm": 50_000, "chunk_bytes": 1024}
+ROOMY = {"device": "cpu:sim", "hbm": 400_000, "chunk_bytes": 4096}
+
+
+@pytest.mark.campaign(seconds=12)
+@pytest.mark.parametrize("settings", [TIGHT, ROOMY, {"device": "cpu"}], ids=["few", "all", "cpu"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+def test_ranks_are_micro_batches(
+    n_ranks: int, optimizer: str, passes: int, clip: float | None, settings: dict[str, Any]
+) -> None:
+    run = Run(optimizer, passes=passes, clip=clip, settings=settings)
+    expected = by_torch(run, n_ranks)
+    for found in run_ranks(n_ranks, by_ranks, run):
+        assert_same(found, expected)
+        assert found.status.mode == "paged"
+        assert found.status.evictions >= 3 or settings is not TIGHT
+
+
+@pytest.mark.campaign(seconds=10)
+@pytest.mark.parametrize("frozen", ["keep", "int8", "nf4"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_working_weights_and_codes_are_shared(n_ranks: int, precision: str, frozen: str) -> None:
+    settings = {**TIGHT, "hbm": 80_000, "precision": precision, "frozen": frozen}
+    run = Run(passes=2, frozen=(1, 2), settings=settings)
+    expected = by_one_rank(run, n_ranks)
+    for found in run_ranks(n_ranks, by_ranks, run):
+        assert_same(found, expected)
