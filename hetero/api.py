@@ -69,7 +69,8 @@ def prepare_tuned(
     check_model(model, weights=config.weights is not None)
     inner = check_pair(model, optimizer)
     device = open_device(config.device)
-    comm = open_comm(config.mesh)
+    tuning = tuning or Tuning()
+    comm = open_comm(config.mesh, config.timeout_seconds, one_sided=tuning.one_sided)
     blueprint = draw(model, inner, config, device, comm.size)
     check_codes(model, blueprint.layout)
     with torch.inference_mode(False):  # the engine's tensors outlive the caller's mode

@@ -120,6 +120,8 @@ class Config:
     """The ranks that train one model together, as torchrun and `accelerate launch` start them:
     "world", a mapping of sizes ({"dp_shard": 4}; {"dp_replicate": 4} for ranks that each keep a
     whole model), or a DeviceMesh with such axes. None: this process trains alone."""
+    timeout_seconds: float = 600.0
+    """After which a rank of the mesh that does not answer is lost: all others raise RankLost."""
     profile: str | None = None
     """Hardware profile that plans go by: a TOML file that `hetero calibrate` wrote, or the name of
     one that comes with hetero."""
@@ -324,6 +326,7 @@ CHECKS: dict[str, Check] = {
     "max_grad_norm": optional(takes(is_norm, "a positive number", " is not a norm", float)),
     **dict.fromkeys(("keep_fp32", "keep_exact"), optional(named, absent=())),
     "units": optional(named),
+    "timeout_seconds": takes(is_norm, "a positive number of seconds", then=float),
     "mesh": takes(is_mesh, "'world', a mapping of sizes, or a DeviceMesh"),
 }
 """The check of each setting; it returns the clean value, or raises ConfigError."""

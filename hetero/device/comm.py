@@ -11,8 +11,30 @@ from typing import Protocol
 
 import torch
 
-from hetero.device.face import Ticket
+from hetero.device.face import Slab, Ticket
 from hetero.types import Lane
+
+
+class Node(Protocol):
+    """Ranks of one machine that read each other's PARAM homes where they lie."""
+
+    def slab(self, bucket: int) -> Slab:
+        """Return the memory of this rank's home of a bucket."""
+
+    def memory(self, bucket: int, rank: int) -> torch.Tensor:
+        """Return the bytes of a rank's home of a bucket, of which its share is there."""
+
+    def changed(self, bucket: int) -> None:
+        """This rank's share was changed once more; on any thread."""
+
+    def is_current(self, bucket: int, n_changes: int) -> bool:
+        """Whether every rank has changed its share of a bucket so often."""
+
+    def wait(self, bucket: int, n_changes: int) -> None:
+        """Block until that is so; raises RankLost if it never will be."""
+
+    def close(self) -> None:
+        """Let go of the other ranks."""
 
 
 class Comm(Protocol):
@@ -37,6 +59,10 @@ class Comm(Protocol):
     def wait(self, ticket: Ticket) -> None:
         """Block until a call that was begun is over; raises RankLost if it never will be."""
 
+    def open_node(self, sizes_bytes: Sequence[int]) -> Node | None:
+        """Return the memory that all ranks share, for homes of these sizes; None if they are not
+        on one machine. Collective."""
+
     def close(self) -> None:
         """Give up groups and connections; no call is under way."""
 
@@ -60,6 +86,8 @@ class Alone:
         return [row]
 
     def wait(self, ticket: Ticket) -> None: ...
+
+    def open_node(self, sizes_bytes: Sequence[int]) -> None: ...
 
     def close(self) -> None: ...
 

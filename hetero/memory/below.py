@@ -19,6 +19,7 @@ from hetero.device.comm import Comm
 from hetero.errors import StateError
 from hetero.memory.codec import ENCODED_AT_ONCE, Workspace, is_finite
 from hetero.memory.extent import PinUse
+from hetero.memory.home import Home
 from hetero.memory.homecopy import HomeCopy, HomeEvents
 from hetero.memory.layout import Segment
 from hetero.memory.link import Link
@@ -58,10 +59,10 @@ class LocalBelow:
         after, size = (*after, *home.written_at), home.item_dtype.itemsize
         items = home.items(0, bucket.segments[-1].end)
         try:
-            for run in home.runs(items.start, items.stop, PinUse.READ):
+            for run, part in home.parts(items.start, items.stop, PinUse.READ):
                 place = replica.incoming[run.start * size : run.stop * size]
-                part = home.part(run).view(torch.uint8)
-                replica.ready = self._move(home.lane, place, part, replica, after, why)
+                source = part.view(torch.uint8)
+                replica.ready = self._move(home.lane, place, source, replica, after, why)
                 if home.stays:
                     copy.reader = replica.ready
                 else:  # not page-locked, and given back after the pin
@@ -113,6 +114,8 @@ class LocalBelow:
         """Copy dirty chunks home (all, if the replica is exposed) and wait until they have landed.
         If that fails the replica stays dirty, and the next flush begins again."""
         bucket = replica.bucket
+        if replica.exposed and not replica.dirty and self._is_unchanged(replica, copy.home):
+            return
         if replica.exposed:
             replica.write(0, bucket.segments[-1].end)
         if not replica.dirty:
@@ -125,6 +128,21 @@ class LocalBelow:
         else:
             self._recode(replica, copy)
         self._counts["flush"] += 1
+
+    def _is_unchanged(self, replica: Replica, home: Home) -> bool:
+        """Whether a replica that this rank alone may have exposed is as it is at home.
+
+        A write would have to be the same on all ranks, and all of them would have to meet for it.
+        """
+        if not home.is_shared or not home.codec.exact:
+            return False
+        used = replica.bucket.segments[-1].end
+        return all(
+            torch.equal(
+                self._values(replica, run.start, run.stop).view(torch.uint8), part.view(torch.uint8)
+            )
+            for run, part in home.parts(0, used, PinUse.READ)
+        )
 
     def merge_writes(self, replica: Replica, copy: HomeCopy) -> None:
         """Both copies were written: copy home the segments that were not written there."""
@@ -144,7 +162,8 @@ class LocalBelow:
         copy.move(FILLING, "fetch")
         replica.move(FLUSHING, "flush")
         try:
-            yield
+            with copy.home.changing(f"the weights of {copy.unit!r}"):
+                yield
         except BaseException:
             copy.move(CLEAN, "fail")
             replica.move(DIRTY, "fail")

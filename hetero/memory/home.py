@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 
 import torch
@@ -113,6 +114,8 @@ class Home:
     """Items that enter and leave memory together."""
     kept = slice(0, sys.maxsize)
     """Elements that this rank keeps."""
+    is_shared = False
+    """Whether other ranks keep the rest, and may read this."""
 
     def __init__(self, slab: Slab, bucket: Bucket, dtype: torch.dtype, codec: Codec) -> None:
         self._slab = slab
@@ -168,6 +171,23 @@ class Home:
     def rewritten(self) -> None:
         """Compute has written its bytes."""
 
+    # -- changes on several ranks ----------------------------------------------------------------
+
+    @property
+    def is_current(self) -> bool:
+        """Whether other ranks have made the changes that this one has begun."""
+        return True
+
+    def begin_change(self) -> None:
+        """This rank begins a change that all ranks make."""
+
+    def end_change(self) -> None:
+        """The change is made here."""
+
+    def changing(self, what: str) -> AbstractContextManager[None]:
+        """Let the user's code change it inside a block, on all ranks."""
+        return _NOTHING
+
     # -- its memory ------------------------------------------------------------------------------
 
     def part(self, run: slice) -> torch.Tensor:
@@ -198,6 +218,10 @@ class Home:
     def runs(self, start: int, end: int, use: PinUse) -> Iterator[slice]:
         """Yield items [start, end) in runs that are pinned until the next is asked for."""
         yield slice(start, end)
+
+    def parts(self, start: int, end: int, use: PinUse) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield items [start, end) that can be read here, with their memory, run by run."""
+        return ((run, self.part(run)) for run in self.runs(start, end, use))
 
     def leave(self, successor: Home) -> None:
         """Give up its memory: its bytes have moved."""
@@ -418,6 +442,9 @@ class DiskHome(Home):
         stage = torch.empty(items.stop - items.start, dtype=self.item_dtype, device="cpu")
         fill(stage)
         self._put(items.start, stage)
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def cut(start: int, end: int, size: int) -> Iterator[slice]:

@@ -119,6 +119,8 @@ class HomeCopy:
         """Whether a fetch would wait for an update or the disk; begins to read ahead."""
         if self.update is not None and (self.is_early or not self.update.done):
             return True
+        if not (resident or self.home.is_current):
+            return True
         if resident or self.home.stays:
             return False
         if self._announced is None:

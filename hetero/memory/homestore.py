@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from hetero.device import Device
-from hetero.device.comm import ALONE_COMM, Comm
+from hetero.device.comm import ALONE_COMM, Comm, Node
 from hetero.io import align_up
 from hetero.memory import shown
 from hetero.memory.codec import EXACT
@@ -20,7 +20,7 @@ from hetero.memory.layout import Bucket
 from hetero.memory.ledger import Ledger
 from hetero.memory.places import HomePlaces
 from hetero.memory.pool import NoPool, Pool
-from hetero.memory.share import ShareHome, overlap
+from hetero.memory.share import NodeHome, ShareHome, overlap
 from hetero.types import Kind, Tier, noop
 
 TRAVEL = (Kind.PARAM.value, Kind.GRAD.value)
@@ -35,7 +35,7 @@ class HomeStore:
     """
 
     __slots__ = (
-        *("_charged", "_comm", "_device", "_ledger", "_names", "_parked"),
+        *("_charged", "_comm", "_device", "_ledger", "_node", "_names", "_parked"),
         *("before_use", "hbm_bytes", "homes", "places", "pool"),
     )
 
@@ -47,8 +47,10 @@ class HomeStore:
         places: HomePlaces | None = None,
         pool: Pool | None = None,
         comm: Comm = ALONE_COMM,
+        node: Node | None = None,
     ) -> None:
         self._comm = comm
+        self._node = node
         self._device = device
         self._ledger = ledger
         self._charged: dict[tuple[str, int], tuple[Tier, Kind, int]] = {}
@@ -87,6 +89,8 @@ class HomeStore:
         kept_bytes = codec.n_bytes(bucket.share_numel, dtype)
         self._ledger.charge(tier, kind, kept_bytes, what)
         self._charged[name, bucket.id] = (tier, kind, kept_bytes)
+        if self._node is not None and kind is Kind.PARAM:
+            return NodeHome(bucket, dtype, codec, self._comm, self._node)
         if self._comm.size > 1:
             return ShareHome(self._device.paged_slab(n_bytes), bucket, dtype, codec, self._comm)
         if tier is not Tier.HBM:
@@ -162,7 +166,24 @@ class HomeStore:
         if tier is Tier.HBM:
             self.hbm_bytes[bucket_id] -= n_bytes
 
+    def open_shares(self) -> None:
+        """Let other ranks read this one's shares: all of them have their first values. Collective
+        on several ranks."""
+        if self._node is not None:
+            self._comm.agree(b"", "the end of prepare")
+            for home in self.homes.values():
+                if isinstance(home, NodeHome):
+                    home.is_open = True
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether fetches are put together by collectives."""
+        return self._comm.size > 1 and self._node is None
+
     def close(self) -> None:
+        if self._node is not None:
+            self._node.close()
+        self._comm.close()
         for home in self.homes.values():
             home.close()
         self.homes.clear()

@@ -81,8 +81,8 @@ class ChunkManager:
             )
             for bucket in layout.buckets
         ]
-        self._is_shared = comm.size > 1
-        make = partial(SharedBelow, comm) if self._is_shared else LocalBelow
+        self._is_gathered = store.is_gathered
+        make = partial(SharedBelow, comm) if self._is_gathered else LocalBelow
         self._below = make(device, link, events=events, workspace=workspace, counts=self.counts)
 
     # -- pins ------------------------------------------------------------------------------------
@@ -273,6 +273,7 @@ class ChunkManager:
         self.finish_update(bucket_id)  # the last one, if nothing has needed the bucket since
         copy, replica = self.copies[bucket_id], self.replicas.get(bucket_id)
         copy.begin_update(work)
+        copy.home.begin_change()
         copy.hide()
         if copy.is_shown or (replica is not None and not replica.may_leave):
             self.finish_update(bucket_id)
@@ -313,9 +314,9 @@ class ChunkManager:
     def is_busy(self, bucket_id: int) -> bool:
         """Whether a fetch would wait for an update or the disk; begins to read ahead.
 
-        With several ranks it waits: all of them fetch in one order, whatever is slow on one.
+        If ranks gather it waits: all of them fetch in one order, whatever is slow on one.
         """
-        return not self._is_shared and self.copies[bucket_id].is_busy(
+        return not self._is_gathered and self.copies[bucket_id].is_busy(
             resident=bucket_id in self.replicas
         )
 

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from hetero.device import Ticket
+from hetero.device.comm import Node
 from hetero.errors import DivergenceError, RankLost
+from hetero.parallel.node import open_node
 from hetero.types import Lane
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
-TIMEOUT_SECONDS = 600.0
 SAID_BYTES = 96
 """Of a call's name, in the row by which ranks compare their calls."""
 POLL_SECONDS = (0.0, 0.0, 0.0001, 0.001)
@@ -45,11 +46,17 @@ class Gloo:
     Args:
         ranks: of the default group; None: all. Every rank of that group makes this object.
         timeout_seconds: after which a rank that does not answer is lost.
+        one_sided: whether ranks of one machine may read each other's shares.
     """
 
     def __init__(
-        self, ranks: Sequence[int] | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+        self,
+        ranks: Sequence[int] | None,
+        timeout_seconds: float,
+        *,
+        one_sided: bool = True,
     ) -> None:
+        self._one_sided = one_sided
         members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
         self.rank = members.index(dist.get_rank())
         self.size = len(members)
@@ -95,6 +102,9 @@ class Gloo:
         if isinstance(ticket, CommTicket) and not ticket.done:
             self._poll(ticket.work, ticket.what)
             ticket.done, ticket.held = True, ()
+
+    def open_node(self, sizes_bytes: Sequence[int]) -> Node | None:
+        return open_node(self, sizes_bytes, self._timeout) if self._one_sided else None
 
     def close(self) -> None:
         for group in (self._bytes, self._control):

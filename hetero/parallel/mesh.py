@@ -16,8 +16,13 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 AXES = (REPLICATE, SHARD)
 
 
-def open_comm(mesh: Any) -> Comm:
+def open_comm(mesh: Any, timeout_seconds: float, *, one_sided: bool = True) -> Comm:
     """Return the ranks with which this one shares its homes; collective if they are several.
+
+    Args:
+        mesh: as `Config.mesh`.
+        timeout_seconds: after which a rank that does not answer is lost.
+        one_sided: whether ranks of one machine may read each other's shares.
 
     Raises ConfigError for a mesh that is not of the process group's size, or without such a group;
     and without a mesh in a group of several ranks, which would each train alone.
@@ -39,7 +44,9 @@ def open_comm(mesh: Any) -> Comm:
             " torch.distributed.init_process_group() before hetero.prepare",
         )
     sizes = sizes_of(mesh, world)
-    return ALONE_COMM if sizes[SHARD] == 1 else Gloo()
+    if sizes[SHARD] == 1:
+        return ALONE_COMM
+    return Gloo(None, timeout_seconds, one_sided=one_sided)
 
 
 def sizes_of(mesh: Any, world: int) -> dict[str, int]:

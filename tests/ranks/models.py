@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 import hetero
+from hetero.api import prepare_tuned
+from hetero.config import Config
+from hetero.train.engine.tuning import Tuning
 
 Values = dict[str, torch.Tensor]
 Optimizers = Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
@@ -61,6 +64,7 @@ class Run:
     settings: Mapping[str, Any] = field(
         default_factory=lambda: {"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024}
     )
+    one_sided: bool = True
 
 
 def built(run: Run) -> tuple[Net, torch.optim.Optimizer]:
@@ -123,7 +127,8 @@ def by_ranks(rank: int, run: Run) -> Found:
 
 def _trained(run: Run, ranks: list[tuple[int, float]], mesh: str | None) -> Found:
     model, plain = built(run)
-    _, optimizer = hetero.prepare(model, plain, mesh=mesh, **run.settings)
+    config = Config.load(mesh=mesh, **run.settings)
+    _, optimizer = prepare_tuned(model, plain, config, Tuning(one_sided=run.one_sided))
     norms = []
     for step in range(run.steps):
         for micro in range(step * run.passes, (step + 1) * run.passes):

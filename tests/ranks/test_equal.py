@@ -15,14 +15,20 @@ ROOMY = {"device": "cpu:sim", "hbm": 400_000, "chunk_bytes": 4096}
 
 @pytest.mark.campaign(seconds=12)
 @pytest.mark.parametrize("settings", [TIGHT, ROOMY, {"device": "cpu"}], ids=["few", "all", "cpu"])
+@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("n_ranks", [2, 3, 4])
 def test_ranks_are_micro_batches(
-    n_ranks: int, optimizer: str, passes: int, clip: float | None, settings: dict[str, Any]
+    n_ranks: int,
+    optimizer: str,
+    passes: int,
+    clip: float | None,
+    one_sided: bool,
+    settings: dict[str, Any],
 ) -> None:
-    run = Run(optimizer, passes=passes, clip=clip, settings=settings)
+    run = Run(optimizer, passes=passes, clip=clip, settings=settings, one_sided=one_sided)
     expected = by_torch(run, n_ranks)
     for found in run_ranks(n_ranks, by_ranks, run):
         assert_same(found, expected)
@@ -38,5 +44,14 @@ def test_working_weights_and_codes_are_shared(n_ranks: int, precision: str, froz
     settings = {**TIGHT, "hbm": 80_000, "precision": precision, "frozen": frozen}
     run = Run(passes=2, frozen=(1, 2), settings=settings)
     expected = by_one_rank(run, n_ranks)
+    for found in run_ranks(n_ranks, by_ranks, run):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_a_block_that_no_rank_or_one_rank_skips_gets_the_gradients_there_are(n_ranks: int) -> None:
+    nobody = {(1, rank): 2 for rank in range(n_ranks)}
+    run = Run(skips={(0, 0): 1, **nobody, (2, 1): 0, (3, n_ranks - 1): 3}, settings=TIGHT)
+    expected = by_torch(run, n_ranks)
     for found in run_ranks(n_ranks, by_ranks, run):
         assert_same(found, expected)

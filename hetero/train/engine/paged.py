@@ -133,6 +133,8 @@ class Paged:
         """Return how HBM is divided from the border on; raises OutOfMemory."""
         if self.setup.comm.size == 1:
             return self.fitting.divide()
+        for bucket in self.setup.buckets:  # others may change their shares after the roll call
+            self.manager.let_write(bucket.id)
         division = agreed_division(self.setup.comm, self.fitting.divide)
         self.activations.policies.update(division.policies)
         return division

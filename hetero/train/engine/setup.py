@@ -111,6 +111,7 @@ class Setup:
         self.ledger.charge(Tier.HBM, Kind.BUFFER, self.budget.buffer_bytes, "buffers")
         place = self.device.torch_device
         self.handover.move_in(self.store, self.masters, place, self.config.weights)
+        self.store.open_shares()
 
     def rewrite(self) -> None:
         """Rewrite modules as settings ask: a fused loss, tiles."""
@@ -183,7 +184,10 @@ def open_store(
     """Return the store of homes, with files for those that HOST does not hold."""
     spill = budget.spill
     if spill is None:
-        return HomeStore(device, ledger, places=HomePlaces(stays=budget.stays), comm=comm)
+        buckets = budget.plan.layout.buckets
+        node = comm.open_node([bucket.whole_bytes for bucket in buckets])
+        places = HomePlaces(stays=budget.stays)
+        return HomeStore(device, ledger, places=places, comm=comm, node=node)
     return_large_blocks()
     ledger.charge(Tier.HOST, Kind.POOL, spill.pool_bytes, "memory for homes on disk")
     pool = tuning.open_pool(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hetero.cores import Cores
+from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout
 from hetero.train.gradients.slot import GradSlot
@@ -136,6 +137,10 @@ class Drafts:
             self._draft(update, now, rows)
         update.settle()
         return update
+
+    def param(self, bucket: Bucket) -> Home:
+        """Return the home of a bucket's parameters."""
+        return self._bench.param(bucket)
 
     def settings(self, groups: Sequence[Group]) -> dict[int, Settings]:
         """Return the present settings of each parameter's group, by its index."""

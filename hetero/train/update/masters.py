@@ -121,7 +121,8 @@ class Masters:
                 self.reset(segment)
             return
         exact = home.empty(segment, torch.float32).copy_(value.detach())
-        self._split(segment, segment.offset, row(exact))
+        with home.changing(segment.spec.name):
+            self._split(segment, segment.offset, row(exact))
 
     def room(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the memory for a parameter's value of a dtype; None if it must be converted."""

@@ -180,7 +180,7 @@ class Stepper:
 
     def _job(self, update: Update, after: Sequence[Job]) -> Job:
         slices = [partial(self._run, work) for work in update.slices]
-        finish = partial(_all, update.finishes)
+        finish = partial(_all, [*update.finishes, self.drafts.param(update.bucket).end_change])
         after = [*after, *self._grads.adding(update.bucket)]
         numel = 0 if update.on_device else update.bucket.numel  # whose time is the device's
         job = self._worker.job(slices, numel, finish=finish, after=after)
