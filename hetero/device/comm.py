@@ -7,7 +7,7 @@ ranks compare what they are about to do; where that differs, all of them raise D
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -16,22 +16,29 @@ from hetero.types import Lane
 
 
 class Node(Protocol):
-    """Ranks of one machine that read each other's PARAM homes where they lie."""
+    """Ranks of one machine that read each other's homes where they lie."""
 
-    def slab(self, bucket: int) -> Slab:
-        """Return the memory of this rank's home of a bucket."""
+    is_open: bool
+    """Whether others may read homes of this rank: all have their first values."""
 
-    def memory(self, bucket: int, rank: int) -> torch.Tensor:
-        """Return the bytes of a rank's home of a bucket, of which its share is there."""
+    def slab(self, name: str, bucket: int, n_bytes: int) -> Slab:
+        """Return this rank's memory for the home of a name, of which others see a share."""
+
+    def memory(self, name: str, bucket: int, rank: int, n_bytes: int) -> torch.Tensor:
+        """Return the bytes of another rank's home, of which its share is there; blocks until that
+        rank has made it."""
+
+    def begin(self, bucket: int) -> None:
+        """All ranks are about to change a bucket's homes."""
 
     def changed(self, bucket: int) -> None:
-        """This rank's share was changed once more; on any thread."""
+        """This rank has made a change that it began; on any thread."""
 
-    def is_current(self, bucket: int, n_changes: int) -> bool:
-        """Whether every rank has changed its share of a bucket so often."""
+    def is_current(self, bucket: int) -> bool:
+        """Whether all ranks have made the changes that this one has begun."""
 
-    def wait(self, bucket: int, n_changes: int) -> None:
-        """Block until that is so; raises RankLost if it never will be."""
+    def wait(self, bucket: int) -> None:
+        """Block until they have; raises RankLost for a rank that died, or takes too long."""
 
     def close(self) -> None:
         """Let go of the other ranks."""
@@ -59,9 +66,9 @@ class Comm(Protocol):
     def wait(self, ticket: Ticket) -> None:
         """Block until a call that was begun is over; raises RankLost if it never will be."""
 
-    def open_node(self, sizes_bytes: Sequence[int]) -> Node | None:
-        """Return the memory that all ranks share, for homes of these sizes; None if they are not
-        on one machine. Collective."""
+    def open_node(self, layout: Any) -> Node | None:
+        """Return the memory that all ranks share, for homes of a `Layout`; None if they are not on
+        one machine. Collective."""
 
     def close(self) -> None:
         """Give up groups and connections; no call is under way."""
@@ -87,7 +94,7 @@ class Alone:
 
     def wait(self, ticket: Ticket) -> None: ...
 
-    def open_node(self, sizes_bytes: Sequence[int]) -> None: ...
+    def open_node(self, layout: Any) -> None: ...
 
     def close(self) -> None: ...
 

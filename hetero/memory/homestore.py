@@ -89,8 +89,8 @@ class HomeStore:
         kept_bytes = codec.n_bytes(bucket.share_numel, dtype)
         self._ledger.charge(tier, kind, kept_bytes, what)
         self._charged[name, bucket.id] = (tier, kind, kept_bytes)
-        if self._node is not None and kind is Kind.PARAM:
-            return NodeHome(bucket, dtype, codec, self._comm, self._node)
+        if self._node is not None:
+            return NodeHome(name, bucket, dtype, codec, self._comm, self._node)
         if self._comm.size > 1:
             return ShareHome(self._device.paged_slab(n_bytes), bucket, dtype, codec, self._comm)
         if tier is not Tier.HBM:
@@ -167,13 +167,10 @@ class HomeStore:
             self.hbm_bytes[bucket_id] -= n_bytes
 
     def open_shares(self) -> None:
-        """Let other ranks read this one's shares: all of them have their first values. Collective
-        on several ranks."""
+        """Let other ranks read this one's shares, which have their first values. Collective."""
         if self._node is not None:
             self._comm.agree(b"", "the end of prepare")
-            for home in self.homes.values():
-                if isinstance(home, NodeHome):
-                    home.is_open = True
+            self._node.is_open = True
 
     @property
     def is_gathered(self) -> bool:

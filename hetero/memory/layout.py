@@ -135,6 +135,11 @@ class Layout:
         return self.buckets[self.home[segment.index][0]]
 
     @property
+    def is_shared(self) -> bool:
+        """Whether several ranks share the homes."""
+        return any(bucket.n_shares > 1 for bucket in self.buckets)
+
+    @property
     def n_chunks(self) -> int:
         return sum(bucket.n_chunks for bucket in self.buckets)
 

@@ -1,8 +1,7 @@
 """Homes of which a rank keeps one share (floor 1, mechanism).
 
 A home keeps the addresses of its whole bucket, so that indices, segments and requests mean the same
-on every rank; it has memory where this rank's share is. Whole tensors are put together from all
-ranks: such reads are collective.
+on every rank; it has memory where this rank's share is.
 """
 
 from __future__ import annotations
@@ -14,22 +13,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from hetero.crc import crc32
-from hetero.memory.home import Home
+from hetero.memory.extent import PinUse
+from hetero.memory.home import Fill, Home
 from hetero.memory.layout import row
 
 if TYPE_CHECKING:
     from hetero.device import Slab
     from hetero.device.comm import Comm, Node
     from hetero.memory.codec import Codec
-    from hetero.memory.extent import PinUse
     from hetero.memory.layout import Bucket, Segment
 
 
 class ShareHome(Home):
-    """A home on HOST of which other ranks keep the rest. State dicts get copies, as of one on disk;
-    a whole tensor that is written is the same on all ranks, and each keeps its part."""
+    """A home on HOST of which other ranks keep the rest. State dicts get copies, as of one on disk.
 
-    __slots__ = ("_comm", "_n_shares", "_share_numel", "kept")
+    A whole tensor is put together from all ranks: to read one is collective. One that is written is
+    the same on all ranks, and each keeps its part.
+    """
+
+    __slots__ = ("_comm", "_share_numel", "kept")
 
     def __init__(
         self, slab: Slab, bucket: Bucket, dtype: torch.dtype, codec: Codec, comm: Comm
@@ -44,14 +46,17 @@ class ShareHome(Home):
         return False
 
     def runs(self, start: int, end: int, use: PinUse) -> Iterator[slice]:
-        kept = self.items(self.kept.start, self.kept.stop)
-        run = overlap(slice(start, end), kept)
+        run = overlap(slice(start, end), self.kept_items)
         if run.start < run.stop:
             yield run
 
+    @property
+    def kept_items(self) -> slice:
+        """The share, in items."""
+        return self.items(self.kept.start, self.kept.stop)
+
     def crc(self) -> int | None:
-        kept = self._flat[self.items(self.kept.start, self.kept.stop)]
-        return crc32(memoryview(kept.view(torch.uint8).numpy()))
+        return crc32(memoryview(self._flat[self.kept_items].view(torch.uint8).numpy()))
 
     def read(self, segment: Segment) -> torch.Tensor:
         value = self.empty(segment)
@@ -85,47 +90,51 @@ class ShareHome(Home):
         if mine.start < mine.stop:
             super().recode(mine.start, values[mine.start - start : mine.stop - start])
 
+    def store(self, items: slice, fill: Fill) -> None:
+        stage = torch.empty(items.stop - items.start, dtype=self.item_dtype, device="cpu")
+        fill(stage)
+        self._put(items.start, stage)
+
 
 class NodeHome(ShareHome):
-    """A PARAM home whose other shares this rank reads where other processes keep them.
+    """A home whose other shares this rank reads where other processes of its machine keep them.
 
-    Every rank makes the same changes to it. Each counts those that it has begun, and its own share
-    says how many are done there: so a reader waits for the ranks that are behind. A change begins
-    when nobody reads: an optimizer's after the roll call of its step, a user's after a meeting.
+    Every rank makes the same changes to it. Each counts those that it has begun, and the others say
+    how many are done there: so a reader waits for the ranks that are behind. A change begins when
+    nobody reads: an optimizer's after the roll call of its step, a user's after a meeting.
     """
 
-    __slots__ = ("_bucket", "_n_begun", "_node", "_others", "is_open")
+    __slots__ = ("_bucket", "_name", "_node", "_theirs")
     is_shared = True
 
     def __init__(
-        self, bucket: Bucket, dtype: torch.dtype, codec: Codec, comm: Comm, node: Node
+        self, name: str, bucket: Bucket, dtype: torch.dtype, codec: Codec, comm: Comm, node: Node
     ) -> None:
-        super().__init__(node.slab(bucket.id), bucket, dtype, codec, comm)
+        n_bytes = codec.n_bytes(bucket.numel, dtype)
+        super().__init__(node.slab(name, bucket.id, n_bytes), bucket, dtype, codec, comm)
+        self._name = name
         self._node = node
         self._bucket = bucket.id
-        self._n_begun = 0
-        self.is_open = False
-        """Whether others may read it: `prepare` is over."""
-        memories = [node.memory(bucket.id, rank) for rank in range(comm.size)]
-        n_bytes = codec.n_bytes(bucket.numel, dtype)
-        self._others = [memory[:n_bytes].view(codec.dtype(dtype)) for memory in memories]
+        self._theirs: dict[int, torch.Tensor] = {comm.rank: self._flat}
+
+    def discard(self) -> None:
+        """Keep its memory: a slower rank may still read it."""
+
+    # -- changes ---------------------------------------------------------------------------------
 
     @property
     def is_current(self) -> bool:
-        return self._node.is_current(self._bucket, self._n_begun)
-
-    def wait_for_others(self) -> None:
-        self._node.wait(self._bucket, self._n_begun)
+        return self._node.is_current(self._bucket)
 
     def begin_change(self) -> None:
-        self._n_begun += 1
+        self._node.begin(self._bucket)
 
     def end_change(self) -> None:
         self._node.changed(self._bucket)
 
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
-        if not self.is_open:
+        if not self._node.is_open:
             yield
             return
         self._comm.agree(b"", f"a write of {what}")
@@ -133,8 +142,14 @@ class NodeHome(ShareHome):
         yield
         self.end_change()
 
+    def write_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
+        with self.changing(segment.spec.name):
+            super().write_run(segment, start, values)
+
+    # -- what others keep ------------------------------------------------------------------------
+
     def parts(self, start: int, end: int, use: PinUse) -> Iterator[tuple[slice, torch.Tensor]]:
-        self.wait_for_others()
+        self._node.wait(self._bucket)
         for share, items in self._shares():
             run = overlap(slice(start, end), self.items(share.start, share.stop))
             if run.start < run.stop:
@@ -142,24 +157,33 @@ class NodeHome(ShareHome):
 
     def _shares(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the elements of each rank's share, and the items of its home."""
-        for rank, items in enumerate(self._others):
-            yield slice(rank * self._share_numel, (rank + 1) * self._share_numel), items
+        n_bytes = self._flat.nbytes
+        for rank in range(self._comm.size):
+            if rank not in self._theirs:
+                memory = self._node.memory(self._name, self._bucket, rank, n_bytes)
+                self._theirs[rank] = memory[:n_bytes].view(self.item_dtype)
+            at = rank * self._share_numel
+            yield slice(at, at + self._share_numel), self._theirs[rank]
 
-    def complete(self, segment: Segment, value: torch.Tensor) -> torch.Tensor:
-        if value.dtype is not self.dtype:  # masters: their other half is not of this home
-            return super().complete(segment, value)
-        self.wait_for_others()
+    def read(self, segment: Segment) -> torch.Tensor:
+        value = self.empty(segment)
         flat = row(value)
+        self._node.wait(self._bucket)
         for share, items in self._shares():
             run = overlap(slice(segment.offset, segment.end), share)
-            if run.start < run.stop and share != self.kept:
+            if run.start < run.stop:
                 where = segment.inside(run)
                 self.codec.decode(items[self.items(run.start, run.stop)], flat[where])
         return value
 
-    def write_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
-        with self.changing(segment.spec.name):
-            super().write_run(segment, start, values)
+    def complete(self, segment: Segment, value: torch.Tensor) -> torch.Tensor:
+        return value  # `parts` gave all of it
+
+    def load(self, items: slice) -> torch.Tensor:
+        whole = torch.empty(items.stop - items.start, dtype=self.item_dtype, device="cpu")
+        for run, part in self.parts(items.start, items.stop, PinUse.READ):
+            whole[run.start - items.start : run.stop - items.start].copy_(part)
+        return whole
 
 
 def overlap(first: slice, second: slice) -> slice:

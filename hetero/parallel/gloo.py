@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hetero.device import Ticket
 from hetero.device.comm import Node
 from hetero.errors import DivergenceError, RankLost
+from hetero.memory.layout import Layout
 from hetero.parallel.node import open_node
 from hetero.types import Lane
 
@@ -103,8 +104,8 @@ class Gloo:
             self._poll(ticket.work, ticket.what)
             ticket.done, ticket.held = True, ()
 
-    def open_node(self, sizes_bytes: Sequence[int]) -> Node | None:
-        return open_node(self, sizes_bytes, self._timeout) if self._one_sided else None
+    def open_node(self, layout: Layout) -> Node | None:
+        return open_node(self, layout, self._timeout) if self._one_sided else None
 
     def close(self) -> None:
         for group in (self._bytes, self._control):

@@ -94,7 +94,7 @@ class Blueprint:
     @property
     def is_shared(self) -> bool:
         """Whether several ranks share the homes."""
-        return any(bucket.n_shares > 1 for bucket in self.layout.buckets)
+        return self.layout.is_shared
 
     def decoding(self, *, is_cuda: bool) -> tuple[Blocked, int] | None:
         """Return the codec there is, and the elements it decodes at once; None without one."""

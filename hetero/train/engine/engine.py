@@ -248,6 +248,7 @@ class Engine:
                 " parameters of this one are NaN",
             ) from error
         move_out(setup, self.residence)
+        setup.comm.agree(b"", "the end of release")  # until then others read this rank's shares
         setup.offload.close()
         self._detach(states)
 

@@ -184,8 +184,7 @@ def open_store(
     """Return the store of homes, with files for those that HOST does not hold."""
     spill = budget.spill
     if spill is None:
-        buckets = budget.plan.layout.buckets
-        node = comm.open_node([bucket.whole_bytes for bucket in buckets])
+        node = comm.open_node(budget.plan.layout)
         places = HomePlaces(stays=budget.stays)
         return HomeStore(device, ledger, places=places, comm=comm, node=node)
     return_large_blocks()

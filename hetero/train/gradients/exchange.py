@@ -160,8 +160,11 @@ class Exchange:
         bucket = flight.bucket
         present = [s for s in bucket.segments if any(have[s.position] for have in flight.there)]
         sums = [self._sum_of(segment, flight) for segment in present]
+        home = self._home(bucket)
+        home.begin_change()
         for each in merged([found for found in sums if found is not None]):
             self._sum(flight, each)
+        home.end_change()
         for segment in present:
             self._closed(segment)
 

@@ -44,7 +44,8 @@ class GradHomes:
         self.expects_sums = False
         """Whether gradients will be summed: homes of buckets with masters then begin in fp32."""
         self.layout = layout
-        self._may_drop = device.cheap_slabs
+        # a slower rank may still read a gradient that this one has dropped
+        self._may_drop = device.cheap_slabs and not layout.is_shared
 
     def has_master(self, segment: Segment) -> bool:
         """Whether a parameter's gradients are summed in fp32."""

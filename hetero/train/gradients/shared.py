@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +16,14 @@ from hetero.memory.layout import Bucket, Segment
 from hetero.memory.link import Link
 from hetero.train.gradients.exchange import Exchange
 from hetero.train.gradients.homes import shaped
-from hetero.train.gradients.slot import NONE, GradSlot, GradState, LazyGrad
+from hetero.train.gradients.slot import (
+    NONE,
+    GradNorm,
+    GradSlot,
+    GradState,
+    LazyGrad,
+    whole_norm,
+)
 from hetero.train.gradients.store import GradStore, assert_dense
 from hetero.train.model.binding import get_grad
 from hetero.train.model.host_work import host_work
@@ -46,6 +55,7 @@ class SharedGradStore(GradStore):
 
     def __init__(self, *args: Any, comm: Comm, link: Link, **named: Any) -> None:
         super().__init__(*args, **named)
+        self._comm = comm
         self._exchange = Exchange(
             self._layout,
             comm,
@@ -99,6 +109,39 @@ class SharedGradStore(GradStore):
     def reset(self) -> None:
         self._exchange.forget()
         super().reset()
+
+    # -- norms -----------------------------------------------------------------------------------
+
+    def share_norms(self, ord: float) -> None:
+        """Take the norms of the gradients of which this rank has the largest part, and tell them.
+
+        Each is torch's, of a whole tensor; ranks that cannot read each other's shares take all.
+        """
+        slots = [slot for s in self._segments() if (slot := self._shown(s)) is not None]
+        due = [slot for slot in slots if slot.value is None and slot.norm is None]
+        if not due or not all(slot.home.is_shared for slot in due):
+            return
+        mine = {
+            slot.segment.index: whole_norm(slot.stored(), ord, in_fp32=slot.has_master)
+            for slot in due
+            if self._owner(slot.segment) == self._comm.rank
+        }
+        told: dict[int, torch.Tensor] = {}
+        for row in self._comm.agree(pickle.dumps(mine), f"norms of order {ord}"):
+            told.update(pickle.loads(row))  # from ranks of this very program
+        for slot in due:
+            slot.norm = GradNorm(ord, told[slot.segment.index])
+
+    def _segments(self) -> Iterator[Segment]:
+        return (segment for bucket in self._layout.buckets for segment in bucket.segments)
+
+    def _owner(self, segment: Segment) -> int:
+        """Return the rank with the largest part of a tensor, the first of equals."""
+        size = self._layout.bucket(segment).share_numel
+        first, last = segment.offset // size, max(segment.offset, segment.end - 1) // size
+        ends = (min(segment.end, (r + 1) * size) for r in range(first, last + 1))
+        parts = [end - max(segment.offset, r * size) for r, end in enumerate(ends, first)]
+        return first + parts.index(max(parts))
 
     # -- sums ------------------------------------------------------------------------------------
 

@@ -109,6 +109,9 @@ class GradOwner(Protocol):
     def widen(self, segment: Segment) -> None:
         """Make the stored gradients of a parameter's bucket fp32."""
 
+    def share_norms(self, ord: float) -> None:
+        """Take norms together with other ranks, if that saves work."""
+
     def accumulate(self, slot: GradSlot, grad: torch.Tensor) -> None:
         """Add one more gradient of autograd's."""
 
@@ -296,6 +299,8 @@ class GradSlot:
             return whole_norm(self._shown(), ord, in_fp32=self.has_master)
         if self.summed:
             self.land()  # its last job takes the norm
+        if self.norm is None or self.norm.ord != ord:
+            owner.share_norms(ord)
         if self.norm is None or self.norm.ord != ord:
             home = self.stored()
             # a sum's is taken on HOST, wherever it is: its bits must not depend on that

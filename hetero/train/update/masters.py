@@ -159,11 +159,14 @@ class Masters:
         bucket = self._layout.bucket(segment)
         home = self._home(bucket)
         exact = home.empty(segment, torch.float32)
-        for run in self._store.runs(segment.offset, segment.end, *self._uses(bucket, PinUse.READ)):
-            part = home.part(run)
-            if bucket.has_master:
-                part = join(part, self.low(bucket).part(run))
-            row(exact)[segment.inside(run)].copy_(part)
+        flat = row(exact)
+        for run, part in home.parts(segment.offset, segment.end, PinUse.READ):
+            if not bucket.has_master:
+                flat[segment.inside(run)].copy_(part)
+                continue
+            for inner, low in self.low(bucket).parts(run.start, run.stop, PinUse.READ):
+                upper = part[inner.start - run.start : inner.stop - run.start]
+                flat[segment.inside(inner)].copy_(join(upper, low))
         return home.complete(segment, exact)
 
     def _home(self, bucket: Bucket) -> Home:
