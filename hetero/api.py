@@ -15,6 +15,7 @@ from hetero.device import open_device
 from hetero.errors import StateError
 from hetero.interrupts import theirs
 from hetero.parallel.mesh import open_comm
+from hetero.train.engine.alike import check_alike, check_rule, share_values, values_of
 from hetero.train.engine.assemble import assemble
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.budget import Budget
@@ -73,6 +74,10 @@ def prepare_tuned(
     comm = open_comm(config.mesh, config.timeout_seconds, one_sided=tuning.one_sided)
     blueprint = draw(model, inner, config, device, comm.size)
     check_codes(model, blueprint.layout)
+    if comm.size > 1:
+        check_rule(blueprint, inner)
+        check_alike(comm, blueprint, inner, config)
+        share_values(comm, values_of(model))
     with torch.inference_mode(False):  # the engine's tensors outlive the caller's mode
         engine = assemble(model, inner, config, device, blueprint, tuning, comm)
     return model if inner is None else (model, engine.optimizer)

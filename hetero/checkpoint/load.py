@@ -115,7 +115,8 @@ def load_checkpoint(
         begin_again(engine, empty)
         given = [kind for kind in kinds if kind != "buffer" or adapting is None]
         todo = matched([p for p in parts_of(engine) if p.name.kind in given], reader)
-        with ThreadPoolExecutor(LOAD_THREADS, "hetero-load") as executor:
+        shares = engine.setup.store.shares_closed()
+        with shares, ThreadPoolExecutor(LOAD_THREADS, "hetero-load") as executor:
             for _ in executor.map(lambda one: one[0].load(partial(reader.read, one[1])), todo):
                 pass
         if "param" in kinds:

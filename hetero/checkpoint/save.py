@@ -7,8 +7,9 @@ import random
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from hetero.checkpoint.manifest import ITEM_BYTES, SavedTensor
 from hetero.checkpoint.values import decode, encode
 from hetero.checkpoint.writer import Writer, retain
 from hetero.device import accelerator_rng
-from hetero.errors import CheckpointCorrupt, ConfigError, StateError
+from hetero.errors import CheckpointCorrupt, CheckpointError, ConfigError, StateError
 from hetero.io import IO, make_folder
 from hetero.memory.layout import Bucket
 from hetero.train.engine.engine import Engine
@@ -116,24 +117,63 @@ def save_checkpoint(
         raise ConfigError(f"keep_last={keep_last}", advice="keep_last takes a positive number")
     if engine.setup.saver.last is not None and not engine.setup.saver.last.told:
         engine.setup.saver.last.wait()  # one at a time; raises its error unless `wait` did
-    # 1. take all small values now
     engine.refuse_broken()
     engine.residence.quiesce()  # updates may go on
-    extras: list[Part] = []
-    meta = meta_of(engine, extra, scheduler, data, extras)
     number = engine.setup.steps if step is None else step
-    # 2. read the tensors bucket by bucket, each after its update and before its next one
-    parts = [part for part in parts_of(engine, as_now=True) if part.name.kind in kinds]
-    writing = Writing(engine, io, Path(directory), number, [*parts, *extras], meta)
-    executor = ThreadPoolExecutor(1, "hetero-save")
-    done = executor.submit(writing.run, keep_last)
-    executor.shutdown(wait=False)
-    engine.setup.saver.last = save = Save(number, writing.path, done)
-    if asynchronous:
-        before_exit(partial(finish_at_exit, weakref.ref(save)))
-    else:
-        save.wait()
+    check_readable(engine)
+    if engine.setup.comm.rank:  # the first rank reads this one's shares
+        return of_first_rank(engine, Path(directory) / f"step-{number}", number)
+    with told(engine, number):
+        # 1. take all small values now
+        extras: list[Part] = []
+        meta = meta_of(engine, extra, scheduler, data, extras)
+        # 2. read the tensors bucket by bucket, each after its update and before its next one
+        parts = [part for part in parts_of(engine, as_now=True) if part.name.kind in kinds]
+        writing = Writing(engine, io, Path(directory), number, [*parts, *extras], meta)
+        executor = ThreadPoolExecutor(1, "hetero-save")
+        done = executor.submit(writing.run, keep_last)
+        executor.shutdown(wait=False)
+        engine.setup.saver.last = save = Save(number, writing.path, done)
+        if asynchronous:
+            before_exit(partial(finish_at_exit, weakref.ref(save)))
+        else:
+            save.wait()
     return save
+
+
+def check_readable(engine: Engine) -> None:
+    """Refuse a model that no rank can read as a whole."""
+    if engine.setup.store.is_gathered:
+        raise ConfigError(
+            "ranks of several machines share the model: none of them can read it as a whole",
+            advice="checkpoints of such models are not available in this version",
+        )
+
+
+@contextmanager
+def told(engine: Engine, step: int) -> Iterator[None]:
+    """Tell the ranks that share the model whether a save went well, or has begun if it goes on."""
+    try:
+        yield
+    except BaseException as error:
+        engine.setup.comm.agree(str(error).encode(), saving(step))
+        raise
+    engine.setup.comm.agree(b"", saving(step))
+
+
+def of_first_rank(engine: Engine, path: Path, step: int) -> Save:
+    """Return the save that the first rank makes; CheckpointError if that failed. The others do not
+    learn when an asynchronous one is durable."""
+    error = engine.setup.comm.agree(b"", saving(step))[0]
+    if error:
+        raise CheckpointError(f"the first rank did not save: {error.decode()}")
+    done: Future[Path] = Future()
+    done.set_result(path)
+    return Save(step, path, done)
+
+
+def saving(step: int) -> str:
+    return f"a save of step {step}"
 
 
 def save_latest(

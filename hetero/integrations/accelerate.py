@@ -5,6 +5,7 @@ No method here moves a byte or computes a number: each passes a script's call on
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from hetero.checkpoint.save import KINDS, STATES, save_latest
 from hetero.config import Config, Settings
 from hetero.errors import ConfigError, StateError
 from hetero.integrations.prepared import is_prepared, load_states, plain_again, trains
+from hetero.parallel.mesh import REPLICATE, SHARD, sizes_of
 from hetero.train.access.hooks import before_next_forward
 from hetero.train.engine.replicas import Replicas, open_group
 from hetero.train.update.optimizer import Optimizer
@@ -111,10 +113,13 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             plugin = os.environ.get(SETTINGS)
         taken = plugin if isinstance(plugin, HeteroPlugin) else HeteroPlugin(plugin)
         self.hetero_config = taken.config
+        if self.num_processes > 1 and taken.config.mesh is None:  # as torch's DDP
+            whole = {REPLICATE: self.num_processes}
+            self.hetero_config = dataclasses.replace(taken.config, mesh=whole)
         self._refuse_early()
         self._waiting: dict[int, UnpairedModel] = {}
         self._replicas: dict[int, Replicas] = {}
-        self._group = open_group() if self.num_processes > 1 else None
+        self._group = open_group() if self._averages else None
         if self._scales:
             self.scaler = None  # hetero scales the loss itself
 
@@ -185,7 +190,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         if is_prepared(model):
             self._refuse_alone(model)
             return
-        if self.num_processes > 1 and id(model) not in self._replicas:
+        if self._averages and id(model) not in self._replicas:
             shares = self.ddp_handler is None or self.ddp_handler.broadcast_buffers
             self._replicas[id(model)] = Replicas(model, self._group, buffers=shares)
         if to_train:
@@ -193,10 +198,17 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         else:
             prepare(model, config=self.hetero_config)
 
+    @property
+    def _averages(self) -> bool:
+        """Whether each process keeps a whole model, whose gradients are averaged here."""
+        if self.num_processes == 1:
+            return False
+        return sizes_of(self.hetero_config.mesh, self.num_processes)[SHARD] == 1
+
     def _refuse_alone(self, model: nn.Module) -> None:
         """Refuse a model that trains on several processes unless this Accelerator averages it."""
         known = id(model) in self._replicas or not trains(model)
-        if self.num_processes > 1 and not known:
+        if self._averages and not known:
             raise StateError(
                 "the model was prepared by hetero.prepare: its gradients would not be averaged over"
                 f" {self.num_processes} processes",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -171,6 +171,20 @@ class HomeStore:
         if self._node is not None:
             self._comm.agree(b"", "the end of prepare")
             self._node.is_open = True
+
+    @contextmanager
+    def shares_closed(self) -> Iterator[None]:
+        """Let every rank write its shares inside a block, and read no other one's. Collective."""
+        if self._node is None:
+            yield
+            return
+        self._comm.agree(b"", "the beginning of a load")
+        self._node.is_open = False
+        try:
+            yield
+        finally:
+            self._node.is_open = True
+        self._comm.agree(b"", "the end of a load")
 
     @property
     def is_gathered(self) -> bool:

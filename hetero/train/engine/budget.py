@@ -189,7 +189,8 @@ def available(
 ) -> Memory:
     """Return the bytes of HBM and of RAM: as configured, else as measured."""
     hbm = hbm_bytes(model, config, device)
-    host = host_bytes(model, config, device.host_limit())
+    n_ranks = plan.layout.buckets[0].n_shares if plan.layout.buckets else 1
+    host = host_bytes(model, config, device.host_limit(), n_ranks)
     if hbm is None and (
         plan.is_coded or plan.is_shared or (config.nvme and plan.home_bytes > host)
     ):
@@ -249,10 +250,11 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return at.nbytes + inside.nbytes + tensor.values().nbytes
 
 
-def host_bytes(model: nn.Module, config: Config, limit: HostLimit) -> int:
-    """Return the RAM for homes: the budget, or as much as this process may take."""
+def host_bytes(model: nn.Module, config: Config, limit: HostLimit, n_ranks: int = 1) -> int:
+    """Return the RAM for homes: the budget, or as much as this process may take where ``n_ranks``
+    divide it."""
     held = sum(p.nbytes for _, p in pages(model) if p.device.type == "cpu")  # moved, not copied
-    most = limit.n_bytes + held
+    most = limit.n_bytes // n_ranks + held
     for name, asked in (("host", config.host), ("pinned", config.pinned)):
         if asked is not None and asked > most:
             raise ConfigError(

@@ -135,7 +135,9 @@ class Paged:
             return self.fitting.divide()
         for bucket in self.setup.buckets:  # others may change their shares after the roll call
             self.manager.let_write(bucket.id)
-        division = agreed_division(self.setup.comm, self.fitting.divide)
+        self.setup.saver.finish()  # a save on this rank reads them, too
+        gathers = self.setup.store.is_gathered
+        division = agreed_division(self.setup.comm, self.fitting.divide, is_common=gathers)
         self.activations.policies.update(division.policies)
         return division
 

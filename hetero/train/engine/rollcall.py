@@ -1,8 +1,9 @@
 """What ranks tell each other at a border, so that all of them plan alike (floor 2).
 
 Activations that a rank measured, and policies that follow from them, differ between ranks by a few
-bytes, or by much where batches do; frames decide what is gathered. So each rank divides its HBM by
-its own measurements, and all of them take the division of the one that needs most.
+bytes, or by much where batches do. Where fetches are gathered, frames decide in which order: then
+all ranks take the division of the one that needs most. Where each reads shares by itself it keeps
+its own. No rank updates anything before all have answered: until then others may read its shares.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class Told(NamedTuple):
     """Message, advice and bytes of an OutOfMemory."""
 
 
-def agreed_division(comm: Comm, divide: Callable[[], Division]) -> Division:
-    """Return the division that all ranks apply; OutOfMemory on all of them if one has no room."""
+def agreed_division(comm: Comm, divide: Callable[[], Division], *, is_common: bool) -> Division:
+    """Return the division of this rank, or one that all apply if it ``is_common``; OutOfMemory on
+    all of them if one has no room."""
     error: OutOfMemory | None = None
     try:
         mine = Told(divide(), None)
@@ -42,6 +44,8 @@ def agreed_division(comm: Comm, divide: Callable[[], Division]) -> Division:
             raise OutOfMemory(
                 f"on rank {rank}: {message}", tier="HBM", advice=advice, needed_bytes=needed
             )
+    if not is_common and mine.division is not None:
+        return mine.division
     most = max(told, key=lambda row: row.division.moving_bytes)  # the first of equals
     division: Division = most.division
     return division

@@ -98,8 +98,10 @@ def _save_run(home: Home, items: slice, write: Write) -> None:
 
 
 def _load_run(home: Home, items: slice, read: Read) -> None:
+    kept = home.items(home.kept.start, home.kept.stop)
     for start, piece in _flat_pieces(home, items):
-        home.store(piece, partial(_read_into, read, start))
+        if piece.start < kept.stop and kept.start < piece.stop:  # others read what they keep
+            home.store(piece, partial(_read_into, read, start))
 
 
 def _read_into(read: Read, start: int, items: torch.Tensor) -> None:

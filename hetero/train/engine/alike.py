@@ -1,0 +1,104 @@
+"""What ranks that share a model must have in common, checked and made so by `prepare` (floor 2)."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero.config import Config
+from hetero.crc import crc32
+from hetero.device.comm import Comm
+from hetero.errors import ConfigError, DivergenceError
+from hetero.train.engine.blueprint import Blueprint
+from hetero.train.update.rules import Rule, bytes_of
+from hetero.version import __version__
+
+OWN = ("hbm", "host", "profile", "timeout_seconds")
+"""Settings that ranks may have of their own."""
+
+
+def check_alike(
+    comm: Comm,
+    plan: Blueprint,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+) -> None:
+    """Raise DivergenceError on all ranks unless they would train the same model in the same way.
+
+    Equal devices, releases and thread counts are a condition of equal bits: kernels differ.
+    """
+    rows = comm.agree(pickle.dumps(facts_of(plan, optimizer, config)), "what is prepared")
+    told: list[dict[str, str]] = [pickle.loads(row) for row in rows]  # of this very program
+    for key in told[0]:
+        values = [row.get(key, "nothing") for row in told]
+        if len(set(values)) > 1:
+            each = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise DivergenceError(
+                f"ranks that share a model differ in {key} ({each})",
+                advice="build the same model and optimizer on every rank, with the same settings,"
+                " on equal machines",
+            )
+
+
+def facts_of(
+    plan: Blueprint, optimizer: torch.optim.Optimizer | None, config: Config
+) -> dict[str, str]:
+    """Return what must be equal, by name."""
+    segments = [segment for bucket in plan.layout.buckets for segment in bucket.segments]
+    laid = [
+        f"{s.spec.name} {s.spec.shape} {s.spec.stride} {s.spec.dtype} {s.spec.trainable} {s.offset}"
+        for s in segments
+    ]
+    found = {
+        "the release of hetero": __version__,
+        "the release of torch": torch.__version__,
+        "threads of torch": str(torch.get_num_threads()),
+        "parameters": f"{len(laid)}, {crc32(memoryview(chr(10).join(laid).encode())):08x}",
+        "the optimizer": "none" if optimizer is None else type(optimizer).__name__,
+    }
+    for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        found[f"settings of group {number}"] = f"{len(group['params'])} parameters, {settings}"
+    for name in Config.__dataclass_fields__:
+        if name not in OWN and name != "device":
+            found[f"the setting {name}="] = repr(getattr(config, name))
+    return found
+
+
+def check_rule(plan: Blueprint, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse rules that need whole tensors: a rank has its share of each."""
+    if optimizer is None:
+        return
+    rule = Rule(optimizer)
+    mastered = any(bucket.has_master for bucket in plan.layout.buckets)
+    if not rule.elementwise or (mastered and rule.formula is None):
+        raise ConfigError(
+            f"mesh= with {type(optimizer).__name__}, whose step needs whole tensors: ranks have"
+            " shares of them",
+            advice="use an elementwise rule (AdamW, SGD, Lion ...), or whole models that are"
+            " averaged: mesh={'dp_replicate': N}",
+        )
+
+
+def share_values(comm: Comm, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Give every rank the first one's values, as DDP does; bytes move only where they differ."""
+    real = [(name, tensor) for name, tensor in tensors if not tensor.is_meta]
+    mine = [crc32(memoryview(bytes_of(tensor))) for _, tensor in real]
+    told: list[Any] = [pickle.loads(row) for row in comm.agree(pickle.dumps(mine), "first values")]
+    for number, (name, tensor) in enumerate(real):
+        if len({row[number] for row in told}) == 1:
+            continue
+        value = tensor.detach().cpu().contiguous().clone()
+        flat = value.view(-1).view(torch.uint8)
+        comm.complete(flat, [0, *[flat.numel()] * comm.size], f"the first value of {name!r}")
+        with torch.no_grad():
+            tensor.copy_(value)
+
+
+def values_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return parameters and buffers by name."""
+    return [*model.named_parameters(), *model.named_buffers()]
