@@ -15,7 +15,13 @@ from hetero.device import open_device
 from hetero.errors import StateError
 from hetero.interrupts import theirs
 from hetero.parallel.mesh import open_comm
-from hetero.train.engine.alike import check_alike, check_rule, share_values, values_of
+from hetero.train.engine.alike import (
+    check_alike,
+    check_device,
+    check_rule,
+    share_values,
+    values_of,
+)
 from hetero.train.engine.assemble import assemble
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.budget import Budget
@@ -71,6 +77,7 @@ def prepare_tuned(
     inner = check_pair(model, optimizer)
     device = open_device(config.device)
     tuning = tuning or Tuning()
+    check_device(device, config)
     comm = open_comm(config.mesh, config.timeout_seconds, one_sided=tuning.one_sided)
     blueprint = draw(model, inner, config, device, comm.size)
     check_codes(model, blueprint.layout)

@@ -201,9 +201,8 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     @property
     def _averages(self) -> bool:
         """Whether each process keeps a whole model, whose gradients are averaged here."""
-        if self.num_processes == 1:
-            return False
-        return sizes_of(self.hetero_config.mesh, self.num_processes)[SHARD] == 1
+        mesh, world = self.hetero_config.mesh, self.num_processes
+        return world > 1 and (mesh is None or sizes_of(mesh, world)[SHARD] == 1)
 
     def _refuse_alone(self, model: nn.Module) -> None:
         """Refuse a model that trains on several processes unless this Accelerator averages it."""

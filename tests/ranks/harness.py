@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetero.errors import RankLost
+
 SECONDS = 120.0
 
 
@@ -32,12 +34,13 @@ class Died:
 def run_ranks(n_ranks: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     """Return what ``body(rank, *args)`` returned on each of ``n_ranks`` processes.
 
-    Raises the first error of any rank, with its traceback.
+    Raises an error of a rank, with its traceback; if there are several, not one of a rank that
+    only lost another.
     """
     found = outcomes(n_ranks, body, *args)
-    for rank, each in enumerate(found):
-        if isinstance(each, Died):
-            raise AssertionError(f"rank {rank}: {each.text}") from each.error
+    died = [(rank, each) for rank, each in enumerate(found) if isinstance(each, Died)]
+    for rank, each in sorted(died, key=lambda one: isinstance(one[1].error, RankLost)):
+        raise AssertionError(f"rank {rank}: {each.text}") from each.error
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.crc import crc32
+from hetero.device import Device
 from hetero.device.comm import Comm
 from hetero.errors import ConfigError, DivergenceError
 from hetero.train.engine.blueprint import Blueprint
@@ -67,6 +68,22 @@ def facts_of(
         if name not in OWN and name != "device":
             found[f"the setting {name}="] = repr(getattr(config, name))
     return found
+
+
+def check_device(device: Device, config: Config) -> None:
+    """Refuse ranks that share a model on CUDA devices: no collective here moves their memory."""
+    if config.mesh is not None and device.is_cuda and not replicates(config.mesh):
+        raise ConfigError(
+            "mesh= shares a model between ranks on CPUs; on CUDA devices it is not available in"
+            " this version",
+            advice="use device='cpu', or whole models that are averaged: mesh={'dp_replicate': N}"
+            " with HeteroAccelerator",
+        )
+
+
+def replicates(mesh: Any) -> bool:
+    """Whether each rank keeps a whole model."""
+    return isinstance(mesh, Mapping) and mesh.get("dp_shard", 1) == 1
 
 
 def check_rule(plan: Blueprint, optimizer: torch.optim.Optimizer | None) -> None:

@@ -1,0 +1,324 @@
+"""What ranks may do differently, and what they may not: right bits, or the same error on all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from hetero import ConfigError, DivergenceError, StateError
+from hetero.errors import RankLost
+from tests.ranks.harness import Died, outcomes, run_ranks
+from tests.ranks.models import OPTIMIZERS, Net, Run, assert_same, built, by_ranks, by_torch, found
+from tests.ranks.models import loss_of as loss_at
+
+TIGHT: dict[str, Any] = {"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024}
+RUN = Run(settings=TIGHT)
+Act = Callable[[int, Net, Any, int], None]
+"""Called with (rank, model, optimizer, step) between backward and step."""
+
+
+def prepared(**settings: Any) -> tuple[Net, Any]:
+    model, plain = built(RUN)
+    return hetero.prepare(model, plain, mesh="world", **{**TIGHT, **settings})  # type: ignore[no-any-return]
+
+
+def trained(rank: int, act: Act, settings: dict[str, Any] | None = None) -> Any:
+    model, optimizer = prepared(**(settings or {}))
+    norms = []
+    for step in range(RUN.steps):
+        loss_at(model, RUN, step, rank).backward()
+        act(rank, model, optimizer, step)
+        norms.append(float(optimizer.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = found(model, optimizer, norms)
+    hetero.release(model, optimizer)
+    return state
+
+
+# -- right bits ----------------------------------------------------------------------------------
+
+
+def prints_a_weight(rank: int, model: Net, optimizer: Any, step: int) -> None:
+    if rank == 1:
+        str(model.last.weight), model.first.weight.sum().item()
+
+
+def reads_a_gradient(rank: int, model: Net, optimizer: Any, step: int) -> None:
+    if rank == step % 2:
+        assert model.blocks[1][0].weight.grad is not None
+        model.blocks[1][0].weight.grad.abs().max().item()
+
+
+def reads_everything(rank: int, model: Net, optimizer: Any, step: int) -> None:
+    if rank == 0:
+        {name: value.clone() for name, value in model.state_dict().items()}
+        [v.clone() for s in optimizer.state_dict()["state"].values() for v in s.values()]
+
+
+HELD: list[Any] = []
+
+
+def holds_a_view(rank: int, model: Net, optimizer: Any, step: int) -> None:
+    if rank == 1 and step == 1:
+        HELD.append(model.blocks[2][0].weight.detach())
+
+
+def is_slow(rank: int, model: Net, optimizer: Any, step: int) -> None:
+    time.sleep(0.1 * (rank == step % 2))
+
+
+def evaluates(rank: int, model: Net, optimizer: Any, step: int) -> None:
+    if rank == 0:
+        with torch.no_grad():
+            model(torch.zeros(3, 10))
+
+
+ACTS = (prints_a_weight, reads_a_gradient, reads_everything, holds_a_view, is_slow, evaluates)
+
+
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+def test_what_one_rank_does_alone_changes_no_bit(act: Act) -> None:
+    expected = by_torch(RUN, 2)
+    for each in run_ranks(2, trained, act, {"hbm": 90_000 if act is holds_a_view else 60_000}):
+        assert_same(each, expected)
+
+
+def batches_differ(rank: int) -> Any:
+    """Larger batches on one rank, from the second step on: other frames, other policies."""
+    model, optimizer = prepared(hbm=80_000, activations="auto")
+    for step in range(4):
+        rows = 5 if rank == 0 or step == 0 else 12
+        data = torch.randn(rows, 10, generator=torch.Generator().manual_seed(step * 10 + rank))
+        model(data).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = found(model, optimizer, [])
+    hetero.release(model, optimizer)
+    return state
+
+
+def test_larger_activations_on_one_rank_change_no_bit() -> None:
+    torch.manual_seed(0)
+    model, optimizer = built(RUN)
+    params = list(model.parameters())
+    for step in range(4):
+        for rank in range(2):
+            rows = 5 if rank == 0 or step == 0 else 12
+            data = torch.randn(rows, 10, generator=torch.Generator().manual_seed(step * 10 + rank))
+            grads = torch.autograd.grad(model(data).pow(2).mean(), params)
+            for param, grad in zip(params, grads, strict=True):
+                grad = grad * (1 / 2)
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = found(model, optimizer, [])
+    for each in run_ranks(2, batches_differ):
+        assert_same(each, expected)
+
+
+def begins_otherwise(rank: int) -> Any:
+    torch.manual_seed(rank)
+    model = Net()
+    model, optimizer = hetero.prepare(
+        model, OPTIMIZERS["adamw"](model.parameters()), mesh="world", **TIGHT
+    )
+    return found(model, optimizer, [])
+
+
+def test_the_first_ranks_values_count() -> None:
+    torch.manual_seed(0)
+    expected = dict(Net().state_dict())
+    for each in run_ranks(2, begins_otherwise):
+        assert all(torch.equal(value, expected[name]) for name, value in each.weights.items())
+
+
+# -- an error on all -----------------------------------------------------------------------------
+
+
+def another_model(rank: int) -> None:
+    model = Net(width=24 + 8 * rank)
+    hetero.prepare(model, OPTIMIZERS["adamw"](model.parameters()), mesh="world", **TIGHT)
+
+
+def another_rate(rank: int) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + rank)
+    hetero.prepare(model, optimizer, mesh="world", **TIGHT)
+
+
+def other_threads(rank: int) -> None:
+    torch.set_num_threads(1 + rank)
+    prepared()
+
+
+def another_setting(rank: int) -> None:
+    prepared(max_grad_norm=1.0 + rank)
+
+
+def writes_alone(rank: int) -> None:
+    model, _ = prepared()
+    if rank == 0:
+        with torch.no_grad(), hetero.gathered(model.last, write=True):
+            model.last.weight.zero_()
+    loss_at(model, RUN, 0, rank).backward()
+
+
+def loads_alone(rank: int) -> None:
+    model, _ = prepared()
+    if rank == 1:
+        model.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
+    loss_at(model, RUN, 0, rank).backward()
+
+
+def steps_alone(rank: int) -> None:
+    model, optimizer = prepared()
+    loss_at(model, RUN, 0, rank).backward()
+    if rank == 0:
+        optimizer.step()
+    loss_at(model, RUN, 1, rank).backward()
+
+
+def clips_alone(rank: int) -> None:
+    model, optimizer = prepared()
+    loss_at(model, RUN, 0, rank).backward()
+    if rank == 0:
+        optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+DIVERGENCES = {
+    another_model: "differ in parameters",
+    another_rate: "differ in settings of group 0",
+    other_threads: "differ in threads of torch",
+    another_setting: "differ in the setting max_grad_norm=",
+    writes_alone: "a write of",
+    loads_alone: "a write of",
+    steps_alone: "the division of HBM",
+    clips_alone: "norms of order 2",
+}
+
+
+@pytest.mark.parametrize("body", list(DIVERGENCES), ids=lambda body: body.__name__)
+def test_ranks_that_go_different_ways_are_all_told(body: Callable[[int], None]) -> None:
+    for each in outcomes(2, body):
+        assert isinstance(each, Died) and isinstance(each.error, RuntimeError), each
+        assert isinstance(each.error, DivergenceError) or body is loads_alone  # torch wraps it
+        assert DIVERGENCES[body] in str(each.error)
+
+
+def whole_rule(rank: int) -> None:
+    model = Net()
+    hetero.prepare(model, hetero.optim.LAMB(model.parameters()), mesh="world", **TIGHT)
+
+
+def no_mesh(rank: int) -> None:
+    model = Net()
+    hetero.prepare(model, **TIGHT)
+
+
+def another_size(rank: int) -> None:
+    hetero.prepare(Net(), mesh={"dp_shard": 3}, **TIGHT)
+
+
+def early(rank: int) -> None:
+    prepared(updates="backward")
+
+
+REFUSALS = {
+    whole_rule: "needs whole tensors",
+    no_mesh: "each would train alone",
+    another_size: "is of 3 ranks; there are 2",
+    early: "gradients are summed when backward is over",
+}
+
+
+@pytest.mark.parametrize("body", list(REFUSALS), ids=lambda body: body.__name__)
+def test_what_ranks_cannot_do_is_refused(body: Callable[[int], None]) -> None:
+    for each in outcomes(2, body):
+        assert isinstance(each, Died) and isinstance(each.error, ConfigError), each
+        assert REFUSALS[body] in str(each.error)
+
+
+def hooks_a_gradient(rank: int) -> None:
+    model, _ = prepared()
+
+    def look(param: nn.Parameter) -> None:
+        first = model.blocks[0][2].weight.grad  # on its way
+        assert first is not None
+        first.sum().item()
+
+    model.blocks[0][0].weight.register_post_accumulate_grad_hook(look)
+    loss_at(model, RUN, 0, rank).backward()
+
+
+def test_a_gradient_that_is_read_before_its_pass_is_over_is_an_error() -> None:
+    for each in outcomes(2, hooks_a_gradient):
+        assert isinstance(each.error, StateError), each.text
+        assert "summed over ranks" in str(each.error)
+
+
+# -- a rank that dies ----------------------------------------------------------------------------
+
+
+def dies(rank: int, at: str) -> None:
+    model, optimizer = prepared(timeout_seconds=20.0)
+    for step in range(3):
+        if rank == 1 and step == 1 and at == "forward":
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = loss_at(model, RUN, step, rank)
+        if rank == 1 and step == 1 and at == "backward":
+            model.blocks[1][0].weight.register_post_accumulate_grad_hook(
+                lambda param: os.kill(os.getpid(), signal.SIGKILL)
+            )
+        loss.backward()
+        if rank == 1 and step == 1 and at == "step":
+            raise KeyboardInterrupt
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("at", ["forward", "backward", "step"])
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_when_a_rank_dies_the_others_hear_of_it_at_once(n_ranks: int, at: str) -> None:
+    began = time.monotonic()
+    ends = outcomes(n_ranks, dies, at)
+
+    assert time.monotonic() - began < 15.0  # and not after the timeout
+    for rank, each in enumerate(ends):
+        assert isinstance(each, Died)
+        assert rank == 1 or isinstance(each.error, RankLost), each.text
+
+
+def stops(rank: int) -> None:
+    model, optimizer = prepared(timeout_seconds=2.0)
+    loss_at(model, RUN, 0, rank).backward()
+    optimizer.step()
+    if rank == 1:
+        signal.alarm(8)  # ends this process: the handler's default
+        time.sleep(60)
+    optimizer.zero_grad()
+    loss_at(model, RUN, 1, rank).backward()
+
+
+def test_a_rank_that_hangs_is_lost_after_the_timeout() -> None:
+    first, second = outcomes(2, stops)
+
+    assert isinstance(first.error, RankLost), first.text
+    assert "gradients of bucket" in str(first.error) or "share of bucket" in str(first.error)
+    assert isinstance(second, Died)
+
+
+def test_a_run_on_one_rank_of_a_group_is_that_run() -> None:
+    run = replace(RUN, steps=2)
+    (each,) = run_ranks(1, by_ranks, run)
+    assert_same(each, by_torch(run, 1))
