@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -110,3 +112,28 @@ def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter(run: Run) -> N
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
     (said,) = [line for line in out if "at rest" in line]
     assert 0.53 < float(said.split(":")[1].split()[0]) < 0.6
+
+
+def test_ranks_share_a_model(tmp_path: Path) -> None:
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*launch, str(EXAMPLES / "ranks.py"), "6"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FOLDER": str(tmp_path)},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    kept = [int(n.replace(",", "")) for n in re.findall(r"keeps ([\d,]+) bytes", done.stdout)]
+    (whole,) = {int(n.replace(",", "")) for n in re.findall(r"states are ([\d,]+)", done.stdout)}
+    assert len(kept) == 2 and sum(kept) < 1.03 * whole
+    assert (tmp_path / "step-6").is_dir()
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert losses[-1] < losses[0] - 1.0
