@@ -114,6 +114,7 @@ def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter(run: Run) -> N
     assert 0.53 < float(said.split(":")[1].split()[0]) < 0.6
 
 
+@pytest.mark.slow  # 15 s of processes that import
 def test_ranks_share_a_model(tmp_path: Path) -> None:
     launch = [
         sys.executable,

@@ -185,7 +185,9 @@ def save_latest(
     kinds: Collection[str] = KINDS,
 ) -> Save:
     """Save the only checkpoint of a directory; it replaces the others once it is durable."""
-    step = newest_step(directory) + 1
+    comm = engine_of(model).setup.comm
+    newest = comm.agree(str(newest_step(directory)).encode(), "the newest checkpoint")[0]
+    step = int(newest) + 1  # as the first rank, which writes, sees them
     return save_checkpoint(directory, model, optimizer, extra, step=step, keep_last=1, kinds=kinds)
 
 

@@ -335,7 +335,8 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         kinds_of = kinds_left(shown, weights) if hooked else [KINDS] * len(models)
         for number, (model, kinds) in enumerate(zip(models, kinds_of, strict=True)):
             optimizer = self._settled(model)
-            if self.is_main_process and (kinds is KINDS or optimizer is not None):
+            saves = self.is_main_process or not self._averages  # ranks that share save together
+            if saves and (kinds is KINDS or optimizer is not None):
                 save_latest(Path(folder) / PART.format(number), model, optimizer, kinds=kinds)
         self.wait_for_everyone()
         return folder
