@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         backward,
         empty_init,
         gathered,
+        no_sync,
         prepare,
         release,
         status,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     **dict.fromkeys(
-        ("prepare", "backward", "gathered", "empty_init", "status", "Status", "release"),
+        ("prepare", "backward", "gathered", "no_sync", "empty_init", "status", "Status", "release"),
         "hetero.api",
     ),
     **dict.fromkeys(("save_checkpoint", "Save"), "hetero.checkpoint.save"),
@@ -102,6 +103,7 @@ __all__ = [
     "export",
     "from_pretrained",
     "gathered",
+    "no_sync",
     "linear_cross_entropy",
     "load_checkpoint",
     "plan",

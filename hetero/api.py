@@ -140,6 +140,16 @@ def _parameters_of(loss: torch.Tensor) -> Iterator[nn.Parameter]:
     return (leaf for leaf in leaves_of([loss]) if isinstance(leaf, nn.Parameter))
 
 
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Exchange no gradients between ranks in backward passes inside a ``with`` block.
+
+    On each rank torch adds them up on the device, in the parameters' dtype, as under DDP's
+    ``no_sync``; the next pass outside exchanges the sums. That is another order of additions than
+    that of passes which all exchange. On one rank, and for whole models, it changes nothing.
+    """
+    return engine_of(model).no_sync()
+
+
 def gathered(
     what: nn.Module | nn.Parameter | Iterable[nn.Parameter], *, write: bool = False
 ) -> AbstractContextManager[None]:

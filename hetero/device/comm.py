@@ -44,31 +44,52 @@ class Node(Protocol):
         """Let go of the other ranks."""
 
 
+class Addends(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> tuple[list[bytes], list[torch.Tensor]]:
+        """Return every rank's row, and the bytes that it has for this one; blocks.
+
+        They are valid until the exchange after the next begins.
+        """
+
+
 class Comm(Protocol):
-    """The ranks that share one model. Buffers are 1-D uint8 tensors, held until a call's ticket
-    was waited for; ``what`` names a call in errors."""
+    """The ranks that share one model. Buffers are 1-D uint8 tensors on HOST or, of `gather`, where
+    frames are; ``what`` names a call in errors."""
 
     rank: int
     size: int
 
-    def gather(self, whole: torch.Tensor, what: str) -> Ticket:
-        """Begin to fill ``whole`` in place: rank r has the r-th of ``size`` equal parts."""
+    @property
+    def node(self) -> Node | None:
+        """Where ranks read each other's homes; None if they gather."""
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str) -> Ticket:
-        """Begin to send the r-th of ``size`` equal parts to rank r, and to receive one from it."""
+    def gather(self, whole: torch.Tensor, what: str) -> Ticket:
+        """Begin to fill ``whole`` in place: rank r has the r-th of ``size`` equal parts. It is held
+        until the ticket was waited for."""
+
+    def wait(self, ticket: Ticket) -> None:
+        """Block until a gather is over; raises RankLost if it never will be."""
 
     def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
         """Fill ``value``, of which rank r has bytes [cuts[r], cuts[r + 1]); blocks."""
 
+    def outbox(self, n_bytes: int) -> torch.Tensor:
+        """Return the memory of the next exchange: the r-th of ``size`` equal parts is for rank r.
+
+        The exchange before the last one was waited for.
+        """
+
+    def exchange(self, row: bytes, what: str) -> Addends:
+        """Begin to send the outbox, and a row that all ranks get."""
+
     def agree(self, row: bytes, what: str) -> list[bytes]:
         """Return the rows of all ranks, of any length; blocks."""
 
-    def wait(self, ticket: Ticket) -> None:
-        """Block until a call that was begun is over; raises RankLost if it never will be."""
-
-    def open_node(self, layout: Any) -> Node | None:
-        """Return the memory that all ranks share, for homes of a `Layout`; None if they are not on
-        one machine. Collective."""
+    def nearer(self, layout: Any) -> Comm:
+        """Return what joins the ranks from here on, if they find that they share a machine and may
+        read each other's homes of a `Layout`; else this one. Collective."""
 
     def close(self) -> None:
         """Give up groups and connections; no call is under way."""
@@ -79,22 +100,26 @@ class Alone:
 
     rank = 0
     size = 1
+    node = None
 
     def gather(self, whole: torch.Tensor, what: str) -> Ticket:
         return DONE
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str) -> Ticket:
-        received.copy_(sent)
-        return DONE
+    def wait(self, ticket: Ticket) -> None: ...
 
     def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None: ...
+
+    def outbox(self, n_bytes: int) -> torch.Tensor:
+        raise AssertionError("a rank that is alone exchanges nothing")
+
+    def exchange(self, row: bytes, what: str) -> Addends:
+        raise AssertionError("a rank that is alone exchanges nothing")
 
     def agree(self, row: bytes, what: str) -> list[bytes]:
         return [row]
 
-    def wait(self, ticket: Ticket) -> None: ...
-
-    def open_node(self, layout: Any) -> None: ...
+    def nearer(self, layout: Any) -> Comm:
+        return self
 
     def close(self) -> None: ...
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from hetero.device import Device
-from hetero.device.comm import ALONE_COMM, Comm, Node
+from hetero.device.comm import ALONE_COMM, Comm
 from hetero.io import align_up
 from hetero.memory import shown
 from hetero.memory.codec import EXACT
@@ -47,10 +47,9 @@ class HomeStore:
         places: HomePlaces | None = None,
         pool: Pool | None = None,
         comm: Comm = ALONE_COMM,
-        node: Node | None = None,
     ) -> None:
         self._comm = comm
-        self._node = node
+        self._node = comm.node
         self._device = device
         self._ledger = ledger
         self._charged: dict[tuple[str, int], tuple[Tier, Kind, int]] = {}
@@ -62,6 +61,10 @@ class HomeStore:
         self.pool: Pool | NoPool = pool or NoPool()
         self.homes: dict[tuple[str, int], Home] = {}
         self.before_use: Callable[[], None] = noop  # called before the user reads or writes a state
+
+    def reserve(self, kind: Kind, n_bytes: int, what: str) -> None:
+        """Charge HOST memory that lives as long as the homes."""
+        self._ledger.charge(Tier.HOST, kind, n_bytes, what)
 
     @property
     def tier(self) -> Tier:
@@ -192,8 +195,6 @@ class HomeStore:
         return self._comm.size > 1 and self._node is None
 
     def close(self) -> None:
-        if self._node is not None:
-            self._node.close()
         self._comm.close()
         for home in self.homes.values():
             home.close()

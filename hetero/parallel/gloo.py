@@ -16,15 +16,17 @@ import torch
 import torch.distributed as dist
 
 from hetero.device import Ticket
-from hetero.device.comm import Node
-from hetero.errors import DivergenceError, RankLost
+from hetero.device.comm import Addends, Comm
+from hetero.errors import RankLost
 from hetero.memory.layout import Layout
+from hetero.parallel.board import SAID_BYTES, check_calls
+from hetero.parallel.neighbours import Neighbours
 from hetero.parallel.node import open_node
 from hetero.types import Lane
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
-SAID_BYTES = 96
-"""Of a call's name, in the row by which ranks compare their calls."""
+ROW_BYTES = 128
+"""Of a row that goes along with a call's name; longer ones go by themselves."""
 POLL_SECONDS = (0.0, 0.0, 0.0001, 0.001)
 """Between looks at a call that is under way; the last one repeats."""
 
@@ -44,6 +46,8 @@ class CommTicket(Ticket):
 class Gloo:
     """The ranks of a process group, joined by groups of gloo of our own.
 
+    Frames lie in RAM.
+
     Args:
         ranks: of the default group; None: all. Every rank of that group makes this object.
         timeout_seconds: after which a rank that does not answer is lost.
@@ -57,6 +61,7 @@ class Gloo:
         *,
         one_sided: bool = True,
     ) -> None:
+        self.node = None
         self._one_sided = one_sided
         members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
         self.rank = members.index(dist.get_rank())
@@ -68,6 +73,8 @@ class Gloo:
             dist.new_group(members, timeout=allowed, backend="gloo") for _ in range(2)
         )
         self._n_calls = 0
+        self._outbox = self._inbox = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._sent_bytes = 0
 
     def gather(self, whole: torch.Tensor, what: str) -> Ticket:
         self._meet(f"{what}: {whole.numel()} bytes")
@@ -75,11 +82,6 @@ class Gloo:
         mine = whole[self.rank * each : (self.rank + 1) * each]
         work = all_gather(whole, mine, group=self._bytes, async_op=True)
         return CommTicket(work, what, (whole, mine))
-
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, what: str) -> Ticket:
-        self._meet(f"{what}: {sent.numel()} bytes")
-        work = dist.all_to_all_single(received, sent, group=self._bytes, async_op=True)
-        return CommTicket(work, what, (received, sent))
 
     def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
         self._meet(f"{what}: {value.numel()} bytes")
@@ -89,23 +91,35 @@ class Gloo:
                 work = dist.broadcast(part, self._ranks[rank], group=self._bytes, async_op=True)
                 self.wait(CommTicket(work, what, (part,)))
 
+    def outbox(self, n_bytes: int) -> torch.Tensor:
+        if self._outbox.numel() < n_bytes:
+            self._outbox, self._inbox = (
+                torch.empty(n_bytes, dtype=torch.uint8, device="cpu") for _ in range(2)
+            )
+        self._sent_bytes = n_bytes
+        return self._outbox[:n_bytes]
+
+    def exchange(self, row: bytes, what: str) -> Addends:
+        rows = self._meet(what, row)
+        if not any(map(any, rows)):
+            return GlooAddends(self, None, rows, [])
+        n_bytes = self._sent_bytes
+        sent, received = self._outbox[:n_bytes], self._inbox[:n_bytes]
+        work = dist.all_to_all_single(received, sent, group=self._bytes, async_op=True)
+        ticket = CommTicket(work, what, (received, sent))
+        return GlooAddends(self, ticket, rows, list(received.view(self.size, -1)))
+
     def agree(self, row: bytes, what: str) -> list[bytes]:
-        sizes = self._meet(what, len(row))
-        most = max(sizes)
-        if most == 0:
-            return [b""] * self.size
-        mine = torch.zeros(most, dtype=torch.uint8, device="cpu")
-        mine[: len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8) if row else mine[:0]
-        rows = self._collect(mine, what)
-        return [rows[r][:size] for r, size in enumerate(sizes)]
+        return self._meet(what, row)
 
     def wait(self, ticket: Ticket) -> None:
         if isinstance(ticket, CommTicket) and not ticket.done:
             self._poll(ticket.work, ticket.what)
             ticket.done, ticket.held = True, ()
 
-    def open_node(self, layout: Layout) -> Node | None:
-        return open_node(self, layout, self._timeout) if self._one_sided else None
+    def nearer(self, layout: Layout) -> Comm:
+        node = open_node(self, layout, self._timeout) if self._one_sided else None
+        return self if node is None else Neighbours(self, node)
 
     def close(self) -> None:
         for group in (self._bytes, self._control):
@@ -114,17 +128,23 @@ class Gloo:
 
     # -- meetings --------------------------------------------------------------------------------
 
-    def _meet(self, what: str, number: int = 0) -> list[int]:
-        """Compare what all ranks are about to do; return each one's ``number``."""
+    def _meet(self, what: str, row: bytes = b"") -> list[bytes]:
+        """Compare what all ranks are about to do; return each one's row."""
         self._n_calls += 1
-        said = what.encode()[:SAID_BYTES].ljust(SAID_BYTES)
-        head = b"".join(n.to_bytes(8, "little") for n in (self._n_calls, number))
-        row = torch.frombuffer(bytearray(head + said), dtype=torch.uint8)
-        rows = self._collect(row, what)
-        calls = [(int.from_bytes(each[:8], "little"), each[16:].rstrip().decode()) for each in rows]
-        if len(set(calls)) > 1:
-            raise diverged(calls)
-        return [int.from_bytes(each[8:16], "little") for each in rows]
+        said, short = what.encode()[:SAID_BYTES], row if len(row) <= ROW_BYTES else b""
+        numbers = b"".join(n.to_bytes(8, "little") for n in (self._n_calls, len(row)))
+        head = numbers + said.ljust(SAID_BYTES) + short.ljust(ROW_BYTES, b"\0")
+        heads = self._collect(torch.frombuffer(bytearray(head), dtype=torch.uint8), what)
+        end = 16 + SAID_BYTES
+        check_calls([(number(each), each[16:end].rstrip().decode()) for each in heads])
+        sizes = [number(each[8:]) for each in heads]
+        if max(sizes) <= ROW_BYTES:
+            return [each[end : end + size] for each, size in zip(heads, sizes, strict=True)]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        if row:
+            mine[: len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        rows = self._collect(mine, what)
+        return [each[:size] for each, size in zip(rows, sizes, strict=True)]
 
     def _collect(self, mine: torch.Tensor, what: str) -> list[bytes]:
         rows = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device="cpu")
@@ -152,11 +172,21 @@ class Gloo:
         )
 
 
-def diverged(calls: Sequence[tuple[int, str]]) -> DivergenceError:
-    """Return the error of ranks that are about to do different things."""
-    rows = "; ".join(f"rank {r}: call {n}, {what}" for r, (n, what) in enumerate(calls))
-    return DivergenceError(
-        f"ranks that share a model go different ways ({rows})",
-        advice="all ranks must call the model, read weights and gradients, and step alike; a weight"
-        " that one rank reads alone is read by all: call the same lines on every rank",
-    )
+class GlooAddends:
+    """What an exchange of gloo's brings."""
+
+    def __init__(
+        self, comm: Gloo, ticket: CommTicket | None, rows: list[bytes], parts: list[torch.Tensor]
+    ) -> None:
+        self._comm = comm
+        self._ticket = ticket
+        self._found = rows, parts
+
+    def wait(self) -> tuple[list[bytes], list[torch.Tensor]]:
+        if self._ticket is not None:
+            self._comm.wait(self._ticket)
+        return self._found
+
+
+def number(raw: bytes) -> int:
+    return int.from_bytes(raw[:8], "little")

@@ -11,10 +11,8 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import select
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -28,17 +26,20 @@ import torch
 from hetero.crc import crc32
 from hetero.device import Slab
 from hetero.device.comm import Comm
-from hetero.errors import RankLost
 from hetero.memory.layout import Layout
+from hetero.parallel.board import Board, Entries, Watch
 
 TOKEN_BYTES = 16
 MOST_FILES = 64
 WIDTH = 4
-"""Bytes that a file has for an element, at least."""
-PAUSES_SECONDS = (0.0, 0.0001, 0.001)
-"""Between looks at another rank's counter; the last one repeats."""
-LOOKS = 64
-"""At a counter, before the pause grows, and between looks whether its rank lives."""
+"""Bytes that a file of homes has for an element, at least."""
+OUTBOX, MAIL = "outbox", "mail"
+BOXES = 2
+"""Exchanges that use an outbox in turn: one is read while the next is filled."""
+LETTERS = 4
+"""Calls that use a mail box in turn. At most one exchange is under way between two calls that all
+join, so that a rank that writes a letter knows that the one before the last was read."""
+LETTER_BYTES = 2**26
 
 
 class Told(NamedTuple):
@@ -52,18 +53,21 @@ class Told(NamedTuple):
 
 
 class Control:
-    """A rank's control block: a token, its files by name, and a counter a bucket."""
+    """A rank's control block: a token, its files by name, a counter a bucket, and its board."""
 
     def __init__(self, memory: mmap.mmap, pid: int, n_buckets: int) -> None:
         self.pid = pid
-        numbers: npt.NDArray[np.int64] = np.frombuffer(memory, np.int64, offset=TOKEN_BYTES)
+        numbers: npt.NDArray[np.int64] = np.frombuffer(
+            memory, np.int64, 2 * MOST_FILES + n_buckets, TOKEN_BYTES
+        )
         self.files = numbers[: 2 * MOST_FILES].reshape(MOST_FILES, 2)
         """Rows of a name's number, and the descriptor of its file plus 1."""
-        self.counts = numbers[2 * MOST_FILES : 2 * MOST_FILES + n_buckets]
+        self.counts = numbers[2 * MOST_FILES :]
+        self.entries = Entries(memory, TOKEN_BYTES + numbers.nbytes)
 
     @staticmethod
     def size_bytes(n_buckets: int) -> int:
-        return TOKEN_BYTES + 8 * (2 * MOST_FILES + n_buckets)
+        return TOKEN_BYTES + 8 * (2 * MOST_FILES + n_buckets) + Entries.size_bytes()
 
     def file(self, name: str) -> int | None:
         """Return the descriptor of a name's file; None if there is none yet."""
@@ -71,6 +75,12 @@ class Control:
             if fd and number == number_of(name):
                 return int(fd) - 1
         return None
+
+    def has_file(self, name: str) -> bool:
+        return self.file(name) is not None
+
+    def has_made(self, bucket: int, n_changes: int) -> bool:
+        return bool(self.counts[bucket] >= n_changes)
 
     def add(self, name: str, fd: int) -> None:
         """Tell the others of a file."""
@@ -84,64 +94,72 @@ def number_of(name: str) -> int:
 
 
 class SharedNode:
-    """This rank's homes, and those of the others."""
+    """This rank's homes, outbox and board, and those of the others."""
 
     def __init__(
-        self,
-        rank: int,
-        layout: Layout,
-        controls: Sequence[Control],
-        timeout_seconds: float,
+        self, rank: int, layout: Layout, controls: Sequence[Control], timeout_seconds: float
     ) -> None:
         self.is_open = False
         self._rank = rank
         self._controls = controls
-        self._timeout = timeout_seconds
         self._begun: Counter[int] = Counter()
         width = max([WIDTH, *(bucket.dtype.itemsize for bucket in layout.buckets)])
         spans = (pages(max(1, bucket.numel * width)) for bucket in layout.buckets)
         *self._starts, self._end = accumulate(spans, initial=0)
+        self._box_bytes = pages(outbox_bytes(layout))
         self._files: dict[str, int] = {}
         self._maps: dict[tuple[str, int], mmap.mmap] = {}
-        self._lives = [os.pidfd_open(control.pid) for control in controls]
-        self._gone = select.poll()
-        for other, handle in enumerate(self._lives):
-            if other != rank:
-                self._gone.register(handle, select.POLLIN)
+        self._watch = Watch(rank, [control.pid for control in controls], timeout_seconds)
+        entries = [control.entries for control in controls]
+        self.board = Board(rank, entries, self._watch, self._letter)
 
     # -- memory ----------------------------------------------------------------------------------
 
     def slab(self, name: str, bucket: int, n_bytes: int) -> Slab:
         """Return this rank's memory for the home of a name, of which others see a share."""
-        if name not in self._files:
-            fd = self._files[name] = os.memfd_create(f"hetero-{name}")
-            os.ftruncate(fd, max(self._end, mmap.PAGESIZE))
-            self._maps[name, self._rank] = mmap.mmap(fd, 0)
-            self._controls[self._rank].add(name, fd)
-        memory = self._maps[name, self._rank]
-        return Slab(
-            n_bytes, self._piece(memory, bucket, n_bytes), memory, first=self._starts[bucket]
-        )
+        memory, at = self._file(f"home {name}", self._rank, self._end), self._starts[bucket]
+        return Slab(n_bytes, piece(memory, at, n_bytes), memory, first=at)
 
     def memory(self, name: str, bucket: int, rank: int, n_bytes: int) -> torch.Tensor:
         """Return the bytes of another rank's home, of which its share is there; blocks until that
         rank has made it."""
-        if (name, rank) not in self._maps:
-            control = self._controls[rank]
-            self._wait_until(lambda: control.file(name) is not None, rank, f"home of {name!r}")
-            try:
-                fd = os.open(f"/proc/{control.pid}/fd/{control.file(name)}", os.O_RDWR)
-            except OSError:
-                raise self._lost(f"home of {name!r}", rank, "its process ended") from None
-            try:
-                self._maps[name, rank] = mmap.mmap(fd, 0)
-            finally:
-                os.close(fd)
-        return self._piece(self._maps[name, rank], bucket, n_bytes)
+        return piece(self._file(f"home {name}", rank, self._end), self._starts[bucket], n_bytes)
 
-    def _piece(self, memory: mmap.mmap, bucket: int, n_bytes: int) -> torch.Tensor:
-        at = self._starts[bucket]
-        return torch.frombuffer(memory, dtype=torch.uint8, count=max(1, n_bytes), offset=at)
+    def outbox(self, rank: int, number: int) -> torch.Tensor:
+        """Return the memory from which a rank's exchange of a number is read."""
+        memory = self._file(OUTBOX, rank, BOXES * self._box_bytes)
+        return piece(memory, number % BOXES * self._box_bytes, self._box_bytes)
+
+    def _letter(self, rank: int, number: int) -> memoryview:
+        memory = self._file(MAIL, rank, LETTERS * LETTER_BYTES)
+        at = number % LETTERS * LETTER_BYTES
+        return memoryview(memory)[at : at + LETTER_BYTES]
+
+    def _file(self, name: str, rank: int, n_bytes: int) -> mmap.mmap:
+        """Return the mapping of a rank's file, made if it is this rank's."""
+        if (name, rank) not in self._maps:
+            found = self._made(name, n_bytes) if rank == self._rank else self._seen(name, rank)
+            self._maps[name, rank] = found
+        return self._maps[name, rank]
+
+    def _made(self, name: str, n_bytes: int) -> mmap.mmap:
+        fd = self._files[name] = os.memfd_create(f"hetero-{name}")
+        os.ftruncate(fd, max(n_bytes, mmap.PAGESIZE))
+        made = mmap.mmap(fd, 0)
+        self._controls[self._rank].add(name, fd)
+        return made
+
+    def _seen(self, name: str, rank: int) -> mmap.mmap:
+        control = self._controls[rank]
+        self._watch.until(partial(control.has_file, name), rank, name)
+        try:
+            fd = os.open(f"/proc/{control.pid}/fd/{control.file(name)}", os.O_RDWR)
+        except OSError:
+            raise self._watch.lost(rank, name, "its process ended") from None
+        try:
+            return mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
 
     # -- changes ---------------------------------------------------------------------------------
 
@@ -156,51 +174,37 @@ class SharedNode:
     def is_current(self, bucket: int) -> bool:
         """Whether all ranks have made the changes that this one has begun."""
         begun = self._begun[bucket]
-        return all(control.counts[bucket] >= begun for control in self._controls)
+        return all(control.has_made(bucket, begun) for control in self._controls)
 
     def wait(self, bucket: int) -> None:
         """Block until they have; raises RankLost for a rank that died, or takes too long."""
         begun = self._begun[bucket]
         for rank, control in enumerate(self._controls):
-            done = partial(has_made, control.counts, bucket, begun)
-            self._wait_until(done, rank, f"share of bucket {bucket}")
-
-    def _wait_until(self, is_true: Callable[[], bool], rank: int, what: str) -> None:
-        began, looks = time.monotonic(), 0
-        while not is_true():
-            looks += 1
-            if looks % LOOKS == 0 and (dead := self._dead()) is not None:
-                raise self._lost(what, dead, "its process ended")
-            if time.monotonic() - began > self._timeout:
-                raise self._lost(what, rank, f"no change for {self._timeout:.0f} s")
-            time.sleep(PAUSES_SECONDS[min(looks // LOOKS, len(PAUSES_SECONDS) - 1)])
-
-    def _dead(self) -> int | None:
-        ended = {handle for handle, _ in self._gone.poll(0)}
-        return next((rank for rank, handle in enumerate(self._lives) if handle in ended), None)
-
-    def _lost(self, what: str, rank: int, why: str) -> RankLost:
-        return RankLost(
-            f"rank {self._rank} waits for rank {rank}'s {what}: {why}",
-            advice="look at the first error of any rank: it says why that rank left",
-        )
+            done = partial(control.has_made, bucket, begun)
+            self._watch.until(done, rank, f"the share of bucket {bucket}")
 
     def close(self) -> None:
         """Let go of the other processes; memory goes with the last tensor in it."""
-        for handle in (*self._lives, *self._files.values()):
+        self._watch.close()
+        for handle in self._files.values():
             os.close(handle)
-        self._lives.clear()
         self._files.clear()
         self._maps.clear()
 
 
-def has_made(counts: npt.NDArray[np.int64], bucket: int, n_changes: int) -> bool:
-    return bool(counts[bucket] >= n_changes)
+def piece(memory: mmap.mmap, start: int, n_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8, count=max(1, n_bytes), offset=start)
 
 
 def pages(n_bytes: int) -> int:
     """Round up to whole pages."""
     return -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def outbox_bytes(layout: Layout) -> int:
+    """Return the bytes of the largest bucket's gradients, as they leave."""
+    trained = (bucket for bucket in layout.buckets if bucket.trainable)
+    return max((b.n_shares * b.share_numel * b.dtype.itemsize for b in trained), default=1)
 
 
 def open_node(comm: Comm, layout: Layout, timeout_seconds: float) -> SharedNode | None:

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("accelerate")
 
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
 from hetero.integrations.accelerate import HeteroAccelerator
 from tests.ranks.harness import run_ranks
 from tests.ranks.models import Net
@@ -29,6 +31,9 @@ def data() -> TensorDataset:
 def shared(rank: int, folder: Path) -> dict[str, Any]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", WORLD_SIZE="2")
     os.environ["ACCELERATE_USE_CPU"] = "true"
+    PartialState._shared_state.clear()  # of the process that this one was forked from
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
     accelerator = HeteroAccelerator(hetero_plugin={**SETTINGS, "mesh": "world"}, cpu=True)
     torch.manual_seed(rank)
     model = Net()

@@ -52,6 +52,7 @@ def trained(n_ranks: int, *args: Any) -> list[Found]:
     return run_ranks(n_ranks, by_halves, n_ranks, *args)
 
 
+@pytest.mark.campaign(seconds=8)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 4), (4, 2)])
 def test_what_ranks_saved_others_go_on_with(

@@ -36,7 +36,7 @@ def test_ranks_are_micro_batches(
         assert found.status.evictions >= 3 or settings is not TIGHT
 
 
-@pytest.mark.campaign(seconds=10)
+@pytest.mark.campaign(seconds=8)
 @pytest.mark.parametrize("frozen", ["keep", "int8", "nf4"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("n_ranks", [2, 4])

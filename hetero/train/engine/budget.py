@@ -23,7 +23,6 @@ from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.check import pages, tables
 from hetero.train.engine.hbm_homes import first_homes, total_bytes
 from hetero.train.engine.spill import Spill, draw_spill, draw_way, passing_bytes
-from hetero.train.gradients.exchange import exchange_bytes
 from hetero.types import format_bytes
 
 CUDA_SHARE = 0.95  # of free HBM, when no budget is given
@@ -157,7 +156,6 @@ def decide(
     """
     tensors = (*model.buffers(), *(param for _, param in tables(model)))
     buffers = sum(map(bytes_of, tensors)) + plan.workspace_bytes(is_cuda=device.is_cuda)
-    buffers += exchange_bytes(plan.layout)
     memory = available(model, config, device, plan, buffers)
     stays = stays_resident(plan, memory.hbm, is_cuda=device.is_cuda)
     slack = max(0, (free_hbm(model, device) or 0) - (memory.hbm or 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -111,6 +111,11 @@ class Engine:
         most = self.setup.config.max_grad_norm
         if self.optimizer is not None and most is not None:
             self.optimizer.clip_grad_norm_(most)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Exchange no gradients of passes inside."""
+        trained = self.residence.trained
+        return nullcontext() if trained is None else trained.grads.no_sync()
 
     def restate(self) -> None:
         """Begin the event log anew, with the present state as its beginning."""

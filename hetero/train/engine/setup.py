@@ -144,6 +144,7 @@ def set_up(
     for folder in open_folders(config, device, tuning):  # validate nvme= even if nothing spills
         folder.close()
     budget = decide(model, config, device, blueprint, tuning.extent_numel)
+    comm = comm.nearer(blueprint.layout)
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
     log = EventLog(device.clock)
     ledger = Ledger(budgets, log)
@@ -184,9 +185,7 @@ def open_store(
     """Return the store of homes, with files for those that HOST does not hold."""
     spill = budget.spill
     if spill is None:
-        node = comm.open_node(budget.plan.layout)
-        places = HomePlaces(stays=budget.stays)
-        return HomeStore(device, ledger, places=places, comm=comm, node=node)
+        return HomeStore(device, ledger, places=HomePlaces(stays=budget.stays), comm=comm)
     return_large_blocks()
     ledger.charge(Tier.HOST, Kind.POOL, spill.pool_bytes, "memory for homes on disk")
     pool = tuning.open_pool(

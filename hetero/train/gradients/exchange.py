@@ -21,7 +21,7 @@ from itertools import groupby
 import torch
 
 from hetero.device import Device, Ticket
-from hetero.device.comm import Comm
+from hetero.device.comm import Addends, Comm
 from hetero.memory.home import Home
 from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.memory.link import Link
@@ -34,9 +34,7 @@ class Flight:
     """One bucket's exchange that is under way."""
 
     bucket: Bucket
-    ticket: Ticket
-    there: Sequence[bytes]
-    """By rank: which gradients of the bucket it has, a byte each."""
+    addends: Addends
     unscale: float
 
 
@@ -50,15 +48,16 @@ class Sum:
     """Whether it adds to what an earlier pass left at home."""
 
 
+SUM_NUMEL = 2**18
 Open = Callable[[Segment], bool]
 """Prepares a gradient for a sum; returns whether it adds to an earlier one."""
 
 
 def exchange_bytes(layout: Layout) -> int:
-    """Return the HBM of the buffers: what is sent and received, and two runs in the sum's dtype."""
+    """Return the HOST memory in which addends leave, and in which others' arrive or the next ones
+    leave meanwhile."""
     shares = [b for b in layout.buckets if b.trainable and b.n_shares > 1]
-    wire = max((b.n_shares * b.share_numel * b.dtype.itemsize for b in shares), default=0)
-    return 2 * wire + 2 * max((b.share_numel * sum_dtype(b).itemsize for b in shares), default=0)
+    return 2 * max((b.n_shares * b.share_numel * b.dtype.itemsize for b in shares), default=0)
 
 
 def sum_dtype(bucket: Bucket) -> torch.dtype:
@@ -101,7 +100,6 @@ class Exchange:
         self._next = 0
         self._addends: dict[int, dict[int, torch.Tensor]] = {b.id: {} for b in self._order}
         self._flight: Flight | None = None
-        self._buffers: tuple[torch.Tensor, ...] | None = None
 
     def add(self, segment: Segment, grad: torch.Tensor) -> None:
         """Take an addend of this rank's, in the parameter's own strides."""
@@ -133,95 +131,80 @@ class Exchange:
     # -- one bucket ------------------------------------------------------------------------------
 
     def _begin(self, bucket: Bucket) -> None:
-        self._finish()  # its buffers are free then
+        self._finish()
         mine = self._addends[bucket.id]
-        what = f"gradients of bucket {bucket.id}"
+        n_bytes = bucket.n_shares * bucket.share_numel * bucket.dtype.itemsize
+        box = self._comm.outbox(n_bytes).view(bucket.dtype)
+        landed = [
+            self._go_down(bucket, box[segment.offset : segment.end], mine[segment.position])
+            for segment in bucket.segments
+            if segment.position in mine
+        ]
+        for ticket in landed:
+            self._link.sync(ticket, kind=Kind.GRAD, bucket=bucket.id)
         here = bytes(segment.position in mine for segment in bucket.segments)
-        there = self._comm.agree(here, what)
-        self._next += 1
-        if not any(map(any, there)):
-            return
-        sent, received = (wire.view(bucket.dtype) for wire in self._wires(bucket))
-        for segment in bucket.segments:
-            if segment.position in mine:
-                sent[segment.offset : segment.end].copy_(row(mine[segment.position]))
         mine.clear()
-        ticket = self._comm.exchange(received.view(torch.uint8), sent.view(torch.uint8), what)
-        n_bytes = (bucket.n_shares - 1) * bucket.share_numel * bucket.dtype.itemsize
-        self._link.count(Lane.REDUCE, n_bytes, kind=Kind.GRAD, bucket=bucket.id, why="gradient")
-        self._flight = Flight(bucket, ticket, there, self.unscale)
+        self._next += 1
+        addends = self._comm.exchange(here, f"gradients of bucket {bucket.id}")
+        self._flight = Flight(bucket, addends, self.unscale)
+
+    def _go_down(self, bucket: Bucket, place: torch.Tensor, grad: torch.Tensor) -> Ticket:
+        """Queue the copy of an addend into the outbox."""
+        return self._link.move(
+            *(Lane.D2H, place.view(torch.uint8), row(grad).view(torch.uint8)),
+            kind=Kind.GRAD,
+            after=(self._device.mark(),),
+            bucket=bucket.id,
+            why="gradient",
+        )
 
     def _finish(self) -> None:
         """Sum the addends of the exchange under way."""
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        self._comm.wait(flight.ticket)
+        there, parts = flight.addends.wait()
         bucket = flight.bucket
-        present = [s for s in bucket.segments if any(have[s.position] for have in flight.there)]
-        sums = [self._sum_of(segment, flight) for segment in present]
+        present = [s for s in bucket.segments if any(have[s.position] for have in there)]
+        if not present:
+            return
+        n_bytes = (bucket.n_shares - 1) * bucket.share_numel * bucket.dtype.itemsize
+        self._link.count(Lane.REDUCE, n_bytes, kind=Kind.GRAD, bucket=bucket.id, why="gradient")
+        sums = [self._sum_of(segment, bucket, there) for segment in present]
         home = self._home(bucket)
         home.begin_change()
         for each in merged([found for found in sums if found is not None]):
-            self._sum(flight, each)
+            self._sum(flight, each, parts)
         home.end_change()
         for segment in present:
             self._closed(segment)
 
-    def _sum_of(self, segment: Segment, flight: Flight) -> Sum | None:
+    def _sum_of(self, segment: Segment, bucket: Bucket, there: Sequence[bytes]) -> Sum | None:
         """Return the sum of a gradient's part in this rank's share; None if there is none."""
         goes_on = self._opens(segment)
-        share = flight.bucket.share(self._comm.rank)
-        run = overlap(slice(segment.offset, segment.end), share)
-        ranks = tuple(r for r, have in enumerate(flight.there) if have[segment.position])
+        run = overlap(slice(segment.offset, segment.end), bucket.share(self._comm.rank))
+        ranks = tuple(r for r, have in enumerate(there) if have[segment.position])
         return Sum(run, ranks, goes_on) if run.start < run.stop else None
 
-    def _sum(self, flight: Flight, each: Sum) -> None:
-        bucket, run = flight.bucket, each.run
-        share, dtype = bucket.share(self._comm.rank), sum_dtype(bucket)
-        n_bytes = (run.stop - run.start) * dtype.itemsize
-        total, addend = (piece[:n_bytes].view(dtype) for piece in self._made()[2:])
-        at_home = self._home(bucket).part(run).view(torch.uint8)
-        if each.goes_on:
-            self._move(Lane.H2D, total.view(torch.uint8), at_home, bucket)
-        received = self._wires(bucket)[1].view(bucket.dtype)
+    def _sum(self, flight: Flight, each: Sum, parts: Sequence[torch.Tensor]) -> None:
+        bucket, run, first = flight.bucket, each.run, each.run.start
+        start, total = bucket.share(self._comm.rank).start, self._home(bucket).part(run)
+        factors = [f for f in (flight.unscale, 1 / self._comm.size) if f != 1.0]
         for number, rank in enumerate(each.ranks):
-            at = rank * bucket.share_numel - share.start
-            part = received[at + run.start : at + run.stop]
-            target = total if number == 0 and not each.goes_on else addend
-            target.copy_(part)
-            if flight.unscale != 1.0:
-                target.mul_(flight.unscale)
-            target.mul_(1 / self._comm.size)
-            if target is addend:
-                total.add_(addend)
-        self._move(Lane.D2H, at_home, total.view(torch.uint8), bucket)
+            values = parts[rank][: bucket.share_numel * bucket.dtype.itemsize].view(bucket.dtype)
+            for at in range(first, run.stop, SUM_NUMEL):  # a piece and its addend stay in the cache
+                end = min(at + SUM_NUMEL, run.stop)
+                here, addend = total[at - first : end - first], values[at - start : end - start]
+                if number == 0 and not each.goes_on:
+                    scaled(here.copy_(addend), factors)
+                else:
+                    here.add_(scaled(addend.to(here.dtype, copy=True), factors))
 
-    def _move(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, bucket: Bucket) -> None:
-        """Copy between the device and a home, in order of compute."""
-        ticket = self._link.move(
-            *(lane, target, source),
-            kind=Kind.GRAD,
-            after=(self._device.mark(),),
-            bucket=bucket.id,
-            why="gradient",
-        )
-        wait = self._link.wait if lane is Lane.H2D else self._link.sync
-        wait(ticket, kind=Kind.GRAD, bucket=bucket.id)
 
-    def _wires(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what a bucket's exchange sends and receives."""
-        n_bytes = bucket.n_shares * bucket.share_numel * bucket.dtype.itemsize
-        sent, received, *_ = self._made()
-        return sent[:n_bytes], received[:n_bytes]
-
-    def _made(self) -> tuple[torch.Tensor, ...]:
-        if self._buffers is None:
-            both = 2 * max(b.share_numel * sum_dtype(b).itemsize for b in self._order)
-            wire = (exchange_bytes(self._layout) - both) // 2
-            sizes = (wire, wire, both // 2, both // 2)
-            self._buffers = tuple(self._device.arena(n).carve(0, n) for n in sizes)
-        return self._buffers
+def scaled(values: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+    for factor in factors:
+        values.mul_(factor)
+    return values
 
 
 def merged(sums: Sequence[Sum]) -> Iterator[Sum]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from hetero.device import Ticket
 from hetero.device.comm import Comm
 from hetero.errors import StateError
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.link import Link
-from hetero.train.gradients.exchange import Exchange
+from hetero.train.gradients.exchange import Exchange, exchange_bytes
 from hetero.train.gradients.homes import shaped
 from hetero.train.gradients.slot import (
     NONE,
@@ -27,6 +29,7 @@ from hetero.train.gradients.slot import (
 from hetero.train.gradients.store import GradStore, assert_dense
 from hetero.train.model.binding import get_grad
 from hetero.train.model.host_work import host_work
+from hetero.types import Kind
 
 
 class Unsummed:
@@ -56,6 +59,11 @@ class SharedGradStore(GradStore):
     def __init__(self, *args: Any, comm: Comm, link: Link, **named: Any) -> None:
         super().__init__(*args, **named)
         self._comm = comm
+        self._keeps = False
+        self._kept: dict[int, None] = {}  # parameters whose ``p.grad`` is of this rank alone
+        self._addends: dict[int, torch.Tensor] = {}  # of no_sync, to gradients that are home
+        n_bytes = exchange_bytes(self._layout)
+        self.homes.store.reserve(Kind.GRAD, n_bytes, "gradients on their way between ranks")
         self._exchange = Exchange(
             self._layout,
             comm,
@@ -87,7 +95,12 @@ class SharedGradStore(GradStore):
                 " and another one arrives, to be summed over ranks",
                 advice="clone gradients that are kept: p.grad.clone()",
             )
-        self._exchange.add(segment, shaped(segment, grad.clone(), segment.spec.dtype))
+        before = self._addends.pop(segment.index, None)
+        grad = grad.clone() if before is None else before.add_(grad)
+        if self._keeps:
+            self._addends[segment.index] = grad
+        else:
+            self._exchange.add(segment, shaped(segment, grad, segment.spec.dtype))
 
     def _keep_graph(self, index: int) -> None:
         raise StateError(
@@ -97,18 +110,67 @@ class SharedGradStore(GradStore):
         )
 
     def flush_pending(self) -> None:
+        if self._keeps:
+            return
         super().flush_pending()
         with host_work():
             self._exchange.unscale = self.scaling.unscale
             self._exchange.advance()
 
     def pass_ended(self) -> None:
+        if self._keeps:
+            return
+        self._pending.update(self._kept)  # that this pass did not come to
+        self._kept.clear()
+        super().flush_pending()
         with host_work():
+            for index, grad in self._addends.items():
+                self._exchange.add(self._layout.home[index][1], grad)
+            self._addends.clear()
             self._exchange.finish_pass()
+
+    def finish(self) -> None:
+        alive = [i for i in self._kept if get_grad(self._params[i]) is not None]
+        if alive or self._addends:
+            name = self._layout.home[next(iter((*alive, *self._addends)))][1].spec.name
+            raise StateError(
+                f"a step, and this rank alone has all of the gradient of {name!r}: no backward pass"
+                " outside of no_sync followed",
+                advice="leave hetero.no_sync for the last backward pass before a step",
+            )
+        self._kept.clear()
+        super().finish()
 
     def reset(self) -> None:
         self._exchange.forget()
+        self._kept.clear()
+        self._addends.clear()
         super().reset()
+
+    # -- passes that exchange nothing ------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients of passes inside on this rank, where torch adds them up."""
+        before, self._keeps = self._keeps, True
+        try:
+            yield
+        finally:
+            self._keeps = before
+
+    def arriving(self, index: int) -> None:
+        if not self._keeps and index not in self._kept:
+            super().arriving(index)
+
+    def arrived(self, param: nn.Parameter) -> None:
+        super().arrived(param)
+        index = self._index[id(param)]
+        if self._keeps:
+            del self._pending[index]
+            if not isinstance(get_grad(param), LazyGrad):
+                self._kept[index] = None
+        else:
+            self._kept.pop(index, None)
 
     # -- norms -----------------------------------------------------------------------------------
 

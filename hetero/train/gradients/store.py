@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -146,6 +147,10 @@ class GradStore:
 
     def pass_ended(self) -> None:
         """A backward pass is over, and its gradients were flushed."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep gradients of passes inside from other ranks, of which there are none."""
+        return nullcontext()
 
     def _plain_grads(self, indices: Sequence[int]) -> list[torch.Tensor | None]:
         grads = get_grads([self._params[index] for index in indices])

@@ -1,0 +1,165 @@
+"""Numbered calls of the ranks of one machine, compared before any goes on (floor 3).
+
+A rank writes each call, with a row for the others, on its own board and reads theirs. It cannot get
+so far ahead that what others still read is overwritten: a call that all join ends when all made it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.errors import DivergenceError, RankLost
+
+SAID_BYTES, ROW_BYTES, HEAD_BYTES = 96, 400, 16
+ENTRY_BYTES = HEAD_BYTES + SAID_BYTES + ROW_BYTES
+N_ENTRIES = 64
+PAUSES_SECONDS = (0.0, 0.0001, 0.001)
+"""Between looks at another rank's memory; the last one repeats."""
+LOOKS = 64
+"""At it, before the pause grows, and between looks whether its rank lives."""
+
+
+class Watch:
+    """Waits for what other ranks write, as long as they live and the timeout has not passed."""
+
+    def __init__(self, rank: int, pids: Sequence[int], timeout_seconds: float) -> None:
+        self._rank = rank
+        self._timeout = timeout_seconds
+        self._lives = [os.pidfd_open(pid) for pid in pids]
+        self._gone = select.poll()
+        for other, handle in enumerate(self._lives):
+            if other != rank:
+                self._gone.register(handle, select.POLLIN)
+
+    def until(self, is_true: Callable[[], bool], rank: int, what: str) -> None:
+        """Block until something is true that a rank brings about; else raise RankLost."""
+        looks, began = 0, 0.0
+        while not is_true():
+            looks += 1
+            began = began or time.monotonic()
+            if looks % LOOKS == 0:
+                dead = self._dead()
+                if dead is not None and not is_true():
+                    raise self.lost(dead, what, "its process ended")
+                if time.monotonic() - began > self._timeout:
+                    raise self.lost(rank, what, f"nothing for {self._timeout:.0f} s")
+            time.sleep(PAUSES_SECONDS[min(looks // LOOKS, len(PAUSES_SECONDS) - 1)])
+
+    def _dead(self) -> int | None:
+        ended = {handle for handle, _ in self._gone.poll(0)}
+        return next((rank for rank, handle in enumerate(self._lives) if handle in ended), None)
+
+    def lost(self, rank: int, what: str, why: str) -> RankLost:
+        return RankLost(
+            f"rank {self._rank} waits for {what} of rank {rank}: {why}",
+            advice="look at the first error of any rank: it says why that rank left",
+        )
+
+    def close(self) -> None:
+        for handle in self._lives:
+            with suppress(OSError):
+                os.close(handle)
+        self._lives.clear()
+
+
+class Entries:
+    """One rank's board: how many calls it has made, and the last of them."""
+
+    def __init__(self, memory: mmap.mmap, start: int) -> None:
+        self._memory = memory
+        self._first = start + 8
+        self._made: npt.NDArray[np.int64] = np.frombuffer(memory, np.int64, 1, start)
+
+    @staticmethod
+    def size_bytes() -> int:
+        return 8 + N_ENTRIES * ENTRY_BYTES
+
+    @property
+    def n_calls(self) -> int:
+        return int(self._made[0])
+
+    def write(self, call: int, said: bytes, row: bytes, n_bytes: int) -> None:
+        at = self._first + call % N_ENTRIES * ENTRY_BYTES
+        head = call.to_bytes(8, "little") + n_bytes.to_bytes(8, "little")
+        entry = head + said.ljust(SAID_BYTES) + row
+        self._memory[at : at + len(entry)] = entry
+        self._made[0] = call
+
+    def read(self, call: int) -> tuple[int, str, int, bytes]:
+        """Return an entry: its call, what was said, the row's bytes, and the row if it is short."""
+        at = self._first + call % N_ENTRIES * ENTRY_BYTES
+        entry = self._memory[at : at + ENTRY_BYTES]
+        number, n_bytes = (int.from_bytes(entry[i : i + 8], "little") for i in (0, 8))
+        said = entry[HEAD_BYTES : HEAD_BYTES + SAID_BYTES].rstrip().decode(errors="replace")
+        row = entry[HEAD_BYTES + SAID_BYTES :][: min(n_bytes, ROW_BYTES)]
+        return number, said, n_bytes, row
+
+
+class Board:
+    """The boards of all ranks.
+
+    Args:
+        mail: returns the memory of a rank's long rows, by the rank and the number of its letter.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        entries: Sequence[Entries],
+        watch: Watch,
+        mail: Callable[[int, int], memoryview],
+    ) -> None:
+        self._rank = rank
+        self._entries = entries
+        self._watch = watch
+        self._mail = mail
+        self._n_letters = 0
+        self._letters: dict[int, int] = {}  # by call
+
+    def post(self, what: str, row: bytes) -> int:
+        """Make a call; return its number, to `join` it."""
+        mine = self._entries[self._rank]
+        call = mine.n_calls + 1
+        self._letters[call] = self._n_letters
+        self._n_letters += 1
+        if len(row) > ROW_BYTES:
+            self._mail(self._rank, self._letters[call])[: len(row)] = row
+            mine.write(call, what.encode()[:SAID_BYTES], b"", len(row))
+        else:
+            mine.write(call, what.encode()[:SAID_BYTES], row, len(row))
+        return call
+
+    def join(self, call: int) -> list[bytes]:
+        """Return the rows of all ranks once they have made a call; DivergenceError if they made
+        another one."""
+        letter = self._letters.pop(call)
+        _, said, _, _ = self._entries[self._rank].read(call)
+        found: list[tuple[int, str, int, bytes]] = []
+        for rank, entries in enumerate(self._entries):
+            self._watch.until(lambda e=entries: e.n_calls >= call, rank, said or "a call")  # type: ignore[misc]
+            found.append(entries.read(call))
+        check_calls([(number, what) for number, what, _, _ in found])
+        return [
+            row if n_bytes <= ROW_BYTES else bytes(self._mail(rank, letter)[:n_bytes])
+            for rank, (_, _, n_bytes, row) in enumerate(found)
+        ]
+
+
+def check_calls(calls: Sequence[tuple[int, str]]) -> None:
+    """Raise DivergenceError unless all ranks are about to do the same thing."""
+    if len(set(calls)) == 1:
+        return
+    rows = "; ".join(f"rank {r}: call {n}, {what}" for r, (n, what) in enumerate(calls))
+    raise DivergenceError(
+        f"ranks that share a model go different ways ({rows})",
+        advice="all ranks must step, clip, save, load and write weights alike: call the same lines"
+        " on every rank",
+    )

@@ -1,0 +1,84 @@
+"""Ranks of one machine, joined by memory that they share (floor 3).
+
+No bytes pass through a socket: rows of calls lie on boards, gradients in outboxes, where the others
+read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from hetero.device import Ticket
+from hetero.parallel.node import SharedNode
+
+if TYPE_CHECKING:
+    from hetero.device.comm import Addends, Comm
+
+
+class Neighbours:
+    """The ranks that share a model on one machine.
+
+    Args:
+        far: what joined them until now.
+    """
+
+    def __init__(self, far: Comm, node: SharedNode) -> None:
+        self.rank = far.rank
+        self.size = far.size
+        self.node = node
+        self._far = far
+        self._n_exchanges = 0
+        self._sent_bytes = 0
+
+    def gather(self, whole: torch.Tensor, what: str) -> Ticket:
+        raise AssertionError("ranks that read each other's homes gather nothing")
+
+    def wait(self, ticket: Ticket) -> None: ...
+
+    def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
+        raise AssertionError("ranks that read each other's homes complete nothing")
+
+    def outbox(self, n_bytes: int) -> torch.Tensor:
+        self._sent_bytes = n_bytes
+        return self.node.outbox(self.rank, self._n_exchanges)[:n_bytes]
+
+    def exchange(self, row: bytes, what: str) -> Addends:
+        call = self.node.board.post(f"{what}: {self._sent_bytes} bytes", row)
+        found = NearAddends(self, call, self._n_exchanges, self._sent_bytes // self.size)
+        self._n_exchanges += 1
+        return found
+
+    def agree(self, row: bytes, what: str) -> list[bytes]:
+        board = self.node.board
+        return board.join(board.post(what, row))
+
+    def nearer(self, layout: object) -> Comm:
+        return self
+
+    def close(self) -> None:
+        self.node.close()
+        self._far.close()
+
+
+class NearAddends:
+    """What an exchange brings: the parts of all outboxes that are for this rank.
+
+    The box of exchange n is filled again for n + 2. This rank does that once all have begun n + 1,
+    which they do after they have read n.
+    """
+
+    def __init__(self, comm: Neighbours, call: int, number: int, part_bytes: int) -> None:
+        self._comm = comm
+        self._call = call
+        self._number = number
+        self._part_bytes = part_bytes
+
+    def wait(self) -> tuple[list[bytes], list[torch.Tensor]]:
+        comm, n_bytes = self._comm, self._part_bytes
+        rows = comm.node.board.join(self._call)
+        here = slice(comm.rank * n_bytes, (comm.rank + 1) * n_bytes)
+        boxes = (comm.node.outbox(rank, self._number) for rank in range(comm.size))
+        return rows, [box[here] for box in boxes]

@@ -1,0 +1,107 @@
+"""Passes that exchange nothing: addends of a rank add up first, then rank by rank."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from hetero import StateError
+from tests.ranks.harness import outcomes, run_ranks
+from tests.ranks.models import Found, Run, assert_same, built, found, loss_of
+
+RUN = Run(settings={"device": "cpu:sim", "hbm": 120_000, "chunk_bytes": 1024})
+STEPS = 3
+PATTERNS = {
+    "last": (False, False, True),
+    "mixed": (True, False, True),
+    "skipping": (False, True),
+}
+"""Which passes of a step exchange."""
+
+
+def skips(run: Run, pattern: str) -> Run:
+    """In "skipping" a block gets its gradient in the pass that exchanges nothing alone."""
+    skipped = {(2 * step + 1, rank): 1 for step in range(STEPS) for rank in range(2)}
+    return Run(settings=run.settings, skips=skipped if pattern == "skipping" else {})
+
+
+def by_hand(pattern: str) -> Found:
+    run, syncs = skips(RUN, pattern), PATTERNS[pattern]
+    model, optimizer = built(run)
+    params, norms = list(model.parameters()), []
+    for step in range(STEPS):
+        local: list[dict[int, torch.Tensor]] = [{}, {}]
+        for number, is_synced in enumerate(syncs):
+            for rank in range(2):
+                loss = loss_of(model, run, len(syncs) * step + number, rank)
+                grads = torch.autograd.grad(loss, params, allow_unused=True)
+                for i, grad in enumerate(grads):
+                    if grad is not None:
+                        known = local[rank].get(i)
+                        local[rank][i] = grad if known is None else known.add_(grad)
+            for i, param in enumerate(params):
+                for mine in local if is_synced else ():
+                    if i in mine:
+                        grad = mine.pop(i) * (1 / 2)
+                        param.grad = grad if param.grad is None else param.grad.add_(grad)
+        norms.append(float(nn.utils.clip_grad_norm_(params, 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found(model, optimizer, norms)
+
+
+def by_ranks(rank: int, pattern: str) -> Found:
+    run, syncs = skips(RUN, pattern), PATTERNS[pattern]
+    model, plain = built(run)
+    model, optimizer = hetero.prepare(model, plain, mesh="world", **run.settings)
+    norms = []
+    for step in range(STEPS):
+        for number, is_synced in enumerate(syncs):
+            with nullcontext() if is_synced else hetero.no_sync(model):
+                loss_of(model, run, len(syncs) * step + number, rank).backward()
+        norms.append(float(optimizer.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = found(model, optimizer, norms)
+    hetero.release(model, optimizer)
+    return state
+
+
+@pytest.mark.parametrize("pattern", list(PATTERNS))
+def test_addends_of_a_rank_add_up_before_they_are_exchanged(pattern: str) -> None:
+    expected = by_hand(pattern)
+    for each in run_ranks(2, by_ranks, pattern):
+        assert_same(each, expected)
+
+
+def never_synced(rank: int) -> Any:
+    model, plain = built(RUN)
+    model, optimizer = hetero.prepare(model, plain, mesh="world", **RUN.settings)
+    with hetero.no_sync(model):
+        loss_of(model, RUN, 0, rank).backward()
+    optimizer.step()
+
+
+def test_a_step_of_gradients_that_were_never_exchanged_is_an_error() -> None:
+    for each in outcomes(2, never_synced):
+        assert isinstance(each.error, StateError) and "no_sync" in str(each.error), each.text
+
+
+def test_on_one_rank_it_changes_nothing() -> None:
+    run = Run(settings={"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024})
+    weights = []
+    for context in (nullcontext, None):
+        model, plain = built(run)
+        model, optimizer = hetero.prepare(model, plain, **run.settings)
+        for micro in range(3):
+            with hetero.no_sync(model) if context is None else context():
+                loss_of(model, run, micro, 0).backward()
+        optimizer.step()
+        hetero.release(model, optimizer)
+        weights.append(found(model, plain, []))
+    assert_same(*weights)
