@@ -23,6 +23,7 @@ from benchmarks import (
     placement,
     plan,
     plugin,
+    ranks,
     scale,
     update,
 )
@@ -103,6 +104,10 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "placement": placement.placement,
     "plugin": plugin.plugin,
     "scale": scale.scale,
+    "ranks-equal": ranks.equal,
+    "ranks-memory": ranks.memory,
+    "ranks-step": ranks.step,
+    "roll-call": ranks.roll_call,
 }
 
 

@@ -78,7 +78,11 @@ def prepare_tuned(
     device = open_device(config.device)
     tuning = tuning or Tuning()
     check_device(device, config)
-    comm = open_comm(config.mesh, config.timeout_seconds, one_sided=tuning.one_sided)
+    comm = open_comm(
+        *(config.mesh, config.timeout_seconds),
+        one_sided=tuning.one_sided,
+        averages=tuning.averages,
+    )
     blueprint = draw(model, inner, config, device, comm.size)
     check_codes(model, blueprint.layout)
     if comm.size > 1:

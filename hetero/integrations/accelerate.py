@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from hetero.api import backward, engine_of, prepare, release
+from hetero.api import backward, engine_of, prepare_tuned, release
 from hetero.checkpoint.save import KINDS, STATES, save_latest
 from hetero.config import Config, Settings
 from hetero.errors import ConfigError, StateError
@@ -27,10 +27,13 @@ from hetero.integrations.prepared import is_prepared, load_states, plain_again, 
 from hetero.parallel.mesh import REPLICATE, SHARD, sizes_of
 from hetero.train.access.hooks import before_next_forward
 from hetero.train.engine.replicas import Replicas, open_group
+from hetero.train.engine.tuning import Tuning
 from hetero.train.update.optimizer import Optimizer
 
 FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
 SETTINGS = "HETERO_CONFIG"
+AVERAGED = Tuning(averages=True)
+"""Whole models of several processes are averaged here."""
 PART = "hetero_{}"  # a model's checkpoint, in a directory of accelerate's
 OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
@@ -196,7 +199,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         if to_train:
             self._waiting[id(model)] = UnpairedModel(self, model)
         else:
-            prepare(model, config=self.hetero_config)
+            prepare_tuned(model, None, self.hetero_config, AVERAGED)
 
     @property
     def _averages(self) -> bool:
@@ -221,7 +224,8 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             if params & {id(p) for p in waiting.model.parameters()}:
                 waiting.over()
                 prepared: Optimizer
-                _, prepared = prepare(waiting.model, optimizer, config=self.hetero_config)
+                config = self.hetero_config
+                _, prepared = prepare_tuned(waiting.model, optimizer, config, AVERAGED)
                 return prepared
         raise ConfigError(
             "the optimizer is of no model that was given to prepare",
@@ -392,7 +396,7 @@ class UnpairedModel:
     def computes(self) -> None:
         """Prepare the model for inference: a forward came before the optimizer."""
         self.over()
-        prepare(self.model, config=self._accelerator.hetero_config)
+        prepare_tuned(self.model, None, self._accelerator.hetero_config, AVERAGED)
 
 
 class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types

@@ -16,13 +16,16 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 AXES = (REPLICATE, SHARD)
 
 
-def open_comm(mesh: Any, timeout_seconds: float, *, one_sided: bool = True) -> Comm:
+def open_comm(
+    mesh: Any, timeout_seconds: float, *, one_sided: bool = True, averages: bool = False
+) -> Comm:
     """Return the ranks with which this one shares its homes; collective if they are several.
 
     Args:
         mesh: as `Config.mesh`.
         timeout_seconds: after which a rank that does not answer is lost.
         one_sided: whether ranks of one machine may read each other's shares.
+        averages: whether the caller averages gradients of ranks that each keep a whole model.
 
     Raises ConfigError for a mesh that is not of the process group's size, or without such a group;
     and without a mesh in a group of several ranks, which would each train alone.
@@ -33,8 +36,8 @@ def open_comm(mesh: Any, timeout_seconds: float, *, one_sided: bool = True) -> C
             raise ConfigError(
                 f"this process is one of {world} ranks, and mesh= is not set: each would train"
                 " alone",
-                advice="share the model with mesh='world', or average whole models that each rank"
-                f" keeps with mesh={{'{REPLICATE}': {world}}}",
+                advice="share the model with mesh='world'; HeteroAccelerator averages whole models"
+                " that each rank keeps",
             )
         return ALONE_COMM
     if not world:
@@ -45,6 +48,12 @@ def open_comm(mesh: Any, timeout_seconds: float, *, one_sided: bool = True) -> C
         )
     sizes = sizes_of(mesh, world)
     if sizes[SHARD] == 1:
+        if world > 1 and not averages:
+            raise ConfigError(
+                f"mesh={mesh!r}: nothing would average the gradients of {world} whole models",
+                advice="share the model with mesh='world', or let HeteroAccelerator prepare it,"
+                " which averages",
+            )
         return ALONE_COMM
     return Gloo(None, timeout_seconds, one_sided=one_sided)
 

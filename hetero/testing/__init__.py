@@ -1,1 +1,1 @@
-"""Fakes for tests; no other module of the package imports them."""
+"""Fakes and forks for tests and benchmarks; no other module of the package imports them."""

@@ -16,7 +16,7 @@ pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from hetero.integrations.accelerate import HeteroAccelerator
-from tests.ranks.harness import run_ranks
+from hetero.testing.ranks import run_ranks
 from tests.ranks.models import Net
 
 STEPS = 6

@@ -15,8 +15,9 @@ from torch import nn
 
 import hetero
 from hetero import ConfigError, DivergenceError, StateError
+from hetero.api import engine_of
 from hetero.errors import RankLost
-from tests.ranks.harness import Died, outcomes, run_ranks
+from hetero.testing.ranks import Died, outcomes, run_ranks
 from tests.ranks.models import OPTIMIZERS, Net, Run, assert_same, built, by_ranks, by_torch, found
 from tests.ranks.models import loss_of as loss_at
 
@@ -142,6 +143,42 @@ def test_the_first_ranks_values_count() -> None:
         assert all(torch.equal(value, expected[name]) for name, value in each.weights.items())
 
 
+class Backwards(Net):
+    """Registers its modules in an order that is not that of their use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("first", "last", "norm", "blocks"):
+            self._modules[name] = self._modules.pop(name)
+
+
+def exchanges(rank: int) -> list[str]:
+    model = Backwards()
+    plain = OPTIMIZERS["adamw"](model.parameters())
+    model, optimizer = hetero.prepare(model, plain, mesh="world", **TIGHT)
+    said = []
+    comm = engine_of(model).setup.comm
+    exchange, now = comm.exchange, 0
+
+    def heard(row: bytes, what: str) -> Any:
+        said.append(f"{now} {what}")
+        return exchange(row, what)
+
+    comm.exchange = heard  # type: ignore[method-assign]
+    for now in range(2):
+        loss_at(model, RUN, now, rank).backward()
+        optimizer.step()
+    names = {b.id: b.segments[0].spec.name for b in engine_of(model).setup.buckets}
+    return [f"{what.split()[0]} {names[int(what.split()[-1])]}" for what in said]
+
+
+def test_from_the_second_step_on_gradients_leave_in_the_order_in_which_they_are_complete() -> None:
+    for said in run_ranks(2, exchanges):
+        second = [name for name in said if name.startswith("1 ")]
+        assert second[0] == "1 last.weight" and second[-1] == "1 first.weight"
+        assert said[0] != "0 last.weight"
+
+
 # -- an error on all -----------------------------------------------------------------------------
 
 
@@ -230,6 +267,10 @@ def another_size(rank: int) -> None:
     hetero.prepare(Net(), mesh={"dp_shard": 3}, **TIGHT)
 
 
+def nobody_averages(rank: int) -> None:
+    hetero.prepare(Net(), mesh={"dp_replicate": 2}, **TIGHT)
+
+
 def early(rank: int) -> None:
     prepared(updates="backward")
 
@@ -238,6 +279,7 @@ REFUSALS = {
     whole_rule: "needs whole tensors",
     no_mesh: "each would train alone",
     another_size: "is of 3 ranks; there are 2",
+    nobody_averages: "nothing would average",
     early: "gradients are summed when backward is over",
 }
 

@@ -10,7 +10,7 @@ import torch
 
 import hetero
 from hetero import CheckpointError, DivergenceError
-from tests.ranks.harness import outcomes, run_ranks
+from hetero.testing.ranks import outcomes, run_ranks
 from tests.ranks.models import Found, Run, assert_same, built, by_torch, found, loss_of
 
 TIGHT: dict[str, Any] = {"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024}

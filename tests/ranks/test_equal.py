@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.harness import run_ranks
+from hetero.testing.ranks import run_ranks
 from tests.ranks.models import OPTIMIZERS, Run, assert_same, by_one_rank, by_ranks, by_torch
 
 TIGHT = {"device": "cpu:sim", "hbm": 50_000, "chunk_bytes": 1024}

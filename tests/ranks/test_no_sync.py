@@ -11,7 +11,7 @@ from torch import nn
 
 import hetero
 from hetero import StateError
-from tests.ranks.harness import outcomes, run_ranks
+from hetero.testing.ranks import outcomes, run_ranks
 from tests.ranks.models import Found, Run, assert_same, built, found, loss_of
 
 RUN = Run(settings={"device": "cpu:sim", "hbm": 120_000, "chunk_bytes": 1024})

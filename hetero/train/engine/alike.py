@@ -76,8 +76,8 @@ def check_device(device: Device, config: Config) -> None:
         raise ConfigError(
             "mesh= shares a model between ranks on CPUs; on CUDA devices it is not available in"
             " this version",
-            advice="use device='cpu', or whole models that are averaged: mesh={'dp_replicate': N}"
-            " with HeteroAccelerator",
+            advice="use device='cpu', or HeteroAccelerator without mesh=, which averages whole"
+            " models",
         )
 
 
@@ -96,8 +96,8 @@ def check_rule(plan: Blueprint, optimizer: torch.optim.Optimizer | None) -> None
         raise ConfigError(
             f"mesh= with {type(optimizer).__name__}, whose step needs whole tensors: ranks have"
             " shares of them",
-            advice="use an elementwise rule (AdamW, SGD, Lion ...), or whole models that are"
-            " averaged: mesh={'dp_replicate': N}",
+            advice="use an elementwise rule (AdamW, SGD, Lion ...), or HeteroAccelerator without"
+            " mesh=, which averages whole models",
         )
 
 

@@ -32,6 +32,8 @@ class Tuning:
     """Whether homes of a paged model may be on HBM; None: on CUDA they may."""
     activation_share: float | None = None
     """Share of the HBM for both that activations may take from homes; None: the best one."""
+    averages: bool = False
+    """Whether the caller averages the gradients of ranks that each keep a whole model."""
     one_sided: bool = True
     """Whether ranks of one machine read each other's shares; if not, they gather them."""
     native: bool = True

@@ -14,6 +14,7 @@ out.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -97,6 +98,7 @@ class Exchange:
         self._closed = closed
         # as backward comes to them if units were registered as they are called
         self._order = [b for b in reversed(layout.buckets) if b.trainable]
+        self._completed: list[int] | None = []  # buckets of the first pass, until it is over
         self._next = 0
         self._addends: dict[int, dict[int, torch.Tensor]] = {b.id: {} for b in self._order}
         self._flight: Flight | None = None
@@ -106,6 +108,9 @@ class Exchange:
         known = self._addends[self._layout.home[segment.index][0]]
         before = known.get(segment.position)
         known[segment.position] = grad if before is None else before.add_(grad)
+        bucket = self._layout.bucket(segment)
+        if self._completed is not None and self._expected(bucket) <= known.keys():
+            self._completed.append(bucket.id)
 
     def advance(self) -> None:
         """Begin the exchanges that are due."""
@@ -121,6 +126,17 @@ class Exchange:
             self._begin(self._order[self._next])
         self._finish()
         self._next = 0
+        self._learn()
+
+    def _learn(self) -> None:
+        """From the first pass on keep to the order in which the first rank completed buckets: one
+        that comes late holds up all that follow it."""
+        if self._completed is None:
+            return
+        completed, self._completed = self._completed, None
+        told = pickle.loads(self._comm.agree(pickle.dumps(completed), "the order of gradients")[0])
+        places = {bucket: place for place, bucket in reversed(list(enumerate(told)))}
+        self._order.sort(key=lambda bucket: places.get(bucket.id, len(told)))
 
     def forget(self) -> None:
         """Drop the addends of a pass that failed."""

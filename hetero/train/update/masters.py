@@ -114,11 +114,12 @@ class Masters:
         if value.dtype is self._working:
             if self._same(home, segment, value):
                 return  # the same weights: their masters stay
-            home.write(segment, value)
-            if segment.index in self._loaded:  # the difference belongs to the weights loaded next
-                self._loaded.discard(segment.index)
-            else:
-                self.reset(segment)
+            with home.changing(segment.spec.name):
+                home.write(segment, value)
+                if segment.index in self._loaded:  # the difference belongs to the weights loaded
+                    self._loaded.discard(segment.index)
+                else:
+                    self.reset(segment)
             return
         exact = home.empty(segment, torch.float32).copy_(value.detach())
         with home.changing(segment.spec.name):

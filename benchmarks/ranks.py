@@ -1,0 +1,202 @@
+"""What ranks that share one model cost, and whether they give the bits of one."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.engine import Figure, Figures, adamw
+from hetero.api import engine_of, prepare, release, status
+from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.testing.ranks import run_ranks
+
+SMALL = GPTConfig(width=64, layers=4, heads=4, context=32, checkpoint_blocks=False)
+MIDDLE = GPTConfig(width=256, layers=8, heads=8, context=64, checkpoint_blocks=False)
+LARGE = GPTConfig(width=480, layers=8, heads=8, context=128, checkpoint_blocks=False)
+
+
+def tokens(config: GPTConfig, step: int, rank: int, samples: int = 4) -> torch.Tensor:
+    dice = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, 256, (samples, config.context), generator=dice)
+
+
+def built(config: GPTConfig) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = GPT(config)
+    return model, adamw(model)
+
+
+# -- equal ---------------------------------------------------------------------------------------
+
+STEPS = 4
+
+
+def equal(device: str | None = None) -> Figures:
+    """Weights of N ranks against one process's N micro-batches, for budgets and chunk sizes."""
+    rows, settings = [], []
+    for hbm in (0.5, 1.0, 4.0):
+        for chunk_bytes in (1024, 8192):
+            settings.append({"chunk_bytes": chunk_bytes, "hbm": int(hbm * 2**20)})
+    for n_ranks in (1, 2, 3, 4):
+        expected = micro_batches(n_ranks)
+        same = 0
+        for given in settings:
+            found = run_ranks(n_ranks, _trained, {**given, "device": device or "cpu:sim"})
+            same += all(
+                torch.equal(each[name], value) for each in found for name, value in expected.items()
+            )
+        rows.append(Figure(f"N = {n_ranks}: equal", same / len(settings), "share", "==", 1.0))
+    return Figures(rows, {"settings": settings, "steps": STEPS})
+
+
+def micro_batches(n_ranks: int) -> dict[str, torch.Tensor]:
+    """Train in plain torch, with gradients summed in the order of ranks."""
+    model, optimizer = built(SMALL)
+    params = list(model.parameters())
+    for step in range(STEPS):
+        for rank in range(n_ranks):
+            batch = tokens(SMALL, step, rank)
+            for param, grad in zip(
+                params, torch.autograd.grad(model(batch, batch), params), strict=True
+            ):
+                grad = grad * (1 / n_ranks)
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
+        nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def _trained(rank: int, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model, plain = built(SMALL)
+    model, optimizer = prepare(model, plain, mesh="world", **settings)
+    for step in range(STEPS):
+        batch = tokens(SMALL, step, rank)
+        model(batch, batch).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    release(model, optimizer)
+    return dict(model.state_dict())
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def memory(device: str | None = None) -> Figures:
+    """HOST of a rank over that of one rank alone divided by the ranks: ledger, resident pages."""
+    alone = run_ranks(1, _held, device or "cpu:sim")[0]
+    rows = []
+    for n_ranks in (2, 4):
+        found = run_ranks(n_ranks, _held, device or "cpu:sim")
+        ledger = max(each["ledger"] for each in found) / (alone["ledger"] / n_ranks)
+        pages = sum(each["pages"] for each in found) / alone["pages"]
+        rows.append(Figure(f"N = {n_ranks}: ledger", ledger, "ratio", "<=", 1.03))
+        rows.append(Figure(f"N = {n_ranks}: pages", pages, "ratio", "<=", 1.08))
+    return Figures(rows, {"alone": alone})
+
+
+def _held(rank: int, device: str) -> dict[str, int]:
+    """Return what a rank's states take after three steps: as charged, and as resident."""
+    model, plain = built(LARGE)
+    several = dist.get_world_size() > 1
+    before = resident_bytes() - sum(param.nbytes for param in model.parameters())
+    settings = {"device": device, "hbm": "32MiB", "mesh": "world" if several else {"dp_shard": 1}}
+    model, optimizer = prepare(model, plain, **settings)
+    for step in range(3):
+        batch = tokens(LARGE, step, rank, 1)
+        model(batch, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    used = status(model).tiers["HOST"]["used"] or 0
+    return {"ledger": used, "pages": resident_bytes() - before}
+
+
+def resident_bytes() -> int:
+    """Return this process's part of the pages that it maps."""
+    rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(row.split()[1]) for row in rows if row.startswith("Pss:"))
+
+
+# -- step ----------------------------------------------------------------------------------------
+
+
+def step(device: str | None = None, pairs: int = 15) -> Figures:
+    """A step of two ranks over FSDP2's on gloo, where frames hold the whole model; paired."""
+    found = run_ranks(2, _paired, device or "cpu", pairs)
+    ratios = found[0]["ratios"]
+    rows = [Figure("hetero / FSDP2", statistics.median(ratios), "ratio", "<=", 1.0)]
+    return Figures(rows, found[0])
+
+
+def _paired(rank: int, device: str, pairs: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    plain, optimizer = built(LARGE)
+    theirs = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in theirs.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(theirs, mesh=mesh)
+    ours, optimizer = prepare(plain, optimizer, mesh="world", device=device, hbm="2GiB")
+    loops: list[tuple[Any, Any]] = [(theirs, adamw(theirs)), (ours, optimizer)]
+    took: list[list[float]] = [[], []]
+    for pair in range(pairs + 3):
+        for side in (0, 1) if pair % 2 else (1, 0):
+            dist.barrier()
+            began = time.perf_counter()
+            _step(*loops[side], pair, rank)
+            dist.barrier()
+            if pair >= 3:
+                took[side].append(time.perf_counter() - began)
+    ratios = [mine / other for other, mine in zip(*took, strict=True)]
+    return {"ratios": ratios, "fsdp2": took[0], "hetero": took[1]}
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, number: int, rank: int) -> None:
+    batch = tokens(LARGE, number, rank)
+    model(batch, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- the roll call -------------------------------------------------------------------------------
+
+
+def roll_call(device: str | None = None) -> Figures:
+    """A call that all ranks join, over a step of the quickstart's model; median of many."""
+    rows, detail = [], {}
+    for n_ranks in (2, 4):
+        found = run_ranks(n_ranks, _called)[0]
+        detail[n_ranks] = found
+        share = found["call"] / found["step"]
+        rows.append(Figure(f"{n_ranks} ranks: call / step", share, "share", "<=", 0.01))
+    return Figures(rows, {str(n): each for n, each in detail.items()})
+
+
+def _called(rank: int) -> dict[str, float]:
+    model, plain = built(MIDDLE)
+    model, optimizer = prepare(model, plain, mesh="world", device="cpu", hbm="1GiB")
+    comm = engine_of(model).setup.comm
+    steps, calls = [], []
+    for number in range(5):
+        began = time.perf_counter()
+        batch = tokens(MIDDLE, number, rank)
+        model(batch, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(time.perf_counter() - began)
+    for _ in range(200):
+        began = time.perf_counter()
+        comm.agree(b"x" * 200, "a roll call")
+        calls.append(time.perf_counter() - began)
+    return {"step": statistics.median(steps), "call": statistics.median(calls)}
