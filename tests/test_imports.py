@@ -455,7 +455,7 @@ RULES: dict[str, Rule] = {
     "plan never imports memory": plan_imports_memory,
     "memory never imports plan, torch.nn or torch.distributed": memory_imports_upwards,
     "only device names torch.cuda": names_cuda,
-    "only replicas, parallel, checkpoint and forks of tests name torch.distributed": names_distributed,
+    "only replicas, parallel, checkpoint, testing name torch.distributed": names_distributed,
     "only internals.py names what is private to torch": names_private_torch,
     "only crc.py names zlib's CRC-32, or zlib-ng": names_crc,
     "only tests name what is for tests": names_testing,
@@ -523,7 +523,7 @@ PLANTED: list[tuple[str, dict[str, str]]] = [
     ("only device names torch.cuda", {"api": "from torch import cuda"}),
     ("only device names torch.cuda", {"api": "import torch.cuda.nvtx"}),
     (
-        "only replicas, parallel, checkpoint and forks of tests name torch.distributed",
+        "only replicas, parallel, checkpoint, testing name torch.distributed",
         {"train.a": "import torch.distributed as dist"},
     ),
     ("only internals.py names what is private to torch", {"api": "import torch\ntorch._C.x()"}),

@@ -28,6 +28,7 @@ from hetero.device import Slab
 from hetero.device.comm import Comm
 from hetero.memory.layout import Layout
 from hetero.parallel.board import Board, Entries, Watch
+from hetero.train.gradients.exchange import exchange_bytes
 
 TOKEN_BYTES = 16
 MOST_FILES = 64
@@ -106,7 +107,7 @@ class SharedNode:
         width = max([WIDTH, *(bucket.dtype.itemsize for bucket in layout.buckets)])
         spans = (pages(max(1, bucket.numel * width)) for bucket in layout.buckets)
         *self._starts, self._end = accumulate(spans, initial=0)
-        self._box_bytes = pages(outbox_bytes(layout))
+        self._box_bytes = pages(exchange_bytes(layout) // BOXES)
         self._files: dict[str, int] = {}
         self._maps: dict[tuple[str, int], mmap.mmap] = {}
         self._watch = Watch(rank, [control.pid for control in controls], timeout_seconds)
@@ -199,12 +200,6 @@ def piece(memory: mmap.mmap, start: int, n_bytes: int) -> torch.Tensor:
 def pages(n_bytes: int) -> int:
     """Round up to whole pages."""
     return -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def outbox_bytes(layout: Layout) -> int:
-    """Return the bytes of the largest bucket's gradients, as they leave."""
-    trained = (bucket for bucket in layout.buckets if bucket.trainable)
-    return max((b.n_shares * b.share_numel * b.dtype.itemsize for b in trained), default=1)
 
 
 def open_node(comm: Comm, layout: Layout, timeout_seconds: float) -> SharedNode | None:

@@ -169,7 +169,8 @@ def exchanges(rank: int) -> list[str]:
         loss_at(model, RUN, now, rank).backward()
         optimizer.step()
     names = {b.id: b.segments[0].spec.name for b in engine_of(model).setup.buckets}
-    return [f"{what.split()[0]} {names[int(what.split()[-1])]}" for what in said]
+    begun = [what.split() for what in said if what.endswith(" from 0")]
+    return [f"{words[0]} {names[int(words[4])]}" for words in begun]
 
 
 def test_from_the_second_step_on_gradients_leave_in_the_order_in_which_they_are_complete() -> None:

@@ -18,6 +18,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -32,15 +33,16 @@ from hetero.types import Kind, Lane
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """One bucket's exchange that is under way."""
+    """One exchange that is under way: of the same elements of every share of a bucket."""
 
     bucket: Bucket
+    part: slice
+    """Of each share."""
     addends: Addends
     unscale: float
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
+class Sum(NamedTuple):
     """A run of this rank's share to which the same ranks add."""
 
     run: slice
@@ -50,6 +52,8 @@ class Sum:
 
 
 SUM_NUMEL = 2**18
+PARTS = 16  # exchanges of a bucket: buffers are small beside the states
+LEAST_PART, MOST_PART = 256, 2**20  # elements of each share in one of them
 Open = Callable[[Segment], bool]
 """Prepares a gradient for a sum; returns whether it adds to an earlier one."""
 
@@ -58,7 +62,12 @@ def exchange_bytes(layout: Layout) -> int:
     """Return the HOST memory in which addends leave, and in which others' arrive or the next ones
     leave meanwhile."""
     shares = [b for b in layout.buckets if b.trainable and b.n_shares > 1]
-    return 2 * max((b.n_shares * b.share_numel * b.dtype.itemsize for b in shares), default=0)
+    return 2 * max((b.n_shares * part_numel(b) * b.dtype.itemsize for b in shares), default=0)
+
+
+def part_numel(bucket: Bucket) -> int:
+    """Return the elements of each share that one exchange moves."""
+    return min(bucket.share_numel, max(LEAST_PART, min(-(-bucket.share_numel // PARTS), MOST_PART)))
 
 
 def sum_dtype(bucket: Bucket) -> torch.dtype:
@@ -102,6 +111,8 @@ class Exchange:
         self._next = 0
         self._addends: dict[int, dict[int, torch.Tensor]] = {b.id: {} for b in self._order}
         self._flight: Flight | None = None
+        self._present: list[Segment] = []  # of the bucket under way: those that any rank has
+        self._sums: list[Sum] = []  # and the sums of this rank's share
 
     def add(self, segment: Segment, grad: torch.Tensor) -> None:
         """Take an addend of this rank's, in the parameter's own strides."""
@@ -140,39 +151,53 @@ class Exchange:
 
     def forget(self) -> None:
         """Drop the addends of a pass that failed."""
-        self._next = 0
+        self._next, self._flight = 0, None
         for addends in self._addends.values():
             addends.clear()
 
     # -- one bucket ------------------------------------------------------------------------------
 
     def _begin(self, bucket: Bucket) -> None:
-        self._finish()
+        """Exchange a bucket part by part; the last one stays under way."""
         mine = self._addends[bucket.id]
-        n_bytes = bucket.n_shares * bucket.share_numel * bucket.dtype.itemsize
-        box = self._comm.outbox(n_bytes).view(bucket.dtype)
-        landed = [
-            self._go_down(bucket, box[segment.offset : segment.end], mine[segment.position])
-            for segment in bucket.segments
-            if segment.position in mine
-        ]
-        for ticket in landed:
-            self._link.sync(ticket, kind=Kind.GRAD, bucket=bucket.id)
         here = bytes(segment.position in mine for segment in bucket.segments)
+        size, step = bucket.share_numel, part_numel(bucket)
+        for start in range(0, size, step):
+            self._finish()
+            if start and not self._present:
+                break  # no rank has a gradient
+            part = slice(start, min(start + step, size))
+            self._go_down(bucket, part)
+            addends = self._comm.exchange(here, f"gradients of bucket {bucket.id} from {start}")
+            self._flight = Flight(bucket, part, addends, self.unscale)
         mine.clear()
         self._next += 1
-        addends = self._comm.exchange(here, f"gradients of bucket {bucket.id}")
-        self._flight = Flight(bucket, addends, self.unscale)
 
-    def _go_down(self, bucket: Bucket, place: torch.Tensor, grad: torch.Tensor) -> Ticket:
-        """Queue the copy of an addend into the outbox."""
-        return self._link.move(
-            *(Lane.D2H, place.view(torch.uint8), row(grad).view(torch.uint8)),
-            kind=Kind.GRAD,
-            after=(self._device.mark(),),
-            bucket=bucket.id,
-            why="gradient",
-        )
+    def _go_down(self, bucket: Bucket, part: slice) -> None:
+        """Copy a part of this rank's addends into the outbox."""
+        mine, numel = self._addends[bucket.id], part.stop - part.start
+        box = self._comm.outbox(bucket.n_shares * numel * bucket.dtype.itemsize).view(bucket.dtype)
+        landed: list[Ticket] = []
+        for rank in range(bucket.n_shares):
+            first = bucket.share(rank).start + part.start
+            for segment in bucket.segments:
+                run = overlap(slice(first, first + numel), slice(segment.offset, segment.end))
+                if segment.position not in mine or run.start >= run.stop:
+                    continue
+                at = rank * numel - first
+                target = box[at + run.start : at + run.stop].view(torch.uint8)
+                source = row(mine[segment.position])[segment.inside(run)].view(torch.uint8)
+                landed.append(
+                    self._link.move(
+                        *(Lane.D2H, target, source),
+                        kind=Kind.GRAD,
+                        after=(self._device.mark(),),
+                        bucket=bucket.id,
+                        why="gradient",
+                    )
+                )
+        for ticket in landed:
+            self._link.sync(ticket, kind=Kind.GRAD, bucket=bucket.id)
 
     def _finish(self) -> None:
         """Sum the addends of the exchange under way."""
@@ -180,20 +205,32 @@ class Exchange:
         if flight is None:
             return
         there, parts = flight.addends.wait()
-        bucket = flight.bucket
-        present = [s for s in bucket.segments if any(have[s.position] for have in there)]
-        if not present:
+        bucket, part = flight.bucket, flight.part
+        if part.start == 0:
+            self._open(bucket, there)
+        if not self._present:
             return
-        n_bytes = (bucket.n_shares - 1) * bucket.share_numel * bucket.dtype.itemsize
+        n_bytes = (bucket.n_shares - 1) * (part.stop - part.start) * bucket.dtype.itemsize
         self._link.count(Lane.REDUCE, n_bytes, kind=Kind.GRAD, bucket=bucket.id, why="gradient")
-        sums = [self._sum_of(segment, bucket, there) for segment in present]
-        home = self._home(bucket)
-        home.begin_change()
-        for each in merged([found for found in sums if found is not None]):
-            self._sum(flight, each, parts)
-        home.end_change()
-        for segment in present:
-            self._closed(segment)
+        first = bucket.share(self._comm.rank).start + part.start
+        values = [each.view(bucket.dtype) for each in parts]
+        for each in self._sums:
+            run = overlap(each.run, slice(first, first + part.stop - part.start))
+            if run.start < run.stop:
+                self._sum(flight, each._replace(run=run), values, first)
+        if part.stop == bucket.share_numel:
+            self._home(bucket).end_change()
+            for segment in self._present:
+                self._closed(segment)
+
+    def _open(self, bucket: Bucket, there: Sequence[bytes]) -> None:
+        """Begin the sums of a bucket, of which each rank tells which gradients it has."""
+        self._present = [s for s in bucket.segments if any(have[s.position] for have in there)]
+        if not self._present:
+            return
+        sums = [self._sum_of(segment, bucket, there) for segment in self._present]
+        self._sums = list(merged([found for found in sums if found is not None]))
+        self._home(bucket).begin_change()
 
     def _sum_of(self, segment: Segment, bucket: Bucket, there: Sequence[bytes]) -> Sum | None:
         """Return the sum of a gradient's part in this rank's share; None if there is none."""
@@ -202,15 +239,17 @@ class Exchange:
         ranks = tuple(r for r, have in enumerate(there) if have[segment.position])
         return Sum(run, ranks, goes_on) if run.start < run.stop else None
 
-    def _sum(self, flight: Flight, each: Sum, parts: Sequence[torch.Tensor]) -> None:
-        bucket, run, first = flight.bucket, each.run, each.run.start
-        start, total = bucket.share(self._comm.rank).start, self._home(bucket).part(run)
+    def _sum(self, flight: Flight, each: Sum, values: Sequence[torch.Tensor], start: int) -> None:
+        """Add a run; ``values`` of each rank are from element ``start`` of the bucket on."""
+        total, first = self._home(flight.bucket).part(each.run), each.run.start
         factors = [f for f in (flight.unscale, 1 / self._comm.size) if f != 1.0]
         for number, rank in enumerate(each.ranks):
-            values = parts[rank][: bucket.share_numel * bucket.dtype.itemsize].view(bucket.dtype)
-            for at in range(first, run.stop, SUM_NUMEL):  # a piece and its addend stay in the cache
-                end = min(at + SUM_NUMEL, run.stop)
-                here, addend = total[at - first : end - first], values[at - start : end - start]
+            for at in range(first, each.run.stop, SUM_NUMEL):  # an addend stays in the cache
+                end = min(at + SUM_NUMEL, each.run.stop)
+                here, addend = (
+                    total[at - first : end - first],
+                    values[rank][at - start : end - start],
+                )
                 if number == 0 and not each.goes_on:
                     scaled(here.copy_(addend), factors)
                 else:
