@@ -3,8 +3,10 @@ micro-batches, added up as `hetero.train.gradients.exchange` says."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +67,8 @@ class Run:
         default_factory=lambda: {"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024}
     )
     one_sided: bool = True
+    slow: int | None = None
+    """The rank whose updates take long."""
 
 
 def built(run: Run) -> tuple[Net, torch.optim.Optimizer]:
@@ -128,7 +132,9 @@ def by_ranks(rank: int, run: Run) -> Found:
 def _trained(run: Run, ranks: list[tuple[int, float]], mesh: str | None) -> Found:
     model, plain = built(run)
     config = Config.load(mesh=mesh, **run.settings)
-    _, optimizer = prepare_tuned(model, plain, config, Tuning(one_sided=run.one_sided))
+    late = partial(time.sleep, 0.03) if run.slow in [rank for rank, _ in ranks] else None
+    tuning = Tuning(one_sided=run.one_sided, pause=late)
+    _, optimizer = prepare_tuned(model, plain, config, tuning)
     norms = []
     for step in range(run.steps):
         for micro in range(step * run.passes, (step + 1) * run.passes):

@@ -66,6 +66,16 @@ def reads_everything(rank: int, model: Net, optimizer: Any, step: int) -> None:
         [v.clone() for s in optimizer.state_dict()["state"].values() for v in s.values()]
 
 
+def reads_late(rank: int, model: Net, optimizer: Any, step: int) -> None:
+    """While the others wait for this rank's step, and must not begin their updates."""
+    if rank == 0 and step == 2:
+        first, second = [], []
+        for found in (first, second):
+            found += [value.clone() for value in model.state_dict().values()]
+            time.sleep(0.2)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 HELD: list[Any] = []
 
 
@@ -84,13 +94,24 @@ def evaluates(rank: int, model: Net, optimizer: Any, step: int) -> None:
             model(torch.zeros(3, 10))
 
 
-ACTS = (prints_a_weight, reads_a_gradient, reads_everything, holds_a_view, is_slow, evaluates)
+ACTS = (
+    *(prints_a_weight, reads_a_gradient, reads_everything, reads_late),
+    *(holds_a_view, is_slow, evaluates),
+)
 
 
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 def test_what_one_rank_does_alone_changes_no_bit(act: Act) -> None:
     expected = by_torch(RUN, 2)
     for each in run_ranks(2, trained, act, {"hbm": 90_000 if act is holds_a_view else 60_000}):
+        assert_same(each, expected)
+
+
+@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
+def test_slow_updates_of_one_rank_change_no_bit(one_sided: bool) -> None:
+    run = replace(RUN, slow=1, one_sided=one_sided)
+    expected = by_torch(run, 2)
+    for each in run_ranks(2, by_ranks, run):
         assert_same(each, expected)
 
 
