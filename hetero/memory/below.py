@@ -56,6 +56,9 @@ class LocalBelow:
         copy.check_digest()
         replica.move(FILLING, UNDO if why == UNDO else "fetch")
         copy.fetched()
+        if not home.is_current:
+            with self._link.log.standing("ranks"):
+                home.wait_for_others()
         after, size = (*after, *home.written_at), home.item_dtype.itemsize
         items = home.items(0, bucket.segments[-1].end)
         try:
@@ -257,4 +260,5 @@ class SharedBelow(LocalBelow):
         )
 
     def _arrive(self, ticket: Ticket, replica: Replica) -> None:
-        self._comm.wait(ticket)
+        with self._link.log.standing("ranks"):
+            self._comm.wait(ticket)

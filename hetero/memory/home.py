@@ -178,6 +178,9 @@ class Home:
         """Whether other ranks have made the changes that this one has begun."""
         return True
 
+    def wait_for_others(self) -> None:
+        """Block until that is so."""
+
     def begin_change(self) -> None:
         """This rank begins a change that all ranks make."""
 

@@ -126,6 +126,9 @@ class NodeHome(ShareHome):
     def is_current(self) -> bool:
         return self._node.is_current(self._bucket)
 
+    def wait_for_others(self) -> None:
+        self._node.wait(self._bucket)
+
     def begin_change(self) -> None:
         self._node.begin(self._bucket)
 
@@ -149,7 +152,7 @@ class NodeHome(ShareHome):
     # -- what others keep ------------------------------------------------------------------------
 
     def parts(self, start: int, end: int, use: PinUse) -> Iterator[tuple[slice, torch.Tensor]]:
-        self._node.wait(self._bucket)
+        self.wait_for_others()
         for share, items in self._shares():
             run = overlap(slice(start, end), self.items(share.start, share.stop))
             if run.start < run.stop:
@@ -168,7 +171,7 @@ class NodeHome(ShareHome):
     def read(self, segment: Segment) -> torch.Tensor:
         value = self.empty(segment)
         flat = row(value)
-        self._node.wait(self._bucket)
+        self.wait_for_others()
         for share, items in self._shares():
             run = overlap(slice(segment.offset, segment.end), share)
             if run.start < run.stop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,13 @@ def open_comm(
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
     if mesh is None:
+        if not world and launched() > 1:
+            raise ConfigError(
+                f"this process was launched as one of {launched()} ranks, and there is no process"
+                " group: each would train alone",
+                advice="call torch.distributed.init_process_group() and set mesh='world'; commands"
+                " of hetero run on one rank; where ranks are to train apart, unset WORLD_SIZE",
+            )
         if world > 1:
             raise ConfigError(
                 f"this process is one of {world} ranks, and mesh= is not set: each would train"
@@ -56,6 +64,12 @@ def open_comm(
             )
         return ALONE_COMM
     return Gloo(None, timeout_seconds, one_sided=one_sided)
+
+
+def launched() -> int:
+    """Return the ranks that torchrun, or a launcher like it, has started; 1 without one."""
+    given = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
+    return int(given) if given.isdecimal() else 1
 
 
 def sizes_of(mesh: Any, world: int) -> dict[str, int]:

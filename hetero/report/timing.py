@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from hetero.events import Event, What
 from hetero.report.spans import Interval, Stack, stack
+from hetero.report.words import LANES
 
 BETWEEN = "between"
 WARMUP = 2  # steps: the first is traced, the second confirms it; from then on the plan works
@@ -111,7 +112,7 @@ def sums(steps: Iterable[StepTime]) -> dict[str, int]:
 
 
 PART_ORDER = ("compute", "wait", "rest", "step", "between")
-WITHIN = ("forward", "backward", "h2d", "d2h", "d2d", "read", "write", "update")
+WITHIN = ("forward", "backward", *LANES)
 
 
 def part_order(part: str) -> tuple[int, int, str]:

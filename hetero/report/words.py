@@ -4,12 +4,14 @@ from __future__ import annotations
 
 TIERS = ("HBM", "HOST", "NVME")
 TIER_LABELS = {"HBM": "HBM", "HOST": "HOST (page-locked)", "NVME": "NVMe"}
-LANES = ("h2d", "d2h", "d2d", "read", "write", "update")
-COPY_LANES = ("h2d", "d2h", "d2d", "read", "write")
+COPY_LANES = ("h2d", "d2h", "d2d", "gather", "reduce", "read", "write")
+LANES = (*COPY_LANES, "update")
 LANE_LABELS = {
     "h2d": "H2D",
     "d2h": "D2H",
     "d2d": "D2D",
+    "gather": "gather",
+    "reduce": "reduce",
     "read": "disk read",
     "write": "disk write",
     "update": "update",
@@ -69,6 +71,7 @@ SHORT_PARTS = {
     "wait_read": "wait disk read",
     "wait_write": "wait disk write",
     "wait_update": "wait update",
+    "wait_ranks": "wait ranks",
     "rest_forward": "rest of forward",
     "rest_backward": "rest of backward",
     "step": "optimizer step",
@@ -83,6 +86,7 @@ PART_NOTES = {
     "wait_read": "stands still for a read from disk",
     "wait_write": "stands still for a write to disk",
     "wait_update": "stands still for an update of the optimizer",
+    "wait_ranks": "stands still for other ranks: their updates, gradients, the roll call of a step",
     "rest_forward": "inside forward, in no unit: loss, glue, launching",
     "rest_backward": "inside backward, in no unit: loss, gradients on their way, glue",
     "step": "inside optimizer.step(), without its waits",
@@ -96,6 +100,7 @@ WAITED_FOR = {
     "wait_read": "reads from disk",
     "wait_write": "writes to disk",
     "wait_update": "updates of the optimizer",
+    "wait_ranks": "other ranks",
 }
 
 LIGHT = {"HBM": "#0072b2", "HOST": "#d55e00", "NVME": "#009e73"}
@@ -115,6 +120,7 @@ PART_COLOURS = {
     "wait_read": "#009e73",
     "wait_write": "#5cc9a7",
     "wait_update": "#d55e00",
+    "wait_ranks": "#e69f00",
     "rest": "#999999",
     "step": "#cc79a7",
     "between": "#bdbdbd",

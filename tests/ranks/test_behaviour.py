@@ -389,6 +389,15 @@ def test_a_rank_that_hangs_is_lost_after_the_timeout() -> None:
     assert isinstance(second, Died)
 
 
+def test_a_launched_rank_without_a_group_does_not_train_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="launched as one of 2 ranks"):
+        hetero.prepare(Net(), **TIGHT)
+
+
 def test_a_run_on_one_rank_of_a_group_is_that_run() -> None:
     run = replace(RUN, steps=2)
     (each,) = run_ranks(1, by_ranks, run)

@@ -136,8 +136,9 @@ class Paged:
         for bucket in self.setup.buckets:  # others may change their shares after the roll call
             self.manager.let_write(bucket.id)
         self.setup.saver.finish()  # a save on this rank reads them, too
-        gathers = self.setup.store.is_gathered
-        division = agreed_division(self.setup.comm, self.fitting.divide, is_common=gathers)
+        setup, gathers = self.setup, self.setup.store.is_gathered
+        divide = self.fitting.divide
+        division = agreed_division(setup.comm, divide, setup.log, is_common=gathers)
         self.activations.policies.update(division.policies)
         return division
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from hetero.device.comm import Comm
 from hetero.errors import OutOfMemory
+from hetero.events import EventLog
 from hetero.plan.division import Division
 
 
@@ -25,7 +26,9 @@ class Told(NamedTuple):
     """Message, advice and bytes of an OutOfMemory."""
 
 
-def agreed_division(comm: Comm, divide: Callable[[], Division], *, is_common: bool) -> Division:
+def agreed_division(
+    comm: Comm, divide: Callable[[], Division], log: EventLog, *, is_common: bool
+) -> Division:
     """Return the division of this rank, or one that all apply if it ``is_common``; OutOfMemory on
     all of them if one has no room."""
     error: OutOfMemory | None = None
@@ -34,7 +37,8 @@ def agreed_division(comm: Comm, divide: Callable[[], Division], *, is_common: bo
     except OutOfMemory as refused:
         error = refused
         mine = Told(None, (str(refused.args[0]), refused.advice, refused.needed_bytes))
-    rows = comm.agree(pickle.dumps(mine), "the division of HBM")
+    with log.standing("ranks"):
+        rows = comm.agree(pickle.dumps(mine), "the division of HBM")
     told: list[Any] = [pickle.loads(row) for row in rows]  # from ranks of this very program
     if error is not None:
         raise error

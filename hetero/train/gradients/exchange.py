@@ -204,7 +204,8 @@ class Exchange:
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        there, parts = flight.addends.wait()
+        with self._link.log.standing("ranks"):
+            there, parts = flight.addends.wait()
         bucket, part = flight.bucket, flight.part
         if part.start == 0:
             self._open(bucket, there)
