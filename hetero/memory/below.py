@@ -56,9 +56,9 @@ class LocalBelow:
         copy.check_digest()
         replica.move(FILLING, UNDO if why == UNDO else "fetch")
         copy.fetched()
-        if not home.is_current:
+        if not home.changes.are_made:
             with self._link.log.standing("ranks"):
-                home.wait_for_others()
+                home.changes.wait()
         after, size = (*after, *home.written_at), home.item_dtype.itemsize
         items = home.items(0, bucket.segments[-1].end)
         try:
@@ -165,7 +165,7 @@ class LocalBelow:
         copy.move(FILLING, "fetch")
         replica.move(FLUSHING, "flush")
         try:
-            with copy.home.changing(f"the weights of {copy.unit!r}"):
+            with copy.home.changes.meeting(f"the weights of {copy.unit!r}"):
                 yield
         except BaseException:
             copy.move(CLEAN, "fail")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 
 import torch
@@ -19,6 +18,7 @@ from hetero.crc import crc32
 from hetero.device import ALONE, Device, Slab, Ticket, release_slab, use_count
 from hetero.errors import ConfigError
 from hetero.internals import storage_uses
+from hetero.memory.changes import UNSEEN, Changes
 from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite
 from hetero.memory.extent import Extent, Extents, PinSpan, PinUse, Request
 from hetero.memory.layout import Bucket, Segment, row
@@ -114,6 +114,8 @@ class Home:
     """Items that enter and leave memory together."""
     kept = slice(0, sys.maxsize)
     """Elements that this rank keeps."""
+    changes: Changes = UNSEEN
+    """Those that several ranks make."""
     is_shared = False
     """Whether other ranks keep the rest, and may read this."""
 
@@ -171,26 +173,6 @@ class Home:
     def rewritten(self) -> None:
         """Compute has written its bytes."""
 
-    # -- changes on several ranks ----------------------------------------------------------------
-
-    @property
-    def is_current(self) -> bool:
-        """Whether other ranks have made the changes that this one has begun."""
-        return True
-
-    def wait_for_others(self) -> None:
-        """Block until that is so."""
-
-    def begin_change(self) -> None:
-        """This rank begins a change that all ranks make."""
-
-    def end_change(self) -> None:
-        """The change is made here."""
-
-    def changing(self, what: str) -> AbstractContextManager[None]:
-        """Let the user's code change it inside a block, on all ranks."""
-        return _NOTHING
-
     # -- its memory ------------------------------------------------------------------------------
 
     def part(self, run: slice) -> torch.Tensor:
@@ -200,12 +182,6 @@ class Home:
     def view(self, segment: Segment) -> torch.Tensor:
         """Return a segment's own tensor, the same object each time."""
         return self.views.segments[segment.position]
-
-    def memory(self, segment: Segment) -> torch.Tensor | None:
-        """Return the bytes of a segment's value, to read into; None if coded or not in RAM."""
-        if not self.shows or self.device.type != "cpu":
-            return None
-        return self._flat[segment.offset : segment.end].view(torch.uint8)
 
     def empty(self, segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return new memory for a segment's value, in the segment's strides."""
@@ -447,7 +423,11 @@ class DiskHome(Home):
         self._put(items.start, stage)
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+def memory_of(home: Home, segment: Segment) -> torch.Tensor | None:
+    """Return the bytes of a segment's value, to read into; None if coded or not in RAM."""
+    if not home.shows or home.device.type != "cpu":
+        return None
+    return home.part(slice(segment.offset, segment.end)).view(torch.uint8)
 
 
 def cut(start: int, end: int, size: int) -> Iterator[slice]:

@@ -119,7 +119,7 @@ class HomeCopy:
         """Whether a fetch would wait for an update or the disk; begins to read ahead."""
         if self.update is not None and (self.is_early or not self.update.done):
             return True
-        if not (resident or self.home.is_current):
+        if not (resident or self.home.changes.are_made):
             return True
         if resident or self.home.stays:
             return False

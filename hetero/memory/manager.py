@@ -273,7 +273,7 @@ class ChunkManager:
         self.finish_update(bucket_id)  # the last one, if nothing has needed the bucket since
         copy, replica = self.copies[bucket_id], self.replicas.get(bucket_id)
         copy.begin_update(work)
-        copy.home.begin_change()
+        copy.home.changes.begin()
         copy.hide()
         if copy.is_shown or (replica is not None and not replica.may_leave):
             self.finish_update(bucket_id)

@@ -7,12 +7,12 @@ on every rank; it has memory where this rank's share is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from hetero.crc import crc32
+from hetero.memory.changes import SharedChanges
 from hetero.memory.extent import PinUse
 from hetero.memory.home import Fill, Home
 from hetero.memory.layout import row
@@ -97,14 +97,9 @@ class ShareHome(Home):
 
 
 class NodeHome(ShareHome):
-    """A home whose other shares this rank reads where other processes of its machine keep them.
+    """A home whose other shares this rank reads where other processes of its machine keep them."""
 
-    Every rank makes the same changes to it. Each counts those that it has begun, and the others say
-    how many are done there: so a reader waits for the ranks that are behind. A change begins when
-    nobody reads: an optimizer's after the roll call of its step, a user's after a meeting.
-    """
-
-    __slots__ = ("_bucket", "_name", "_node", "_theirs")
+    __slots__ = ("_bucket", "_name", "_node", "_theirs", "changes")
     is_shared = True
 
     def __init__(
@@ -115,44 +110,20 @@ class NodeHome(ShareHome):
         self._name = name
         self._node = node
         self._bucket = bucket.id
+        self.changes = SharedChanges(comm, node, bucket.id)
         self._theirs: dict[int, torch.Tensor] = {comm.rank: self._flat}
 
     def discard(self) -> None:
         """Keep its memory: a slower rank may still read it."""
 
-    # -- changes ---------------------------------------------------------------------------------
-
-    @property
-    def is_current(self) -> bool:
-        return self._node.is_current(self._bucket)
-
-    def wait_for_others(self) -> None:
-        self._node.wait(self._bucket)
-
-    def begin_change(self) -> None:
-        self._node.begin(self._bucket)
-
-    def end_change(self) -> None:
-        self._node.changed(self._bucket)
-
-    @contextmanager
-    def changing(self, what: str) -> Iterator[None]:
-        if not self._node.is_open:
-            yield
-            return
-        self._comm.agree(b"", f"a write of {what}")
-        self.begin_change()
-        yield
-        self.end_change()
-
     def write_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
-        with self.changing(segment.spec.name):
+        with self.changes.meeting(segment.spec.name):
             super().write_run(segment, start, values)
 
     # -- what others keep ------------------------------------------------------------------------
 
     def parts(self, start: int, end: int, use: PinUse) -> Iterator[tuple[slice, torch.Tensor]]:
-        self.wait_for_others()
+        self.changes.wait()
         for share, items in self._shares():
             run = overlap(slice(start, end), self.items(share.start, share.stop))
             if run.start < run.stop:
@@ -171,7 +142,7 @@ class NodeHome(ShareHome):
     def read(self, segment: Segment) -> torch.Tensor:
         value = self.empty(segment)
         flat = row(value)
-        self.wait_for_others()
+        self.changes.wait()
         for share, items in self._shares():
             run = overlap(slice(segment.offset, segment.end), share)
             if run.start < run.stop:

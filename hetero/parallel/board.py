@@ -27,7 +27,7 @@ LOOKS = 64
 """At it, before the pause grows, and between looks whether its rank lives."""
 
 
-class Watch:
+class RankWatch:
     """Waits for what other ranks write, as long as they live and the timeout has not passed."""
 
     def __init__(self, rank: int, pids: Sequence[int], timeout_seconds: float) -> None:
@@ -114,7 +114,7 @@ class Board:
         self,
         rank: int,
         entries: Sequence[Entries],
-        watch: Watch,
+        watch: RankWatch,
         mail: Callable[[int, int], memoryview],
     ) -> None:
         self._rank = rank

@@ -27,7 +27,7 @@ from hetero.crc import crc32
 from hetero.device import Slab
 from hetero.device.comm import Comm
 from hetero.memory.layout import Layout
-from hetero.parallel.board import Board, Entries, Watch
+from hetero.parallel.board import Board, Entries, RankWatch
 from hetero.train.gradients.exchange import exchange_bytes
 
 TOKEN_BYTES = 16
@@ -43,7 +43,7 @@ join, so that a rank that writes a letter knows that the one before the last was
 LETTER_BYTES = 2**26
 
 
-class Told(NamedTuple):
+class Introduction(NamedTuple):
     """What a rank tells the others of itself."""
 
     machine: str
@@ -110,7 +110,7 @@ class SharedNode:
         self._box_bytes = pages(exchange_bytes(layout) // BOXES)
         self._files: dict[str, int] = {}
         self._maps: dict[tuple[str, int], mmap.mmap] = {}
-        self._watch = Watch(rank, [control.pid for control in controls], timeout_seconds)
+        self._watch = RankWatch(rank, [control.pid for control in controls], timeout_seconds)
         entries = [control.entries for control in controls]
         self.board = Board(rank, entries, self._watch, self._letter)
 
@@ -212,10 +212,12 @@ def open_node(comm: Comm, layout: Layout, timeout_seconds: float) -> SharedNode 
             os.ftruncate(fd, pages(Control.size_bytes(n_buckets)))
             token = os.urandom(TOKEN_BYTES)
             os.pwrite(fd, token, 0)
-            mine = pickle.dumps(Told(machine(), os.getpid(), fd, token))
+            mine = pickle.dumps(Introduction(machine(), os.getpid(), fd, token))
     try:
         rows = comm.agree(mine, "memory that ranks of a machine share")
-        told: list[Told] = [pickle.loads(row) for row in rows if row]  # of this very program
+        told: list[Introduction] = [
+            pickle.loads(row) for row in rows if row
+        ]  # of this very program
         found = [(memory, each.pid) for each in told if (memory := mapped(each)) is not None]
         sees_all = len(found) == comm.size
         can = all(comm.agree(b"1" if sees_all else b"", "whether they all see it"))
@@ -228,7 +230,7 @@ def open_node(comm: Comm, layout: Layout, timeout_seconds: float) -> SharedNode 
     return SharedNode(comm.rank, layout, controls, timeout_seconds)
 
 
-def mapped(told: Told) -> mmap.mmap | None:
+def mapped(told: Introduction) -> mmap.mmap | None:
     """Return a rank's control block; None if it is not on this machine."""
     if told.machine != machine():
         return None

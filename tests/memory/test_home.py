@@ -13,7 +13,7 @@ from hetero.errors import BudgetError, StateError
 from hetero.events import EventLog
 from hetero.io import ALIGN, Folder
 from hetero.memory.extent import PinSpan, PinUse, Request
-from hetero.memory.home import DeviceHome, DiskHome, Home, HostHome, cut
+from hetero.memory.home import DeviceHome, DiskHome, Home, HostHome, cut, memory_of
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, ParamSpec, build_layout
 from hetero.memory.ledger import Ledger
@@ -108,7 +108,7 @@ def test_a_value_is_made_in_a_blank_and_written(store: HomeStore) -> None:
 def test_only_memory_that_stays_is_read_into_directly(store: HomeStore) -> None:
     bucket = make_bucket()
     home, _ = filled(store, bucket)
-    memory = home.memory(bucket.segments[1])
+    memory = memory_of(home, bucket.segments[1])
 
     assert (memory is None) != home.shows
     if memory is not None:

@@ -18,7 +18,7 @@ from hetero.events import EventLog
 from hetero.plan.division import Division
 
 
-class Told(NamedTuple):
+class Answer(NamedTuple):
     """One rank's row."""
 
     division: Division | None
@@ -33,10 +33,10 @@ def agreed_division(
     all of them if one has no room."""
     error: OutOfMemory | None = None
     try:
-        mine = Told(divide(), None)
+        mine = Answer(divide(), None)
     except OutOfMemory as refused:
         error = refused
-        mine = Told(None, (str(refused.args[0]), refused.advice, refused.needed_bytes))
+        mine = Answer(None, (str(refused.args[0]), refused.advice, refused.needed_bytes))
     with log.standing("ranks"):
         rows = comm.agree(pickle.dumps(mine), "the division of HBM")
     told: list[Any] = [pickle.loads(row) for row in rows]  # from ranks of this very program

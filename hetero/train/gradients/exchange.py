@@ -220,7 +220,7 @@ class Exchange:
             if run.start < run.stop:
                 self._sum(flight, each._replace(run=run), values, first)
         if part.stop == bucket.share_numel:
-            self._home(bucket).end_change()
+            self._home(bucket).changes.end()
             for segment in self._present:
                 self._closed(segment)
 
@@ -231,7 +231,7 @@ class Exchange:
             return
         sums = [self._sum_of(segment, bucket, there) for segment in self._present]
         self._sums = list(merged([found for found in sums if found is not None]))
-        self._home(bucket).begin_change()
+        self._home(bucket).changes.begin()
 
     def _sum_of(self, segment: Segment, bucket: Bucket, there: Sequence[bytes]) -> Sum | None:
         """Return the sum of a gradient's part in this rank's share; None if there is none."""

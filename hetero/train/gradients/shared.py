@@ -55,6 +55,7 @@ class SharedGradStore(GradStore):
     """
 
     leases = False
+    takes_graphs = False
 
     def __init__(self, *args: Any, comm: Comm, link: Link, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -76,7 +77,7 @@ class SharedGradStore(GradStore):
         )
 
     def _trained(self, bucket: Bucket) -> set[int]:
-        params = self._params
+        params = self.params
         return {s.position for s in bucket.segments if params[s.index].requires_grad}
 
     # -- addends ---------------------------------------------------------------------------------
@@ -102,13 +103,6 @@ class SharedGradStore(GradStore):
         else:
             self._exchange.add(segment, shaped(segment, grad, segment.spec.dtype))
 
-    def _keep_graph(self, index: int) -> None:
-        raise StateError(
-            f"the gradient of {self._layout.home[index][1].spec.name!r} has a graph"
-            " (create_graph=True), and gradients are summed over ranks",
-            advice="use torch.autograd.grad for the inner gradient",
-        )
-
     def flush_pending(self) -> None:
         if self._keeps:
             return
@@ -130,7 +124,7 @@ class SharedGradStore(GradStore):
             self._exchange.finish_pass()
 
     def finish(self) -> None:
-        alive = [i for i in self._kept if get_grad(self._params[i]) is not None]
+        alive = [i for i in self._kept if get_grad(self.params[i]) is not None]
         if alive or self._addends:
             name = self._layout.home[next(iter((*alive, *self._addends)))][1].spec.name
             raise StateError(
@@ -179,7 +173,7 @@ class SharedGradStore(GradStore):
 
         Each is torch's, of a whole tensor; ranks that cannot read each other's shares take all.
         """
-        slots = [slot for s in self._segments() if (slot := self._shown(s)) is not None]
+        slots = [slot for s in self._segments() if (slot := self.shown(s)) is not None]
         due = [slot for slot in slots if slot.value is None and slot.norm is None]
         if not due or not all(slot.home.is_shared for slot in due):
             return
@@ -208,13 +202,13 @@ class SharedGradStore(GradStore):
     # -- sums ------------------------------------------------------------------------------------
 
     def _open(self, segment: Segment) -> bool:
-        grad = get_grad(self._params[segment.index])
+        grad = get_grad(self.params[segment.index])
         if not isinstance(grad, LazyGrad):  # other ranks have one
             if grad is not None:
                 self._show(segment.index, self._take(segment.index, grad, scaled=False))
             else:
                 self._show(segment.index, self._new_slot(segment))
-            grad = get_grad(self._params[segment.index])
+            grad = get_grad(self.params[segment.index])
         slot: GradSlot = grad.slot  # type: ignore[union-attr]
         if not slot.summed:
             return False
@@ -225,7 +219,7 @@ class SharedGradStore(GradStore):
         return True
 
     def _close(self, segment: Segment) -> None:
-        grad = get_grad(self._params[segment.index])
+        grad = get_grad(self.params[segment.index])
         assert isinstance(grad, LazyGrad)
         slot = grad.slot
         slot.landing, slot.norm, slot.summed = None, None, True

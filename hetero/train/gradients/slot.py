@@ -109,8 +109,8 @@ class GradOwner(Protocol):
     def widen(self, segment: Segment) -> None:
         """Make the stored gradients of a parameter's bucket fp32."""
 
-    def share_norms(self, ord: float) -> None:
-        """Take norms together with other ranks, if that saves work."""
+    def share_norms(self, ord: float, /) -> None:
+        """Take norms of an order together with other ranks, if that saves work."""
 
     def accumulate(self, slot: GradSlot, grad: torch.Tensor) -> None:
         """Add one more gradient of autograd's."""

@@ -64,6 +64,10 @@ class GradStore:
 
     leases = True
     """Whether a gradient that the user's code holds stays where it is until the step."""
+    takes_graphs = True
+    """Whether a gradient may have a graph (create_graph)."""
+    share_norms: Callable[[float], None] = staticmethod(noop)
+    """Takes norms of an order together with other ranks, if that saves work."""
 
     def __init__(
         self,
@@ -85,7 +89,7 @@ class GradStore:
         self.place = device.torch_device
         self.norm_ord: float | None = None  # the norm in use, taken as gradients leave
         self.scaling = LossScaling()
-        self._params = params
+        self.params = params
         self._layout = layout
         self._index = {id(p): i for i, p in enumerate(params)}
         self._sums = GradSums(self.homes, ring, worker, cores)
@@ -136,7 +140,7 @@ class GradStore:
             siblings = Counter(storages)
             held = [
                 storage is not None
-                and self._references.is_held(self._params[index], storage, siblings[storage])
+                and self._references.is_held(self.params[index], storage, siblings[storage])
                 for index, storage in zip(indices, storages, strict=True)
             ]
             with host_work():  # allocations here are on HOST
@@ -153,7 +157,7 @@ class GradStore:
         return nullcontext()
 
     def _plain_grads(self, indices: Sequence[int]) -> list[torch.Tensor | None]:
-        grads = get_grads([self._params[index] for index in indices])
+        grads = get_grads([self.params[index] for index in indices])
         return [None if isinstance(grad, LazyGrad) else grad for grad in grads]
 
     def _flush(
@@ -163,7 +167,7 @@ class GradStore:
 
         ``made``: marked after the compute that made it.
         """
-        param = self._params[index]
+        param = self.params[index]
         grad = get_grad(param)
         if grad is None:
             return
@@ -174,17 +178,15 @@ class GradStore:
         elif grad.requires_grad or grad.layout is not torch.strided:
             if self.scaling.is_required and grad.requires_grad:
                 raise scaled_graph(self._layout.home[index][1].spec.name)
-            self._keep_graph(index)
-            return
+            if not self.takes_graphs:
+                raise shared_graph(self._layout.home[index][1].spec.name)
+            return  # the step takes a copy
         elif held and self.leases and not self.scaling.is_required:
             self._leased.add(index)
             return  # [Note: gradient leases]
         elif held:  # the user keeps these numbers, and a copy goes home
             grad, made = grad.clone(), None
         self._send(index, grad, scaled=scaled, made=made)
-
-    def _keep_graph(self, index: int) -> None:
-        """A gradient has a graph (create_graph): the step takes a copy."""
 
     def _send(self, index: int, grad: torch.Tensor, *, scaled: bool, made: Ticket | None) -> None:
         """Send autograd's gradient home."""
@@ -199,11 +201,11 @@ class GradStore:
         """Make ``p.grad`` a gradient at home."""
         spec = slot.segment.spec
         grad = LazyGrad(slot, spec.shape, spec.stride, spec.dtype, self.place)
-        set_grad(self._params[index], grad)
+        set_grad(self.params[index], grad)
 
     def take_plain(self) -> None:
         """Flush gradients set by the user: a scaled backward pass must not add to them."""
-        for index, param in enumerate(self._params):
+        for index, param in enumerate(self.params):
             grad = get_grad(param)
             if grad is not None and not isinstance(grad, LazyGrad):
                 self._flush(index, held=True, scaled=False)
@@ -312,16 +314,16 @@ class GradStore:
 
     def landed(self, bucket: Bucket) -> list[GradSlot] | None:
         """Return a bucket's gradients if all came in this step, home and unchanged; else None."""
-        trained = [s for s in bucket.segments if self._params[s.index].requires_grad]
-        slots = [slot for segment in trained if (slot := self._shown(segment)) is not None]
+        trained = [s for s in bucket.segments if self.params[s.index].requires_grad]
+        slots = [slot for segment in trained if (slot := self.shown(segment)) is not None]
         ready = len(slots) == len(trained) and all(
             self.early.has_come(slot.segment) and slot.is_landed for slot in slots
         )
         return slots if ready else None
 
-    def _shown(self, segment: Segment) -> GradSlot | None:
+    def shown(self, segment: Segment) -> GradSlot | None:
         """Return the gradient that ``p.grad`` shows, if it is the one taken home last."""
-        return self._taken_last(segment.index, get_grad(self._params[segment.index]))
+        return self._taken_last(segment.index, get_grad(self.params[segment.index]))
 
     def _taken_last(self, index: int, grad: torch.Tensor | None) -> GradSlot | None:
         """Return the slot of a gradient if it is a parameter's one that was taken home last."""
@@ -329,10 +331,6 @@ class GradStore:
         if last is None or not isinstance(grad, LazyGrad):
             return None
         return grad.slot if grad.slot is last() else None
-
-    def is_as_lent(self, slot: GradSlot) -> bool:
-        """Whether ``p.grad`` is still the gradient lent to an update, and unchanged."""
-        return self._shown(slot.segment) is slot and not slot.is_changed
 
     # -- at the end of a step --------------------------------------------------------------------
 
@@ -347,7 +345,7 @@ class GradStore:
         The home is kept as long as the slot.
         """
         found = []
-        for index, grad in zip(indices, get_grads([self._params[i] for i in indices]), strict=True):
+        for index, grad in zip(indices, get_grads([self.params[i] for i in indices]), strict=True):
             if grad is None:
                 continue
             slot = self._taken_last(index, grad)
@@ -358,16 +356,6 @@ class GradStore:
             slot.land()
             found.append(slot)
         return found
-
-    def share_norms(self, ord: float) -> None:
-        """Take norms together with other ranks: there are none."""
-
-    def norms(self) -> list[float]:
-        """Return the 2-norm of every gradient; waits for the device once."""
-        grads = [g for g in map(get_grad, self._params) if g is not None]
-        wide = (g if isinstance(g, LazyGrad) else g.float() for g in grads)
-        norms = [torch.linalg.vector_norm(grad, 2.0) for grad in wide]
-        return read_together(norms)
 
     def adding(self, bucket: Bucket) -> list[Job]:
         """Return the jobs that still write a bucket's gradients home: its update waits for them."""
@@ -436,6 +424,22 @@ def scaled_graph(name: str) -> StateError:
         f"the gradient of {name!r} has a graph (create_graph=True), which loss scaling would leave"
         " scaled",
         advice="use torch.autograd.grad for the inner gradient, or precision='bf16'",
+    )
+
+
+def norms_of(params: Iterable[nn.Parameter]) -> list[float]:
+    """Return the 2-norm of every gradient; waits for the device once."""
+    grads = [g for g in map(get_grad, params) if g is not None]
+    wide = (g if isinstance(g, LazyGrad) else g.float() for g in grads)
+    return read_together([torch.linalg.vector_norm(grad, 2.0) for grad in wide])
+
+
+def shared_graph(name: str) -> StateError:
+    """Return the error for a gradient with a graph that other ranks add to."""
+    return StateError(
+        f"the gradient of {name!r} has a graph (create_graph=True), and gradients are summed over"
+        " ranks",
+        advice="use torch.autograd.grad for the inner gradient",
     )
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from hetero.errors import ConfigError, StateError
 from hetero.memory.extent import PinUse
-from hetero.memory.home import Home
+from hetero.memory.home import Home, memory_of
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.train.model.host_work import host_work
@@ -114,7 +114,7 @@ class Masters:
         if value.dtype is self._working:
             if self._same(home, segment, value):
                 return  # the same weights: their masters stay
-            with home.changing(segment.spec.name):
+            with home.changes.meeting(segment.spec.name):
                 home.write(segment, value)
                 if segment.index in self._loaded:  # the difference belongs to the weights loaded
                     self._loaded.discard(segment.index)
@@ -122,7 +122,7 @@ class Masters:
                     self.reset(segment)
             return
         exact = home.empty(segment, torch.float32).copy_(value.detach())
-        with home.changing(segment.spec.name):
+        with home.changes.meeting(segment.spec.name):
             self._split(segment, segment.offset, row(exact))
 
     def room(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor | None:
@@ -130,7 +130,7 @@ class Masters:
         bucket = self._layout.bucket(segment)
         if bucket.dtype is not dtype or bucket.dtype is self._working:
             return None
-        return self._home(bucket).memory(segment)
+        return memory_of(self._home(bucket), segment)
 
     def assign_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
         """As `assign`, for elements in memory order from ``start`` on, without a master yet."""

@@ -23,7 +23,7 @@ from hetero.events import EventLog, What
 from hetero.jobs import Job, Slice, Worker
 from hetero.memory.layout import Bucket
 from hetero.train.gradients.slot import GradSlot
-from hetero.train.gradients.store import GradStore, LossScaling
+from hetero.train.gradients.store import GradStore, LossScaling, norms_of
 from hetero.train.update.arithmetic import Update
 from hetero.train.update.draft import Drafts, Settings
 from hetero.train.update.masters import LossScaler
@@ -109,7 +109,7 @@ class Stepper:
         begun = self.check_early(groups)
         self.skipped = False
         if self.scaler is not None:
-            norms = self._grads.norms()
+            norms = norms_of(self._grads.params)
             self.skipped = not all(math.isfinite(n) for n in norms)
             if norms:
                 self.scaler.update(finite=not self.skipped)
@@ -159,7 +159,7 @@ class Stepper:
                 group = now.get(index)
                 if group is None or not same(group.group, early.settings[index].group):
                     raise too_early(f"settings of the group of {name!r} changed")
-                if not self._grads.is_as_lent(slot):
+                if self._grads.shown(slot.segment) is not slot or slot.is_changed:
                     raise too_early(f"the gradient of {name!r} was changed or taken away")
                 begun.append(index)
         return begun
@@ -180,7 +180,7 @@ class Stepper:
 
     def _job(self, update: Update, after: Sequence[Job]) -> Job:
         slices = [partial(self._run, work) for work in update.slices]
-        finish = partial(_all, [*update.finishes, self.drafts.param(update.bucket).end_change])
+        finish = partial(_all, [*update.finishes, self.drafts.param(update.bucket).changes.end])
         after = [*after, *self._grads.adding(update.bucket)]
         numel = 0 if update.on_device else update.bucket.numel  # whose time is the device's
         job = self._worker.job(slices, numel, finish=finish, after=after)

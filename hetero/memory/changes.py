@@ -1,0 +1,75 @@
+"""Changes of a home that all ranks make to their shares of it (floor 1, mechanism).
+
+Every rank makes the same changes. Each counts those that it has begun, and the others say how many
+are done there: so a reader waits for the ranks that are behind. A change begins when nobody reads:
+an optimizer's after the roll call of its step, a user's after a meeting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from hetero.device.comm import Comm, Node
+
+
+class Changes:
+    """Of a home that this rank keeps alone, or that ranks gather: nobody waits for them."""
+
+    __slots__ = ()
+
+    @property
+    def are_made(self) -> bool:
+        """Whether other ranks have made the changes that this one has begun."""
+        return True
+
+    def wait(self) -> None:
+        """Block until that is so; raises RankLost if it never will be."""
+
+    def begin(self) -> None:
+        """This rank begins a change that all ranks make."""
+
+    def end(self) -> None:
+        """The change is made here; on any thread."""
+
+    def meeting(self, what: str) -> AbstractContextManager[None]:
+        """Let the user's code change the home inside a block, on all ranks."""
+        return _NOTHING
+
+
+class SharedChanges(Changes):
+    """Of the homes of one bucket, whose shares the ranks of a machine read from each other."""
+
+    __slots__ = ("_bucket", "_comm", "_node")
+
+    def __init__(self, comm: Comm, node: Node, bucket: int) -> None:
+        self._comm = comm
+        self._node = node
+        self._bucket = bucket
+
+    @property
+    def are_made(self) -> bool:
+        return self._node.is_current(self._bucket)
+
+    def wait(self) -> None:
+        self._node.wait(self._bucket)
+
+    def begin(self) -> None:
+        self._node.begin(self._bucket)
+
+    def end(self) -> None:
+        self._node.changed(self._bucket)
+
+    @contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        if not self._node.is_open:
+            yield
+            return
+        self._comm.agree(b"", f"a write of {what}")
+        self.begin()
+        yield
+        self.end()
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+UNSEEN = Changes()
