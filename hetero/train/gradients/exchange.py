@@ -15,9 +15,8 @@ out.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -46,9 +45,16 @@ class Sum(NamedTuple):
     """A run of this rank's share to which the same ranks add."""
 
     run: slice
+    last: int
+    """Position of the last gradient in it."""
     ranks: tuple[int, ...]
-    goes_on: bool
+    adds: bool
     """Whether it adds to what an earlier pass left at home."""
+
+    def precedes(self, other: Sum) -> bool:
+        """Whether the other one is of the next gradient, and of the same ranks."""
+        same = (self.ranks, self.adds) == (other.ranks, other.adds)
+        return same and other.last == self.last + 1
 
 
 SUM_NUMEL = 2**18
@@ -230,15 +236,15 @@ class Exchange:
         if not self._present:
             return
         sums = [self._sum_of(segment, bucket, there) for segment in self._present]
-        self._sums = list(merged([found for found in sums if found is not None]))
+        self._sums = merged([found for found in sums if found is not None])
         self._home(bucket).changes.begin()
 
     def _sum_of(self, segment: Segment, bucket: Bucket, there: Sequence[bytes]) -> Sum | None:
         """Return the sum of a gradient's part in this rank's share; None if there is none."""
-        goes_on = self._opens(segment)
+        adds = self._opens(segment)
         run = overlap(slice(segment.offset, segment.end), bucket.share(self._comm.rank))
         ranks = tuple(r for r, have in enumerate(there) if have[segment.position])
-        return Sum(run, ranks, goes_on) if run.start < run.stop else None
+        return Sum(run, segment.position, ranks, adds) if run.start < run.stop else None
 
     def _sum(self, flight: Flight, each: Sum, values: Sequence[torch.Tensor], start: int) -> None:
         """Add a run; ``values`` of each rank are from element ``start`` of the bucket on."""
@@ -251,7 +257,7 @@ class Exchange:
                     total[at - first : end - first],
                     values[rank][at - start : end - start],
                 )
-                if number == 0 and not each.goes_on:
+                if number == 0 and not each.adds:
                     scaled(here.copy_(addend), factors)
                 else:
                     here.add_(scaled(addend.to(here.dtype, copy=True), factors))
@@ -263,8 +269,14 @@ def scaled(values: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
     return values
 
 
-def merged(sums: Sequence[Sum]) -> Iterator[Sum]:
-    """Join sums of neighbours to which the same ranks add; the padding between them goes along."""
-    for (ranks, goes_on), run in groupby(sums, lambda each: (each.ranks, each.goes_on)):
-        members = list(run)
-        yield Sum(slice(members[0].run.start, members[-1].run.stop), ranks, goes_on)
+def merged(sums: Sequence[Sum]) -> list[Sum]:
+    """Join sums of neighbours to which the same ranks add; the padding between them goes along.
+
+    A gradient between them that no rank has now may be at home from an earlier pass.
+    """
+    found: list[Sum] = []
+    for each in sums:
+        if found and found[-1].precedes(each):
+            each = each._replace(run=slice(found.pop().run.start, each.run.stop))
+        found.append(each)
+    return found
