@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,13 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.testing.ranks import run_ranks
-from tests.ranks.models import Found, assert_same, found
+from hetero import StateError
+from hetero.api import prepare_tuned
+from hetero.config import Config
+from hetero.testing.ranks import outcomes, run_ranks
+from hetero.train.engine.tuning import Tuning
+from tests.ranks import models
+from tests.ranks.models import Found, Run, assert_same, found
 
 STEPS = 3
 
@@ -78,3 +84,82 @@ def test_a_gradient_that_a_later_pass_leaves_out_keeps_its_sum(n_ranks: int) -> 
     expected = by_hand(n_ranks)
     for each in run_ranks(n_ranks, by_ranks, {"device": "cpu:sim", "hbm": 100_000}):
         assert_same(each, expected)
+
+
+# -- passes that fail ----------------------------------------------------------------------------
+
+RUN = Run(settings={"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024})
+
+
+class Fails:
+    """A hook that raises when a tensor's gradient comes, while it is armed."""
+
+    armed = False
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        if self.armed:
+            raise ValueError("planted")
+
+
+def fails_and_goes_on(rank: int, run: Run, at: int, retains: bool) -> Found:
+    """Each pass fails once when backward comes to block ``at``; it is made again."""
+    model, plain = models.built(run)
+    fails = Fails()
+
+    def watch(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(fails)
+
+    model.blocks[at].register_forward_hook(watch)
+    config = Config.load(mesh="world", **run.settings)
+    model, optimizer = prepare_tuned(model, plain, config, Tuning(one_sided=run.one_sided))
+    norms = []
+    for step in range(run.steps):
+        loss = models.loss_of(model, run, step, rank)
+        fails.armed = True
+        with pytest.raises(ValueError, match="planted"):
+            loss.backward(retain_graph=retains)
+        fails.armed = False
+        optimizer.zero_grad()
+        if not retains:
+            loss = models.loss_of(model, run, step, rank)
+        loss.backward()
+        norms.append(float(optimizer.clip_grad_norm_(run.clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = found(model, optimizer, norms)
+    hetero.release(model, optimizer)
+    return state
+
+
+@pytest.mark.parametrize("retains", [True, False], ids=["same-graph", "new-forward"])
+@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_pass_that_failed_leaves_nothing_to_the_next(
+    at: int, one_sided: bool, retains: bool
+) -> None:
+    run = replace(RUN, one_sided=one_sided)
+    expected = models.by_torch(run, 2)
+    for each in run_ranks(2, fails_and_goes_on, run, at, retains):
+        assert_same(each, expected)
+
+
+def uses_what_failed(rank: int, use: str) -> None:
+    model, plain = models.built(RUN)
+    fails = Fails()
+    model, optimizer = hetero.prepare(model, plain, mesh="world", **RUN.settings)
+    model.blocks[1].register_forward_hook(lambda m, i, out: out.register_hook(fails) and None)
+    fails.armed = True
+    with pytest.raises(ValueError, match="planted"):
+        models.loss_of(model, RUN, 0, rank).backward()
+    fails.armed = False
+    if use == "a pass":
+        models.loss_of(model, RUN, 0, rank).backward()
+    else:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("use", ["a pass", "a step"])
+def test_gradients_of_a_pass_that_failed_must_be_taken_away(use: str) -> None:
+    for each in outcomes(2, uses_what_failed, use):
+        assert isinstance(each.error, StateError) and "zero_grad" in str(each.error), each.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -22,7 +23,7 @@ from hetero.train.activations.held import CHANGED, GraphFootprint
 from hetero.train.activations.saved import SavedView
 from hetero.train.gradients.store import GradStore
 from hetero.train.model.binding import version
-from hetero.types import Kind, Phase, Tier
+from hetero.types import Kind, Phase, Tier, noop
 
 WHY = {phase: phase.value for phase in Phase}  # `phase.value` costs two calls
 NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.EVAL: "eval"}
@@ -81,6 +82,18 @@ class AccessLog:
         log.phase = "between"
 
 
+class Ending:
+    """What autograd calls at the end of a pass, and drops if the pass fails."""
+
+    __slots__ = ("__weakref__", "_end")
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()
+
+
 class BackwardAccess:
     """The access of the unit that backward has reached; at most one is open.
 
@@ -116,6 +129,7 @@ class BackwardAccess:
         self._begins = begins
         self._ended = ended
         self._accessed: Accessed | None = None
+        self._ending: Callable[[], Ending | None] = noop  # of the pass heard of last
         self._began = 0.0
 
     def touch(self, bucket: int) -> None:
@@ -135,24 +149,34 @@ class BackwardAccess:
 
     def gradient_arrived(self, param: nn.Parameter) -> None:
         """Note a complete gradient; its flush starts at the next event."""
-        self._grads.arrived(param)
         self._hear_of_pass()
+        self._grads.arrived(param)
+
+    def gradient_arriving(self, index: int) -> None:
+        """Autograd is about to add to a gradient."""
+        self._hear_of_pass()
+        self._grads.arriving(index)
 
     def _hear_of_pass(self) -> None:
         """Note the running backward pass, and be called when it ends."""
         task = graph_task()
         if task != NO_TASK and task != self.task:
+            if self.task != NO_TASK and self._ending() is None:  # not one around this one
+                self._grads.pass_failed()
             self.task = task
             self._began = self._accesses.begin_phase(Phase.BACKWARD)
-            at_end_of_backward(self._end)
+            ending = Ending(self._end)
+            self._ending = weakref.ref(ending)
+            at_end_of_backward(ending)
             self._begins()
 
     def settle(self) -> None:
         """Close the access: its unit is done, or an error ended the pass."""
         if self._accessed is not None:
             self._close()
-        if graph_task() == NO_TASK:
+        if graph_task() == NO_TASK and self.task != NO_TASK:
             self.task = NO_TASK
+            self._grads.pass_failed()
 
     def _end(self) -> None:
         self.task = NO_TASK

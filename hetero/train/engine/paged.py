@@ -101,7 +101,8 @@ class Paged:
         """Make the parameters pages, and hook the model."""
         setup = self.setup
         self.runtime.guard()
-        self.trained.hear_all(self.runtime.backward.gradient_arrived)
+        backward = self.runtime.backward
+        self.trained.hear_all(backward.gradient_arrived, backward.gradient_arriving)
         self.runtime.pages.binding.page_all()
         setup.handover.give_back_grads(self.trained.grads.take_over)
         setup.hooks.watch(

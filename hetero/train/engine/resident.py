@@ -174,7 +174,7 @@ class Mastered(Resident):
     def attach(self) -> None:
         trained = self.trained
         self.setup.handover.give_back_grads(trained.grads.take_over)
-        trained.hear_all(self.weights.gradient_arrived)
+        trained.hear_all(self.weights.gradient_arrived, trained.grads.arriving)
         self.weights.attach()
         super().attach()
 

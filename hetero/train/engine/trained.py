@@ -59,16 +59,18 @@ class Trained:
         """The stepper if it scales losses (precision="fp16")."""
         return None if self.stepper is None or self.stepper.scaler is None else self.stepper
 
-    def hear_all(self, arrived: Callable[[nn.Parameter], None]) -> None:
+    def hear_all(
+        self, arrived: Callable[[nn.Parameter], None], arriving: Callable[[int], None]
+    ) -> None:
         """Call ``arrived`` with every parameter that got a gradient; coded ones must get none.
 
-        Gradients in 2 bytes go home before autograd adds the next to one.
+        ``arriving`` hears before autograd adds to a gradient in 2 bytes, so that it may go home.
         """
         setup = self.setup
         exact = [p for p in setup.params if setup.bucket(p).codec.exact]
         coded = [p for p in setup.params if not setup.bucket(p).codec.exact]
         mastered = {setup.index[id(p)]: p for p in exact if setup.bucket(p).has_master}
-        setup.hooks.before_gradients(mastered, self.grads.arriving)
+        setup.hooks.before_gradients(mastered, arriving)
         setup.hooks.gradients(exact, arrived)
         setup.hooks.gradients(coded, self._refuse)
 

@@ -23,6 +23,7 @@ import torch
 
 from hetero.device import Device, Ticket
 from hetero.device.comm import Addends, Comm
+from hetero.errors import StateError
 from hetero.memory.home import Home
 from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.memory.link import Link
@@ -116,16 +117,23 @@ class Exchange:
         self._completed: list[int] | None = []  # buckets of the first pass, until it is over
         self._next = 0
         self._addends: dict[int, dict[int, torch.Tensor]] = {b.id: {} for b in self._order}
+        self._exchanged: set[int] = set()  # buckets of this pass
         self._flight: Flight | None = None
         self._present: list[Segment] = []  # of the bucket under way: those that any rank has
         self._sums: list[Sum] = []  # and the sums of this rank's share
 
     def add(self, segment: Segment, grad: torch.Tensor) -> None:
         """Take an addend of this rank's, in the parameter's own strides."""
-        known = self._addends[self._layout.home[segment.index][0]]
+        bucket = self._layout.bucket(segment)
+        if bucket.id in self._exchanged:
+            raise StateError(
+                f"a gradient of {segment.spec.name!r} comes after those of its bucket were summed"
+                " over ranks",
+                advice="use one backward pass for each micro-batch",
+            )
+        known = self._addends[bucket.id]
         before = known.get(segment.position)
         known[segment.position] = grad if before is None else before.add_(grad)
-        bucket = self._layout.bucket(segment)
         if self._completed is not None and self._expected(bucket) <= known.keys():
             self._completed.append(bucket.id)
 
@@ -133,7 +141,8 @@ class Exchange:
         """Begin the exchanges that are due."""
         while self._next < len(self._order):
             bucket = self._order[self._next]
-            if not self._expected(bucket) <= self._addends[bucket.id].keys():
+            expected = self._expected(bucket)
+            if not (expected and expected <= self._addends[bucket.id].keys()):
                 return
             self._begin(bucket)
 
@@ -142,7 +151,7 @@ class Exchange:
         while self._next < len(self._order):
             self._begin(self._order[self._next])
         self._finish()
-        self._next = 0
+        self.clear()
         self._learn()
 
     def _learn(self) -> None:
@@ -155,9 +164,22 @@ class Exchange:
         places = {bucket: place for place, bucket in reversed(list(enumerate(told)))}
         self._order.sort(key=lambda bucket: places.get(bucket.id, len(told)))
 
-    def forget(self) -> None:
-        """Drop the addends of a pass that failed."""
+    def forget(self) -> list[Segment]:
+        """Drop the addends of a pass that failed; return the gradients that lack them."""
+        lost = [s for b in self._order for s in b.segments if s.position in self._addends[b.id]]
+        flight = self._flight
+        if flight is not None:
+            there, _ = flight.addends.wait()
+            if flight.part.start:
+                self._home(flight.bucket).changes.end()
+            lost += present_in(flight.bucket, there)
+        self.clear()
+        return lost
+
+    def clear(self) -> None:
+        """Begin anew."""
         self._next, self._flight = 0, None
+        self._exchanged.clear()
         for addends in self._addends.values():
             addends.clear()
 
@@ -177,6 +199,7 @@ class Exchange:
             addends = self._comm.exchange(here, f"gradients of bucket {bucket.id} from {start}")
             self._flight = Flight(bucket, part, addends, self.unscale)
         mine.clear()
+        self._exchanged.add(bucket.id)
         self._next += 1
 
     def _go_down(self, bucket: Bucket, part: slice) -> None:
@@ -232,7 +255,7 @@ class Exchange:
 
     def _open(self, bucket: Bucket, there: Sequence[bytes]) -> None:
         """Begin the sums of a bucket, of which each rank tells which gradients it has."""
-        self._present = [s for s in bucket.segments if any(have[s.position] for have in there)]
+        self._present = present_in(bucket, there)
         if not self._present:
             return
         sums = [self._sum_of(segment, bucket, there) for segment in self._present]
@@ -261,6 +284,11 @@ class Exchange:
                     scaled(here.copy_(addend), factors)
                 else:
                     here.add_(scaled(addend.to(here.dtype, copy=True), factors))
+
+
+def present_in(bucket: Bucket, there: Sequence[bytes]) -> list[Segment]:
+    """Return a bucket's gradients that any rank has."""
+    return [s for s in bucket.segments if any(have[s.position] for have in there)]
 
 
 def scaled(values: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:

@@ -37,14 +37,24 @@ class Unsummed:
 
     done = False
 
+    def __init__(self, why: str, advice: str) -> None:
+        self._why = why
+        self._advice = advice
+
     def wait(self) -> None:
-        raise StateError(
-            "a gradient is read before its backward pass is over: it is summed over ranks then",
-            advice="read p.grad after loss.backward(), or hook the tensor before it arrives",
-        )
+        raise StateError(self._why, advice=self._advice)
 
 
-UNSUMMED = Unsummed()
+UNSUMMED = Unsummed(
+    "a gradient is read before its backward pass is over: it is summed over ranks then",
+    advice="read p.grad after loss.backward(), or hook the tensor before it arrives",
+)
+LOST = Unsummed(
+    "a backward pass failed before its gradients were summed over ranks, and they are used",
+    advice="call optimizer.zero_grad() on all ranks before you try again",
+)
+
+NOTHING = (None, None)
 
 
 class SharedGradStore(GradStore):
@@ -62,7 +72,8 @@ class SharedGradStore(GradStore):
         self._comm = comm
         self._keeps = False
         self._kept: dict[int, None] = {}  # parameters whose ``p.grad`` is of this rank alone
-        self._addends: dict[int, torch.Tensor] = {}  # of no_sync, to gradients that are home
+        self._addends: dict[int, tuple[GradSlot, torch.Tensor]] = {}  # of no_sync, to ones at home
+        self._summed: dict[int, GradSlot] = {}  # gradients whose sums are being made
         n_bytes = exchange_bytes(self._layout)
         self.homes.store.reserve(Kind.GRAD, n_bytes, "gradients on their way between ranks")
         self._exchange = Exchange(
@@ -96,10 +107,10 @@ class SharedGradStore(GradStore):
                 " and another one arrives, to be summed over ranks",
                 advice="clone gradients that are kept: p.grad.clone()",
             )
-        before = self._addends.pop(segment.index, None)
-        grad = grad.clone() if before is None else before.add_(grad)
+        kept, before = self._addends.pop(segment.index, NOTHING)
+        grad = before.add_(grad) if before is not None and kept is slot else grad.clone()
         if self._keeps:
-            self._addends[segment.index] = grad
+            self._addends[segment.index] = slot, grad
         else:
             self._exchange.add(segment, shaped(segment, grad, segment.spec.dtype))
 
@@ -118,25 +129,51 @@ class SharedGradStore(GradStore):
         self._kept.clear()
         super().flush_pending()
         with host_work():
-            for index, grad in self._addends.items():
-                self._exchange.add(self._layout.home[index][1], grad)
+            for slot, grad in self._kept_addends():
+                self._exchange.add(slot.segment, grad)
             self._addends.clear()
             self._exchange.finish_pass()
 
+    def pass_failed(self) -> None:
+        lost = [self._layout.home[index][1] for index in self._pending]
+        self._pending.clear()
+        with host_work():
+            lost += self._exchange.forget()
+        self._summed.clear()
+        for segment in lost:
+            if get_grad(self.params[segment.index]) is not None:
+                self._lose(self._showing(segment))
+
+    def _lose(self, slot: GradSlot) -> None:
+        """Refuse all uses of a gradient that lacks addends, until it is taken away."""
+        if slot.state is not GradState.TAKEN:
+            if slot.state is not GradState.ARRIVING:
+                slot.become(GradState.ARRIVING, "add")
+            slot.landing = LOST
+
     def finish(self) -> None:
-        alive = [i for i in self._kept if get_grad(self.params[i]) is not None]
-        if alive or self._addends:
-            name = self._layout.home[next(iter((*alive, *self._addends)))][1].spec.name
+        kept = [i for i in self._kept if get_grad(self.params[i]) is not None]
+        kept += [slot.segment.index for slot, _ in self._kept_addends()]
+        if kept:
+            name = self._layout.home[kept[0]][1].spec.name
             raise StateError(
                 f"a step, and this rank alone has all of the gradient of {name!r}: no backward pass"
                 " outside of no_sync followed",
                 advice="leave hetero.no_sync for the last backward pass before a step",
             )
         self._kept.clear()
+        self._addends.clear()
         super().finish()
 
+    def _kept_addends(self) -> list[tuple[GradSlot, torch.Tensor]]:
+        """Return addends of no_sync with the gradients to which they go, if they are there still.
+
+        With gradients that were taken away, theirs go too.
+        """
+        return [each for each in self._addends.values() if self.shown(each[0].segment) is each[0]]
+
     def reset(self) -> None:
-        self._exchange.forget()
+        self._exchange.clear()
         self._kept.clear()
         self._addends.clear()
         super().reset()
@@ -202,14 +239,9 @@ class SharedGradStore(GradStore):
     # -- sums ------------------------------------------------------------------------------------
 
     def _open(self, segment: Segment) -> bool:
-        grad = get_grad(self.params[segment.index])
-        if not isinstance(grad, LazyGrad):  # other ranks have one
-            if grad is not None:
-                self._show(segment.index, self._take(segment.index, grad, scaled=False))
-            else:
-                self._show(segment.index, self._new_slot(segment))
-            grad = get_grad(self.params[segment.index])
-        slot: GradSlot = grad.slot  # type: ignore[union-attr]
+        slot = self._summed[segment.index] = self._showing(segment)
+        if slot.landing is LOST:
+            LOST.wait()
         if not slot.summed:
             return False
         slot.land()
@@ -218,10 +250,21 @@ class SharedGradStore(GradStore):
         slot.become(GradState.ARRIVING, "add")
         return True
 
-    def _close(self, segment: Segment) -> None:
+    def _showing(self, segment: Segment) -> GradSlot:
+        """Return the gradient that ``p.grad`` shows, made one at home if it is not."""
         grad = get_grad(self.params[segment.index])
-        assert isinstance(grad, LazyGrad)
-        slot = grad.slot
+        if isinstance(grad, LazyGrad):
+            return grad.slot
+        slot = (
+            self._new_slot(segment)  # other ranks have one
+            if grad is None
+            else self._take(segment.index, grad, scaled=False)
+        )
+        self._show(segment.index, slot)
+        return slot
+
+    def _close(self, segment: Segment) -> None:
+        slot = self._summed.pop(segment.index)
         slot.landing, slot.norm, slot.summed = None, None, True
         slot.become(GradState.HOME, "land")
         self._has_added = True

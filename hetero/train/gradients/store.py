@@ -152,6 +152,9 @@ class GradStore:
     def pass_ended(self) -> None:
         """A backward pass is over, and its gradients were flushed."""
 
+    def pass_failed(self) -> None:
+        """A backward pass has raised; what it came to is as torch left it."""
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients of passes inside from other ranks, of which there are none."""
         return nullcontext()
