@@ -12,7 +12,7 @@ from torch import nn
 import hetero
 from hetero import StateError
 from hetero.testing.ranks import outcomes, run_ranks
-from tests.ranks.models import Found, Run, assert_same, built, found, loss_of
+from tests.ranks.models import Found, Run, assert_same, built, by_torch, found, loss_of
 
 RUN = Run(settings={"device": "cpu:sim", "hbm": 120_000, "chunk_bytes": 1024})
 STEPS = 3
@@ -105,3 +105,73 @@ def test_on_one_rank_it_changes_nothing() -> None:
         hetero.release(model, optimizer)
         weights.append(found(model, plain, []))
     assert_same(*weights)
+
+
+def taken_away(rank: int) -> Found:
+    """A pass in no_sync adds to sums that are home, and all are taken away then."""
+    model, plain = built(RUN)
+    model, optimizer = hetero.prepare(model, plain, mesh="world", **RUN.settings)
+    norms = []
+    for step in range(STEPS):
+        loss_of(model, RUN, 17, rank).backward()
+        with hetero.no_sync(model):
+            loss_of(model, RUN, 18, rank).backward()
+        optimizer.zero_grad()
+        loss_of(model, RUN, step, rank).backward()
+        norms.append(float(optimizer.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = found(model, optimizer, norms)
+    hetero.release(model, optimizer)
+    return state
+
+
+def test_gradients_that_zero_grad_took_away_are_not_exchanged_later() -> None:
+    expected = by_torch(Run(settings=RUN.settings, steps=STEPS), 2)
+    for each in run_ranks(2, taken_away):
+        assert_same(each, expected)
+
+
+HALF = {**RUN.settings, "precision": "fp16"}
+
+
+def halves(rank: int) -> list[torch.Tensor]:
+    """Train in fp16 by SGD; a pass in no_sync precedes each other one."""
+    model, _ = built(RUN)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = hetero.prepare(model, plain, mesh="world", **HALF)
+    for step in range(STEPS):
+        with hetero.no_sync(model):
+            hetero.backward(loss_of(model, RUN, 2 * step, rank))
+        hetero.backward(loss_of(model, RUN, 2 * step + 1, rank))
+        assert not optimizer.step_was_skipped
+        optimizer.step()
+        optimizer.zero_grad()
+    scale = optimizer.loss_scale
+    hetero.release(model, optimizer)
+    return [torch.tensor(scale), *(p.detach().clone() for p in model.parameters())]
+
+
+def halves_by_hand(scale: float) -> list[torch.Tensor]:
+    model, _ = built(RUN)
+    exact = [p.detach().clone() for p in model.parameters()]
+    params = list(model.half().parameters())
+    for step in range(STEPS):
+        totals: list[list[torch.Tensor]] = []
+        for rank in range(2):
+            for micro in (2 * step, 2 * step + 1):
+                (scale * loss_of(model, RUN, micro, rank)).backward()
+            sums = [param.grad for param in params if param.grad is not None]
+            totals.append([total.float() * (1 / scale) * (1 / 2) for total in sums])
+            model.zero_grad()
+        for value, first, second, param in zip(exact, *totals, params, strict=True):
+            value.sub_(0.1 * first.add_(second))  # rounded twice, as the written formula does
+            param.data.copy_(value)
+    return exact
+
+
+def test_gradients_of_a_scaled_loss_are_kept_too() -> None:
+    one, other = run_ranks(2, halves)
+    expected = halves_by_hand(float(one[0]))
+    for mine, theirs, value in zip(one[1:], other[1:], expected, strict=True):
+        assert torch.equal(mine, theirs) and torch.equal(mine, value)

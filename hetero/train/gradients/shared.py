@@ -203,6 +203,15 @@ class SharedGradStore(GradStore):
         else:
             self._kept.pop(index, None)
 
+    def take_plain(self) -> None:
+        """Take home gradients set by the user's code; those of no_sync, scaled alike, stay."""
+        for index, param in enumerate(self.params):
+            grad = get_grad(param)
+            plain = grad is not None and not isinstance(grad, LazyGrad)
+            if plain and index not in self._kept:
+                with host_work():
+                    self._showing(self._layout.home[index][1])
+
     # -- norms -----------------------------------------------------------------------------------
 
     def share_norms(self, ord: float) -> None:
