@@ -115,8 +115,6 @@ def save_checkpoint(
     check_pair(engine, optimizer)
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"keep_last={keep_last}", advice="keep_last takes a positive number")
-    if engine.setup.saver.last is not None and not engine.setup.saver.last.told:
-        engine.setup.saver.last.wait()  # one at a time; raises its error unless `wait` did
     engine.refuse_broken()
     engine.residence.quiesce()  # updates may go on
     number = engine.setup.steps if step is None else step
@@ -124,21 +122,28 @@ def save_checkpoint(
     if engine.setup.comm.rank:  # the first rank reads this one's shares
         return of_first_rank(engine, Path(directory) / f"step-{number}", number)
     with told(engine, number):
+        if engine.setup.saver.last is not None and not engine.setup.saver.last.told:
+            engine.setup.saver.last.wait()  # one at a time; raises its error unless `wait` did
         # 1. take all small values now
         extras: list[Part] = []
         meta = meta_of(engine, extra, scheduler, data, extras)
         # 2. read the tensors bucket by bucket, each after its update and before its next one
         parts = [part for part in parts_of(engine, as_now=True) if part.name.kind in kinds]
         writing = Writing(engine, io, Path(directory), number, [*parts, *extras], meta)
-        executor = ThreadPoolExecutor(1, "hetero-save")
-        done = executor.submit(writing.run, keep_last)
-        executor.shutdown(wait=False)
-        engine.setup.saver.last = save = Save(number, writing.path, done)
+        save = engine.setup.saver.last = begun(writing, keep_last)
         if asynchronous:
             before_exit(partial(finish_at_exit, weakref.ref(save)))
         else:
             save.wait()
     return save
+
+
+def begun(writing: Writing, keep_last: int | None) -> Save:
+    """Begin to write on a thread."""
+    executor = ThreadPoolExecutor(1, "hetero-save")
+    done = executor.submit(writing.run, keep_last)
+    executor.shutdown(wait=False)
+    return Save(writing.step, writing.path, done)
 
 
 def check_readable(engine: Engine) -> None:
@@ -288,7 +293,7 @@ class Writing:
         meta: dict[str, Any],
     ) -> None:
         self.path = directory / f"step-{step}"
-        self._step = step
+        self.step = step
         self._meta = meta
         self._root = make_folder(directory, io)
         buckets = engine.setup.buckets
@@ -320,7 +325,7 @@ class Writing:
                 raise self._saving.error
             path = self._writer.commit({**self._meta, "scalars": encode_scalars(self._scalars)})
             if keep_last is not None:
-                retain(self._root, keep_last, self._step)
+                retain(self._root, keep_last, self.step)
         return path
 
     def _read(self) -> None:

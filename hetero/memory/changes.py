@@ -1,8 +1,8 @@
 """Changes of a home that all ranks make to their shares of it (floor 1, mechanism).
 
 Every rank makes the same changes. Each counts those that it has begun, and the others say how many
-are done there: so a reader waits for the ranks that are behind. A change begins when nobody reads:
-an optimizer's after the roll call of its step, a user's after a meeting.
+are done there: so a reader waits for slower ranks. A change begins when no rank reads: an
+optimizer's after the roll call of its step, a user's after a meeting.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hetero.device.comm import Comm, Node
 
 
 class Changes:
-    """Of a home that this rank keeps alone, or that ranks gather: nobody waits for them."""
+    """Of a home that this rank keeps alone, or that ranks gather: no rank waits for them."""
 
     __slots__ = ()
 

@@ -12,6 +12,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +87,9 @@ class Entries:
     def n_calls(self) -> int:
         return int(self._made[0])
 
+    def has_made(self, call: int) -> bool:
+        return self.n_calls >= call
+
     def write(self, call: int, said: bytes, row: bytes, n_bytes: int) -> None:
         at = self._first + call % N_ENTRIES * ENTRY_BYTES
         head = call.to_bytes(8, "little") + n_bytes.to_bytes(8, "little")
@@ -144,7 +148,7 @@ class Board:
         _, said, _, _ = self._entries[self._rank].read(call)
         found: list[tuple[int, str, int, bytes]] = []
         for rank, entries in enumerate(self._entries):
-            self._watch.until(lambda e=entries: e.n_calls >= call, rank, said or "a call")  # type: ignore[misc]
+            self._watch.until(partial(entries.has_made, call), rank, said or "a call")
             found.append(entries.read(call))
         check_calls([(number, what) for number, what, _, _ in found])
         return [

@@ -24,7 +24,6 @@ from hetero.parallel.neighbours import Neighbours
 from hetero.parallel.node import open_node
 from hetero.types import Lane
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
 ROW_BYTES = 128
 """Of a row that goes along with a call's name; longer ones go by themselves."""
 POLL_SECONDS = (0.0, 0.0, 0.0001, 0.001)
@@ -80,7 +79,7 @@ class Gloo:
         self._meet(f"{what}: {whole.numel()} bytes")
         each = whole.numel() // self.size
         mine = whole[self.rank * each : (self.rank + 1) * each]
-        work = all_gather(whole, mine, group=self._bytes, async_op=True)
+        work = all_gather(whole, mine, self._bytes)
         return CommTicket(work, what, (whole, mine))
 
     def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
@@ -148,7 +147,7 @@ class Gloo:
 
     def _collect(self, mine: torch.Tensor, what: str) -> list[bytes]:
         rows = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device="cpu")
-        work = all_gather(rows, mine, group=self._control, async_op=True)
+        work = all_gather(rows, mine, self._control)
         self._poll(work, what)
         return [each.numpy().tobytes() for each in rows.view(self.size, -1)]
 
@@ -186,6 +185,13 @@ class GlooAddends:
         if self._ticket is not None:
             self._comm.wait(self._ticket)
         return self._found
+
+
+def all_gather(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to gather equal parts."""
+    begin = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
+    work: dist.Work = begin(whole, mine, group=group, async_op=True)
+    return work
 
 
 def number(raw: bytes) -> int:

@@ -93,10 +93,12 @@ def _fork(
 
 
 def _pickled(error: BaseException) -> BaseException | None:
+    """Return what another process gets of an error; None if it cannot be pickled."""
     try:
-        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
-    except Exception:
+        found: BaseException = pickle.loads(pickle.dumps(error))
+    except Exception:  # an error's own class may raise anything; its text goes along
         return None
+    return found
 
 
 def _wait_for(children: Sequence[int]) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 
 import hetero
 from hetero import CheckpointError, DivergenceError
+from hetero.errors import DiskFull
+from hetero.testing.faults import FaultPlan
 from hetero.testing.ranks import outcomes, run_ranks
 from tests.ranks.models import Found, Run, assert_same, built, by_torch, found, loss_of
 
 TIGHT: dict[str, Any] = {"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024}
 HALF = 3
+
 BATCHES = 4
 """Micro-batches of a step; a power of two, so that 1, 2 and 4 ranks divide sums alike."""
 WHOLE = Run(steps=2 * HALF, settings=TIGHT)
@@ -96,6 +100,23 @@ def test_a_save_that_the_first_rank_cannot_make_fails_on_all(tmp_path: Path) -> 
 
     assert isinstance(first.error, CheckpointError) and "step-1" in str(first.error)
     assert isinstance(second.error, CheckpointError) and "step-1" in str(second.error)
+
+
+def save_after_one_that_failed(rank: int, folder: Path) -> None:
+    model, plain = built(WHOLE)
+    _, optimizer = hetero.prepare(model, plain, mesh="world", **TIGHT)
+    full = FaultPlan()
+    full.fail_at("write", 0, errno.ENOSPC, times=None)
+    hetero.save_checkpoint(folder, model, optimizer, step=1, asynchronous=True, io=full)
+    hetero.save_checkpoint(folder, model, optimizer, step=2)
+
+
+def test_what_the_last_save_failed_with_reaches_all_at_the_next(tmp_path: Path) -> None:
+    first, second = outcomes(2, save_after_one_that_failed, tmp_path)
+
+    assert isinstance(first.error, DiskFull), first.text
+    assert isinstance(second.error, CheckpointError), second.text
+    assert "did not save" in str(second.error)
 
 
 def load_alone(rank: int, folder: Path) -> None:

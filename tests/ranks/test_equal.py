@@ -50,8 +50,8 @@ def test_working_weights_and_codes_are_shared(n_ranks: int, precision: str, froz
 
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_a_block_that_no_rank_or_one_rank_skips_gets_the_gradients_there_are(n_ranks: int) -> None:
-    nobody = {(1, rank): 2 for rank in range(n_ranks)}
-    run = Run(skips={(0, 0): 1, **nobody, (2, 1): 0, (3, n_ranks - 1): 3}, settings=TIGHT)
+    by_all = {(1, rank): 2 for rank in range(n_ranks)}
+    run = Run(skips={(0, 0): 1, **by_all, (2, 1): 0, (3, n_ranks - 1): 3}, settings=TIGHT)
     expected = by_torch(run, n_ranks)
     for found in run_ranks(n_ranks, by_ranks, run):
         assert_same(found, expected)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def check_alike(
     """
     rows = comm.agree(pickle.dumps(facts_of(plan, optimizer, config)), "what is prepared")
     told: list[dict[str, str]] = [pickle.loads(row) for row in rows]  # of this very program
-    for key in told[0]:
+    for key in dict.fromkeys(key for row in told for key in row):
         values = [row.get(key, "nothing") for row in told]
         if len(set(values)) > 1:
             each = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
@@ -103,9 +104,17 @@ def check_rule(plan: Blueprint, optimizer: torch.optim.Optimizer | None) -> None
 
 def share_values(comm: Comm, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Give every rank the first one's values, as DDP does; bytes move only where they differ."""
-    real = [(name, tensor) for name, tensor in tensors if not tensor.is_meta]
-    mine = [crc32(memoryview(bytes_of(tensor))) for _, tensor in real]
+    real = [
+        (name, tensor)
+        for name, tensor in tensors
+        if not tensor.is_meta and tensor.layout is torch.strided
+    ]
+    mine = [
+        (f"{name} {list(tensor.shape)} {tensor.dtype}", crc32(memoryview(bytes_of(tensor))))
+        for name, tensor in real
+    ]
     told: list[Any] = [pickle.loads(row) for row in comm.agree(pickle.dumps(mine), "first values")]
+    check_names([[said for said, _ in row] for row in told])
     for number, (name, tensor) in enumerate(real):
         if len({row[number] for row in told}) == 1:
             continue
@@ -114,6 +123,17 @@ def share_values(comm: Comm, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
         comm.complete(flat, [0, *[flat.numel()] * comm.size], f"the first value of {name!r}")
         with torch.no_grad():
             tensor.copy_(value)
+
+
+def check_names(told: Sequence[Sequence[str]]) -> None:
+    """Raise DivergenceError unless all ranks have tensors of the same names and shapes."""
+    for each in zip_longest(*told, fillvalue="nothing"):
+        if len(set(each)) > 1:
+            said = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(each))
+            raise DivergenceError(
+                f"ranks that share a model have other parameters or buffers ({said})",
+                advice="build the same model on every rank",
+            )
 
 
 def values_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -15,8 +15,10 @@ out.
 from __future__ import annotations
 
 import pickle
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -59,8 +61,9 @@ class Sum(NamedTuple):
 
 
 SUM_NUMEL = 2**18
-PARTS = 16  # exchanges of a bucket: buffers are small beside the states
+PARTS = 16  # exchanges of a bucket: buffers are then small compared with the states
 LEAST_PART, MOST_PART = 256, 2**20  # elements of each share in one of them
+_offset_of, _end_of = attrgetter("offset"), attrgetter("end")
 Open = Callable[[Segment], bool]
 """Prepares a gradient for a sum; returns whether it adds to an earlier one."""
 
@@ -207,9 +210,10 @@ class Exchange:
         mine, numel = self._addends[bucket.id], part.stop - part.start
         box = self._comm.outbox(bucket.n_shares * numel * bucket.dtype.itemsize).view(bucket.dtype)
         landed: list[Ticket] = []
+        made = (self._device.mark(),)
         for rank in range(bucket.n_shares):
             first = bucket.share(rank).start + part.start
-            for segment in bucket.segments:
+            for segment in segments_in(bucket, first, first + numel):
                 run = overlap(slice(first, first + numel), slice(segment.offset, segment.end))
                 if segment.position not in mine or run.start >= run.stop:
                     continue
@@ -220,7 +224,7 @@ class Exchange:
                     self._link.move(
                         *(Lane.D2H, target, source),
                         kind=Kind.GRAD,
-                        after=(self._device.mark(),),
+                        after=made,
                         bucket=bucket.id,
                         why="gradient",
                     )
@@ -289,6 +293,12 @@ class Exchange:
 def present_in(bucket: Bucket, there: Sequence[bytes]) -> list[Segment]:
     """Return a bucket's gradients that any rank has."""
     return [s for s in bucket.segments if any(have[s.position] for have in there)]
+
+
+def segments_in(bucket: Bucket, start: int, end: int) -> Sequence[Segment]:
+    """Return the segments that have elements in a part of a bucket."""
+    first = bisect_right(bucket.segments, start, key=_end_of)
+    return bucket.segments[first : bisect_left(bucket.segments, end, key=_offset_of)]
 
 
 def scaled(values: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:

@@ -277,7 +277,7 @@ class GradStore:
         return slot
 
     def _make_way(self, segment: Segment) -> None:
-        """A new gradient of a parameter comes: whoever reads or holds the last one has done so."""
+        """Give up the home of a parameter's last gradient: a new one comes."""
         old = self._slot(segment)
         if old is not None:
             old.keep()
