@@ -314,10 +314,13 @@ def hurried(queued: Iterable[J], jobs: Iterable[Job]) -> list[J]:
     )
 
 
-def thread_budget() -> int:
-    """Return the number of updating threads: the process's cores but one, for the launcher."""
+def thread_budget(n_local: int = 1) -> int:
+    """Return the number of updating threads: the process's cores but one, for the launcher.
+
+    ``n_local`` processes like this one divide the cores.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) - 1)
+    return max(1, (cores or 1) // n_local - 1)
 
 
 def _if_alive(worker: weakref.ref[Worker], act: Callable[[Worker], None]) -> Callable[[], None]:

@@ -60,6 +60,8 @@ class Comm(Protocol):
 
     rank: int
     size: int
+    n_local: int
+    """Ranks on this machine."""
 
     @property
     def node(self) -> Node | None:
@@ -100,6 +102,7 @@ class Alone:
 
     rank = 0
     size = 1
+    n_local = 1
     node = None
 
     def gather(self, whole: torch.Tensor, what: str) -> Ticket:

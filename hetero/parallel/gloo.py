@@ -7,6 +7,7 @@ the group's own timeout passes.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -65,6 +66,7 @@ class Gloo:
         members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
         self.rank = members.index(dist.get_rank())
         self.size = len(members)
+        self.n_local = min(self.size, local_ranks() or self.size)
         self._ranks = members
         self._timeout = timeout_seconds
         allowed = timedelta(seconds=timeout_seconds)
@@ -192,6 +194,12 @@ def all_gather(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup
     begin = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
     work: dist.Work = begin(whole, mine, group=group, async_op=True)
     return work
+
+
+def local_ranks() -> int:
+    """Return the ranks that a launcher has started on this machine; 0 if it does not say."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(given) if given.isdecimal() else 0
 
 
 def number(raw: bytes) -> int:

@@ -27,7 +27,7 @@ class Neighbours:
 
     def __init__(self, far: Comm, node: SharedNode) -> None:
         self.rank = far.rank
-        self.size = far.size
+        self.size = self.n_local = far.size
         self.node = node
         self._far = far
         self._n_exchanges = 0

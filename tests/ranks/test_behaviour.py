@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ import hetero
 from hetero import ConfigError, DivergenceError, StateError
 from hetero.api import engine_of
 from hetero.errors import RankLost
+from hetero.jobs import thread_budget
 from hetero.testing.ranks import Died, outcomes, run_ranks
 from tests.ranks.models import OPTIMIZERS, Net, Run, assert_same, built, by_ranks, by_torch, found
 from tests.ranks.models import loss_of as loss_at
@@ -320,7 +322,12 @@ def early(rank: int) -> None:
     prepared(updates="backward")
 
 
+def all_ram_for_each(rank: int) -> None:
+    prepared(host=int(0.8 * psutil.virtual_memory().total))
+
+
 REFUSALS = {
+    all_ram_for_each: "more than this process may take",
     whole_rule: "needs whole tensors",
     no_mesh: "each would train alone",
     another_size: "is of 3 ranks; there are 2",
@@ -418,3 +425,8 @@ def test_a_run_on_one_rank_of_a_group_is_that_run() -> None:
     run = replace(RUN, steps=2)
     (each,) = run_ranks(1, by_ranks, run)
     assert_same(each, by_torch(run, 1))
+
+
+def test_ranks_of_a_machine_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert [thread_budget(n_local) for n_local in (1, 4, 16)] == [15, 3, 1]

@@ -148,15 +148,17 @@ def decide(
     device: Device,
     plan: Blueprint,
     extent_numel: int | None = None,
+    *,
+    n_local: int = 1,
 ) -> Budget:
-    """Divide the memory before anything is allocated.
+    """Divide the memory before anything is allocated; ``n_local`` ranks have this machine.
 
     Raises ConfigError for a budget larger than the machine; BudgetError, naming the smallest one
     that works, for one that is too small.
     """
     tensors = (*model.buffers(), *(param for _, param in tables(model)))
     buffers = sum(map(bytes_of, tensors)) + plan.workspace_bytes(is_cuda=device.is_cuda)
-    memory = available(model, config, device, plan, buffers)
+    memory = available(model, config, device, plan, buffers, n_local)
     stays = stays_resident(plan, memory.hbm, is_cuda=device.is_cuda)
     slack = max(0, (free_hbm(model, device) or 0) - (memory.hbm or 0))
     budget = Budget(plan, memory.hbm, buffers, stays=stays, slack_bytes=slack)
@@ -183,12 +185,16 @@ def decide(
 
 
 def available(
-    model: nn.Module, config: Config, device: Device, plan: Blueprint, buffer_bytes: int
+    model: nn.Module,
+    config: Config,
+    device: Device,
+    plan: Blueprint,
+    buffer_bytes: int,
+    n_local: int,
 ) -> Memory:
     """Return the bytes of HBM and of RAM: as configured, else as measured."""
     hbm = hbm_bytes(model, config, device)
-    n_ranks = plan.layout.buckets[0].n_shares if plan.layout.buckets else 1
-    host = host_bytes(model, config, device.host_limit(), n_ranks)
+    host = host_bytes(model, config, device.host_limit(), n_local)
     if hbm is None and (
         plan.is_coded or plan.is_shared or (config.nvme and plan.home_bytes > host)
     ):
@@ -248,11 +254,11 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return at.nbytes + inside.nbytes + tensor.values().nbytes
 
 
-def host_bytes(model: nn.Module, config: Config, limit: HostLimit, n_ranks: int = 1) -> int:
-    """Return the RAM for homes: the budget, or as much as this process may take where ``n_ranks``
-    divide it."""
+def host_bytes(model: nn.Module, config: Config, limit: HostLimit, n_local: int) -> int:
+    """Return the RAM for homes: the budget, or as much as this process may take where ``n_local``
+    ranks divide it."""
     held = sum(p.nbytes for _, p in pages(model) if p.device.type == "cpu")  # moved, not copied
-    most = limit.n_bytes // n_ranks + held
+    most = limit.n_bytes // n_local + held
     for name, asked in (("host", config.host), ("pinned", config.pinned)):
         if asked is not None and asked > most:
             raise ConfigError(

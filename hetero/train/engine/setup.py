@@ -143,7 +143,7 @@ def set_up(
     """Divide the memory and open the tiers; nothing of the model is touched."""
     for folder in open_folders(config, device, tuning):  # validate nvme= even if nothing spills
         folder.close()
-    budget = decide(model, config, device, blueprint, tuning.extent_numel)
+    budget = decide(model, config, device, blueprint, tuning.extent_numel, n_local=comm.n_local)
     comm = comm.nearer(blueprint.layout)
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
     log = EventLog(device.clock)
@@ -155,7 +155,7 @@ def set_up(
     # masters on a CUDA device are updated in order of its stream, and not by threads
     has_masters = any(bucket.has_master for bucket in blueprint.layout.buckets)
     streams = budget.stays and device.is_cuda and has_masters
-    worker = tuning.worker or Worker(0 if streams else thread_budget())
+    worker = tuning.worker or Worker(0 if streams else thread_budget(comm.n_local))
     worker.clock = device.clock
     return Setup(
         *(model, inner, config, device, blueprint, tuning, params, log),
