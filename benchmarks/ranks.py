@@ -16,6 +16,7 @@ from torch import nn
 from benchmarks.engine import Figure, Figures, adamw
 from hetero.api import engine_of, prepare, release, status
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.testing import rank_divergence, rank_faults
 from hetero.testing.ranks import run_ranks
 
 SMALL = GPTConfig(width=64, layers=4, heads=4, context=32, checkpoint_blocks=False)
@@ -210,3 +211,29 @@ def _called(rank: int) -> dict[str, float]:
         comm.agree(b"x" * 200, "a roll call")
         calls.append(time.perf_counter() - began)
     return {"step": statistics.median(steps), "call": statistics.median(calls)}
+
+
+# -- what goes wrong -----------------------------------------------------------------------------
+
+SPARE_SECONDS = 2.0
+
+
+def faults(device: str | None = None, n_faults: int = 300) -> Figures:
+    """Ranks killed, stopped or failed at drawn places: right ends, and when all are gone."""
+    found = [rank_faults.outcome_of(rank_faults.drawn(number)) for number in range(n_faults)]
+    good = sum(each.wrong == "" for each in found)
+    late = rank_faults.TIMEOUT_SECONDS + SPARE_SECONDS
+    rows = [
+        Figure(f"of {n_faults} faults: right ends", good, "faults", "==", n_faults),
+        Figure("gone after", max(each.seconds for each in found), "s", "<=", late),
+    ]
+    return Figures(rows, {"wrong": [each.wrong for each in found if each.wrong]})
+
+
+def diverge(device: str | None = None, n_divergences: int = 200) -> Figures:
+    """One rank does something else: all are told, or all have the right bits."""
+    found = [rank_divergence.found(rank_divergence.drawn(n)) for n in range(n_divergences)]
+    good = sum(each.wrong == "" for each in found)
+    rows = [Figure(f"of {n_divergences}: told, or right", good, "cases", "==", n_divergences)]
+    told = sum(each.told for each in found)
+    return Figures(rows, {"told": told, "wrong": [each.wrong for each in found if each.wrong]})

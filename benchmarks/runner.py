@@ -107,6 +107,8 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "ranks-equal": ranks.equal,
     "ranks-memory": ranks.memory,
     "ranks-step": ranks.step,
+    "ranks-faults": ranks.faults,
+    "ranks-diverge": ranks.diverge,
     "roll-call": ranks.roll_call,
 }
 

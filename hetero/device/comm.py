@@ -18,9 +18,6 @@ from hetero.types import Lane
 class Node(Protocol):
     """Ranks of one machine that read each other's homes where they lie."""
 
-    is_open: bool
-    """Whether others may read homes of this rank: all have their first values."""
-
     def slab(self, name: str, bucket: int, n_bytes: int) -> Slab:
         """Return this rank's memory for the home of a name, of which others see a share."""
 

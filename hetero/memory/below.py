@@ -53,12 +53,12 @@ class LocalBelow:
     def fetch(self, replica: Replica, copy: HomeCopy, after: Iterable[Ticket], why: str) -> None:
         """Queue copies of the whole home up; call `wait_fetch` before the first read."""
         bucket, home, was = replica.bucket, copy.home, replica.state
-        copy.check_digest()
-        replica.move(FILLING, UNDO if why == UNDO else "fetch")
-        copy.fetched()
         if not home.changes.are_made:
             with self._link.log.standing("ranks"):
                 home.changes.wait()
+        copy.check_digest()
+        replica.move(FILLING, UNDO if why == UNDO else "fetch")
+        copy.fetched()
         after, size = (*after, *home.written_at), home.item_dtype.itemsize
         items = home.items(0, bucket.segments[-1].end)
         try:
@@ -70,11 +70,11 @@ class LocalBelow:
                     copy.reader = replica.ready
                 else:  # not page-locked, and given back after the pin
                     self._sync(replica.ready, replica)
+            self._join(replica)
         except BaseException:
             replica.ready = None
             replica.move(ABSENT if was is ABSENT else CLEAN, "fail")  # its old state, for a retry
             raise
-        self._join(replica)
         if replica.ready is None:
             replica.move(CLEAN, "ready")
 

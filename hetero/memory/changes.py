@@ -14,7 +14,7 @@ from hetero.device.comm import Comm, Node
 
 
 class Changes:
-    """Of a home that this rank keeps alone, or that ranks gather: no rank waits for them."""
+    """Of a home that this rank keeps alone."""
 
     __slots__ = ()
 
@@ -37,13 +37,42 @@ class Changes:
         return _NOTHING
 
 
-class SharedChanges(Changes):
+class Sharing:
+    """Whether homes have their first values, and no rank alone may change them."""
+
+    __slots__ = ("is_open",)
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+
+class GatheredChanges(Changes):
+    """Of homes whose shares ranks gather, all at the same time."""
+
+    __slots__ = ("_comm", "_sharing")
+
+    def __init__(self, comm: Comm, sharing: Sharing) -> None:
+        self._comm = comm
+        self._sharing = sharing
+
+    @contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        if not self._sharing.is_open:
+            yield
+            return
+        self._comm.agree(b"", f"a write of {what}")
+        self.begin()
+        yield
+        self.end()
+
+
+class SharedChanges(GatheredChanges):
     """Of the homes of one bucket, whose shares the ranks of a machine read from each other."""
 
-    __slots__ = ("_bucket", "_comm", "_node")
+    __slots__ = ("_bucket", "_node")
 
-    def __init__(self, comm: Comm, node: Node, bucket: int) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, sharing: Sharing, node: Node, bucket: int) -> None:
+        super().__init__(comm, sharing)
         self._node = node
         self._bucket = bucket
 
@@ -59,16 +88,6 @@ class SharedChanges(Changes):
 
     def end(self) -> None:
         self._node.changed(self._bucket)
-
-    @contextmanager
-    def meeting(self, what: str) -> Iterator[None]:
-        if not self._node.is_open:
-            yield
-            return
-        self._comm.agree(b"", f"a write of {what}")
-        self.begin()
-        yield
-        self.end()
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

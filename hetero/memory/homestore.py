@@ -13,6 +13,7 @@ from hetero.device import Device
 from hetero.device.comm import ALONE_COMM, Comm
 from hetero.io import align_up
 from hetero.memory import shown
+from hetero.memory.changes import Sharing
 from hetero.memory.codec import EXACT
 from hetero.memory.extent import PinSpan, PinUse, Request
 from hetero.memory.home import DeviceHome, DiskHome, Home, HostHome, cut
@@ -35,7 +36,7 @@ class HomeStore:
     """
 
     __slots__ = (
-        *("_charged", "_comm", "_device", "_ledger", "_node", "_names", "_parked"),
+        *("_charged", "_comm", "_device", "_ledger", "_node", "_names", "_parked", "_sharing"),
         *("before_use", "hbm_bytes", "homes", "places", "pool"),
     )
 
@@ -50,6 +51,7 @@ class HomeStore:
     ) -> None:
         self._comm = comm
         self._node = comm.node
+        self._sharing = Sharing()
         self._device = device
         self._ledger = ledger
         self._charged: dict[tuple[str, int], tuple[Tier, Kind, int]] = {}
@@ -93,9 +95,10 @@ class HomeStore:
         self._ledger.charge(tier, kind, kept_bytes, what)
         self._charged[name, bucket.id] = (tier, kind, kept_bytes)
         if self._node is not None:
-            return NodeHome(name, bucket, dtype, codec, self._comm, self._node)
+            return NodeHome(name, bucket, dtype, codec, self._comm, self._sharing, self._node)
         if self._comm.size > 1:
-            return ShareHome(self._device.paged_slab(n_bytes), bucket, dtype, codec, self._comm)
+            slab = self._device.paged_slab(n_bytes)
+            return ShareHome(slab, bucket, dtype, codec, self._comm, self._sharing)
         if tier is not Tier.HBM:
             slab = self._device.slab(n_bytes, travels=name in TRAVEL)
             return HostHome(slab, bucket, dtype, codec)
@@ -171,22 +174,18 @@ class HomeStore:
 
     def open_shares(self) -> None:
         """Let other ranks read this one's shares, which have their first values. Collective."""
-        if self._node is not None:
-            self._comm.agree(b"", "the end of prepare")
-            self._node.is_open = True
+        self._comm.agree(b"", "the end of prepare")
+        self._sharing.is_open = True
 
     @contextmanager
     def shares_closed(self) -> Iterator[None]:
         """Let every rank write its shares inside a block, and read no other one's. Collective."""
-        if self._node is None:
-            yield
-            return
         self._comm.agree(b"", "the beginning of a load")
-        self._node.is_open = False
+        self._sharing.is_open = False
         try:
             yield
         finally:
-            self._node.is_open = True
+            self._sharing.is_open = True
         self._comm.agree(b"", "the end of a load")
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hetero.crc import crc32
-from hetero.memory.changes import SharedChanges
+from hetero.memory.changes import Changes, GatheredChanges, SharedChanges, Sharing
 from hetero.memory.extent import PinUse
 from hetero.memory.home import Fill, Home
 from hetero.memory.layout import row
@@ -31,13 +31,20 @@ class ShareHome(Home):
     the same on all ranks, and each keeps its part.
     """
 
-    __slots__ = ("_comm", "_share_numel", "kept")
+    __slots__ = ("_comm", "_share_numel", "changes", "kept")
 
     def __init__(
-        self, slab: Slab, bucket: Bucket, dtype: torch.dtype, codec: Codec, comm: Comm
+        self,
+        slab: Slab,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        codec: Codec,
+        comm: Comm,
+        sharing: Sharing,
     ) -> None:
         super().__init__(slab, bucket, dtype, codec)
         self._comm = comm
+        self.changes: Changes = GatheredChanges(comm, sharing)
         self._share_numel = bucket.share_numel
         self.kept = bucket.share(comm.rank)
 
@@ -83,7 +90,8 @@ class ShareHome(Home):
         first = segment.offset + start
         mine = overlap(slice(first, first + values.numel()), self.kept)
         part = values[mine.start - first : mine.stop - first]
-        super().write_run(segment, mine.start - segment.offset, part)
+        with self.changes.meeting(segment.spec.name):
+            super().write_run(segment, mine.start - segment.offset, part)
 
     def recode(self, start: int, values: torch.Tensor) -> None:
         mine = overlap(slice(start, start + values.numel()), self.kept)
@@ -99,26 +107,29 @@ class ShareHome(Home):
 class NodeHome(ShareHome):
     """A home whose other shares this rank reads where other processes of its machine keep them."""
 
-    __slots__ = ("_bucket", "_name", "_node", "_theirs", "changes")
+    __slots__ = ("_bucket", "_name", "_node", "_theirs")
     is_shared = True
 
     def __init__(
-        self, name: str, bucket: Bucket, dtype: torch.dtype, codec: Codec, comm: Comm, node: Node
+        self,
+        name: str,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        codec: Codec,
+        comm: Comm,
+        sharing: Sharing,
+        node: Node,
     ) -> None:
         n_bytes = codec.n_bytes(bucket.numel, dtype)
-        super().__init__(node.slab(name, bucket.id, n_bytes), bucket, dtype, codec, comm)
+        super().__init__(node.slab(name, bucket.id, n_bytes), bucket, dtype, codec, comm, sharing)
         self._name = name
         self._node = node
         self._bucket = bucket.id
-        self.changes = SharedChanges(comm, node, bucket.id)
+        self.changes = SharedChanges(comm, sharing, node, bucket.id)
         self._theirs: dict[int, torch.Tensor] = {comm.rank: self._flat}
 
     def discard(self) -> None:
         """Keep its memory: a slower rank may still read it."""
-
-    def write_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
-        with self.changes.meeting(segment.spec.name):
-            super().write_run(segment, start, values)
 
     # -- what others keep ------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from hetero import interrupts
 from hetero.errors import DivergenceError, RankLost
 
 SAID_BYTES, ROW_BYTES, HEAD_BYTES = 96, 400, 16
@@ -35,10 +36,6 @@ class RankWatch:
         self._rank = rank
         self._timeout = timeout_seconds
         self._lives = [os.pidfd_open(pid) for pid in pids]
-        self._gone = select.poll()
-        for other, handle in enumerate(self._lives):
-            if other != rank:
-                self._gone.register(handle, select.POLLIN)
 
     def until(self, is_true: Callable[[], bool], rank: int, what: str) -> None:
         """Block until something is true that a rank brings about; else raise RankLost."""
@@ -52,10 +49,15 @@ class RankWatch:
                     raise self.lost(dead, what, "its process ended")
                 if time.monotonic() - began > self._timeout:
                     raise self.lost(rank, what, f"nothing for {self._timeout:.0f} s")
+            interrupts.point(2)
             time.sleep(PAUSES_SECONDS[min(looks // LOOKS, len(PAUSES_SECONDS) - 1)])
 
     def _dead(self) -> int | None:
-        ended = {handle for handle, _ in self._gone.poll(0)}
+        gone = select.poll()  # of this thread alone: a save waits too
+        for other, handle in enumerate(self._lives):
+            if other != self._rank:
+                gone.register(handle, select.POLLIN)
+        ended = {handle for handle, _ in gone.poll(0)}
         return next((rank for rank, handle in enumerate(self._lives) if handle in ended), None)
 
     def lost(self, rank: int, what: str, why: str) -> RankLost:

@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from hetero import interrupts
 from hetero.device import Ticket
 from hetero.device.comm import Addends, Comm
 from hetero.errors import RankLost
@@ -159,6 +160,7 @@ class Gloo:
         while not work.is_completed():
             if time.monotonic() - began > self._timeout:
                 raise self._lost(what, f"no answer for {self._timeout:.0f} s")
+            interrupts.point(2)
             time.sleep(POLL_SECONDS[min(looks // 64, len(POLL_SECONDS) - 1)])
             looks += 1
         try:

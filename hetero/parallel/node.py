@@ -100,7 +100,6 @@ class SharedNode:
     def __init__(
         self, rank: int, layout: Layout, controls: Sequence[Control], timeout_seconds: float
     ) -> None:
-        self.is_open = False
         self._rank = rank
         self._controls = controls
         self._begun: Counter[int] = Counter()

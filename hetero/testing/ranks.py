@@ -102,17 +102,21 @@ def _pickled(error: BaseException) -> BaseException | None:
 
 
 def _wait_for(children: Sequence[int]) -> dict[int, int]:
-    """Return each child's status; kill those that take too long."""
+    """Return each child's status; kill those that take too long, and stopped ones at the end."""
     ends: dict[int, int] = {}
+    stopped: set[int] = set()
     deadline = time.monotonic() + SECONDS
     while len(ends) < len(children):
         for pid in children:
-            if pid not in ends:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    ends[pid] = status
-                elif time.monotonic() > deadline:
-                    os.kill(pid, signal.SIGKILL)
+            if pid in ends:
+                continue
+            done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+            if done and os.WIFSTOPPED(status):
+                stopped.add(pid)
+            elif done:
+                ends[pid] = status
+            elif time.monotonic() > deadline or len(ends) + len(stopped) == len(children):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
     return ends
 

@@ -16,7 +16,9 @@ from hetero.device import Device
 from hetero.device.comm import Comm
 from hetero.errors import ConfigError, DivergenceError
 from hetero.train.engine.blueprint import Blueprint
-from hetero.train.update.rules import Rule, bytes_of
+from hetero.train.gradients.slot import NONE, LazyGrad
+from hetero.train.model.binding import get_grad
+from hetero.train.update.rules import Group, Rule, bytes_of
 from hetero.version import __version__
 
 OWN = ("hbm", "host", "profile", "timeout_seconds")
@@ -33,16 +35,25 @@ def check_alike(
 
     Equal devices, releases and thread counts are a condition of equal bits: kernels differ.
     """
-    rows = comm.agree(pickle.dumps(facts_of(plan, optimizer, config)), "what is prepared")
-    told: list[dict[str, str]] = [pickle.loads(row) for row in rows]  # of this very program
+    compare(
+        *(comm, facts_of(plan, optimizer, config), "what is prepared"),
+        advice="build the same model and optimizer on every rank, with the same settings, on equal"
+        " machines",
+    )
+
+
+def compare(comm: Comm, facts: Mapping[str, str], what: str, *, advice: str) -> None:
+    """Raise DivergenceError on all ranks, naming the first fact in which they differ."""
+    told: list[dict[str, str]] = [
+        pickle.loads(row)  # of this very program
+        for row in comm.agree(pickle.dumps(dict(facts)), what)
+    ]
     for key in dict.fromkeys(key for row in told for key in row):
         values = [row.get(key, "nothing") for row in told]
         if len(set(values)) > 1:
             each = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise DivergenceError(
-                f"ranks that share a model differ in {key} ({each})",
-                advice="build the same model and optimizer on every rank, with the same settings,"
-                " on equal machines",
+                f"ranks that share a model differ in {key} ({each})", advice=advice
             )
 
 
@@ -62,13 +73,46 @@ def facts_of(
         "parameters": f"{len(laid)}, {crc32(memoryview(chr(10).join(laid).encode())):08x}",
         "the optimizer": "none" if optimizer is None else type(optimizer).__name__,
     }
-    for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
-        settings = {key: value for key, value in group.items() if key != "params"}
-        found[f"settings of group {number}"] = f"{len(group['params'])} parameters, {settings}"
+    found.update(settings_of([] if optimizer is None else optimizer.param_groups))
     for name in Config.__dataclass_fields__:
         if name not in OWN and name != "device":
             found[f"the setting {name}="] = repr(getattr(config, name))
     return found
+
+
+def settings_of(groups: Sequence[Group]) -> dict[str, str]:
+    """Return the settings of an optimizer's groups, by the group's name."""
+    found = {}
+    for number, group in enumerate(groups):
+        settings = {key: plain(value) for key, value in group.items() if key != "params"}
+        found[f"settings of group {number}"] = f"{len(group['params'])} parameters, {settings}"
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Return a setting with all its digits."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def gradients_of(params: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    """Return what an update would read of each gradient that is not a sum over ranks as it is."""
+    found = {}
+    for name, param in params:
+        grad = get_grad(param)
+        if grad is None:
+            found[f"the gradient of {name!r}"] = "none"
+        elif not isinstance(grad, LazyGrad):
+            found[f"the gradient of {name!r}"] = digest(grad)
+        elif grad.slot.value is not None:
+            found[f"the gradient of {name!r}"] = digest(grad.slot.value)
+        elif grad.slot.factors != NONE:
+            factors = [plain(factor) for factor in grad.slot.factors]
+            found[f"the gradient of {name!r}"] = f"a sum, times {factors}"
+    return found
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return f"a tensor of the user's, CRC {crc32(memoryview(bytes_of(tensor))):08x}"
 
 
 def check_device(device: Device, config: Config) -> None:

@@ -30,6 +30,7 @@ from hetero.train.access.cursor import Cursor
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.runtime import Runtime
 from hetero.train.access.step_events import StepEvents
+from hetero.train.engine.alike import gradients_of, settings_of
 from hetero.train.engine.backward_updates import BackwardUpdates
 from hetero.train.engine.broken import Broken
 from hetero.train.engine.dividing import HbmDivision
@@ -45,6 +46,7 @@ from hetero.train.model.binding import plain
 from hetero.train.model.graph import ask_unless_gone, unless_gone
 from hetero.train.update.arithmetic import Update
 from hetero.train.update.optimizer import Optimizer
+from hetero.train.update.rules import Group
 from hetero.types import Tier
 
 
@@ -130,16 +132,21 @@ class Paged:
         """Bring gradients and written parameters home."""
         self.runtime.quiesce()
 
-    def divide(self) -> Division:
-        """Return how HBM is divided from the border on; raises OutOfMemory."""
+    def divide(self, groups: Sequence[Group]) -> Division:
+        """Return how HBM is divided from the border on; raises OutOfMemory.
+
+        Ranks compare what they are about to step, by an optimizer's ``groups``.
+        """
         if self.setup.comm.size == 1:
             return self.fitting.divide()
         for bucket in self.setup.buckets:  # others may change their shares after the roll call
             self.manager.let_write(bucket.id)
         self.setup.saver.finish()  # a save on this rank reads them, too
         setup, gathers = self.setup, self.setup.store.is_gathered
+        self.trained.grads.check_exchanged()
+        facts = {**settings_of(groups), **gradients_of(setup.named_params())}
         divide = self.fitting.divide
-        division = agreed_division(setup.comm, divide, setup.log, is_common=gathers)
+        division = agreed_division(setup.comm, divide, setup.log, is_common=gathers, facts=facts)
         self.activations.policies.update(division.policies)
         return division
 

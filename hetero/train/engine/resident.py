@@ -21,6 +21,7 @@ from hetero.train.engine.setup import Setup
 from hetero.train.engine.trained import Trained
 from hetero.train.engine.written import WrittenWeights
 from hetero.train.update.arithmetic import Update
+from hetero.train.update.rules import Group
 
 
 def make_activations(
@@ -93,7 +94,7 @@ class Resident:
     def quiesce(self) -> None:
         """Bring gradients home, and note writes to parameters."""
 
-    def divide(self) -> None:
+    def divide(self, groups: Sequence[Group]) -> None:
         """HBM is not divided: everything fits."""
 
     def seal(self) -> None:

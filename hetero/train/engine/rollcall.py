@@ -9,13 +9,15 @@ its own. No rank updates anything before all have answered: until then others ma
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from hetero.crc import crc32
 from hetero.device.comm import Comm
 from hetero.errors import OutOfMemory
 from hetero.events import EventLog
 from hetero.plan.division import Division
+from hetero.train.engine.alike import compare
 
 
 class Answer(NamedTuple):
@@ -24,22 +26,36 @@ class Answer(NamedTuple):
     division: Division | None
     refusal: tuple[str, str, int] | None
     """Message, advice and bytes of an OutOfMemory."""
+    facts: int
+    """The CRC of what the step depends on."""
 
 
 def agreed_division(
-    comm: Comm, divide: Callable[[], Division], log: EventLog, *, is_common: bool
+    comm: Comm,
+    divide: Callable[[], Division],
+    log: EventLog,
+    *,
+    is_common: bool,
+    facts: Mapping[str, str],
 ) -> Division:
-    """Return the division of this rank, or one that all apply if it ``is_common``; OutOfMemory on
-    all of them if one has no room."""
+    """Return the division of this rank, or one that all apply if it ``is_common``.
+
+    Raises on all ranks OutOfMemory if one has no room, and DivergenceError if they are about to
+    step in different ways: ``facts`` are what the step depends on.
+    """
     error: OutOfMemory | None = None
+    known = crc32(memoryview(repr(facts).encode()))
     try:
-        mine = Answer(divide(), None)
+        mine = Answer(divide(), None, known)
     except OutOfMemory as refused:
         error = refused
-        mine = Answer(None, (str(refused.args[0]), refused.advice, refused.needed_bytes))
+        mine = Answer(None, (str(refused.args[0]), refused.advice, refused.needed_bytes), known)
     with log.standing("ranks"):
         rows = comm.agree(pickle.dumps(mine), "the division of HBM")
     told: list[Any] = [pickle.loads(row) for row in rows]  # from ranks of this very program
+    if any(row.facts != known for row in told):
+        advice = "change gradients and settings in the same way on every rank"
+        compare(comm, facts, "what the step depends on", advice=advice)
     if error is not None:
         raise error
     for rank, row in enumerate(told):

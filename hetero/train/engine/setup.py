@@ -92,6 +92,9 @@ class Setup:
         """Return the place of a parameter in its bucket."""
         return self.blueprint.layout.home[self.index[id(param)]][1]
 
+    def named_params(self) -> list[tuple[str, nn.Parameter]]:
+        return [(self.segment(param).spec.name, param) for param in self.params]
+
     def ram(self) -> int:
         """Return the bytes of RAM that may still be taken."""
         return self.device.host_limit().n_bytes

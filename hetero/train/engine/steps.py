@@ -129,7 +129,7 @@ class HomeSteps(NoSteps):
         self.take_copies()
         # 1. gradients and written parameters come home; norm, clip and settings are closed
         residence.quiesce()
-        division = residence.divide()  # if it raises, nothing is updated
+        division = residence.divide(optimizer.param_groups)  # if it raises, nothing is updated
         seen = self._seen(optimizer)
         updates = stepper.close(optimizer.param_groups, optimizer.known_state, clip)
         begun = self._seal()

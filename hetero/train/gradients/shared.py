@@ -13,7 +13,7 @@ from torch import nn
 
 from hetero.device import Ticket
 from hetero.device.comm import Comm
-from hetero.errors import StateError
+from hetero.errors import DivergenceError, StateError
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.link import Link
 from hetero.train.gradients.exchange import Exchange, exchange_bytes
@@ -151,7 +151,7 @@ class SharedGradStore(GradStore):
                 slot.become(GradState.ARRIVING, "add")
             slot.landing = LOST
 
-    def finish(self) -> None:
+    def check_exchanged(self) -> None:
         kept = [i for i in self._kept if get_grad(self.params[i]) is not None]
         kept += [slot.segment.index for slot, _ in self._kept_addends()]
         if kept:
@@ -161,6 +161,8 @@ class SharedGradStore(GradStore):
                 " outside of no_sync followed",
                 advice="leave hetero.no_sync for the last backward pass before a step",
             )
+
+    def finish(self) -> None:
         self._kept.clear()
         self._addends.clear()
         super().finish()
@@ -223,16 +225,29 @@ class SharedGradStore(GradStore):
         due = [slot for slot in slots if slot.value is None and slot.norm is None]
         if not due or not all(slot.home.is_shared for slot in due):
             return
+        indices = [slot.segment.index for slot in due]
         mine = {
             slot.segment.index: whole_norm(slot.stored(), ord, in_fp32=slot.has_master)
             for slot in due
             if self._owner(slot.segment) == self._comm.rank
         }
         told: dict[int, torch.Tensor] = {}
-        for row in self._comm.agree(pickle.dumps(mine), f"norms of order {ord}"):
-            told.update(pickle.loads(row))  # from ranks of this very program
+        rows = self._comm.agree(pickle.dumps((indices, mine)), f"norms of order {ord}")
+        for row in rows:
+            theirs, norms = pickle.loads(row)  # from ranks of this very program
+            if theirs != indices:
+                raise self._others_norms(set(theirs) ^ set(indices))
+            told.update(norms)
         for slot in due:
             slot.norm = GradNorm(ord, told[slot.segment.index])
+
+    def _others_norms(self, indices: set[int]) -> DivergenceError:
+        name = self._layout.home[min(indices)][1].spec.name
+        return DivergenceError(
+            f"ranks that share a model differ in the gradient of {name!r}, of which some take the"
+            " norm",
+            advice="change gradients, or take them away, in the same way on every rank",
+        )
 
     def _segments(self) -> Iterator[Segment]:
         return (segment for bucket in self._layout.buckets for segment in bucket.segments)

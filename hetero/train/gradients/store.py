@@ -66,6 +66,8 @@ class GradStore:
     """Whether a gradient that the user's code holds stays where it is until the step."""
     takes_graphs = True
     """Whether a gradient may have a graph (create_graph)."""
+    check_exchanged: Callable[[], None] = staticmethod(noop)
+    """Raises StateError if this rank alone has a part of a gradient that a step would use."""
     share_norms: Callable[[float], None] = staticmethod(noop)
     """Takes norms of an order together with other ranks, if that saves work."""
 
