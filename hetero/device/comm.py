@@ -25,16 +25,16 @@ class Node(Protocol):
         """Return the bytes of another rank's home, of which its share is there; blocks until that
         rank has made it."""
 
-    def begin(self, bucket: int) -> None:
-        """All ranks are about to change a bucket's homes."""
+    def begin(self, counter: int) -> None:
+        """All ranks are about to change the homes of a counter."""
 
-    def changed(self, bucket: int) -> None:
+    def changed(self, counter: int) -> None:
         """This rank has made a change that it began; on any thread."""
 
-    def is_current(self, bucket: int) -> bool:
+    def is_current(self, counter: int) -> bool:
         """Whether all ranks have made the changes that this one has begun."""
 
-    def wait(self, bucket: int) -> None:
+    def wait(self, counter: int) -> None:
         """Block until they have; raises RankLost for a rank that died, or takes too long."""
 
     def close(self) -> None:

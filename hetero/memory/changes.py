@@ -1,8 +1,9 @@
 """Changes of a home that all ranks make to their shares of it (floor 1, mechanism).
 
 Every rank makes the same changes. Each counts those that it has begun, and the others say how many
-are done there: so a reader waits for slower ranks. A change begins when no rank reads: an
-optimizer's after the roll call of its step, a user's after a meeting.
+are done there: so a reader waits for slower ranks. Gradients of a bucket have a counter of their
+own: a sum is made part by part while backward may still read the bucket's weights. A change begins
+when no rank reads: an optimizer's after the roll call of its step, a user's after a meeting.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from hetero.device.comm import Comm, Node
+from hetero.memory.layout import Layout
+from hetero.types import Kind
 
 
 class Changes:
@@ -67,27 +70,41 @@ class GatheredChanges(Changes):
 
 
 class SharedChanges(GatheredChanges):
-    """Of the homes of one bucket, whose shares the ranks of a machine read from each other."""
+    """Of the homes of a counter, whose shares the ranks of a machine read from each other."""
 
-    __slots__ = ("_bucket", "_node")
+    __slots__ = ("_counter", "_node")
 
-    def __init__(self, comm: Comm, sharing: Sharing, node: Node, bucket: int) -> None:
+    def __init__(self, comm: Comm, sharing: Sharing, node: Node, counter: int) -> None:
         super().__init__(comm, sharing)
         self._node = node
-        self._bucket = bucket
+        self._counter = counter
 
     @property
     def are_made(self) -> bool:
-        return self._node.is_current(self._bucket)
+        return self._node.is_current(self._counter)
 
     def wait(self) -> None:
-        self._node.wait(self._bucket)
+        self._node.wait(self._counter)
 
     def begin(self) -> None:
-        self._node.begin(self._bucket)
+        self._node.begin(self._counter)
 
     def end(self) -> None:
-        self._node.changed(self._bucket)
+        self._node.changed(self._counter)
+
+
+def counter_of(bucket: int, kind: Kind) -> int:
+    """Return the number of a counter."""
+    return 2 * bucket + (kind is Kind.GRAD)
+
+
+def bucket_of(counter: int) -> int:
+    return counter // 2
+
+
+def count(layout: Layout) -> int:
+    """Return how many counters there are."""
+    return 2 * len(layout.buckets)
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

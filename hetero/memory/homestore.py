@@ -95,7 +95,9 @@ class HomeStore:
         self._ledger.charge(tier, kind, kept_bytes, what)
         self._charged[name, bucket.id] = (tier, kind, kept_bytes)
         if self._node is not None:
-            return NodeHome(name, bucket, dtype, codec, self._comm, self._sharing, self._node)
+            return NodeHome(
+                *(kind, name, bucket, dtype, codec, self._comm, self._sharing), node=self._node
+            )
         if self._comm.size > 1:
             slab = self._device.paged_slab(n_bytes)
             return ShareHome(slab, bucket, dtype, codec, self._comm, self._sharing)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from hetero.crc import crc32
-from hetero.memory.changes import Changes, GatheredChanges, SharedChanges, Sharing
+from hetero.memory.changes import Changes, GatheredChanges, SharedChanges, Sharing, counter_of
 from hetero.memory.extent import PinUse
 from hetero.memory.home import Fill, Home
 from hetero.memory.layout import row
+from hetero.types import Kind
 
 if TYPE_CHECKING:
     from hetero.device import Slab
@@ -112,6 +113,7 @@ class NodeHome(ShareHome):
 
     def __init__(
         self,
+        kind: Kind,
         name: str,
         bucket: Bucket,
         dtype: torch.dtype,
@@ -125,7 +127,7 @@ class NodeHome(ShareHome):
         self._name = name
         self._node = node
         self._bucket = bucket.id
-        self.changes = SharedChanges(comm, sharing, node, bucket.id)
+        self.changes = SharedChanges(comm, sharing, node, counter_of(bucket.id, kind))
         self._theirs: dict[int, torch.Tensor] = {comm.rank: self._flat}
 
     def discard(self) -> None:

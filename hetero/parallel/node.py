@@ -2,8 +2,8 @@
 
 Each rank keeps its homes in files of memory, one for each name of a home, as long as whole buckets;
 pages that no share touches take nothing. The others map these files and read shares where they lie.
-A counter a bucket and rank says how often its homes were changed there: the ranks make the same
-changes, so each knows how often to expect.
+Counters of each rank say how often homes were changed there (see `hetero.memory.changes`): the
+ranks make the same changes, so each knows how often to expect.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from hetero.crc import crc32
 from hetero.device import Slab
 from hetero.device.comm import Comm
+from hetero.memory.changes import bucket_of, count
 from hetero.memory.layout import Layout
 from hetero.parallel.board import Board, Entries, RankWatch
 from hetero.train.gradients.exchange import exchange_bytes
@@ -54,12 +55,12 @@ class Introduction(NamedTuple):
 
 
 class Control:
-    """A rank's control block: a token, its files by name, a counter a bucket, and its board."""
+    """A rank's control block: a token, its files by name, its counters, and its board."""
 
-    def __init__(self, memory: mmap.mmap, pid: int, n_buckets: int) -> None:
+    def __init__(self, memory: mmap.mmap, pid: int, n_counters: int) -> None:
         self.pid = pid
         numbers: npt.NDArray[np.int64] = np.frombuffer(
-            memory, np.int64, 2 * MOST_FILES + n_buckets, TOKEN_BYTES
+            memory, np.int64, 2 * MOST_FILES + n_counters, TOKEN_BYTES
         )
         self.files = numbers[: 2 * MOST_FILES].reshape(MOST_FILES, 2)
         """Rows of a name's number, and the descriptor of its file plus 1."""
@@ -67,8 +68,8 @@ class Control:
         self.entries = Entries(memory, TOKEN_BYTES + numbers.nbytes)
 
     @staticmethod
-    def size_bytes(n_buckets: int) -> int:
-        return TOKEN_BYTES + 8 * (2 * MOST_FILES + n_buckets) + Entries.size_bytes()
+    def size_bytes(n_counters: int) -> int:
+        return TOKEN_BYTES + 8 * (2 * MOST_FILES + n_counters) + Entries.size_bytes()
 
     def file(self, name: str) -> int | None:
         """Return the descriptor of a name's file; None if there is none yet."""
@@ -80,8 +81,8 @@ class Control:
     def has_file(self, name: str) -> bool:
         return self.file(name) is not None
 
-    def has_made(self, bucket: int, n_changes: int) -> bool:
-        return bool(self.counts[bucket] >= n_changes)
+    def has_made(self, counter: int, n_changes: int) -> bool:
+        return bool(self.counts[counter] >= n_changes)
 
     def add(self, name: str, fd: int) -> None:
         """Tell the others of a file."""
@@ -163,25 +164,25 @@ class SharedNode:
 
     # -- changes ---------------------------------------------------------------------------------
 
-    def begin(self, bucket: int) -> None:
-        """All ranks are about to change a bucket's homes."""
-        self._begun[bucket] += 1
+    def begin(self, counter: int) -> None:
+        """All ranks are about to change the homes of a counter."""
+        self._begun[counter] += 1
 
-    def changed(self, bucket: int) -> None:
+    def changed(self, counter: int) -> None:
         """This rank has made a change that it began; on any thread."""
-        self._controls[self._rank].counts[bucket] += 1
+        self._controls[self._rank].counts[counter] += 1
 
-    def is_current(self, bucket: int) -> bool:
+    def is_current(self, counter: int) -> bool:
         """Whether all ranks have made the changes that this one has begun."""
-        begun = self._begun[bucket]
-        return all(control.has_made(bucket, begun) for control in self._controls)
+        begun = self._begun[counter]
+        return all(control.has_made(counter, begun) for control in self._controls)
 
-    def wait(self, bucket: int) -> None:
+    def wait(self, counter: int) -> None:
         """Block until they have; raises RankLost for a rank that died, or takes too long."""
-        begun = self._begun[bucket]
+        begun = self._begun[counter]
         for rank, control in enumerate(self._controls):
-            done = partial(control.has_made, bucket, begun)
-            self._watch.until(done, rank, f"the share of bucket {bucket}")
+            done = partial(control.has_made, counter, begun)
+            self._watch.until(done, rank, f"the share of bucket {bucket_of(counter)}")
 
     def close(self) -> None:
         """Let go of the other processes; memory goes with the last tensor in it."""
@@ -204,11 +205,11 @@ def pages(n_bytes: int) -> int:
 def open_node(comm: Comm, layout: Layout, timeout_seconds: float) -> SharedNode | None:
     """Return the memory that all ranks share; None if they are on several machines, or this one
     has no such memory. Collective."""
-    fd, mine, n_buckets = -1, b"", len(layout.buckets)
+    fd, mine, n_counters = -1, b"", count(layout)
     if hasattr(os, "memfd_create") and hasattr(os, "pidfd_open"):
         with suppress(OSError):
             fd = os.memfd_create("hetero-control")
-            os.ftruncate(fd, pages(Control.size_bytes(n_buckets)))
+            os.ftruncate(fd, pages(Control.size_bytes(n_counters)))
             token = os.urandom(TOKEN_BYTES)
             os.pwrite(fd, token, 0)
             mine = pickle.dumps(Introduction(machine(), os.getpid(), fd, token))
@@ -225,7 +226,7 @@ def open_node(comm: Comm, layout: Layout, timeout_seconds: float) -> SharedNode 
             os.close(fd)
     if not can:
         return None
-    controls = [Control(memory, pid, n_buckets) for memory, pid in found]
+    controls = [Control(memory, pid, n_counters) for memory, pid in found]
     return SharedNode(comm.rank, layout, controls, timeout_seconds)
 
 

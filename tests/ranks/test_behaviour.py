@@ -99,6 +99,37 @@ def test_what_one_rank_does_alone_changes_no_bit(act: Act) -> None:
         assert_same(each, expected)
 
 
+def reads_in_backward(rank: int) -> Any:
+    """A hook reads weights whose gradients are being summed."""
+    model, optimizer = prepared(timeout_seconds=20.0)
+
+    def read(grad: torch.Tensor) -> None:
+        model.last.weight.sum().item()
+        model.blocks[3][0].weight.sum().item()
+
+    def watch(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(read)
+
+    for block in model.blocks[:3]:
+        block.register_forward_hook(watch)
+    norms = []
+    for step in range(RUN.steps):
+        loss_at(model, RUN, step, rank).backward()
+        norms.append(float(optimizer.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = found(model, optimizer, norms)
+    hetero.release(model, optimizer)
+    return state
+
+
+def test_weights_can_be_read_while_their_gradients_are_summed() -> None:
+    expected = by_torch(RUN, 2)
+    for each in run_ranks(2, reads_in_backward):
+        assert_same(each, expected)
+
+
 def reads_late(rank: int) -> None:
     model, optimizer = prepared()
     for step in range(3):
