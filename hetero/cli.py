@@ -112,9 +112,13 @@ def train(config: str | None, dry_run: bool, as_json: bool, **given: Any) -> int
 
 def train_run(options: TrainOptions, stop: Callable[[], int | None], as_json: bool) -> int:
     """Train, and show it; returns the exit status."""
+    from hetero.parallel.launch import launch_rank
     from hetero.recipes import show
     from hetero.recipes.train import train as run
 
+    if launch_rank():  # the first rank shows the run
+        signal = run(options, stop=stop).signal
+        return 0 if signal is None else 128 + signal
     console = open_console(as_json)
     with show.watching(console) as watch:
 

@@ -129,7 +129,7 @@ def settings_for(
     """Return the settings of a run.
 
     The demo's defaults show every tier: HBM for a quarter of the states, RAM for half, a disk for
-    the rest; without CUDA the device is simulated.
+    the rest (several ranks use no disk); without CUDA the device is simulated.
     """
     if not options.is_demo:
         return config
@@ -140,6 +140,8 @@ def settings_for(
         return config
     if config.hbm is None:
         config = dataclasses.replace(config, hbm=states_of(model) // STATES_PER_BUDGET)
+    if config.mesh is not None:  # ranks keep no homes on disk
+        return config
     if config.host is None:
         config = dataclasses.replace(config, host=host_of(model, optimizer, config))
     if not config.nvme:

@@ -10,20 +10,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from hetero.api import backward, prepare, status
+from hetero.api import backward, engine_of, prepare, status
 from hetero.checkpoint.load import load_checkpoint
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import Save, save_checkpoint
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import ConfigError
+from hetero.parallel.launch import Launch, launch
 from hetero.recipes.options import TrainOptions, installed
+from hetero.recipes.passes import Passes
 from hetero.recipes.record import Recording
 from hetero.recipes.result import EvalLoss, Progress, StepReport, TrainResult
 from hetero.recipes.setup import (
@@ -67,8 +69,22 @@ def train(
     Raises ConfigError and BudgetError as `hetero.prepare` does, ConfigError for options that cannot
     be honoured, and the errors of saving and loading. Seeds the global generator.
     """
+    config = settings_of(options)
+    with launch(config.timeout_seconds) as ranks:
+        return train_on(ranks, options, config, watch, stop)
+
+
+def train_on(
+    ranks: Launch, options: TrainOptions, config: Config, watch: Watch, stop: Stop
+) -> TrainResult:
+    """Run the recipe as one of ``ranks``; the first one watches, records and writes."""
+    if ranks.size > 1 and config.mesh is None:
+        config = dataclasses.replace(config, mesh="world")
+    if ranks.rank:
+        options = dataclasses.replace(options, record="none", track=(), out=None)
+        watch = unseen
     # 1. data, model and optimizer, as in plain PyTorch
-    folder, config = folder_of(options), settings_of(options)
+    folder = Path(ranks.first(lambda: str(folder_of(options))))
     task = task_of(options, config)
     deciding = fingerprint(options, config, task)
     if options.resume:
@@ -79,7 +95,8 @@ def train(
     _, optimizer = prepare(task.model, optimizer, config=config)
     # 3. the same loop as ever
     place = open_device(config.device).torch_device
-    run = TrainRun(task, optimizer, options, folder, deciding, place)
+    passes = Passes(engine_of(task.model).setup.comm, options.accumulate, options.seed)
+    run = TrainRun(task, optimizer, options, folder, deciding, place, passes)
     if options.resume:
         run.resume()
     with tracking(options, folder) as log:
@@ -89,7 +106,13 @@ def train(
     out = options.out if signal is None else None
     if out is not None:
         task.write(Path(out))
-    return conclude(run, signal, page, out)
+    result = conclude(run, signal, page, out)
+    passes.any(None)  # until here others read this rank's shares
+    return result
+
+
+def unseen(report: StepReport) -> None:
+    """Watch no step: the first rank does."""
 
 
 def task_of(options: TrainOptions, config: Config) -> Task:
@@ -126,6 +149,13 @@ def tracking(options: TrainOptions, folder: Path) -> Iterator[Log]:
         yield log
 
 
+class Stopped(NamedTuple):
+    """Why a run ends before its last step."""
+
+    signal: int | None
+    """None: its minutes are over."""
+
+
 @dataclass
 class TrainRun:
     """The loop: a plain PyTorch loop with checkpoints."""
@@ -136,6 +166,7 @@ class TrainRun:
     folder: Path
     deciding: Mapping[str, Any]
     place: torch.device
+    passes: Passes
     progress: Progress = field(default_factory=Progress)
     saved: Save | None = None
 
@@ -165,30 +196,35 @@ class TrainRun:
             report = self.report(lr, norm)
             log(report.figures(), report.step)
             watch(report)
-            signal = stop()
             late = options.minutes is not None and done.seconds >= 60 * options.minutes
-            if signal is not None or late:
-                return signal
+            signal = stop()
+            mine = Stopped(signal) if late or signal is not None else None
+            ended = self.passes.any(mine)
+            if ended is not None:
+                return ended.signal
             if done.steps % options.save_every == 0 and done.steps < self.steps:
                 self.save(asynchronous=True)  # training goes on while it is written
         return None
 
     def step(self) -> tuple[float, float]:
         """Make one step, all tokens weighing alike; returns the next learning rate and the norm."""
-        passes = [next(self.task.batches) for _ in range(self.options.accumulate)]
-        counts = [count(batch) for batch in passes]
-        losses = []
-        for batch, tokens in zip(passes, counts, strict=True):
+        passes, n_steps = self.passes, self.progress.steps
+        batches = [next(self.task.batches) for _ in range(self.options.accumulate)]
+        counts = [count(batch) for batch in batches]
+        found = []
+        for number, batch in passes.mine(batches):
+            passes.begin(n_steps, number)
             loss = self.task.loss(batch, self.place)
-            if len(passes) > 1:
-                loss = loss * (tokens / sum(counts))
+            if len(batches) > 1:  # gradients are means over ranks
+                loss = loss * (counts[number] / sum(counts) * passes.size)
             backward(loss)  # loss.backward() with fp16's loss scaling
-            losses.append(loss.detach())
+            found.append(loss.detach())
         norm = self.optimizer.clip_grad_norm_(self.options.max_grad_norm)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        self.progress.losses.append(sum(loss.item() for loss in losses))
+        losses = passes.all([loss.item() / passes.size for loss in found])
+        self.progress.losses.append(sum(losses))
         self.progress.tokens += sum(counts)
         return float(self.scheduler.get_last_lr()[0]), float(norm.item())
 
@@ -216,10 +252,14 @@ class TrainRun:
     def evaluate(self) -> EvalLoss:
         """Return the mean loss per token of the evaluation data."""
         self.task.model.eval()
+        batches = self.task.evaluation
+        counts = [count(batch) for batch in batches]
         with torch.no_grad():
-            rows = [(count(b), self.task.loss(b, self.place).item()) for b in self.task.evaluation]
+            losses = self.passes.evaluated(
+                batches, lambda batch: self.task.loss(batch, self.place).item()
+            )
         self.task.model.train()
-        mean = sum(n * loss for n, loss in rows) / sum(n for n, _ in rows)
+        mean = sum(n * loss for n, loss in zip(counts, losses, strict=True)) / sum(counts)
         found = EvalLoss(self.progress.steps, mean)
         self.progress.evaluations.append(found)
         return found

@@ -1,0 +1,106 @@
+"""`hetero train` on several ranks is the run of one rank that makes all passes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero.errors import ConfigError
+from hetero.recipes.options import TrainOptions
+from hetero.recipes.result import TrainResult
+from hetero.recipes.train import train
+from hetero.testing.ranks import outcomes, run_ranks
+
+SETTINGS = {"device": "cpu:sim", "hbm": 360_000, "chunk_bytes": 4096}
+SIZES: dict[str, Any] = {"width": 32, "layers": 2, "heads": 2, "seq": 16}
+
+
+def options(folder: Path, **fields: Any) -> TrainOptions:
+    given = {"steps": 6, "lr": 1e-2, "accumulate": 4, "record": "none", **SIZES, **fields}
+    return TrainOptions(settings=SETTINGS, save_dir=str(folder), **given)
+
+
+def by_rank(rank: int, folder: Path, fields: dict[str, Any]) -> TrainResult:
+    return train(options(folder, **fields))
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_ranks_divide_the_passes_of_a_step(n_ranks: int, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(200)))
+    fields = {"eval_data": (str(text),), "eval_every": 2}
+    alone = train(options(tmp_path / "alone", **fields))
+
+    for result in run_ranks(n_ranks, by_rank, tmp_path / "ranks", fields):
+        assert result.weights_sha256 == alone.weights_sha256
+        assert result.losses == alone.losses
+        assert result.evaluations == alone.evaluations
+        assert result.checkpoint == str(tmp_path / "ranks" / "step-6")
+
+
+def test_dropout_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    text = tmp_path / "text"
+    text.write_text("the same words again and again, " * 40)
+    fields = {
+        "model": "tiny-llama",
+        "data": (str(text),),
+        "layers": 2,
+        "steps": 3,
+        "lora_rank": 4,
+        "lora_dropout": 0.3,
+    }
+    two, four = (run_ranks(n, by_rank, tmp_path / str(n), fields) for n in (2, 4))
+    without = run_ranks(2, by_rank, tmp_path / "without", {**fields, "lora_dropout": 0.0})
+
+    assert len({result.weights_sha256 for result in (*two, *four)}) == 1
+    assert without[0].weights_sha256 != two[0].weights_sha256
+
+
+def stopped(rank: int, folder: Path) -> TrainResult:
+    """One rank alone hears a signal after its third step."""
+    heard: list[int] = []
+
+    def stop() -> int | None:
+        heard.append(0)
+        return signal.SIGTERM if rank == 1 and len(heard) == 3 else None
+
+    return train(options(folder), stop=stop)
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
+    for result in run_ranks(2, stopped, tmp_path / "ranks"):
+        assert (result.steps, result.signal) == (3, signal.SIGTERM)
+
+    alone = train(options(tmp_path / "alone"))
+    for result in run_ranks(2, by_rank, tmp_path / "ranks", {"resume": True}):
+        assert result.weights_sha256 == alone.weights_sha256
+
+
+def test_passes_that_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
+    for each in outcomes(2, by_rank, tmp_path, {"accumulate": 3}):
+        assert isinstance(each.error, ConfigError), each.text
+        assert "--accumulate 4" in str(each.error)
+
+
+@pytest.mark.slow  # processes that import
+def test_torchrun_launches_it(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    sizes = [f"--{name}={value}" for name, value in SIZES.items()]
+    done = subprocess.run(
+        [*launch, "-m", "hetero", "train", *sizes, "--steps=4", "--accumulate=2", "--hbm=360KB"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "runs" / "1" / "step-4").is_dir()
+    assert not (tmp_path / "runs" / "2").exists()
