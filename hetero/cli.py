@@ -353,6 +353,7 @@ def show_report(made: RunReport, verdicts: list[ClaimVerdict], written: list[str
 @option("--pinned", str, "RAM that CUDA may page-lock, as 512MiB.", "what it takes")
 @option("--batch", POSITIVE, "Samples of a step.", "1")
 @option("--sequence", POSITIVE, "Positions of a sample.", "1024")
+@option("--ranks", POSITIVE, "Ranks that share the model on that machine; plans one.", "1")
 @option("--precision", PRECISION, "Of working weights.", "fp32")
 @unit_options
 @option("--device", DEVICE, "What to plan for.", "cuda where the profile has a GPU, else cpu:sim")
@@ -381,6 +382,9 @@ def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
     sys.path.insert(0, "")  # a console script does not search the working directory by itself
     given = {key: value for key, value in given.items() if value not in (None, False)}
     samples, positions = given.pop("batch", 1), given.pop("sequence", POSITIONS)
+    ranks = given.pop("ranks", 1)
+    if ranks > 1:
+        given["mesh"] = {"dp_shard": ranks}
     if "gpu_memory" in given:
         given["hbm"] = given.pop("gpu_memory")
     return make(model, (samples, positions), estimates=estimates, **given)

@@ -76,9 +76,17 @@ class OpClock(TorchDispatchMode):
 
     Args:
         counted: whether each operation's bytes are counted, which takes time.
+        n_sharing: processes that compute on the same processors at the same time.
     """
 
-    def __init__(self, device: Clocked, profile: MachineProfile, *, counted: bool = False) -> None:
+    def __init__(
+        self,
+        device: Clocked,
+        profile: MachineProfile,
+        *,
+        counted: bool = False,
+        n_sharing: int = 1,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
         self._is_cuda = device.is_cuda
         self._device = device
@@ -89,6 +97,7 @@ class OpClock(TorchDispatchMode):
         """Multiplications and additions of all matrix products."""
         self._counted_seconds = profile.host.counted_seconds if counted else 0.0
         self._known: dict[Any, Known] = {}
+        self._n_sharing = n_sharing
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -121,7 +130,7 @@ class OpClock(TorchDispatchMode):
                 if key is not None:
                     self._known[key] = known
         self.flops += known.flops
-        self._device.compute(known.seconds * self._slowdown())
+        self._device.compute(known.seconds * self._slowdown() * self._n_sharing)
         return found
 
     def _learn(self, func: Any, args: Any, kwargs: dict[str, Any] | None, found: Any) -> Known:

@@ -17,6 +17,7 @@ from hetero.errors import BudgetError, ConfigError
 from hetero.internals import tree_iter
 from hetero.plan.hardware import find
 from hetero.plan.machine import Dtype, MachineProfile
+from hetero.rehearse.mirror import n_sharing
 from hetero.rehearse.models import Described, describe
 from hetero.rehearse.rehearsal import (
     PlainStep,
@@ -161,6 +162,7 @@ def plan(
         config: a `Config`, a mapping, or a TOML file; ``settings`` go on top.
         estimates: whether to estimate other settings.
         settings: as for `hetero.prepare`; ``profile`` names the machine (`hetero calibrate`).
+            ``mesh={"dp_shard": N}`` plans one of N ranks on it.
 
     Raises:
         ConfigError: a setting cannot be honoured, the model or the optimizer computes by its
@@ -170,6 +172,7 @@ def plan(
     profile = machine(known)
     described = describe(model_or_config, batch)
     scene = scene_of(described, optimizer, loss, known, profile)
+    estimates = estimates and n_sharing(known.mesh) == 1  # they are of one rank
     return drawn(scene, described, until_it_fits(scene), estimates)
 
 
@@ -284,7 +287,7 @@ def budget(scene: Scene, field: str) -> int | None:
     value: int | None = getattr(scene.config, field)
     if value is None and field == "host":
         host = scene.profile.host
-        return int((host.limit_bytes or host.ram_bytes).value)
+        return int((host.limit_bytes or host.ram_bytes).value) // n_sharing(scene.config.mesh)
     if value is None and field == "hbm" and scene.profile.gpu is not None:
         return int(scene.profile.gpu.hbm_bytes.value)
     return value

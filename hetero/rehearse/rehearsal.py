@@ -31,11 +31,13 @@ from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
 from hetero.rehearse.failures import explaining
 from hetero.rehearse.kernels import AsOn
+from hetero.rehearse.mirror import mirrored, n_sharing
 from hetero.rehearse.twin import twin_of
 from hetero.rehearse.worker import DryWorker
 from hetero.report.profile import ceilings, meta_of
 from hetero.report.run import Meta, Run
 from hetero.train.activations.meter import LiveBytes
+from hetero.train.engine.alike import check_device, check_rule
 from hetero.train.engine.assemble import assemble
 from hetero.train.engine.blueprint import Blueprint, draw
 from hetero.train.engine.engine import Engine
@@ -128,15 +130,19 @@ def rehearse(scene: Scene) -> Rehearsal:
     computes by its numbers or that its batch does not suit.
     """
     device = device_for(scene.config, scene.profile)
+    check_device(device, scene.config)
+    comm = mirrored(scene.config.mesh, device, scene.profile.memory_seconds)
     scene = replace(scene, **twin_of(scene.model, scene.optimizer)._asdict())
     config = replace(scene.config, device=device, profile=None)
     disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None
-    blueprint = draw(scene.model, scene.optimizer, config, device)
+    blueprint = draw(scene.model, scene.optimizer, config, device, comm.size)
+    if comm.size > 1:
+        check_rule(blueprint, scene.optimizer)
     worker = DryWorker(device, partial(update_seconds, scene.profile, blueprint), disk)
     tuning = Tuning(worker=worker, depth=scene.depth, activation_share=scene.activation_share)
     if disk is not None:
         tuning.open_pool = partial(open_dry_pool, disk)
-    engine = assemble(scene.model, scene.optimizer, config, device, blueprint, tuning)
+    engine = assemble(scene.model, scene.optimizer, config, device, blueprint, tuning, comm)
     device.ram_used = partial(engine.setup.ledger.used, Tier.HOST)
     # the engine counts no activations of a model that stays
     beside = None if paged_of(engine) is not None else LiveBytes()
@@ -220,15 +226,16 @@ def device_for(config: Config, profile: MachineProfile) -> DryDevice:
         hbm = int(gpu.hbm_bytes.value - (context.value if context is not None else 0))
     ram = int((profile.host.limit_bytes or profile.host.ram_bytes).value)
     hbm = None if hbm is None else max(hbm, config.hbm or 0)
-    ram = max(ram, config.host or 0)
+    n_ranks = n_sharing(config.mesh)
+    ram = max(ram, n_ranks * (config.host or 0))
     return DryDevice(
         is_cuda=gpu is not None,
         same_ram=kind == "cpu",
         hbm_bytes=hbm,
         ram_bytes=ram,
-        copy_seconds=lambda lane, n, both: profile.copy_seconds(lane, n, both),
+        copy_seconds=lambda lane, n, both: n_ranks * profile.copy_seconds(lane, n, both),
         copies_here=kind == "cpu:sim",
-        touch_seconds=profile.memory_seconds,
+        touch_seconds=lambda n_bytes: n_ranks * profile.memory_seconds(n_bytes),
         stage_seconds=partial(stage_seconds, profile),
     )
 
@@ -283,7 +290,9 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> RehearsedStep:
     """Train one step and return its measurements."""
     began = device.clock()
     paged = isinstance(engine.residence, Paged)
-    with OpClock(device, scene.profile, counted=paged and device.copies_here) as clock:
+    n_sharing = engine.setup.comm.size
+    counted = paged and device.copies_here
+    with OpClock(device, scene.profile, counted=counted, n_sharing=n_sharing) as clock:
         with nullcontext() if paged else phase(engine, "forward"):
             loss = scene.loss(scene.model(*scene.args, **scene.kwargs))
         if scene.optimizer is not None:

@@ -114,6 +114,12 @@ def test_a_model_whose_output_leads_nowhere_is_refused_with_advice() -> None:
     assert "loss=" in caught.value.advice
 
 
+def test_a_global_norm_is_planned() -> None:
+    plain, clipped = (planned(max_grad_norm=norm) for norm in (None, 1.0))
+
+    assert clipped.fits and tier(clipped, "HOST") == tier(plain, "HOST")
+
+
 def test_frozen_parts_have_neither_gradients_nor_states() -> None:
     model = gpt()
     model.blocks[:3].requires_grad_(False)

@@ -91,7 +91,7 @@ def settings_of(groups: Sequence[Group]) -> dict[str, str]:
 
 def plain(value: Any) -> Any:
     """Return a setting with all its digits."""
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+    return value.tolist() if isinstance(value, torch.Tensor) and not value.is_meta else value
 
 
 def gradients_of(params: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:

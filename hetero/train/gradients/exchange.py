@@ -276,6 +276,8 @@ class Exchange:
     def _sum(self, flight: Flight, each: Sum, values: Sequence[torch.Tensor], start: int) -> None:
         """Add a run; ``values`` of each rank are from element ``start`` of the bucket on."""
         total, first = self._home(flight.bucket).part(each.run), each.run.start
+        if total.is_meta:
+            return  # a plan has no numbers
         factors = [f for f in (flight.unscale, 1 / self._comm.size) if f != 1.0]
         for number, rank in enumerate(each.ranks):
             for at in range(first, each.run.stop, SUM_NUMEL):  # an addend stays in the cache

@@ -95,8 +95,11 @@ def numbers_of(factors: Sequence[Factors]) -> list[tuple[float, ...]]:
     """Return pending factors as numbers; waits for the device once, not for each."""
     distinct = {id(f.clip): f.clip for f in factors if f.clip is not None}  # often one for all
     clips = list(distinct.values())
-    together = [clip.to(clips[0].device) for clip in clips]
-    numbers = dict(zip(distinct, torch.stack(together).tolist() if clips else [], strict=True))
+    if clips and clips[0].is_meta:  # a plan's numbers are 1
+        values = [1.0] * len(clips)
+    else:
+        values = torch.stack([clip.to(clips[0].device) for clip in clips]).tolist() if clips else []
+    numbers = dict(zip(distinct, values, strict=True))
     known = {
         id(f): tuple(x for x in (f.unscale, numbers.get(id(f.clip), 1.0)) if x != 1.0)
         for f in {id(f): f for f in factors}.values()

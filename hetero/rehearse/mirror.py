@@ -1,0 +1,122 @@
+"""Ranks that are as this one, made of numbers (floor 4).
+
+The first of N ranks on one machine is rehearsed; the others do what it does at the same time. What
+all of them do with one memory takes N times as long as for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hetero.device import Slab, Ticket
+from hetero.device.comm import ALONE_COMM, Comm
+from hetero.dry import DryDevice
+from hetero.errors import ConfigError
+from hetero.parallel.mesh import REPLICATE, SHARD
+
+MemorySeconds = Callable[[int], float]
+"""The time in which the machine's processors read and write so many bytes."""
+
+
+class MirrorNode:
+    """Homes of the other ranks: always as new as this one's."""
+
+    def __init__(self, device: DryDevice) -> None:
+        self._device = device
+
+    def slab(self, name: str, bucket: int, n_bytes: int) -> Slab:
+        return self._device.paged_slab(n_bytes)
+
+    def memory(self, name: str, bucket: int, rank: int, n_bytes: int) -> torch.Tensor:
+        return self._device.paged_slab(n_bytes).carve(0, n_bytes)
+
+    def begin(self, counter: int) -> None: ...
+
+    def changed(self, counter: int) -> None: ...
+
+    def is_current(self, counter: int) -> bool:
+        return True
+
+    def wait(self, counter: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Mirror:
+    """The first of ``size`` ranks."""
+
+    rank = 0
+
+    def __init__(self, size: int, device: DryDevice, memory_seconds: MemorySeconds) -> None:
+        self.size = self.n_local = size
+        self.node = MirrorNode(device)
+        self._device = device
+        self._seconds = memory_seconds
+        self._sent_bytes = 0
+
+    def gather(self, whole: torch.Tensor, what: str) -> Ticket:
+        raise AssertionError("ranks that read each other's homes gather nothing")
+
+    def wait(self, ticket: Ticket) -> None: ...
+
+    def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
+        raise AssertionError("ranks that read each other's homes complete nothing")
+
+    def outbox(self, n_bytes: int) -> torch.Tensor:
+        self._sent_bytes = n_bytes
+        return self._device.paged_slab(n_bytes).carve(0, n_bytes)
+
+    def exchange(self, row: bytes, what: str) -> MirrorAddends:
+        return MirrorAddends(self, row, self._sent_bytes)
+
+    def agree(self, row: bytes, what: str) -> list[bytes]:
+        return [row] * self.size
+
+    def nearer(self, layout: Any) -> Comm:
+        return self
+
+    def close(self) -> None: ...
+
+    def sum_up(self, n_bytes: int) -> list[torch.Tensor]:
+        """Let the time pass in which all ranks read ``n_bytes`` and write a sum of their part."""
+        self._device.compute(self._seconds((self.size + 1) * n_bytes))
+        part = self.outbox(n_bytes // self.size)
+        return [part] * self.size
+
+
+class MirrorAddends:
+    """An exchange with ranks that send what this one does."""
+
+    def __init__(self, comm: Mirror, row: bytes, n_bytes: int) -> None:
+        self._comm = comm
+        self._row = row
+        self._n_bytes = n_bytes
+
+    def wait(self) -> tuple[list[bytes], list[torch.Tensor]]:
+        return [self._row] * self._comm.size, self._comm.sum_up(self._n_bytes)
+
+
+def mirrored(mesh: Any, device: DryDevice, memory_seconds: MemorySeconds) -> Comm:
+    """Return the ranks of the setting `mesh`; ConfigError if it does not say how many."""
+    size = n_sharing(mesh)
+    return ALONE_COMM if size == 1 else Mirror(size, device, memory_seconds)
+
+
+def n_sharing(mesh: Any) -> int:
+    """Return how many ranks share a model."""
+    if mesh is None:
+        return 1
+    if not isinstance(mesh, Mapping):
+        raise ConfigError(
+            f"a plan with mesh={mesh!r}, which does not say how many ranks there are",
+            advice=f"plan with mesh={{'{SHARD}': 4}} for four",
+        )
+    if int(mesh.get(SHARD, 1)) > 1 and int(mesh.get(REPLICATE, 1)) > 1:
+        raise ConfigError(
+            f"mesh={dict(mesh)}: shares and replicas together are not available in this version",
+            advice=f"plan with mesh={{'{SHARD}': N}}",
+        )
+    return int(mesh.get(SHARD, 1))

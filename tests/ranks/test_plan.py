@@ -1,0 +1,105 @@
+"""A plan of N ranks says, to the byte, what each of them takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from hetero import ConfigError
+from hetero.api import engine_of
+from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.testing.ranks import run_ranks
+from hetero.types import Kind, Tier
+
+PROFILE = "laptop-4c-avx2-ddr4"
+TOKENS = torch.zeros(2, 16, dtype=torch.long)
+Peaks = dict[tuple[Tier, Kind | None], int]
+TIERS = (Tier.HBM, Tier.HOST)
+
+
+class WithTargets(nn.Module):
+    """A GPT with its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = GPTConfig(width=32, layers=6, heads=4, context=16, checkpoint_blocks=False)
+        self.gpt = GPT(shape)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.gpt(tokens, tokens)
+        return loss
+
+
+def taken(rank: int, settings: dict[str, Any]) -> Peaks:
+    """Train as one of several ranks; return the peaks of the ledger."""
+    torch.manual_seed(0)
+    model = WithTargets()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    _, optimizer = hetero.prepare(model, plain, mesh="world", **settings)
+    for _ in range(5):
+        model(TOKENS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ledger = engine_of(model).setup.ledger
+    return {(tier, kind): ledger.peak(tier, kind) for tier in TIERS for kind in (None, *Kind)}
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "kept": {"hbm": 560_000, "activations": "keep"},
+    "bf16": {"hbm": 560_000, "precision": "bf16"},
+    "recomputed": {"hbm": 300_000, "activations": "recompute"},
+    "clipped": {"hbm": 560_000, "activations": "keep", "max_grad_norm": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+@pytest.mark.parametrize("n_ranks", [2, 3, 4])
+def test_a_rank_takes_what_was_planned(n_ranks: int, name: str) -> None:
+    settings = {"device": "cpu:sim", "chunk_bytes": 1024, **SETTINGS[name]}
+    found = hetero.plan(
+        *(WithTargets(), TOKENS),
+        **{**settings, "mesh": {"dp_shard": n_ranks}, "profile": PROFILE, "estimates": False},
+    )
+    planned: Peaks = {(tier, None): found.rehearsal.peaks[tier] for tier in TIERS}
+    planned.update({(t, k): found.rehearsal.kinds[t, k] for t in TIERS for k in Kind})
+
+    for real in run_ranks(n_ranks, taken, settings):
+        assert real == planned
+
+
+def test_shares_of_more_ranks_are_smaller() -> None:
+    one, two, four = (planned_host(n) for n in (1, 2, 4))
+    # the rest is on its way between ranks, and padding
+    assert one > 1.6 * two
+    assert two > 1.4 * four
+
+
+def planned_host(n_ranks: int) -> int:
+    found = hetero.plan(
+        *(WithTargets(), TOKENS),
+        mesh={"dp_shard": n_ranks},
+        profile=PROFILE,
+        device="cpu:sim",
+        hbm=560_000,
+        chunk_bytes=1024,
+    )
+    assert found.what_if[1:] == () or n_ranks == 1
+    return found.rehearsal.peaks[Tier.HOST]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"mesh": "world"}, "does not say how many ranks"),
+        ({"mesh": {"dp_shard": 2, "dp_replicate": 2}}, "shares and replicas together"),
+        ({"mesh": {"dp_shard": 2}, "device": "cuda", "profile": "h200-sxm"}, "on CUDA devices"),
+    ],
+)
+def test_what_ranks_cannot_do_is_not_planned(settings: dict[str, Any], why: str) -> None:
+    given = {"profile": PROFILE, "device": "cpu:sim", "hbm": 560_000, **settings}
+    with pytest.raises(ConfigError, match=why):
+        hetero.plan(WithTargets(), TOKENS, **given)
