@@ -17,7 +17,7 @@ from hetero.interrupts import theirs
 from hetero.parallel.mesh import open_comm
 from hetero.train.engine.alike import (
     check_alike,
-    check_device,
+    check_places,
     check_rule,
     share_values,
     values_of,
@@ -77,7 +77,6 @@ def prepare_tuned(
     inner = check_pair(model, optimizer)
     device = open_device(config.device)
     tuning = tuning or Tuning()
-    check_device(device, config)
     comm = open_comm(
         *(config.mesh, config.timeout_seconds),
         one_sided=tuning.one_sided,
@@ -86,6 +85,7 @@ def prepare_tuned(
     blueprint = draw(model, inner, config, device, comm.size)
     check_codes(model, blueprint.layout)
     if comm.size > 1:
+        check_places(comm, device)
         check_rule(blueprint, inner)
         check_alike(comm, blueprint, inner, config)
         share_values(comm, values_of(model))

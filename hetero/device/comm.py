@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hetero.device.face import Slab, Ticket
+from hetero.device.face import Device, Slab, Ticket
 from hetero.types import Lane
 
 
@@ -80,6 +80,9 @@ class Comm(Protocol):
         The exchange before the last one was waited for.
         """
 
+    def lock_outboxes(self, device: Device) -> None:
+        """Page-lock what gradients of a device leave through, until `close`."""
+
     def exchange(self, row: bytes, what: str) -> Addends:
         """Begin to send the outbox, and a row that all ranks get."""
 
@@ -111,6 +114,8 @@ class Alone:
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
         raise AssertionError("a rank that is alone exchanges nothing")
+
+    def lock_outboxes(self, device: Device) -> None: ...
 
     def exchange(self, row: bytes, what: str) -> Addends:
         raise AssertionError("a rank that is alone exchanges nothing")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 
 import torch
@@ -47,6 +47,9 @@ class CpuDevice:
 
     def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
         return map_slab(n_bytes) if n_bytes >= SMALL else heap_slab(n_bytes)
+
+    def lock(self, memory: torch.Tensor) -> Callable[[], None] | None:
+        return None
 
     def stages_bytes(self, largest_bytes: int, pinned: int | None) -> int:
         return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -71,6 +71,9 @@ class CudaDevice:
 
     def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
         return self._locked.slab(n_bytes) if travels else map_slab(n_bytes)
+
+    def lock(self, memory: torch.Tensor) -> Callable[[], None] | None:
+        return self._locked.lock(memory)
 
     def stages_bytes(self, largest_bytes: int, pinned: int | None) -> int:
         if pinned is not None and pinned < LEAST_BYTES:

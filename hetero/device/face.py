@@ -142,6 +142,10 @@ class Device(Protocol):
     def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
         """Return zeroed HOST memory. If it ``travels``, CUDA page-locks it as far as it may."""
 
+    def lock(self, memory: torch.Tensor) -> Callable[[], None] | None:
+        """Page-lock mapped memory as far as it may be; return what undoes that, before the memory
+        goes."""
+
     def stages_bytes(self, largest_bytes: int, pinned: int | None) -> int:
         """Return the HOST bytes of stages for copies of memory that may not be page-locked, of at
         most ``largest_bytes`` each, if ``pinned`` bytes may be; 0 if copies need none."""

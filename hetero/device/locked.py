@@ -44,22 +44,34 @@ class LockedMemory:
         """Return a new slab, page-locked if the limit has room for it and CUDA does not refuse."""
         # torch's page-locked allocator rounds up to powers of two; mapping and registering do not
         slab = map_slab(n_bytes)
-        self._lock(slab)
+        mapping = slab.mapping
+        first = slab.block.data_ptr()
+        if mapping is not None and self._register(first, first + slab.block.numel()):
+            advise(mapping, "MADV_DONTFORK")  # see [Note: forks]
+            slab.unlock = partial(self._unlock, first, mapping)
         return slab
 
-    def _lock(self, slab: Slab) -> None:
-        first, n_bytes, mapping = slab.block.data_ptr(), slab.block.numel(), slab.mapping
+    def lock(self, memory: torch.Tensor) -> Callable[[], None] | None:
+        """Page-lock the pages of memory that processes share, under the same conditions; return
+        what undoes it. No fork copies them."""
+        first, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+        first, end = first - first % mmap.PAGESIZE, end + -end % mmap.PAGESIZE
+        if not memory.numel() or not self._register(first, end):
+            return None
+        return partial(self._unlock, first, None)
+
+    def _register(self, first: int, end: int) -> bool:
+        n_bytes = end - first
         with self._changing:
-            if mapping is None or not self._has_room(n_bytes):
-                return
+            if not self._has_room(n_bytes):
+                return False
             if int(torch.cuda.cudart().cudaHostRegister(first, n_bytes, 0)) != 0:
                 self._refused(n_bytes)
-                return
+                return False
             self.n_bytes += n_bytes
-            self._ends[first] = first + n_bytes
+            self._ends[first] = end
             self._sort()
-        advise(mapping, "MADV_DONTFORK")  # see [Note: forks]
-        slab.unlock = partial(self._unlock, first, mapping)
+        return True
 
     def holds(self, piece: torch.Tensor) -> bool:
         """Whether bytes are page-locked."""
@@ -79,7 +91,7 @@ class LockedMemory:
         starts = sorted(self._ends)
         self._ranges = starts, [self._ends[first] for first in starts]
 
-    def _unlock(self, first: int, mapping: mmap.mmap) -> None:
+    def _unlock(self, first: int, mapping: mmap.mmap | None) -> None:
         """Undo a registration, unless this is a child, which has none."""
         if self._pid != os.getpid():
             return
@@ -88,7 +100,8 @@ class LockedMemory:
             torch.cuda.cudart().cudaHostUnregister(first)
             self.n_bytes -= self._ends.pop(first) - first
             self._sort()
-        advise(mapping, "MADV_DOFORK")
+        if mapping is not None:
+            advise(mapping, "MADV_DOFORK")
 
     def _refused(self, n_bytes: int) -> None:
         """Remember that it was too much, forget CUDA's error, and warn."""

@@ -24,6 +24,11 @@ def finish_compute() -> None:
         torch.cuda.synchronize()
 
 
+def n_accelerators() -> int:
+    """Return the number of CUDA devices that this process sees."""
+    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+
 def accelerator_name() -> str | None:
     """Return the CUDA device's name, None without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -96,7 +96,9 @@ class HomeStore:
         self._charged[name, bucket.id] = (tier, kind, kept_bytes)
         if self._node is not None:
             return NodeHome(
-                *(kind, name, bucket, dtype, codec, self._comm, self._sharing), node=self._node
+                *(kind, name, bucket, dtype, codec, self._comm, self._sharing),
+                node=self._node,
+                device=self._device,
             )
         if self._comm.size > 1:
             slab = self._device.paged_slab(n_bytes)

@@ -6,7 +6,7 @@ on every rank; it has memory where this rank's share is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from hetero.memory.layout import row
 from hetero.types import Kind
 
 if TYPE_CHECKING:
-    from hetero.device import Slab
+    from hetero.device import Device, Slab
     from hetero.device.comm import Comm, Node
     from hetero.memory.codec import Codec
     from hetero.memory.layout import Bucket, Segment
@@ -108,7 +108,7 @@ class ShareHome(Home):
 class NodeHome(ShareHome):
     """A home whose other shares this rank reads where other processes of its machine keep them."""
 
-    __slots__ = ("_bucket", "_name", "_node", "_theirs")
+    __slots__ = ("_bucket", "_lock", "_name", "_node", "_theirs", "_unlocks")
     is_shared = True
 
     def __init__(
@@ -121,6 +121,7 @@ class NodeHome(ShareHome):
         comm: Comm,
         sharing: Sharing,
         node: Node,
+        device: Device,
     ) -> None:
         n_bytes = codec.n_bytes(bucket.numel, dtype)
         super().__init__(node.slab(name, bucket.id, n_bytes), bucket, dtype, codec, comm, sharing)
@@ -129,6 +130,9 @@ class NodeHome(ShareHome):
         self._bucket = bucket.id
         self.changes = SharedChanges(comm, sharing, node, counter_of(bucket.id, kind))
         self._theirs: dict[int, torch.Tensor] = {comm.rank: self._flat}
+        self._lock = device.lock if kind is Kind.PARAM else None  # of what copies read
+        self._unlocks: list[Callable[[], None]] = []
+        self._lock_share(comm.rank)
 
     def discard(self) -> None:
         """Keep its memory: a slower rank may still read it."""
@@ -149,8 +153,23 @@ class NodeHome(ShareHome):
             if rank not in self._theirs:
                 memory = self._node.memory(self._name, self._bucket, rank, n_bytes)
                 self._theirs[rank] = memory[:n_bytes].view(self.item_dtype)
+                self._lock_share(rank)
             at = rank * self._share_numel
             yield slice(at, at + self._share_numel), self._theirs[rank]
+
+    def _lock_share(self, rank: int) -> None:
+        """Page-lock a rank's share, where a device copies from it."""
+        at = rank * self._share_numel
+        share = self._theirs[rank][self.items(at, at + self._share_numel)]
+        unlock = None if self._lock is None else self._lock(share.view(torch.uint8))
+        if unlock is not None:
+            self._unlocks.append(unlock)
+
+    def close(self) -> None:
+        for unlock in self._unlocks:
+            unlock()
+        self._unlocks.clear()
+        super().close()
 
     def read(self, segment: Segment) -> torch.Tensor:
         value = self.empty(segment)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hetero import interrupts
-from hetero.device import Ticket
+from hetero.device import Device, Ticket
 from hetero.device.comm import Addends, Comm
 from hetero.errors import RankLost
 from hetero.memory.layout import Layout
@@ -100,6 +100,8 @@ class Gloo:
             )
         self._sent_bytes = n_bytes
         return self._outbox[:n_bytes]
+
+    def lock_outboxes(self, device: Device) -> None: ...
 
     def exchange(self, row: bytes, what: str) -> Addends:
         rows = self._meet(what, row)

@@ -6,13 +6,13 @@ read them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from hetero.device import Ticket
-from hetero.parallel.node import SharedNode
+from hetero.device import Device, Ticket
+from hetero.parallel.node import BOXES, SharedNode
 
 if TYPE_CHECKING:
     from hetero.device.comm import Addends, Comm
@@ -30,6 +30,7 @@ class Neighbours:
         self.size = self.n_local = far.size
         self.node = node
         self._far = far
+        self._unlocks: list[Callable[[], None]] = []
         self._n_exchanges = 0
         self._sent_bytes = 0
 
@@ -45,6 +46,12 @@ class Neighbours:
         self._sent_bytes = n_bytes
         return self.node.outbox(self.rank, self._n_exchanges)[:n_bytes]
 
+    def lock_outboxes(self, device: Device) -> None:
+        for number in range(BOXES):
+            unlock = device.lock(self.node.outbox(self.rank, number))
+            if unlock is not None:
+                self._unlocks.append(unlock)
+
     def exchange(self, row: bytes, what: str) -> Addends:
         call = self.node.board.post(f"{what}: {self._sent_bytes} bytes", row)
         found = NearAddends(self, call, self._n_exchanges, self._sent_bytes // self.size)
@@ -59,6 +66,9 @@ class Neighbours:
         return self
 
     def close(self) -> None:
+        for unlock in self._unlocks:
+            unlock()
+        self._unlocks.clear()
         self.node.close()
         self._far.close()
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from hetero.device import Slab, Ticket
+from hetero.device import Device, Slab, Ticket
 from hetero.device.comm import ALONE_COMM, Comm
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError
 from hetero.parallel.mesh import REPLICATE, SHARD
+from hetero.types import Kind
 
 MemorySeconds = Callable[[int], float]
 """The time in which the machine's processors read and write so many bytes."""
@@ -28,10 +29,10 @@ class MirrorNode:
         self._device = device
 
     def slab(self, name: str, bucket: int, n_bytes: int) -> Slab:
-        return self._device.paged_slab(n_bytes)
+        return self._device.slab(n_bytes, travels=name == Kind.PARAM.value)
 
     def memory(self, name: str, bucket: int, rank: int, n_bytes: int) -> torch.Tensor:
-        return self._device.paged_slab(n_bytes).carve(0, n_bytes)
+        return self._device.arena(n_bytes).carve(0, n_bytes)
 
     def begin(self, counter: int) -> None: ...
 
@@ -67,7 +68,9 @@ class Mirror:
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
         self._sent_bytes = n_bytes
-        return self._device.paged_slab(n_bytes).carve(0, n_bytes)
+        return self._device.arena(n_bytes).carve(0, n_bytes)
+
+    def lock_outboxes(self, device: Device) -> None: ...
 
     def exchange(self, row: bytes, what: str) -> MirrorAddends:
         return MirrorAddends(self, row, self._sent_bytes)

@@ -37,7 +37,7 @@ from hetero.rehearse.worker import DryWorker
 from hetero.report.profile import ceilings, meta_of
 from hetero.report.run import Meta, Run
 from hetero.train.activations.meter import LiveBytes
-from hetero.train.engine.alike import check_device, check_rule
+from hetero.train.engine.alike import check_rule
 from hetero.train.engine.assemble import assemble
 from hetero.train.engine.blueprint import Blueprint, draw
 from hetero.train.engine.engine import Engine
@@ -130,7 +130,6 @@ def rehearse(scene: Scene) -> Rehearsal:
     computes by its numbers or that its batch does not suit.
     """
     device = device_for(scene.config, scene.profile)
-    check_device(device, scene.config)
     comm = mirrored(scene.config.mesh, device, scene.profile.memory_seconds)
     scene = replace(scene, **twin_of(scene.model, scene.optimizer)._asdict())
     config = replace(scene.config, device=device, profile=None)
@@ -227,15 +226,20 @@ def device_for(config: Config, profile: MachineProfile) -> DryDevice:
     ram = int((profile.host.limit_bytes or profile.host.ram_bytes).value)
     hbm = None if hbm is None else max(hbm, config.hbm or 0)
     n_ranks = n_sharing(config.mesh)
+    n_here = 1 if gpu is not None else n_ranks  # which compute, and copy, by the same processors
+
+    def copy_seconds(lane: Lane, n_bytes: int, both_ways: bool) -> float:
+        return n_here * profile.copy_seconds(lane, n_bytes, both_ways, devices=n_ranks)
+
     ram = max(ram, n_ranks * (config.host or 0))
     return DryDevice(
         is_cuda=gpu is not None,
         same_ram=kind == "cpu",
         hbm_bytes=hbm,
         ram_bytes=ram,
-        copy_seconds=lambda lane, n, both: n_ranks * profile.copy_seconds(lane, n, both),
+        copy_seconds=copy_seconds,
         copies_here=kind == "cpu:sim",
-        touch_seconds=lambda n_bytes: n_ranks * profile.memory_seconds(n_bytes),
+        touch_seconds=lambda n_bytes: n_here * profile.memory_seconds(n_bytes),
         stage_seconds=partial(stage_seconds, profile),
     )
 
@@ -290,9 +294,9 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> RehearsedStep:
     """Train one step and return its measurements."""
     began = device.clock()
     paged = isinstance(engine.residence, Paged)
-    n_sharing = engine.setup.comm.size
+    n_here = 1 if device.is_cuda else engine.setup.comm.size
     counted = paged and device.copies_here
-    with OpClock(device, scene.profile, counted=counted, n_sharing=n_sharing) as clock:
+    with OpClock(device, scene.profile, counted=counted, n_sharing=n_here) as clock:
         with nullcontext() if paged else phase(engine, "forward"):
             loss = scene.loss(scene.model(*scene.args, **scene.kwargs))
         if scene.optimizer is not None:

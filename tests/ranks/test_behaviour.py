@@ -6,7 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,6 +22,7 @@ from hetero.api import engine_of
 from hetero.errors import RankLost
 from hetero.jobs import thread_budget
 from hetero.testing.ranks import Died, outcomes, run_ranks
+from hetero.train.engine import alike
 from tests.ranks.models import OPTIMIZERS, Net, Run, assert_same, built, by_ranks, by_torch, found
 from tests.ranks.models import loss_of as loss_at
 
@@ -456,6 +459,17 @@ def test_a_run_on_one_rank_of_a_group_is_that_run() -> None:
     run = replace(RUN, steps=2)
     (each,) = run_ranks(1, by_ranks, run)
     assert_same(each, by_torch(run, 1))
+
+
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_ranks_take_a_cuda_device_each_if_there_are_enough(
+    monkeypatch: pytest.MonkeyPatch, n_devices: int
+) -> None:
+    comm: Any = SimpleNamespace(size=2, n_local=2, agree=lambda row, what: [row, row])
+    device: Any = SimpleNamespace(is_cuda=True, torch_device=torch.device("cuda:0"))
+    monkeypatch.setattr(alike, "n_accelerators", lambda: n_devices)
+    with nullcontext() if n_devices == 1 else pytest.raises(ConfigError, match="set_device"):
+        alike.check_places(comm, device)
 
 
 def test_ranks_of_a_machine_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.crc import crc32
-from hetero.device import Device
+from hetero.device import Device, n_accelerators
 from hetero.device.comm import Comm
 from hetero.errors import ConfigError, DivergenceError
 from hetero.train.engine.blueprint import Blueprint
@@ -115,20 +115,35 @@ def digest(tensor: torch.Tensor) -> str:
     return f"a tensor of the user's, CRC {crc32(memoryview(bytes_of(tensor))):08x}"
 
 
-def check_device(device: Device, config: Config) -> None:
-    """Refuse ranks that share a model on CUDA devices: no collective here moves their memory."""
-    if config.mesh is not None and device.is_cuda and not replicates(config.mesh):
+def check_device(device: Device, comm: Comm) -> None:
+    """Refuse ranks that gather on CUDA devices: no collective here moves their memory."""
+    if device.is_cuda and comm.size > 1 and comm.node is None:
         raise ConfigError(
-            "mesh= shares a model between ranks on CPUs; on CUDA devices it is not available in"
-            " this version",
-            advice="use device='cpu', or HeteroAccelerator without mesh=, which averages whole"
+            "ranks on CUDA devices share a model where they can read each other's homes: on one"
+            " machine with Linux, in containers that see each other's processes",
+            advice="use one machine, or HeteroAccelerator without mesh=, which averages whole"
             " models",
         )
 
 
-def replicates(mesh: Any) -> bool:
-    """Whether each rank keeps a whole model."""
-    return isinstance(mesh, Mapping) and mesh.get("dp_shard", 1) == 1
+def check_places(comm: Comm, device: Device) -> None:
+    """Refuse ranks that compute on one CUDA device while there is one for each of them."""
+    if comm.size == 1:
+        return
+    here = device.torch_device.type, str(device.torch_device), n_accelerators()
+    rows = comm.agree(pickle.dumps(here), "where ranks compute")
+    kinds, names, numbers = zip(*(pickle.loads(row) for row in rows), strict=True)
+    if len(set(kinds)) > 1:
+        raise ConfigError(
+            f"ranks that share a model compute on {', '.join(names)}",
+            advice="pass the same kind of device= on every rank",
+        )
+    if device.is_cuda and len(set(names)) < comm.n_local <= min(numbers):
+        raise ConfigError(
+            f"ranks compute on {', '.join(names)}, and there are {min(numbers)} devices",
+            advice="call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before"
+            " hetero.prepare",
+        )
 
 
 def check_rule(plan: Blueprint, optimizer: torch.optim.Optimizer | None) -> None:

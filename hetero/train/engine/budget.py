@@ -165,7 +165,7 @@ def decide(
     way = bool(config.nvme) and config.activations == "offload"
     if not stays:
         check_hbm(budget)
-        if device.is_cuda and not device.same_ram:
+        if device.is_cuda and not device.same_ram and not plan.is_shared:
             short = plan.home_bytes + passing_bytes(plan) - memory.host
             budget.fix(first_homes(plan, budget.divisible, short))
         if config.nvme:
@@ -190,7 +190,7 @@ def available(
     device: Device,
     plan: Blueprint,
     buffer_bytes: int,
-    n_local: int,
+    n_local: int = 1,
 ) -> Memory:
     """Return the bytes of HBM and of RAM: as configured, else as measured."""
     hbm = hbm_bytes(model, config, device)

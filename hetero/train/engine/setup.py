@@ -24,6 +24,7 @@ from hetero.memory.parcel import ParcelStore
 from hetero.memory.places import HomePlaces
 from hetero.train.access.hooks import Hooks
 from hetero.train.activations.offload import MIN_BYTES, Offload
+from hetero.train.engine.alike import check_device
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.budget import Budget, decide
 from hetero.train.engine.check import pages
@@ -148,6 +149,7 @@ def set_up(
         folder.close()
     budget = decide(model, config, device, blueprint, tuning.extent_numel, n_local=comm.n_local)
     comm = comm.nearer(blueprint.layout)
+    check_device(device, comm)
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
     log = EventLog(device.clock)
     ledger = Ledger(budgets, log)

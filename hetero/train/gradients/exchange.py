@@ -115,6 +115,7 @@ class Exchange:
         self._expected = expected
         self._opens = opens
         self._closed = closed
+        comm.lock_outboxes(device)
         # as backward comes to them if units were registered as they are called
         self._order = [b for b in reversed(layout.buckets) if b.trainable]
         self._completed: list[int] | None = []  # buckets of the first pass, until it is over
