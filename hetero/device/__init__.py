@@ -42,6 +42,7 @@ from hetero.device.process import (
     return_large_blocks,
     set_accelerator_rng,
     trim_heap,
+    use_accelerator,
 )
 from hetero.device.sim import SimDevice
 from hetero.device.staging import N_STAGES, StagedTicket, Staging, lane_threads, stages_bytes
@@ -89,6 +90,7 @@ __all__ = [
     "set_accelerator_rng",
     "stages_bytes",
     "trim_heap",
+    "use_accelerator",
     "use_count",
 ]
 

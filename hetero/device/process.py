@@ -29,6 +29,13 @@ def n_accelerators() -> int:
     return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
 
+def use_accelerator(number: int) -> None:
+    """Compute on the CUDA device of a number from here on, or of its remainder; without one, on
+    CPUs."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(number % torch.cuda.device_count())
+
+
 def accelerator_name() -> str | None:
     """Return the CUDA device's name, None without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from hetero.device import use_accelerator
 from hetero.parallel.mesh import launched
 
 
@@ -44,13 +45,15 @@ def launch_rank() -> int:
 def launch(timeout_seconds: float) -> Iterator[Launch]:
     """Join the processes that were started together in a process group of gloo, for a block.
 
-    A group that there is already is used, and left.
+    Each takes the CUDA device of its number on this machine. A group that there is already is used,
+    and left.
     """
     makes = not (dist.is_available() and dist.is_initialized())
     if makes and launched() == 1:
         yield Launch()
         return
     if makes:
+        use_accelerator(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
     try:
         yield Launch(dist.get_rank(), dist.get_world_size())
