@@ -56,6 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("name", list(SETTINGS))
 @pytest.mark.parametrize("n_ranks", [2, 3, 4])
 def test_a_rank_takes_what_was_planned(n_ranks: int, name: str) -> None:
