@@ -16,6 +16,8 @@ from torch import nn
 
 from hetero.api import engine_of, prepare_tuned, release
 from hetero.config import Config
+from hetero.memory.extent import PinUse
+from hetero.train.engine.engine import Engine
 from tests.emulator import fake
 from tests.emulator.harness import assert_no_pageable_copies
 from tests.ranks.models import Net
@@ -52,6 +54,15 @@ def by_torch(n_ranks: int, max_norm: float | None) -> dict[str, torch.Tensor]:
     return {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
 
+def assert_shares_are_locked(engine: Engine) -> None:
+    """Weights are copied up from where ranks keep them, and not through stages."""
+    device: Any = engine.setup.device
+    for bucket in engine.setup.buckets:
+        home = engine.setup.store.homes["param", bucket.id]
+        for _, part in home.parts(0, bucket.numel, PinUse.READ):
+            assert device._locked.holds(part.view(torch.uint8)), bucket.id
+
+
 def main(settings: dict[str, Any]) -> None:
     fake.load()
     torch.set_num_threads(1)
@@ -71,6 +82,8 @@ def main(settings: dict[str, Any]) -> None:
     for name, value in expected.items():
         assert torch.equal(value, weights[name]), name
     assert_no_pageable_copies()
+    if config.pinned is None:
+        assert_shares_are_locked(engine_of(model))
     assert engine_of(model).setup.device.locked_bytes() <= (config.pinned or 2**30)
     release(model, optimizer)
     fake.stop()

@@ -83,6 +83,12 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> N
         assert result.weights_sha256 == alone.weights_sha256
 
 
+def test_an_error_of_the_first_rank_alone_is_raised_on_all(tmp_path: Path) -> None:
+    for each in outcomes(2, by_rank, tmp_path / "none", {"resume": True}):
+        assert isinstance(each.error, ConfigError), each.text
+        assert "no checkpoint to go on from" in str(each.error)
+
+
 def test_passes_that_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
     for each in outcomes(2, by_rank, tmp_path, {"accumulate": 3}):
         assert isinstance(each.error, ConfigError), each.text
