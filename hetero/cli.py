@@ -214,7 +214,7 @@ def exit_status(call: Callable[[], None]) -> int:
         click.echo(error.code, err=True)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except Exception:
+    except Exception:  # the user's program: as the interpreter ends it
         traceback.print_exc()
     else:
         return 0

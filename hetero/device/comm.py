@@ -129,5 +129,20 @@ class Alone:
     def close(self) -> None: ...
 
 
+class OneSided:
+    """What ranks need not do that read each other's homes."""
+
+    def gather(self, whole: torch.Tensor, what: str) -> Ticket:
+        raise AssertionError("ranks that read each other's homes gather nothing")
+
+    def wait(self, ticket: Ticket) -> None: ...
+
+    def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
+        raise AssertionError("ranks that read each other's homes complete nothing")
+
+    def nearer(self, layout: Any) -> Any:
+        return self
+
+
 DONE = Ticket(Lane.GATHER, 0.0, done=True)
 ALONE_COMM = Alone()

@@ -6,19 +6,20 @@ read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
-
-from hetero.device import Device, Ticket
+from hetero.device import Device
+from hetero.device.comm import OneSided
 from hetero.parallel.node import BOXES, SharedNode
 
 if TYPE_CHECKING:
+    import torch
+
     from hetero.device.comm import Addends, Comm
 
 
-class Neighbours:
+class Neighbours(OneSided):
     """The ranks that share a model on one machine.
 
     Args:
@@ -33,14 +34,6 @@ class Neighbours:
         self._unlocks: list[Callable[[], None]] = []
         self._n_exchanges = 0
         self._sent_bytes = 0
-
-    def gather(self, whole: torch.Tensor, what: str) -> Ticket:
-        raise AssertionError("ranks that read each other's homes gather nothing")
-
-    def wait(self, ticket: Ticket) -> None: ...
-
-    def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
-        raise AssertionError("ranks that read each other's homes complete nothing")
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
         self._sent_bytes = n_bytes
@@ -61,9 +54,6 @@ class Neighbours:
     def agree(self, row: bytes, what: str) -> list[bytes]:
         board = self.node.board
         return board.join(board.post(what, row))
-
-    def nearer(self, layout: object) -> Comm:
-        return self
 
     def close(self) -> None:
         for unlock in self._unlocks:

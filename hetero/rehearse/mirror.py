@@ -6,13 +6,13 @@ all of them do with one memory takes N times as long as for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from hetero.device import Device, Slab, Ticket
-from hetero.device.comm import ALONE_COMM, Comm
+from hetero.device import Device, Slab
+from hetero.device.comm import ALONE_COMM, Comm, OneSided
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError
 from hetero.parallel.mesh import REPLICATE, SHARD
@@ -46,7 +46,7 @@ class MirrorNode:
     def close(self) -> None: ...
 
 
-class Mirror:
+class Mirror(OneSided):
     """The first of ``size`` ranks."""
 
     rank = 0
@@ -57,14 +57,6 @@ class Mirror:
         self._device = device
         self._seconds = memory_seconds
         self._sent_bytes = 0
-
-    def gather(self, whole: torch.Tensor, what: str) -> Ticket:
-        raise AssertionError("ranks that read each other's homes gather nothing")
-
-    def wait(self, ticket: Ticket) -> None: ...
-
-    def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
-        raise AssertionError("ranks that read each other's homes complete nothing")
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
         self._sent_bytes = n_bytes
@@ -77,9 +69,6 @@ class Mirror:
 
     def agree(self, row: bytes, what: str) -> list[bytes]:
         return [row] * self.size
-
-    def nearer(self, layout: Any) -> Comm:
-        return self
 
     def close(self) -> None: ...
 
