@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import statistics
 import time
 from pathlib import Path
@@ -13,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.disk import scratch
 from benchmarks.engine import Figure, Figures, adamw
 from hetero.api import engine_of, prepare, release, status
+from hetero.checkpoint.reader import CheckpointReader
+from hetero.checkpoint.save import save_checkpoint
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.testing import rank_divergence, rank_faults
 from hetero.testing.ranks import run_ranks
@@ -22,6 +26,7 @@ from hetero.testing.ranks import run_ranks
 SMALL = GPTConfig(width=64, layers=4, heads=4, context=32, checkpoint_blocks=False)
 MIDDLE = GPTConfig(width=256, layers=8, heads=8, context=64, checkpoint_blocks=False)
 LARGE = GPTConfig(width=480, layers=8, heads=8, context=128, checkpoint_blocks=False)
+LARGEST = GPTConfig(width=768, layers=8, heads=8, context=64, checkpoint_blocks=False)
 
 
 def tokens(config: GPTConfig, step: int, rank: int, samples: int = 4) -> torch.Tensor:
@@ -211,6 +216,51 @@ def _called(rank: int) -> dict[str, float]:
         comm.agree(b"x" * 200, "a roll call")
         calls.append(time.perf_counter() - began)
     return {"step": statistics.median(steps), "call": statistics.median(calls)}
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+SAVES = 5
+
+
+def save(device: str | None = None) -> Figures:
+    """The largest of four ranks' shards over a fair one; their save over one rank's, in pairs."""
+    ratios, largest = [], 0.0
+    with scratch() as path:
+        for number in range(SAVES):
+            took = {}
+            for n_ranks in (1, 4) if number % 2 else (4, 1):
+                folder = path / f"{number}-{n_ranks}"
+                took[n_ranks] = max(run_ranks(n_ranks, _saved, str(folder), device or "cpu:sim"))
+                with CheckpointReader.open(folder) as reader:
+                    shards = reader.shard_bytes
+                largest = max(largest, max(shards) / (sum(shards) / n_ranks))
+                shutil.rmtree(folder)
+            ratios.append(took[4] / took[1])
+    rows = [
+        Figure("largest shard / (total / 4)", largest, "ratio", "<=", 1.02),
+        Figure("4 ranks / one, median of pairs", statistics.median(ratios), "ratio", "<=", 1.1),
+    ]
+    return Figures(rows, {"ratios": ratios})
+
+
+def _saved(rank: int, folder: str, device: str) -> float:
+    """Return the seconds of the quickest of three saves."""
+    model, plain = built(LARGEST)
+    several = dist.get_world_size() > 1
+    settings = {"device": device, "hbm": "128MiB", "mesh": "world" if several else {"dp_shard": 1}}
+    model, optimizer = prepare(model, plain, **settings)
+    batch = tokens(LARGEST, 0, rank, 1)
+    model(batch, batch).backward()
+    optimizer.step()
+    took = []
+    for number in range(3):
+        dist.barrier()
+        began = time.perf_counter()
+        save_checkpoint(folder, model, optimizer, step=number)
+        took.append(time.perf_counter() - began)
+    release(model, optimizer)
+    return min(took)
 
 
 # -- what goes wrong -----------------------------------------------------------------------------

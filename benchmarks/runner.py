@@ -110,6 +110,7 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "ranks-faults": ranks.faults,
     "ranks-diverge": ranks.diverge,
     "roll-call": ranks.roll_call,
+    "save-ranks": ranks.save,
 }
 
 

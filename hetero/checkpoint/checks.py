@@ -19,11 +19,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hetero.checkpoint.manifest import MAX_STEP, SavedTensor
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import HasState, decode_scalars, dtype_named, members_of
-from hetero.checkpoint.values import decode
+from hetero.checkpoint.values import decode, decode_inside
 from hetero.device import check_accelerator_rng, checked_rng
 from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+from hetero.memory.layout import row
 from hetero.train.engine.engine import Engine
-from hetero.train.engine.snapshot import Name
+from hetero.train.engine.snapshot import Name, empty_in
 from hetero.train.engine.state_dict import Scalars, parts_of
 from hetero.train.update.masters import LossScaler
 
@@ -51,6 +52,8 @@ class SavedValues:
     optimizer: str | None
     members: Sequence[Sequence[str]]
     steps: int
+    own_rng: Mapping[str, Any] | None
+    """This rank's, which is not the first; None if the checkpoint has none of it."""
 
 
 DECODED = ("extra", "scheduler", "data", "rng", "groups", "scaler")
@@ -66,12 +69,23 @@ def understood(engine: Engine, reader: CheckpointReader) -> SavedValues:
             frozen=meta.get("frozen", "keep"),  # older checkpoints have no such key
             scalars=decode_scalars(meta["scalars"]),
             steps=count_of(meta["steps"]),
+            own_rng=own_rng(reader, engine.setup.comm.rank),
         )
         members = [len(names) for names in found.members]
         if len(members) != len(found.groups) or not all(found.groups):
             raise ValueError("as many groups as there are settings of groups")
         check_rng(engine, found.rng)
+        if found.own_rng is not None:
+            check_rng(engine, found.own_rng)
     return found
+
+
+def own_rng(reader: CheckpointReader, rank: int) -> Mapping[str, Any] | None:
+    """Return the states of the generators that a rank saved beside its shard."""
+    if not 0 < rank < len(reader.of_ranks):
+        return None
+    states: Mapping[str, Any] = decode_inside(reader.of_ranks[rank]["rng"])
+    return states
 
 
 def count_of(steps: Any) -> int:
@@ -222,9 +236,9 @@ class Values:
 def tensor_at(reader: CheckpointReader, number: int) -> torch.Tensor:
     """Return an entry as a tensor of its own."""
     entry = reader.entries[number]
-    value = torch.empty(entry.shape, dtype=dtype_of(entry), device="cpu")
-    reader.read(number, 0, memoryview(value.view(-1).view(torch.uint8).numpy()))
-    return value
+    value = empty_in(entry.order, entry.shape, dtype_of(entry))
+    reader.read(number, 0, memoryview(row(value).view(torch.uint8).numpy()))
+    return value.contiguous()
 
 
 def check_meta(engine: Engine, saved: SavedValues) -> None:

@@ -17,6 +17,7 @@ import os
 import re
 import stat
 import uuid
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from hetero.checkpoint.manifest import MANIFEST, SHARDS
@@ -26,7 +27,8 @@ from hetero.io import Folder
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 TMP = re.compile(r"step-(0|[1-9][0-9]{0,17})\.[0-9a-f]{32}\.tmp")
 MANIFEST_TMP = f"{MANIFEST}.tmp"
-OURS = (MANIFEST_TMP, MANIFEST, *SHARDS.values())
+OF_ONE = (MANIFEST_TMP, MANIFEST, *SHARDS.values())
+OF_RANKS = re.compile(r"model-[0-9]{1,5}\.(safetensors|json)")
 TRIES = 8  # names tried for one attempt: each fails only if a sweep comes at that very moment
 
 
@@ -121,6 +123,23 @@ class Attempt:
         self.folder.close()
 
 
+class Joined:
+    """The directory of a save that another rank made, and publishes or removes."""
+
+    def __init__(self, root: Folder, step: int, tmp: str) -> None:
+        self.root = root
+        self.final = final_name(step)
+        if not root.has(tmp):
+            raise CheckpointError(
+                f"{root.where(tmp)} is not there, which the first rank has made",
+                advice="save into a directory that the machines of all ranks see",
+            )
+        self.folder = root.folder(tmp)
+
+    def discard(self) -> None:
+        self.folder.close()
+
+
 def check_free(root: Folder, name: str) -> None:
     if root.has(name):
         raise CheckpointError(
@@ -174,14 +193,31 @@ def hide(root: Folder, name: str) -> str:
 
 
 def remove(root: Folder, name: str, folder: Folder) -> None:
-    """Remove a save's files, and the directory if empty, without opening any descriptor."""
-    for ours in OURS:
+    """Remove a save's files, and the directory if empty; no descriptor is opened for the files of
+    one rank."""
+    remove_files(folder, OF_ONE)
+    try:
+        root.rmdir(name)
+    except StorageError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        remove_files(folder, [each for each in folder.names() if OF_RANKS.fullmatch(each)])
+        root.rmdir(name)
+
+
+def remove_files(folder: Folder, names: Iterable[str]) -> None:
+    """Remove those that are there."""
+    for name in names:
         try:
-            folder.unlink(ours)
+            folder.unlink(name)
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
-    root.rmdir(name)
+
+
+def is_ours(name: str) -> bool:
+    """Whether a save writes a file of this name."""
+    return name in OF_ONE or OF_RANKS.fullmatch(name) is not None
 
 
 def sweep(root: Folder) -> None:

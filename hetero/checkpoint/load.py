@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -33,14 +34,17 @@ from hetero.checkpoint.checks import (
 )
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import KINDS, HasState, check_pair, rng_state
+from hetero.checkpoint.together import together
 from hetero.checkpoint.values import decode
 from hetero.checkpoint.verify import read_all
+from hetero.crc import crc32
 from hetero.device import set_accelerator_rng
-from hetero.errors import CheckpointError, CheckpointMismatch
+from hetero.errors import CheckpointError, CheckpointMismatch, DivergenceError
 from hetero.io import IO
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Part
 from hetero.train.engine.state_dict import (
+    Make,
     begin_again,
     check_states,
     empty_states,
@@ -85,22 +89,19 @@ def load_checkpoint(
     """
     engine = engine_of(model)
     check_pair(engine, optimizer)
-    with CheckpointReader.open(directory, step, io) as reader:
-        # 1. refuse before anything changes
-        saved = understood(engine, reader)
-        check_meta(engine, saved)
-        adapting = None
-        if "buffer" in kinds:
-            with only_saved(reader):
-                adapting = adapted(engine.setup.model, reader)
-        check_entries(engine, reader.entries, kinds, adapting)
-        check_given(saved, scheduler=scheduler, data=data)
-        states = [(name_of(e), dtype_of(e), e.shape) for e in reader.entries if e.kind == "state"]
-        with only_saved(reader):
-            check_values(engine, saved)
-            check_states(engine, saved.groups, states, saved.scalars)
-            check_schedule(engine, scheduler, saved.scheduler)
-        read_all(reader)
+    comm = engine.setup.comm
+    with ExitStack() as files:
+        found: list[Checked] = []
+
+        def check() -> bytes:
+            reader = files.enter_context(CheckpointReader.open(directory, step, io))
+            found.append(checked(engine, reader, scheduler, data, kinds))
+            read_all(reader, comm.rank, comm.size)  # ranks share the work
+            return str(reader.step).encode()
+
+        # 1. refuse before anything changes, on all ranks
+        check_steps(together(comm.agree, "a load", check))
+        reader, saved, adapting, states = found[0]
         if {"param", "state"} <= set(kinds):  # the load replaces all that early updates changed
             engine.void_early()
         settle(engine)
@@ -117,7 +118,7 @@ def load_checkpoint(
         todo = matched([p for p in parts_of(engine) if p.name.kind in given], reader)
         shares = engine.setup.store.shares_closed()
         with shares, ThreadPoolExecutor(LOAD_THREADS, "hetero-load") as executor:
-            for _ in executor.map(lambda one: one[0].load(partial(reader.read, one[1])), todo):
+            for _ in executor.map(lambda one: load_part(reader, *one), todo):
                 pass
         if "param" in kinds:
             loaded(engine)
@@ -129,6 +130,53 @@ def load_checkpoint(
         restore(engine, saved)
         engine.broken.end_load()
     return saved.extra
+
+
+class Checked(NamedTuple):
+    """A checkpoint that a model can load."""
+
+    reader: CheckpointReader
+    saved: SavedValues
+    adapting: set[str] | None
+    """Names of buffers that the model itself loads; None if it loads none."""
+    states: list[Make]
+
+
+def checked(
+    engine: Engine,
+    reader: CheckpointReader,
+    scheduler: HasState | None,
+    data: HasState | None,
+    kinds: Collection[str],
+) -> Checked:
+    """Refuse a checkpoint that a model cannot load; nothing changes."""
+    saved = understood(engine, reader)
+    check_meta(engine, saved)
+    adapting = None
+    if "buffer" in kinds:
+        with only_saved(reader):
+            adapting = adapted(engine.setup.model, reader)
+    check_entries(engine, reader.entries, kinds, adapting)
+    check_given(saved, scheduler=scheduler, data=data)
+    states = [(name_of(e), dtype_of(e), e.shape) for e in reader.entries if e.kind == "state"]
+    with only_saved(reader):
+        check_values(engine, saved)
+        check_states(engine, saved.groups, states, saved.scalars)
+        check_schedule(engine, scheduler, saved.scheduler)
+    return Checked(reader, saved, adapting, states)
+
+
+def check_steps(steps: Sequence[bytes]) -> None:
+    """Raise DivergenceError unless all ranks load one step."""
+    if len(set(steps)) > 1:
+        raise DivergenceError(
+            f"ranks load different steps: {b', '.join(steps).decode()}",
+            advice="name one with step=, in a directory that the machines of all ranks see",
+        )
+
+
+def load_part(reader: CheckpointReader, part: Part, number: int) -> None:
+    part.load(partial(reader.read, number), reader.entries[number].order)
 
 
 @contextmanager
@@ -220,7 +268,26 @@ def restore(engine: Engine, saved: SavedValues) -> None:
                     mine.copy_(value)  # a scheduler may hold it
                 else:
                     group[key] = value
-    set_generators(engine, saved.rng)
+    rank = engine.setup.comm.rank
+    if rank and saved.own_rng is None:
+        seed_generators(saved.rng, rank)
+    else:
+        set_generators(engine, saved.own_rng or saved.rng)
+
+
+def seed_generators(states: Mapping[str, Any], rank: int) -> None:
+    """Seed the generators of a rank that the checkpoint has no states of: by the first rank's, and
+    its own number."""
+    raw = memoryview(states["torch"].numpy().tobytes() + rank.to_bytes(8, "little"))
+    seed = crc32(raw)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    warnings.warn(
+        f"the checkpoint is of fewer ranks: rank {rank} draws other random numbers than any rank"
+        " did before; seed its generators after the load if it matters which",
+        stacklevel=4,
+    )
 
 
 def set_generators(engine: Engine, states: Mapping[str, Any]) -> None:

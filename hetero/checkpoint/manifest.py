@@ -1,12 +1,17 @@
 """The manifest of a checkpoint: values, their JSON, and every check of it (no I/O).
 
 [Note: format]  A checkpoint is a directory ``step-N`` with `MANIFEST` and one shard, a safetensors
-file. The shard's header is a function of the entries (`header_of`), has a multiple of `ALIGN`
-bytes, and is compared as a whole. The entries follow it in order and without gaps, each padded with
-zeros to a multiple of `ALIGN` (the padding is a tensor of the file as well). A CRC covers each
-`BLOCK` of an entry's padded bytes, seeded with the numbers of entry and block, so every byte of the
-shard is checked in one way, and valid bytes in the wrong place are refused. In format 1 a shard had
-no header, and another name.
+file. The shard's header is a function of the entries (`slices.header_of`), has a multiple of
+`ALIGN` bytes, and is compared as a whole. The entries follow it in order and without gaps, each
+padded with zeros to a multiple of `ALIGN` (the padding is a tensor of the file as well). A CRC
+covers each `BLOCK` of an entry's padded bytes, seeded with the numbers of entry and block, so every
+byte of the shard is checked in one way, and valid bytes in the wrong place are refused. In format 1
+a shard had no header, and another name.
+
+Several ranks save a shard each, in format 3: a run of each entry, by the numbers of its elements,
+which say nothing of budgets, chunks or ranks. They are in row-major order, or in that of the
+dimensions that the entry names (channels_last). The CRCs are in a part of the manifest beside each
+shard (`parts`); together the runs are all of each entry. What one rank saves is of format 2 still.
 
 The manifest is one line of ASCII JSON. Its first member is the CRC of all bytes after it; later
 versions keep that head. CRCs are eight hexadecimal digits per block in one string: 96 GB take 0.8
@@ -22,18 +27,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from hetero import tensorfile
 from hetero.crc import crc32
 from hetero.errors import CheckpointCorrupt, CheckpointTooNew, UnsafeCheckpoint
-from hetero.io import ALIGN, align_up
+from hetero.io import align_up
 from hetero.parse import MAX_DEPTH, Unparsable, json_of
 from hetero.tensorfile import BLOCK, MAX_RANK
 from hetero.types import format_bytes
 
 FORMAT = "hetero checkpoint"
-VERSION = 2
+VERSION = 3
+ONE_SHARD = 2  # the version of a checkpoint that one rank saves
 MANIFEST = "MANIFEST.json"
 SHARD = "model-0.safetensors"
 SHARDS = {1: "r00000.bin", 2: SHARD}  # by version
@@ -45,6 +51,7 @@ MAX_STEP = 10**18 - 1
 MAX_NAME = 4096  # characters of a parameter's name
 MAX_KEY = 256
 MAX_BYTES = 2**50  # of one entry, and of a shard
+MAX_SHARDS = 2**16
 
 PAIRS = {"complex32": "float16", "complex128": "float64"}  # dtypes missing in safetensors
 ITEM_BYTES = tensorfile.ITEM_BYTES | {
@@ -75,6 +82,9 @@ class SavedTensor:
     dtype: str
     """A name of `ITEM_BYTES`."""
     shape: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    """Of its elements: dimensions, slowest first; () is row-major, the only one of a single shard.
+    """
 
     @property
     def numel(self) -> int:
@@ -94,64 +104,57 @@ class SavedTensor:
         return " ".join(part[:80] for part in (self.kind, self.name, self.key) if part)
 
 
+class PartRecord(NamedTuple):
+    """What the manifest says of a shard that has a part of its own."""
+
+    n_bytes: int
+    """Of the shard, after its header."""
+    crc: str
+    """Of the part."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that a checkpoint declares: entries in shard order, their CRCs, and ``meta``."""
+    """All that a checkpoint declares: its entries, where they lie, and ``meta``."""
 
     step: int
     entries: tuple[SavedTensor, ...]
+    """In shard order, if there is one shard."""
     crcs: tuple[str, ...]
-    """For each entry, eight hexadecimal digits per block."""
+    """For each entry, eight hexadecimal digits per block; () where parts have them."""
     meta: dict[str, Any]
-    version: int = VERSION
+    version: int = ONE_SHARD
+    parts: tuple[PartRecord, ...] = ()
+    """One for each shard of several ranks."""
+
+
+class Sized(Protocol):
+    """An entry, or a run of one."""
 
     @property
-    def shard(self) -> str:
-        """Name of the shard's file."""
-        return SHARDS[self.version]
-
-    @property
-    def header(self) -> bytes:
-        """The first bytes of the shard."""
-        return header_of(self.entries) if self.version > 1 else b""
+    def n_bytes(self) -> int: ...
 
 
-def header_of(entries: Iterable[SavedTensor]) -> bytes:
-    """Return the header of a shard: entries and padding as tensors of safetensors.
-
-    Its bytes are part of the format: to change them is to change the version.
-    """
-    rows: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for number, entry in enumerate(entries):
-        name = "/".join(part for part in (entry.kind, entry.name, entry.key) if part)
-        name = name.encode("utf-8", "backslashreplace").decode()  # halves of surrogate pairs
-        while name in rows:
-            name += f"#{number}"
-        half = PAIRS.get(entry.dtype)
-        rows[name] = (half, (*entry.shape, 2)) if half else (entry.dtype, entry.shape)
-        if padding := -entry.n_bytes % ALIGN:
-            rows[f"__padding__/{number}"] = "uint8", (padding,)
-    tensors = ((name, *row) for name, row in rows.items())
-    return tensorfile.header(tensors, notes={"format": "pt"}, align=ALIGN)
-
-
-def layout(entries: Iterable[SavedTensor]) -> list[int]:
-    """Return each entry's first byte after the header, and last the end of all."""
+def layout(entries: Iterable[Sized]) -> list[int]:
+    """Return each entry's first byte after the header of its shard, and last the end of all."""
     return list(accumulate((align_up(entry.n_bytes) for entry in entries), initial=0))
+
+
+def shard_name(number: int) -> str:
+    return f"model-{number}.safetensors"
+
+
+def part_name(number: int) -> str:
+    return f"model-{number}.json"
 
 
 def encode(manifest: Manifest) -> bytes:
     """Return a manifest's bytes; raises Unfit if a load would return something else."""
-    offsets = layout(manifest.entries)
     record = {
         "format": FORMAT,
         "version": manifest.version,
         "step": manifest.step,
-        "shards": [{"file": manifest.shard, "bytes": offsets[-1]}],
-        "index": [
-            entry_record(*row)
-            for row in zip(manifest.entries, offsets[:-1], manifest.crcs, strict=True)
-        ],
+        **(of_parts(manifest) if manifest.parts else of_one_shard(manifest)),
         "meta": plain(manifest.meta),
     }
     try:
@@ -165,16 +168,39 @@ def encode(manifest: Manifest) -> bytes:
     return raw
 
 
-def entry_record(entry: SavedTensor, offset: int, crcs: str) -> dict[str, Any]:
-    """Return an entry's record in the index; later, ranks add slices of their own."""
-    piece = {"shard": 0, "offset": offset, "slice": whole(entry.shape), "crcs": crcs}
+def of_one_shard(manifest: Manifest) -> dict[str, Any]:
+    """Return the fields that say where entries lie in a single shard."""
+    offsets = layout(manifest.entries)
+    index = []
+    for entry, offset, crcs in zip(manifest.entries, offsets[:-1], manifest.crcs, strict=True):
+        piece = {"shard": 0, "offset": offset, "slice": whole(entry.shape), "crcs": crcs}
+        index.append({**entry_record(entry), "slices": [piece]})
+    shard = {"file": SHARDS[manifest.version], "bytes": offsets[-1]}
+    return {"shards": [shard], "index": index}
+
+
+def of_parts(manifest: Manifest) -> dict[str, Any]:
+    """Return the fields that name the parts, which say where entries lie."""
+    shards = [
+        {
+            "file": shard_name(number),
+            "bytes": part.n_bytes,
+            "part": part_name(number),
+            "crc": part.crc,
+        }
+        for number, part in enumerate(manifest.parts)
+    ]
+    index = [{**entry_record(entry), "order": list(entry.order)} for entry in manifest.entries]
+    return {"shards": shards, "index": index}
+
+
+def entry_record(entry: SavedTensor) -> dict[str, Any]:
     return {
         "kind": entry.kind,
         "name": entry.name,
         "key": entry.key,
         "dtype": entry.dtype,
         "shape": list(entry.shape),
-        "slices": [piece],
     }
 
 
@@ -249,14 +275,22 @@ def _decode(raw: bytes) -> Manifest:
     if len(index) > MAX_ENTRIES:
         raise Unfit(f"{len(index)} entries are more than {MAX_ENTRIES}")
     entries, crcs, end = [], [], 0
+    has_parts = version > ONE_SHARD
     for number, given in enumerate(index):
-        entry, digits = index_entry(f"entry {number}", given, end)
+        what = f"entry {number}"
+        if has_parts:
+            *named, order = fields(what, given, ENTRY_FIELDS | {"order": list})
+            entry = entry_of(what, named, order)
+        else:
+            entry, digits = index_entry(what, given, end)
+            crcs.append(digits)
         entries.append(entry)
-        crcs.append(digits)
         end += align_up(entry.n_bytes)
-    check_shards(shards, SHARDS[version], end)
+    if not has_parts:
+        check_shards(shards, SHARDS[version], end)
     check_unique(entries)
-    return Manifest(step, tuple(entries), tuple(crcs), meta, version)
+    parts = part_records(shards) if has_parts else ()
+    return Manifest(step, tuple(entries), tuple(crcs), meta, version, parts)
 
 
 def parse(raw: bytes) -> Any:
@@ -295,15 +329,15 @@ def fields(what: str, record: Any, kinds: Mapping[str, type]) -> list[Any]:
     return [record[key] for key in kinds]
 
 
-ENTRY_FIELDS = {"kind": str, "name": str, "key": str, "dtype": str, "shape": list, "slices": list}
+ENTRY_FIELDS = {"kind": str, "name": str, "key": str, "dtype": str, "shape": list}
 SLICE_FIELDS = {"shard": int, "offset": int, "slice": str, "crcs": str}
+PART_FIELDS = {"file": str, "bytes": int, "part": str, "crc": str}
 
 
 def index_entry(what: str, record: Any, end: int) -> tuple[SavedTensor, str]:
     """Return an entry of the index and its CRCs; it must start at byte ``end`` of the shard."""
-    kind, name, key, dtype, shape, slices = fields(what, record, ENTRY_FIELDS)
-    entry = SavedTensor(kind, name, key, dtype, tuple(shape))
-    check_entry(what, entry)
+    *named, slices = fields(what, record, ENTRY_FIELDS | {"slices": list})
+    entry = entry_of(what, named)
     if len(slices) != 1:
         raise Unfit(f"{what} has {len(slices)} slices, and one holds it all")
     shard, offset, part, crcs = fields(f"{what}'s slice", slices[0], SLICE_FIELDS)
@@ -319,6 +353,31 @@ def index_entry(what: str, record: Any, end: int) -> tuple[SavedTensor, str]:
     return entry, crcs
 
 
+def entry_of(what: str, named: Sequence[Any], order: Sequence[Any] = ()) -> SavedTensor:
+    """Return the entry of the values of `ENTRY_FIELDS`."""
+    kind, name, key, dtype, shape = named
+    entry = SavedTensor(kind, name, key, dtype, tuple(shape), tuple(order))
+    check_entry(what, entry)
+    return entry
+
+
+def part_records(shards: Sequence[Any]) -> tuple[PartRecord, ...]:
+    """Return what is said of shards that have parts."""
+    if not 0 < len(shards) <= MAX_SHARDS:
+        raise Unfit(f"there are {len(shards)} shards")
+    found = []
+    for number, given in enumerate(shards):
+        what = f"shard {number}"
+        file, n_bytes, part, crc = fields(what, given, PART_FIELDS)
+        for name, right in ((file, shard_name(number)), (part, part_name(number))):
+            if name != right:
+                raise Unfit(f"the file {name[:300]!r} is not {right}: names are ours")
+        if not 0 <= n_bytes <= MAX_BYTES or len(crc) != 8 or not CRCS.fullmatch(crc):
+            raise Unfit(f"{what} has no size, or no CRC")
+        found.append(PartRecord(n_bytes, crc))
+    return tuple(found)
+
+
 def check_entry(what: str, entry: SavedTensor) -> None:
     """Raise Unfit unless a checkpoint may have an entry of this kind, name, shape and size."""
     if not KIND.fullmatch(entry.kind):
@@ -331,6 +390,9 @@ def check_entry(what: str, entry: SavedTensor) -> None:
         raise Unfit(f"{what}: {len(entry.shape)} dimensions are more than {MAX_RANK}")
     if any(type(size) is not int or not 0 <= size <= MAX_BYTES for size in entry.shape):
         raise Unfit(f"{what}: a size in its shape is no number from 0 to {MAX_BYTES}")
+    dims = [dim for dim in entry.order if type(dim) is int]
+    if entry.order and (len(dims) < len(entry.order) or sorted(dims) != [*range(len(entry.shape))]):
+        raise Unfit(f"{what}: its order is not one of its dimensions")
     # empty tensors too: strides are products of the sizes that are not 0
     if prod(max(size, 1) for size in entry.shape) * ITEM_BYTES[entry.dtype] > MAX_BYTES:
         raise Unfit(f"{what} is larger than {format_bytes(MAX_BYTES)}")

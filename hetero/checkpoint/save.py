@@ -7,9 +7,9 @@ import random
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,11 +22,15 @@ from hetero import interrupts
 from hetero.api import engine_of
 from hetero.checkpoint.folders import STEP
 from hetero.checkpoint.manifest import ITEM_BYTES, SavedTensor
-from hetero.checkpoint.values import decode, encode
+from hetero.checkpoint.reader import open_folder
+from hetero.checkpoint.slices import Slice
+from hetero.checkpoint.together import together
+from hetero.checkpoint.values import decode, encode, encode_inside
 from hetero.checkpoint.writer import Writer, retain
+from hetero.crc import crc32
 from hetero.device import accelerator_rng
-from hetero.errors import CheckpointCorrupt, CheckpointError, ConfigError, StateError
-from hetero.io import IO, make_folder
+from hetero.errors import CheckpointCorrupt, ConfigError, DivergenceError, StateError
+from hetero.io import IO, Folder, make_folder
 from hetero.memory.layout import Bucket
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Name, Part, Saving, of_tensor
@@ -64,6 +68,10 @@ class Save:
             return interrupts.finished(self._done)
         finally:
             self.told = self._done.done()  # not if the wait was interrupted
+
+    def join(self) -> None:
+        """Return when it is over; its error is left for `wait`."""
+        futures.wait([self._done])
 
     @property
     def done(self) -> bool:
@@ -118,23 +126,27 @@ def save_checkpoint(
     engine.refuse_broken()
     engine.residence.quiesce()  # updates may go on
     number = engine.setup.steps if step is None else step
-    check_readable(engine)
-    if engine.setup.comm.rank:  # the first rank reads this one's shares
-        return of_first_rank(engine, Path(directory) / f"step-{number}", number)
-    with told(engine, number):
-        if engine.setup.saver.last is not None and not engine.setup.saver.last.told:
-            engine.setup.saver.last.wait()  # one at a time; raises its error unless `wait` did
-        # 1. take all small values now
-        extras: list[Part] = []
-        meta = meta_of(engine, extra, scheduler, data, extras)
-        # 2. read the tensors bucket by bucket, each after its update and before its next one
-        parts = [part for part in parts_of(engine, as_now=True) if part.name.kind in kinds]
-        writing = Writing(engine, io, Path(directory), number, [*parts, *extras], meta)
-        save = engine.setup.saver.last = begun(writing, keep_last)
-        if asynchronous:
-            before_exit(partial(finish_at_exit, weakref.ref(save)))
-        else:
-            save.wait()
+    comm, told = engine.setup.comm, engine.setup.saver
+    plan = Plan(engine, kinds)
+
+    def prepare() -> bytes:
+        if told.last is not None and not told.last.told:
+            told.last.wait()  # one at a time; raises its error unless `wait` did
+        # 1. take all small values now, and list the tensors
+        if comm.rank == 0:
+            plan.meta = meta_of(engine, extra, scheduler, data, plan.extras)
+            plan.root = make_folder(Path(directory), io)
+        return plan.digest()
+
+    check_alike(together(comm.agree, saving(number), prepare))
+    together(comm.agree, saving(number), lambda: plan.open_root(Path(directory), io))
+    # 2. read the tensors bucket by bucket, each after its update and before its next one
+    writing = Writing(engine, plan, Path(directory), number)
+    save = engine.setup.saver.last = begun(writing, keep_last)
+    if asynchronous:
+        before_exit(partial(finish_at_exit, weakref.ref(save)))
+    else:
+        save.wait()
     return save
 
 
@@ -146,35 +158,14 @@ def begun(writing: Writing, keep_last: int | None) -> Save:
     return Save(writing.step, writing.path, done)
 
 
-def check_readable(engine: Engine) -> None:
-    """Refuse a model that no rank can read as a whole."""
-    if engine.setup.store.is_gathered:
-        raise ConfigError(
-            "ranks of several machines share the model: none of them can read it as a whole",
-            advice="checkpoints of such models are not available in this version",
+def check_alike(digests: Sequence[bytes]) -> None:
+    """Raise DivergenceError unless ranks are about to save the same tensors."""
+    odd = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
+    if odd is not None:
+        raise DivergenceError(
+            f"rank {odd} saves other tensors than the first rank",
+            advice="call save_checkpoint with the same kinds= on every rank, at the same step",
         )
-
-
-@contextmanager
-def told(engine: Engine, step: int) -> Iterator[None]:
-    """Tell the ranks that share the model whether a save went well, or has begun if it goes on."""
-    try:
-        yield
-    except BaseException as error:
-        engine.setup.comm.agree(str(error).encode(), saving(step))
-        raise
-    engine.setup.comm.agree(b"", saving(step))
-
-
-def of_first_rank(engine: Engine, path: Path, step: int) -> Save:
-    """Return the save that the first rank makes; CheckpointError if that failed. The others do not
-    learn when an asynchronous one is durable."""
-    error = engine.setup.comm.agree(b"", saving(step))[0]
-    if error:
-        raise CheckpointError(f"the first rank did not save: {error.decode()}")
-    done: Future[Path] = Future()
-    done.set_result(path)
-    return Save(step, path, done)
 
 
 def saving(step: int) -> str:
@@ -280,33 +271,79 @@ def rng_state(engine: Engine) -> dict[str, Any]:
     }
 
 
+class Plan:
+    """What is saved: the parts of the model and, on the first rank, all other values."""
+
+    def __init__(self, engine: Engine, kinds: Collection[str]) -> None:
+        self.comm = engine.setup.comm
+        found = [part for part in parts_of(engine, as_now=True) if part.name.kind in kinds]
+        places = dict.fromkeys(range(len(found)))
+        if self.comm.size > 1:  # ranks need not have seen the same forward
+            places = dict.fromkeys(sorted(places, key=lambda place: found[place].name))
+        self.numbered = [(number, found[place]) for number, place in enumerate(places)]
+        """The model's parts, by their numbers in the checkpoint."""
+        self.meta: dict[str, Any] = {}
+        self.extras: list[Part] = []
+        """The tensors among other values."""
+        self.told = {} if self.comm.rank == 0 else {"rng": encode_inside(rng_state(engine))}
+        """What this rank says of itself."""
+        self.root: Folder | None = None
+
+    def parts(self) -> list[tuple[int, Part]]:
+        """Return what this rank saves."""
+        first, after = self.comm.rank == 0, len(self.numbered)
+        mine = [(n, p) for n, p in self.numbered if (first if p.kept is None else has(p.kept))]
+        return mine + [(after + i, extra) for i, extra in enumerate(self.extras)]
+
+    def entries(self) -> list[SavedTensor]:
+        parts = [*(part for _, part in self.numbered), *self.extras]
+        return [
+            SavedTensor(*p.name, str(p.dtype).removeprefix("torch."), p.shape, p.order)
+            for p in parts
+        ]
+
+    def slices(self) -> list[Slice]:
+        """Return the runs of entries that this rank saves."""
+        entries = self.entries()
+
+        def cut(number: int, part: Part) -> Slice:
+            kept = slice(0, entries[number].numel) if part.kept is None else part.kept
+            return Slice(number, entries[number], kept.start, kept.stop)
+
+        return [cut(number, part) for number, part in self.parts()]
+
+    def digest(self) -> bytes:
+        """Return what ranks compare: of the model alone."""
+        model = self.entries()[: len(self.numbered)]
+        return b"%08x" % crc32(memoryview(repr(model).encode()))
+
+    def open_root(self, directory: Path, io: IO | None) -> bytes:
+        """Open the directory that the first rank has made."""
+        if self.root is None:
+            self.root = open_folder(directory, io)
+        return b""
+
+
+def has(kept: slice) -> bool:
+    return bool(kept.start < kept.stop)
+
+
 class Writing:
     """One save: the reading of its parts, then the commit."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        io: IO | None,
-        directory: Path,
-        step: int,
-        parts: Sequence[Part],
-        meta: dict[str, Any],
-    ) -> None:
+    def __init__(self, engine: Engine, plan: Plan, directory: Path, step: int) -> None:
+        assert plan.root is not None
         self.path = directory / f"step-{step}"
         self.step = step
-        self._meta = meta
-        self._root = make_folder(directory, io)
+        self._plan = plan
+        self._root = plan.root
         buckets = engine.setup.buckets
         self._scalars: Scalars = {}
         for bucket in buckets:
             self._scalars.update(scalars_of(engine, bucket))
-        entries = [
-            SavedTensor(*part.name, str(part.dtype).removeprefix("torch."), part.shape)
-            for part in parts
-        ]
-        self._writer = Writer(self._root, step, entries)
+        self._writer = Writer(self._root, step, plan.entries(), plan.slices(), plan.comm)
         self._saving = Saving(
-            parts,
+            plan.parts(),
             self._writer.write,
             pending=engine.residence.update_of,
             noted=partial(self._note, engine, buckets),
@@ -321,10 +358,10 @@ class Writing:
         """Read everything, commit, and remove all but the last ``keep_last``."""
         with self._root, self._writer:
             self._read()
-            if self._saving.error is not None:
-                raise self._saving.error
-            path = self._writer.commit({**self._meta, "scalars": encode_scalars(self._scalars)})
-            if keep_last is not None:
+            plan, failed = self._plan, self._saving.error
+            meta = {**plan.meta, "scalars": encode_scalars(self._scalars)}
+            path = self._writer.commit(meta, plan.told, failed)
+            if keep_last is not None and plan.comm.rank == 0:
                 retain(self._root, keep_last, self.step)
         return path
 

@@ -12,7 +12,7 @@ import errno
 import queue
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from itertools import accumulate
@@ -20,7 +20,8 @@ from operator import itemgetter
 from typing import Any
 
 from hetero.checkpoint.folders import check_safe
-from hetero.checkpoint.manifest import SHARD, Manifest, SavedTensor, header_of, layout
+from hetero.checkpoint.manifest import layout
+from hetero.checkpoint.slices import Shard, Slice
 from hetero.errors import CheckpointCorrupt, CheckpointError, StorageError, UnsafeCheckpoint, afresh
 from hetero.io import ALIGN, File, Folder, align_up, aligned_buffer
 from hetero.tensorfile import BLOCK, block_crcs
@@ -34,14 +35,14 @@ UNWRITTEN, CLAIMED = -1, -2  # instead of a CRC
 CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL)  # file systems that allocate on write
 
 
-def check_range(entry: SavedTensor, start: int, n_bytes: int) -> None:
-    """Raise CheckpointError unless bytes [start, start + n_bytes) are whole blocks of an entry."""
+def check_range(each: Slice, start: int, n_bytes: int) -> None:
+    """Raise CheckpointError unless bytes [start, start + n_bytes) are whole blocks of a slice."""
     end = start + n_bytes
-    whole = start % BLOCK == 0 and (end % BLOCK == 0 or end == entry.n_bytes)
-    if not whole or not 0 <= start <= end <= entry.n_bytes:
+    whole = start % BLOCK == 0 and (end % BLOCK == 0 or end == each.n_bytes)
+    if not whole or not 0 <= start <= end <= each.n_bytes:
         raise CheckpointError(
-            f"bytes {start} to {end} of {entry.label!r} are not whole blocks of it",
-            advice=f"use multiples of {BLOCK} up to its end, which is byte {entry.n_bytes}",
+            f"bytes {start} to {end} of {each.label!r} are not whole blocks of it",
+            advice=f"use multiples of {BLOCK} up to its end, which is byte {each.n_bytes}",
         )
 
 
@@ -123,11 +124,12 @@ class ShardWriter:
     A later call raises a failure of the drive, `finish` at the latest.
     """
 
-    def __init__(self, folder: Folder, entries: Sequence[SavedTensor]) -> None:
-        self._entries = entries
-        first = header_of(entries)
-        self._offsets = [len(first) + at for at in layout(entries)]
-        self._blocks = list(accumulate((entry.n_blocks for entry in entries), initial=0))
+    def __init__(self, folder: Folder, shard: Shard) -> None:
+        self._shard = shard
+        self._slices = shard.slices
+        first = shard.header
+        self._offsets = [len(first) + at for at in layout(shard.slices)]
+        self._blocks = list(accumulate((each.n_blocks for each in shard.slices), initial=0))
         self._crcs = array("q", [UNWRITTEN]) * self._blocks[-1]
         self._buffers = Buffers()
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="hetero-checkpoint")
@@ -136,7 +138,7 @@ class ShardWriter:
         self._stage: GatherBuffer | None = None
         self._stopped = False
         self._failure: BaseException | None = None
-        self._file = folder.create(SHARD, direct=True)
+        self._file = folder.create(shard.file, direct=True)
         try:
             self._file.reserve(self._offsets[-1])
         except StorageError as error:
@@ -144,21 +146,21 @@ class ShardWriter:
                 raise
         self._gather(0, memoryview(first))
 
-    def write(self, entry: int, start: int, data: memoryview) -> None:
-        """Write whole blocks of an entry, and return when ``data`` may change again."""
-        check_range(self._entries[entry], start, len(data))
+    def write(self, place: int, start: int, data: memoryview) -> None:
+        """Write whole blocks of a slice, and return when ``data`` may change again."""
+        check_range(self._slices[place], start, len(data))
         self._check_failure()
         writes: list[Future[None]] = []
         try:
             for at in range(0, len(data), PIECE):
-                self._send(entry, start + at, data[at : at + PIECE], writes)
+                self._send(place, start + at, data[at : at + PIECE], writes)
         finally:
             wait(writes)
         for write in writes:
             write.result()
 
     def finish(self) -> tuple[str, ...]:
-        """Make the shard durable; returns the CRCs of each entry as hexadecimal digits."""
+        """Make the shard durable; returns the CRCs of each slice as hexadecimal digits."""
         self.check_complete()
         with self._placing:
             self._send_stage()
@@ -182,10 +184,10 @@ class ShardWriter:
         block = next((n for n, crc in enumerate(self._crcs) if crc < 0), None)
         if block is None:
             return
-        number = next(n for n, end in enumerate(self._blocks[1:]) if block < end)
-        start = (block - self._blocks[number]) * BLOCK
+        place = next(n for n, end in enumerate(self._blocks[1:]) if block < end)
+        start = (block - self._blocks[place]) * BLOCK
         raise CheckpointError(
-            f"{self._entries[number].label!r} was not written from byte {start} on",
+            f"{self._slices[place].label!r} was not written from byte {start} on",
             advice="write every block of every entry before commit",
         )
 
@@ -193,23 +195,23 @@ class ShardWriter:
         if self._failure is not None:
             raise afresh(self._failure)
 
-    def _send(self, entry: int, start: int, piece: memoryview, writes: list[Future[None]]) -> None:
+    def _send(self, place: int, start: int, piece: memoryview, writes: list[Future[None]]) -> None:
         """Queue the write of a piece, or stage it, and compute its CRCs meanwhile."""
-        first = self._blocks[entry] + start // BLOCK
-        self._claim(entry, first, -(-len(piece) // BLOCK))
-        offset = self._offsets[entry] + start
+        first = self._blocks[place] + start // BLOCK
+        self._claim(place, first, -(-len(piece) // BLOCK))
+        offset = self._offsets[place] + start
         if len(piece) >= GATHERED and fits(self._file, piece):
             writes.append(self._submit(self._put, offset, piece))
         else:
             self._gather(offset, piece)
-        crcs = block_crcs(entry, start, piece)
+        crcs = block_crcs(self._shard.seed(place), start, piece)
         self._crcs[first : first + len(crcs)] = array("q", crcs)
 
-    def _claim(self, entry: int, first: int, n_blocks: int) -> None:
+    def _claim(self, place: int, first: int, n_blocks: int) -> None:
         with self._lock:
             if any(crc != UNWRITTEN for crc in self._crcs[first : first + n_blocks]):
                 raise CheckpointError(
-                    f"a block of {self._entries[entry].label!r} was written twice",
+                    f"a block of {self._slices[place].label!r} was written twice",
                     advice="write every block once",
                 )
             self._crcs[first : first + n_blocks] = array("q", [CLAIMED]) * n_blocks
@@ -280,17 +282,16 @@ def check_size(file: File, declared: int) -> None:
 
 
 class ShardReader:
-    """The shard of a manifest; returns verified bytes only."""
+    """A shard; returns verified bytes only."""
 
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+    def __init__(self, folder: Folder, shard: Shard, buffers: Buffers) -> None:
         """Open the shard and check its size on the drive, and its header."""
-        first = manifest.header
-        self._entries = manifest.entries
-        self._offsets = [len(first) + at for at in layout(manifest.entries)]
-        self._crcs = manifest.crcs
-        self._buffers = Buffers()
-        check_safe(folder, manifest.shard)
-        self._file = folder.file(manifest.shard, direct=True)
+        first = shard.header
+        self.shard = shard
+        self._offsets = [len(first) + at for at in layout(shard.slices)]
+        self._buffers = buffers
+        check_safe(folder, shard.file)
+        self._file = folder.file(shard.file, direct=True)
         self.path, self.n_bytes = self._file.path, self._offsets[-1]
         check_size(self._file, self.n_bytes)
         found = aligned_buffer(len(first))[: len(first)]
@@ -301,33 +302,46 @@ class ShardReader:
                 advice="use another checkpoint",
             )
 
-    def read(self, entry: int, start: int, into: memoryview) -> None:
-        """Fill ``into`` with whole blocks; raises CheckpointCorrupt or StorageError."""
-        check_range(self._entries[entry], start, len(into))
-        for at in range(0, len(into), PIECE):
-            self._read(entry, start + at, into[at : at + PIECE])
+    def read(self, place: int, start: int, into: memoryview) -> None:
+        """Fill ``into`` with bytes of a slice, from any byte on; whole blocks are read and
+        verified. Raises CheckpointCorrupt or StorageError."""
+        n_bytes, end = self.shard.slices[place].n_bytes, start + len(into)
+        while start < end:
+            first = start // BLOCK * BLOCK
+            stop = min(first + PIECE, end)
+            piece = into[: stop - start]
+            if (
+                first == start
+                and (stop % BLOCK == 0 or stop == n_bytes)
+                and fits(self._file, piece)
+            ):
+                self._file.read(self._offsets[place] + start, piece)
+                self._verify(place, start, piece)
+            else:
+                self._read_blocks(place, first, start - first, piece)
+            start, into = stop, into[len(piece) :]
 
     def close(self) -> None:
         self._file.close()
 
-    def _read(self, entry: int, start: int, piece: memoryview) -> None:
-        offset = self._offsets[entry] + start
-        if fits(self._file, piece):
-            self._file.read(offset, piece)
-            self._verify(entry, start, piece)
-            return
+    def _read_blocks(self, place: int, first: int, skipped: int, piece: memoryview) -> None:
+        """Read the blocks around a piece, which begins ``skipped`` bytes after the first."""
+        n_bytes = self.shard.slices[place].n_bytes
+        last = min(-(-(first + skipped + len(piece)) // BLOCK) * BLOCK, align_up(n_bytes))
         with self._buffers.one() as buffer:
-            padded = buffer[: align_up(len(piece))]
-            self._file.read(offset, padded)
-            self._verify(entry, start, padded)
-            copy(piece, padded[: len(piece)])
+            blocks = buffer[: last - first]
+            self._file.read(self._offsets[place] + first, blocks)
+            self._verify(place, first, blocks)
+            copy(piece, blocks[skipped : skipped + len(piece)])
 
-    def _verify(self, entry: int, start: int, data: memoryview) -> None:
-        for block, crc in enumerate(block_crcs(entry, start, data), start // BLOCK):
-            expected, got = self._crcs[entry][8 * block : 8 * block + 8], f"{crc:08x}"
+    def _verify(self, place: int, start: int, data: memoryview) -> None:
+        shard = self.shard
+        for block, crc in enumerate(block_crcs(shard.seed(place), start, data), start // BLOCK):
+            expected, got = shard.crcs[place][8 * block : 8 * block + 8], f"{crc:08x}"
             if got != expected:
+                each = shard.slices[place]
                 raise CheckpointCorrupt(
-                    f"{self.path}: block {block} of entry {entry}"
-                    f" ({self._entries[entry].label!r}) has CRC {got}, saved was {expected}",
+                    f"{self.path}: block {block} of entry {each.number}"
+                    f" ({each.label!r}) has CRC {got}, saved was {expected}",
                     advice="use another checkpoint",
                 )

@@ -110,6 +110,32 @@ def decode(value: Any, find: Find) -> Any:
         ) from error
 
 
+def encode_inside(value: Any) -> dict[str, Any]:
+    """Return a value as JSON that holds its tensors too: small ones."""
+    found: dict[str, Any] = {}
+
+    def keep(path: str, tensor: torch.Tensor) -> None:
+        raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found[path] = {"dtype": dtype, "base64": base64.b64encode(raw).decode()}
+
+    return {"value": encode(value, "value", keep), "tensors": found}
+
+
+def decode_inside(saved: Mapping[str, Any]) -> Any:
+    """Invert `encode_inside`; tensors have one dimension."""
+
+    def find(path: str) -> torch.Tensor:
+        row = saved["tensors"][path]
+        raw = bytearray(base64.b64decode(row["base64"], validate=True))
+        dtype = getattr(torch, row["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"there is no dtype {dtype}")
+        return torch.frombuffer(raw, dtype=torch.uint8).view(dtype)
+
+    return decode(saved["value"], find)
+
+
 def _items(value: dict[str, Any], find: Find) -> list[Any]:
     return [decode(item, find) for item in value["items"]]
 

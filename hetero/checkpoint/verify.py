@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class CheckpointVerdict:
     """None for a single directory that cannot be opened."""
     name: str
     bytes: int
-    """Size of the shard; 0 if its manifest is invalid."""
+    """Size of its shards; 0 if its manifest is invalid."""
     ok: bool
     problem: str
 
@@ -85,8 +86,8 @@ def examine(
     return CheckpointVerdict(step, name, n_bytes, True, "")
 
 
-def read_all(reader: CheckpointReader) -> None:
-    """Read every block; raises the error of the first bad one."""
+def read_all(reader: CheckpointReader, rank: int = 0, n_ranks: int = 1) -> None:
+    """Read every block, or those of one of several ranks; raises the error of the first bad one."""
     buffers = Buffers()
 
     def read(piece: tuple[int, int, int]) -> None:
@@ -95,12 +96,13 @@ def read_all(reader: CheckpointReader) -> None:
             reader.read(entry, start, buffer[:n_bytes])
 
     with ThreadPoolExecutor(BUFFERS, thread_name_prefix="hetero-verify") as pool:
-        for _ in pool.map(read, pieces(reader)):  # one checksums while the other reads
+        mine = islice(pieces(reader), rank, None, n_ranks)
+        for _ in pool.map(read, mine):  # one checksums while the other reads
             pass
 
 
 def pieces(reader: CheckpointReader) -> Iterator[tuple[int, int, int]]:
     """Yield (entry, start, bytes) of all of a checkpoint, a buffer at a time."""
-    for number, entry in enumerate(reader.entries):
-        for start in range(0, entry.n_bytes, PIECE):
-            yield number, start, min(PIECE, entry.n_bytes - start)
+    for each in reader.slices():
+        for start in range(each.start_byte, each.end_byte, PIECE):
+            yield each.number, start, min(PIECE, each.end_byte - start)

@@ -2,15 +2,16 @@
 
     1. refuse an existing ``step-N``; sweep killed saves; mkdir ``step-N.<uuid>.tmp``
     2. create and reserve the shard; write every block; fsync it
-    3. (one rank: nothing to gather)
+    3. of several ranks, each does 2 in that directory, writes a part of the manifest, fsyncs it and
+       the directory, and tells the first one of it
     4. ``MANIFEST.json.tmp``: write, fsync, rename, fsync of the directory
     5. rename the directory to ``step-N``, fsync of the parent
-    6. commit returns: acknowledged
+    6. commit returns, on all ranks: acknowledged
     7. `retain`: rename an older one to ``step-M.<uuid>.tmp``, fsync of the parent, remove its files
 
-After a failure before 6 the attempt is abandoned: its directory is removed, or stays as a ``.tmp``
-that no load looks at, and nothing older is touched. The creator of a new root syncs the root's
-parent.
+The first rank does 1, 4, 5 and 7. After a failure before 6, on any rank, the attempt is abandoned:
+its directory is removed, or stays as a ``.tmp`` that no load looks at, and nothing older is
+touched. The creator of a new root syncs the root's parent.
 """
 
 from __future__ import annotations
@@ -18,32 +19,34 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hetero.checkpoint.folders import (
-    MANIFEST_TMP,
-    OURS,
-    Attempt,
-    hide,
-    remove,
-)
+from hetero.checkpoint import parts
+from hetero.checkpoint.folders import MANIFEST_TMP, Attempt, Joined, hide, is_ours, remove
 from hetero.checkpoint.manifest import (
     MANIFEST,
     MAX_ENTRIES,
     MAX_MANIFEST_BYTES,
     MAX_STEP,
+    VERSION,
     Manifest,
+    PartRecord,
     SavedTensor,
     Unfit,
     check_entry,
     check_unique,
     encode,
+    layout,
+    part_name,
 )
 from hetero.checkpoint.reader import State, steps
 from hetero.checkpoint.shard import ShardWriter, flat
+from hetero.checkpoint.slices import Shard, Slice, whole
+from hetero.checkpoint.together import ONE_RANK, Ranks, together
 from hetero.errors import CheckpointError, ConfigError, StorageError
 from hetero.io import Folder
 from hetero.types import format_bytes
@@ -63,56 +66,76 @@ class SavePhase(Enum):
 class Writer:
     """One save into a root directory. As a context it abandons an uncommitted save.
 
+    Args:
+        entries: all of the checkpoint, which the first rank alone need know as a whole.
+        slices: of which this rank writes these; None: all.
+        ranks: those that save together, each of which makes a writer.
+
     Raises CheckpointError if ``step-N`` exists or a checkpoint cannot have such entries,
     ConfigError if there are more than a header can name, DiskFull if the drive has no room for
     them, StorageError for other failures.
     """
 
-    def __init__(self, root: Folder, step: int, entries: Sequence[SavedTensor]) -> None:
+    def __init__(
+        self,
+        root: Folder,
+        step: int,
+        entries: Sequence[SavedTensor],
+        slices: Sequence[Slice] | None = None,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
         self._step = step
         self._entries = tuple(entries)
-        check_entries(step, self._entries)
+        self._ranks = ranks
+        self._slices = whole(self._entries) if slices is None else tuple(slices)
+        self._places = {each.number: place for place, each in enumerate(self._slices)}
+        self._crcs: tuple[str, ...] = ()
         self._phase = SavePhase.OPEN
         self._lock = threading.Lock()
-        self._attempt = Attempt(root, step)
-        try:
-            self._shard = ShardWriter(self._attempt.folder, self._entries)
-        except BaseException:
-            self._phase = SavePhase.ABANDONED
-            self._attempt.discard()
-            raise
+        check = partial(check_entries, step, self._entries)
+        self._attempt, self._shard = begun(root, step, self._slices, ranks, check)
 
     def write(self, entry: int, start: int, data: memoryview) -> None:
-        """Write bytes [start, start + len(data)) of an entry, by its number; then ``data`` is free.
+        """Write bytes [start, start + len(data)) of this rank's slice of an entry, by the entry's
+        number; then ``data`` is free.
 
-        ``start`` is a multiple of `BLOCK`, and so is the end unless it is the entry's own. Every
+        ``start`` is a multiple of `BLOCK`, and so is the end unless it is the slice's own. Every
         byte is written once, in any order, from any thread; aligned, writable memory is written
         without a copy. Raises CheckpointError or StorageError, and abandons the save.
         """
         self._check_open()
         try:
-            if not 0 <= entry < len(self._entries):
+            if entry not in self._places:
                 raise CheckpointError(f"there is no entry {entry} of {len(self._entries)}")
-            self._shard.write(entry, start, flat(data))
+            self._shard.write(self._places[entry], start, flat(data))
         except BaseException:
             self.abandon()
             raise
 
-    def commit(self, meta: Mapping[str, Any]) -> Path:
-        """Make the checkpoint durable and visible; returns its directory.
+    def commit(
+        self,
+        meta: Mapping[str, Any],
+        told: Mapping[str, Any] | None = None,
+        failed: BaseException | None = None,
+    ) -> Path:
+        """Make the checkpoint durable and visible, on all ranks or none; returns its directory.
 
-        ``meta`` is JSON: it comes back equal, with lists for tuples. Raises CheckpointError if a
-        block was not written or ``meta`` is no JSON, StorageError if the drive fails; either
-        abandons the save.
+        Args:
+            meta: JSON: it comes back equal, with lists for tuples. That of the first rank counts.
+            told: of several ranks, what this one says of itself.
+            failed: an error that ended the save here, and ends it on all ranks.
+
+        Raises CheckpointError if a block was not written or ``meta`` is no JSON, StorageError if
+        the drive fails; either abandons the save.
         """
-        self._leave_open(SavePhase.COMMITTING)
+        agree, what = self._ranks.agree_aside, f"the save of step {self._step}"
         try:
-            crcs = self._shard.finish()
-            self._write_manifest(Manifest(self._step, self._entries, crcs, dict(meta)))
-            self._attempt.publish()
+            rows = together(agree, what, lambda: self._finish(told or {}, failed))
+            together(agree, what, lambda: self._publish(rows, meta))
             self._phase = SavePhase.COMMITTED
         except BaseException:
-            self._remove()
+            if self._phase in (SavePhase.OPEN, SavePhase.COMMITTING):
+                self._remove()
             raise
         self._attempt.folder.close()
         return Path(self._attempt.root.path) / self._attempt.final
@@ -143,22 +166,95 @@ class Writer:
         self._shard.stop()
         self._attempt.discard()
 
-    def _write_manifest(self, manifest: Manifest) -> None:
-        try:
-            raw = encode(manifest)
-        except Unfit as error:
-            raise CheckpointError(f"this cannot be saved: {error}", advice=UNFIT) from None
-        if len(raw) > MAX_MANIFEST_BYTES:
-            raise CheckpointError(
-                f"the manifest has {format_bytes(len(raw))}: more than {MAX_MANIFEST_BYTES} bytes",
-                advice="keep data in entries, not in meta",
-            )
+    def _finish(self, told: Mapping[str, Any], failed: BaseException | None) -> bytes:
+        """Make this rank's shard durable; returns what the manifest says of it and its part."""
+        if failed is not None:
+            raise failed
+        self._leave_open(SavePhase.COMMITTING)
+        self._crcs = self._shard.finish()
+        if self._ranks.size == 1:
+            return b""
+        shard = Shard(self._ranks.rank, self._slices, self._crcs)
+        raw = with_advice(lambda: parts.encode(self._step, shard, dict(told)))
+        write_small(self._attempt.folder, part_name(shard.number), raw)
+        self._attempt.folder.sync()
+        return f"{layout(self._slices)[-1]} {parts.crc_of(raw)}".encode()
+
+    def _publish(self, rows: Sequence[bytes], meta: Mapping[str, Any]) -> bytes:
+        """Let the first rank write the manifest and publish the directory."""
+        if isinstance(self._attempt, Joined):
+            return b""
+        if self._ranks.size == 1:
+            manifest = Manifest(self._step, self._entries, self._crcs, dict(meta))
+        else:
+            found = [row.decode().split() for row in rows]
+            records = tuple(PartRecord(int(n_bytes), crc) for n_bytes, crc in found)
+            manifest = Manifest(self._step, self._entries, (), dict(meta), VERSION, records)
+        raw = with_advice(lambda: encode(manifest))
         folder = self._attempt.folder
-        with folder.create(MANIFEST_TMP) as file:
-            file.write(0, memoryview(raw))
-            file.sync()
+        write_small(folder, MANIFEST_TMP, raw)
         folder.rename(MANIFEST_TMP, MANIFEST)
         folder.sync()
+        self._attempt.publish()
+        return b""
+
+
+def begun(
+    root: Folder,
+    step: int,
+    slices: Sequence[Slice],
+    ranks: Ranks,
+    check: Callable[[], None],
+) -> tuple[Attempt | Joined, ShardWriter]:
+    """Return the directory of a save, which the first rank makes, and this rank's shard in it.
+    ``check`` raises what is wrong with the save itself."""
+    attempts: list[Attempt | Joined] = []
+    shards: list[ShardWriter] = []
+
+    def claim() -> bytes:
+        check()
+        if ranks.rank:
+            return b""
+        attempts.append(attempt := Attempt(root, step))
+        return attempt.tmp.encode()
+
+    def open_shard(tmp: str) -> bytes:
+        if ranks.rank:
+            attempts.append(Joined(root, step, tmp))
+        shards.append(ShardWriter(attempts[0].folder, Shard(ranks.rank, tuple(slices))))
+        return b""
+
+    what = f"a save of step {step}"
+    first, *_ = together(ranks.agree, what, claim)
+    try:
+        together(ranks.agree, what, lambda: open_shard(first.decode()))
+    except BaseException:  # of any rank
+        for shard in shards:
+            shard.stop()
+        for attempt in attempts:
+            attempt.discard()
+        raise
+    return attempts[0], shards[0]
+
+
+def with_advice(encoded: Callable[[], bytes]) -> bytes:
+    """Return the bytes of a manifest or a part; CheckpointError if a load would refuse them."""
+    try:
+        raw = encoded()
+    except Unfit as error:
+        raise CheckpointError(f"this cannot be saved: {error}", advice=UNFIT) from None
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"the manifest has {format_bytes(len(raw))}: more than {MAX_MANIFEST_BYTES} bytes",
+            advice="keep data in entries, not in meta",
+        )
+    return raw
+
+
+def write_small(folder: Folder, name: str, raw: bytes) -> None:
+    with folder.create(name) as file:
+        file.write(0, memoryview(raw))
+        file.sync()
 
 
 def check_entries(step: int, entries: Sequence[SavedTensor]) -> None:
@@ -200,7 +296,7 @@ def retain(root: Folder, keep_last: int, newest: int = MAX_STEP) -> list[int]:
 def remove_whole(root: Folder, name: str) -> bool:
     """Remove a checkpoint, unless it has more files than a save writes."""
     with root.folder(name) as folder:
-        more = sorted(set(folder.names()) - set(OURS))
+        more = sorted(each for each in folder.names() if not is_ours(each))
         if more:
             warnings.warn(f"{folder.path} stays: {more[0][:80]!r} in it is not ours", stacklevel=3)
             return False

@@ -72,7 +72,8 @@ class Comm(Protocol):
         """Block until a gather is over; raises RankLost if it never will be."""
 
     def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
-        """Fill ``value``, of which rank r has bytes [cuts[r], cuts[r + 1]); blocks."""
+        """Fill ``value``, of which rank r has bytes [cuts[r], cuts[r + 1]), where no rank reads
+        another's home; blocks."""
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
         """Return the memory of the next exchange: the r-th of ``size`` equal parts is for rank r.
@@ -88,6 +89,9 @@ class Comm(Protocol):
 
     def agree(self, row: bytes, what: str) -> list[bytes]:
         """Return the rows of all ranks, of any length; blocks."""
+
+    def agree_aside(self, row: bytes, what: str) -> list[bytes]:
+        """As `agree`, of calls with an order of their own, made by one other thread at a time."""
 
     def nearer(self, layout: Any) -> Comm:
         """Return what joins the ranks from here on, if they find that they share a machine and may
@@ -123,6 +127,8 @@ class Alone:
     def agree(self, row: bytes, what: str) -> list[bytes]:
         return [row]
 
+    agree_aside = agree
+
     def nearer(self, layout: Any) -> Comm:
         return self
 
@@ -136,9 +142,6 @@ class OneSided:
         raise AssertionError("ranks that read each other's homes gather nothing")
 
     def wait(self, ticket: Ticket) -> None: ...
-
-    def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
-        raise AssertionError("ranks that read each other's homes complete nothing")
 
     def nearer(self, layout: Any) -> Any:
         return self

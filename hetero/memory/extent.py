@@ -48,23 +48,26 @@ class Extent:
 
 
 class Extents:
-    """The extents of one home, in order."""
+    """The extents of one home, in order: of ``size`` items each, but for the ends of those ``kept``
+    here."""
 
-    __slots__ = ("_numel", "_size", "all")
+    __slots__ = ("_first", "_kept", "_size", "all")
 
-    def __init__(self, extents: list[Extent], size: int, numel: int) -> None:
+    def __init__(self, extents: list[Extent], size: int, kept: slice) -> None:
         self.all = extents
         self._size = size
-        self._numel = numel
+        self._kept = kept
+        self._first = kept.start // size
 
     def needs(self, start: int, end: int, use: PinUse) -> Iterator[tuple[Extent, PinUse]]:
         """Yield the extents that elements [start, end) touch, and the use of each."""
         if end <= start:
             return
         for at in range(start // self._size, (end - 1) // self._size + 1):
-            first, last = at * self._size, min((at + 1) * self._size, self._numel)
+            first = max(at * self._size, self._kept.start)
+            last = min((at + 1) * self._size, self._kept.stop)
             part = use is PinUse.FRESH and not (start <= first and last <= end)
-            yield self.all[at], PinUse.WRITE if part else use
+            yield self.all[at - self._first], PinUse.WRITE if part else use
 
 
 class HasExtents(Protocol):
@@ -103,3 +106,9 @@ class Request:
         request.needs = dict.fromkeys(changed, PinUse.WRITE)
         request.n_bytes = sum(extent.n_bytes for extent in request.needs)
         return request
+
+
+def overlap(first: slice, second: slice) -> slice:
+    """Return what two runs have in common; an empty one lies inside the first."""
+    start = min(max(first.start, second.start), first.stop)
+    return slice(start, max(start, min(first.stop, second.stop)))

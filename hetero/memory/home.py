@@ -116,8 +116,10 @@ class Home:
     """Elements that this rank keeps."""
     changes: Changes = UNSEEN
     """Those that several ranks make."""
+    is_share = False
+    """Whether other ranks keep the rest."""
     is_shared = False
-    """Whether other ranks keep the rest, and may read this."""
+    """Whether they may read this."""
 
     def __init__(self, slab: Slab, bucket: Bucket, dtype: torch.dtype, codec: Codec) -> None:
         self._slab = slab
@@ -231,6 +233,14 @@ class Home:
     def load(self, items: slice) -> torch.Tensor:
         """Return items: its own memory if it stays, else a copy."""
         return self._flat[items]
+
+    def own(self, items: slice) -> slice:
+        """Return those of the items that this rank keeps; an empty run if there are none."""
+        return items
+
+    def load_own(self, items: slice) -> torch.Tensor:
+        """As `load`, of items that this rank keeps, whatever the others are at."""
+        return self.load(items)
 
     def store(self, items: slice, fill: Fill) -> None:
         """Let ``fill`` write items, all in memory at once."""
@@ -377,31 +387,20 @@ class DeviceHome(Home):
         return crc32(memoryview(whole.view(torch.uint8).numpy()))
 
 
-class DiskHome(Home):
-    """A home on disk; memory holds extents that are, or were, pinned."""
+class Pinned(Home):
+    """Of homes on disk: memory holds extents that are, or were, pinned."""
 
-    __slots__ = ("_extents", "_pool", "extent_numel")
+    __slots__ = ()
     stays = False
-
-    def __init__(
-        self,
-        pool: Pool | NoPool,
-        extents: Extents,
-        slab: Slab,
-        bucket: Bucket,
-        dtype: torch.dtype,
-        codec: Codec,
-    ) -> None:
-        super().__init__(slab, bucket, dtype, codec)
-        self._pool = pool
-        self._extents = extents
-        self.extent_numel = pool.extent_numel
+    _extents: Extents
+    _pool: Pool | NoPool
 
     def needs(self, start: int, end: int, use: PinUse) -> Iterable[tuple[Extent, PinUse]]:
         return self._extents.needs(start, end, use)
 
     def runs(self, start: int, end: int, use: PinUse) -> Iterator[slice]:
-        for run in cut(start, end, self.extent_numel):
+        own = self.own(slice(start, end))
+        for run in cut(own.start, own.stop, self.extent_numel):
             with self._pool.pin(Request([PinSpan(self, run.start, run.stop, use)])):
                 yield run
 
@@ -417,10 +416,33 @@ class DiskHome(Home):
             copy[run.start - items.start : run.stop - items.start].copy_(self._flat[run])
         return copy
 
+    def load_own(self, items: slice) -> torch.Tensor:
+        return self.load(items)
+
     def store(self, items: slice, fill: Fill) -> None:
         stage = torch.empty(items.stop - items.start, dtype=self.item_dtype, device="cpu")
         fill(stage)
         self._put(items.start, stage)
+
+
+class DiskHome(Pinned):
+    """A home on disk."""
+
+    __slots__ = ("_extents", "_pool", "extent_numel")
+
+    def __init__(
+        self,
+        pool: Pool | NoPool,
+        extents: Extents,
+        slab: Slab,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        codec: Codec,
+    ) -> None:
+        super().__init__(slab, bucket, dtype, codec)
+        self._pool = pool
+        self._extents = extents
+        self.extent_numel = pool.extent_numel
 
 
 def memory_of(home: Home, segment: Segment) -> torch.Tensor | None:

@@ -14,14 +14,14 @@ from hetero.device.comm import ALONE_COMM, Comm
 from hetero.io import align_up
 from hetero.memory import shown
 from hetero.memory.changes import Sharing
-from hetero.memory.codec import EXACT
-from hetero.memory.extent import PinSpan, PinUse, Request
+from hetero.memory.codec import EXACT, Codec
+from hetero.memory.extent import PinSpan, PinUse, Request, overlap
 from hetero.memory.home import DeviceHome, DiskHome, Home, HostHome, cut
 from hetero.memory.layout import Bucket
 from hetero.memory.ledger import Ledger
 from hetero.memory.places import HomePlaces
 from hetero.memory.pool import NoPool, Pool
-from hetero.memory.share import NodeHome, ShareHome, overlap
+from hetero.memory.share import DiskShareHome, NodeHome, ShareHome
 from hetero.types import Kind, Tier, noop
 
 TRAVEL = (Kind.PARAM.value, Kind.GRAD.value)
@@ -88,9 +88,7 @@ class HomeStore:
         n_bytes, what = codec.n_bytes(bucket.numel, dtype), f"{name} of bucket {bucket.id}"
         tier = self.places.tier(kind, bucket.id)
         if tier is Tier.NVME:
-            slab = self._device.paged_slab(align_up(n_bytes))
-            extents = self.pool.adopt(kind, slab, n_bytes, codec.dtype(dtype).itemsize, what)
-            return DiskHome(self.pool, extents, slab, bucket, dtype, codec)
+            return self._on_disk(kind, bucket, dtype, codec, what)
         kept_bytes = codec.n_bytes(bucket.share_numel, dtype)
         self._ledger.charge(tier, kind, kept_bytes, what)
         self._charged[name, bucket.id] = (tier, kind, kept_bytes)
@@ -111,6 +109,20 @@ class HomeStore:
         if not self.places.stays:
             return DeviceHome(self._device, slab, bucket, dtype, codec)
         return HostHome(slab, bucket, dtype, codec)
+
+    def _on_disk(
+        self, kind: Kind, bucket: Bucket, dtype: torch.dtype, codec: Codec, what: str
+    ) -> Home:
+        n_bytes, itemsize = codec.n_bytes(bucket.numel, dtype), codec.dtype(dtype).itemsize
+        slab = self._device.paged_slab(align_up(n_bytes))
+        if self._comm.size == 1:
+            extents = self.pool.adopt(kind, slab, n_bytes, itemsize, what)
+            return DiskHome(self.pool, extents, slab, bucket, dtype, codec)
+        share = bucket.share(self._comm.rank)
+        kept = slice(codec.items(share.start), codec.items(share.stop))
+        extents = self.pool.adopt(kind, slab, n_bytes, itemsize, what, kept)
+        made = slab, bucket, dtype, codec, self._comm, self._sharing
+        return DiskShareHome(*made, pool=self.pool, extents=extents)
 
     def of_bucket(self, bucket_id: int) -> Iterator[tuple[str, Home]]:
         """Yield the homes of one bucket with their names."""

@@ -24,8 +24,8 @@ from hetero.config import paranoid
 from hetero.device import HUGE_PAGE, Slab
 from hetero.errors import BudgetError, DiskFull, ForkedProcessError, StateError, afresh
 from hetero.events import EventLog
-from hetero.io import Folder, align_up
-from hetero.memory.extent import Extent, Extents, PinUse, Request
+from hetero.io import ALIGN, Folder, align_up
+from hetero.memory.extent import Extent, Extents, PinUse, Request, overlap
 from hetero.memory.ledger import Ledger
 from hetero.memory.nvme import DiskSlot, Executor, IoThreads, Nvme
 from hetero.memory.pagecache import PageCache, Window, ask_for_pages
@@ -84,17 +84,29 @@ class Pool:
     def take_counts(self) -> Counter[Lane]:
         return self.nvme.take_counts()
 
-    def adopt(self, kind: Kind, slab: Slab, n_bytes: int, itemsize: int, what: str) -> Extents:
-        """Cut a home's memory into extents, each with a slot on disk."""
+    def adopt(
+        self,
+        kind: Kind,
+        slab: Slab,
+        n_bytes: int,
+        itemsize: int,
+        what: str,
+        kept: slice | None = None,
+    ) -> Extents:
+        """Cut a home's memory into extents, each with a slot on disk; if ``kept`` is given, where
+        those items lie."""
         size, extents = self.extent_numel * itemsize, []
+        kept = overlap(kept or slice(0, sys.maxsize), slice(0, n_bytes // itemsize))
+        begin = kept.start * itemsize // ALIGN * ALIGN
+        end = align_up(min(n_bytes, kept.stop * itemsize))
         first = self._first_page(slab, size, n_bytes, what)
         with self._changed:
-            for start in range(0, n_bytes, size):
-                length = align_up(min(size, n_bytes - start))
-                slot = self.nvme.slot(kind, length, what)
-                id = self.cache.add(length)
-                extents.append(Extent(id, slab.mapping, first + start, length, slot))
-        return Extents(extents, self.extent_numel, n_bytes // itemsize)
+            for at in range(begin // size * size, end, size):
+                start, stop = max(at, begin), min(at + size, end)
+                slot = self.nvme.slot(kind, stop - start, what)
+                id = self.cache.add(stop - start)
+                extents.append(Extent(id, slab.mapping, first + start, stop - start, slot))
+        return Extents(extents, self.extent_numel, kept)
 
     def _first_page(self, slab: Slab, size_bytes: int, n_bytes: int, what: str) -> int:
         """Return a home's offset in its mapping, and ask for pages that suit its extents."""
@@ -405,7 +417,15 @@ class NoPool:
     written_bytes = 0
     told = False
 
-    def adopt(self, kind: Kind, slab: Slab, n_bytes: int, itemsize: int, what: str) -> Extents:
+    def adopt(
+        self,
+        kind: Kind,
+        slab: Slab,
+        n_bytes: int,
+        itemsize: int,
+        what: str,
+        kept: slice | None = None,
+    ) -> Extents:
         raise StateError(f"{what} is to lie on disk, and no directory on a drive was named")
 
     @contextmanager

@@ -7,14 +7,14 @@ on every rank; it has memory where this rank's share is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hetero.crc import crc32
 from hetero.memory.changes import Changes, GatheredChanges, SharedChanges, Sharing, counter_of
-from hetero.memory.extent import PinUse
-from hetero.memory.home import Fill, Home
+from hetero.memory.extent import Extents, PinUse, overlap
+from hetero.memory.home import Fill, Home, Pinned
 from hetero.memory.layout import row
 from hetero.types import Kind
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hetero.device.comm import Comm, Node
     from hetero.memory.codec import Codec
     from hetero.memory.layout import Bucket, Segment
+    from hetero.memory.pool import NoPool, Pool
 
 
 class ShareHome(Home):
@@ -33,6 +34,7 @@ class ShareHome(Home):
     """
 
     __slots__ = ("_comm", "_share_numel", "changes", "kept")
+    is_share = True
 
     def __init__(
         self,
@@ -63,6 +65,12 @@ class ShareHome(Home):
         """The share, in items."""
         return self.items(self.kept.start, self.kept.stop)
 
+    def own(self, items: slice) -> slice:
+        return overlap(items, self.kept_items)
+
+    def load_own(self, items: slice) -> torch.Tensor:
+        return self._flat[items]
+
     def crc(self) -> int | None:
         return crc32(memoryview(self._flat[self.kept_items].view(torch.uint8).numpy()))
 
@@ -71,7 +79,7 @@ class ShareHome(Home):
         mine = overlap(slice(segment.offset, segment.end), self.kept)
         if mine.start < mine.stop:
             where = segment.inside(mine)
-            self.codec.decode(self._flat[self.items(mine.start, mine.stop)], row(value)[where])
+            self.codec.decode(self.load_own(self.items(mine.start, mine.stop)), row(value)[where])
         return self.complete(segment, value)
 
     def complete(self, segment: Segment, value: torch.Tensor) -> torch.Tensor:
@@ -103,6 +111,18 @@ class ShareHome(Home):
         stage = torch.empty(items.stop - items.start, dtype=self.item_dtype, device="cpu")
         fill(stage)
         self._put(items.start, stage)
+
+
+class DiskShareHome(Pinned, ShareHome):
+    """A share on disk, which no other rank reads there: a whole tensor is put together by all."""
+
+    __slots__ = ("_extents", "_pool", "extent_numel")
+
+    def __init__(self, *home: Any, pool: Pool | NoPool, extents: Extents) -> None:
+        super().__init__(*home)
+        self._pool = pool
+        self._extents = extents
+        self.extent_numel = pool.extent_numel
 
 
 class NodeHome(ShareHome):
@@ -190,9 +210,3 @@ class NodeHome(ShareHome):
         for run, part in self.parts(items.start, items.stop, PinUse.READ):
             whole[run.start - items.start : run.stop - items.start].copy_(part)
         return whole
-
-
-def overlap(first: slice, second: slice) -> slice:
-    """Return what two runs have in common; an empty one lies inside the first."""
-    start = min(max(first.start, second.start), first.stop)
-    return slice(start, max(start, min(first.stop, second.stop)))

@@ -71,22 +71,24 @@ class Gloo:
         self._ranks = members
         self._timeout = timeout_seconds
         allowed = timedelta(seconds=timeout_seconds)
-        self._bytes, self._control = (
-            dist.new_group(members, timeout=allowed, backend="gloo") for _ in range(2)
+        self._bytes, control, aside = (
+            dist.new_group(members, timeout=allowed, backend="gloo") for _ in range(3)
         )
-        self._n_calls = 0
+        self._waits = Waits(self.rank, self.size, timeout_seconds)
+        self._meetings = Meetings(control, self._waits)
+        self._aside = Meetings(aside, self._waits)
         self._outbox = self._inbox = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._sent_bytes = 0
 
     def gather(self, whole: torch.Tensor, what: str) -> Ticket:
-        self._meet(f"{what}: {whole.numel()} bytes")
+        self._meetings.meet(f"{what}: {whole.numel()} bytes")
         each = whole.numel() // self.size
         mine = whole[self.rank * each : (self.rank + 1) * each]
         work = all_gather(whole, mine, self._bytes)
         return CommTicket(work, what, (whole, mine))
 
     def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
-        self._meet(f"{what}: {value.numel()} bytes")
+        self._meetings.meet(f"{what}: {value.numel()} bytes")
         for rank, (start, end) in enumerate(pairwise(cuts)):
             if start < end:
                 part = value[start:end]
@@ -104,7 +106,7 @@ class Gloo:
     def lock_outboxes(self, device: Device) -> None: ...
 
     def exchange(self, row: bytes, what: str) -> Addends:
-        rows = self._meet(what, row)
+        rows = self._meetings.meet(what, row)
         if not any(map(any, rows)):
             return GlooAddends(self, None, rows, [])
         n_bytes = self._sent_bytes
@@ -114,11 +116,14 @@ class Gloo:
         return GlooAddends(self, ticket, rows, list(received.view(self.size, -1)))
 
     def agree(self, row: bytes, what: str) -> list[bytes]:
-        return self._meet(what, row)
+        return self._meetings.meet(what, row)
+
+    def agree_aside(self, row: bytes, what: str) -> list[bytes]:
+        return self._aside.meet(what, row)
 
     def wait(self, ticket: Ticket) -> None:
         if isinstance(ticket, CommTicket) and not ticket.done:
-            self._poll(ticket.work, ticket.what)
+            self._waits.until(ticket.work, ticket.what)
             ticket.done, ticket.held = True, ()
 
     def nearer(self, layout: Layout) -> Comm:
@@ -126,13 +131,49 @@ class Gloo:
         return self if node is None else Neighbours(self, node)
 
     def close(self) -> None:
-        for group in (self._bytes, self._control):
+        for group in (self._bytes, self._meetings.group, self._aside.group):
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    # -- meetings --------------------------------------------------------------------------------
 
-    def _meet(self, what: str, row: bytes = b"") -> list[bytes]:
+class Waits:
+    """Waits for calls under way: looks again and again whether one is over."""
+
+    def __init__(self, rank: int, size: int, timeout_seconds: float) -> None:
+        self.rank = rank
+        self.size = size
+        self._timeout = timeout_seconds
+
+    def until(self, work: dist.Work, what: str) -> None:
+        """Block until a call is over; raises RankLost if it never will be."""
+        began, looks = time.monotonic(), 0
+        while not work.is_completed():
+            if time.monotonic() - began > self._timeout:
+                raise self._lost(what, f"no answer for {self._timeout:.0f} s")
+            interrupts.point(2)
+            time.sleep(POLL_SECONDS[min(looks // 64, len(POLL_SECONDS) - 1)])
+            looks += 1
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(what, str(error).splitlines()[0]) from None
+
+    def _lost(self, what: str, why: str) -> RankLost:
+        return RankLost(
+            f"rank {self.rank} of {self.size} waits for {what} in vain: {why}",
+            advice="look at the first error of any rank: it says why that rank left",
+        )
+
+
+class Meetings:
+    """Numbered calls on a group of their own, compared before any goes on."""
+
+    def __init__(self, group: dist.ProcessGroup, waits: Waits) -> None:
+        self.group = group
+        self._waits = waits
+        self._n_calls = 0
+
+    def meet(self, what: str, row: bytes = b"") -> list[bytes]:
         """Compare what all ranks are about to do; return each one's row."""
         self._n_calls += 1
         said, short = what.encode()[:SAID_BYTES], row if len(row) <= ROW_BYTES else b""
@@ -151,30 +192,10 @@ class Gloo:
         return [each[:size] for each, size in zip(rows, sizes, strict=True)]
 
     def _collect(self, mine: torch.Tensor, what: str) -> list[bytes]:
-        rows = torch.empty(self.size * mine.numel(), dtype=torch.uint8, device="cpu")
-        work = all_gather(rows, mine, self._control)
-        self._poll(work, what)
-        return [each.numpy().tobytes() for each in rows.view(self.size, -1)]
-
-    def _poll(self, work: dist.Work, what: str) -> None:
-        """Look again and again whether a call is over."""
-        began, looks = time.monotonic(), 0
-        while not work.is_completed():
-            if time.monotonic() - began > self._timeout:
-                raise self._lost(what, f"no answer for {self._timeout:.0f} s")
-            interrupts.point(2)
-            time.sleep(POLL_SECONDS[min(looks // 64, len(POLL_SECONDS) - 1)])
-            looks += 1
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._lost(what, str(error).splitlines()[0]) from None
-
-    def _lost(self, what: str, why: str) -> RankLost:
-        return RankLost(
-            f"rank {self.rank} of {self.size} waits for {what} in vain: {why}",
-            advice="look at the first error of any rank: it says why that rank left",
-        )
+        size = self._waits.size
+        rows = torch.empty(size * mine.numel(), dtype=torch.uint8, device="cpu")
+        self._waits.until(all_gather(rows, mine, self.group), what)
+        return [each.numpy().tobytes() for each in rows.view(size, -1)]
 
 
 class GlooAddends:

@@ -6,7 +6,7 @@ read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hetero.device import Device
@@ -54,6 +54,13 @@ class Neighbours(OneSided):
     def agree(self, row: bytes, what: str) -> list[bytes]:
         board = self.node.board
         return board.join(board.post(what, row))
+
+    def agree_aside(self, row: bytes, what: str) -> list[bytes]:
+        return self._far.agree_aside(row, what)
+
+    def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
+        self.agree(b"", what)
+        self._far.complete(value, cuts, what)
 
     def close(self) -> None:
         for unlock in self._unlocks:

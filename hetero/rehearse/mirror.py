@@ -6,7 +6,7 @@ all of them do with one memory takes N times as long as for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,10 @@ class Mirror(OneSided):
 
     def agree(self, row: bytes, what: str) -> list[bytes]:
         return [row] * self.size
+
+    agree_aside = agree
+
+    def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None: ...
 
     def close(self) -> None: ...
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.checkpoint.manifest import HEAD, HEAD_BYTES, MANIFEST, SHARD, decode
+from hetero.checkpoint.slices import only_shard
 from hetero.errors import CheckpointError
 
 Record = dict[str, Any]
@@ -33,9 +34,10 @@ def text_of(record: Record) -> bytes:
 def head_of(raw: bytes) -> bytes:
     """Return what the shard of a manifest begins with, "" where the manifest is refused."""
     try:
-        return decode(raw, "").header
+        manifest = decode(raw, "")
     except CheckpointError:
         return b""
+    return b"" if manifest.parts else only_shard(manifest).header
 
 
 def plant(path: Path, raw: bytes) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hetero.checkpoint.manifest import MANIFEST, SHARD, SavedTensor, decode, header_of, layout
+from hetero.checkpoint.manifest import MANIFEST, SHARD, SavedTensor, decode, layout
 from hetero.checkpoint.reader import CheckpointReader
+from hetero.checkpoint.slices import header_of, whole
 from hetero.checkpoint.verify import verify
 from hetero.errors import CheckpointCorrupt, CheckpointError
 from hetero.io import ALIGN, Folder, align_up
@@ -35,7 +36,7 @@ class Target:
             self.path = save(root, 1, ENTRIES)
         self.fd = os.open(self.path / SHARD, os.O_RDWR)
         self.raw = (self.path / SHARD).read_bytes()
-        self.head_bytes = len(header_of(ENTRIES))
+        self.head_bytes = len(header_of(whole(ENTRIES)))
         self.offsets = [self.head_bytes + at for at in layout(ENTRIES)]
         self.reader = CheckpointReader.open(path, io=Buffered())
         self.into = memoryview(bytearray(BLOCK))
@@ -151,7 +152,7 @@ def test_blocks_of_equal_bytes_are_refused_in_each_others_place(tmp_path: Path) 
     digits = [crcs[at : at + 8] for crcs in manifest.crcs for at in (0, 8)]
     assert len(set(digits)) == 4
     raw = (path / SHARD).read_bytes()
-    first = len(header_of(entries))
+    first = len(header_of(whole(entries)))
     (path / SHARD).write_bytes(raw[:first] + raw[first + 2 * BLOCK :] + raw[first : -2 * BLOCK])
 
     with pytest.raises(CheckpointCorrupt, match=r"block 0 of entry 0"):

@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ from hetero.checkpoint.manifest import (
     SavedTensor,
     decode,
     encode,
-    header_of,
 )
 from hetero.checkpoint.reader import CheckpointReader, State, steps
 from hetero.checkpoint.shard import PIECE
+from hetero.checkpoint.slices import header_of, whole
 from hetero.checkpoint.writer import Writer
 from hetero.errors import CheckpointError, NoCheckpoint
 from hetero.io import ALIGN, Folder, aligned_buffer
@@ -233,7 +233,7 @@ def test_the_header_of_a_shard_is_these_very_bytes() -> None:
         SavedTensor("state", "ü", "m", "float32", (0,)),
     ]
 
-    assert header_of(entries) == (4088).to_bytes(8, "little") + text.ljust(4088)
+    assert header_of(whole(entries)) == (4088).to_bytes(8, "little") + text.ljust(4088)
 
 
 # -- what is asked of a writer -------------------------------------------------------------------
@@ -263,16 +263,17 @@ def test_what_is_not_whole_blocks_of_an_entry_ends_the_save(
         writer.commit({})
 
 
-def test_only_whole_blocks_of_an_entry_are_read(root: Folder) -> None:
-    save(root, 1, [SavedTensor("tensor", "a", "", "uint8", (BLOCK + 10,))])
-    with CheckpointReader.open(root.path) as reader:
-        for entry, start, n_bytes in (
-            (0, 1, 10),
-            (0, 0, 10),
-            (0, BLOCK, 11),
-            (1, 0, 1),
-            (-1, 0, 1),
-        ):
+def test_any_bytes_of_an_entry_are_read_and_no_others(root: Folder) -> None:
+    entries = [SavedTensor("tensor", "a", "", "uint8", (9 * BLOCK + 10,))]
+    path = save(root, 1, entries)
+    with CheckpointReader.open(path) as reader:
+        data = everything(reader)[2][0]
+        ends = [0, 1, 10, BLOCK - 1, BLOCK, BLOCK + 7, 8 * BLOCK, 9 * BLOCK, len(data)]
+        for start, end in combinations(ends, 2):
+            into = bytearray(end - start)
+            reader.read(0, start, memoryview(into))
+            assert into == data[start:end]
+        for entry, start, n_bytes in ((0, 9 * BLOCK, 11), (0, -1, 5), (1, 0, 1), (-1, 0, 1)):
             with pytest.raises(CheckpointError):
                 reader.read(entry, start, memoryview(bytearray(n_bytes)))
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import errno
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from torch import nn
 
 import hetero
 from hetero import CheckpointError, DivergenceError
-from hetero.errors import DiskFull
+from hetero.api import prepare_tuned
+from hetero.checkpoint.verify import verify
+from hetero.config import Config
+from hetero.errors import CheckpointCorrupt, DiskFull
 from hetero.testing.faults import FaultPlan
 from hetero.testing.ranks import outcomes, run_ranks
+from hetero.train.engine.tuning import Tuning
 from tests.ranks.models import Found, Run, assert_same, built, by_torch, found, loss_of
 
 TIGHT: dict[str, Any] = {"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024}
@@ -25,12 +32,17 @@ WHOLE = Run(steps=2 * HALF, settings=TIGHT)
 
 
 def by_halves(
-    rank: int, n_ranks: int, folder: Path, first: int, asynchronous: bool = False
+    rank: int,
+    n_ranks: int,
+    folder: Path,
+    first: int,
+    asynchronous: bool = False,
+    one_sided: bool = True,
 ) -> Found:
     """Train half of the steps, after a load unless they are the first half, and save."""
     model, plain = built(WHOLE)
-    mesh = "world" if n_ranks > 1 else None
-    _, optimizer = hetero.prepare(model, plain, mesh=mesh, **TIGHT)
+    config = Config.load(mesh="world" if n_ranks > 1 else None, **TIGHT)
+    _, optimizer = prepare_tuned(model, plain, config, Tuning(one_sided=one_sided))
     if first:
         assert hetero.load_checkpoint(folder, model, optimizer) == {"steps": first}
     norms = []
@@ -56,15 +68,20 @@ def trained(n_ranks: int, *args: Any) -> list[Found]:
     return run_ranks(n_ranks, by_halves, n_ranks, *args)
 
 
+MESHES = [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
+
+
 @pytest.mark.campaign(seconds=8)
+@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), MESHES)
 def test_what_ranks_saved_others_go_on_with(
-    before: int, after: int, asynchronous: bool, tmp_path: Path
+    before: int, after: int, asynchronous: bool, one_sided: bool, tmp_path: Path
 ) -> None:
     expected = by_torch(WHOLE, BATCHES)
-    first = trained(before, tmp_path, 0, asynchronous)
-    second = trained(after, tmp_path, HALF)
+    first = trained(before, tmp_path, 0, asynchronous, one_sided)
+    second = trained(after, tmp_path, HALF, False, one_sided)
+    assert verify(tmp_path).ok
 
     for each in second:
         each.norms = [*first[0].norms, *each.norms]
@@ -102,21 +119,27 @@ def test_a_save_that_the_first_rank_cannot_make_fails_on_all(tmp_path: Path) -> 
     assert isinstance(second.error, CheckpointError) and "step-1" in str(second.error)
 
 
-def save_after_one_that_failed(rank: int, folder: Path) -> None:
+def save_after_one_that_failed(rank: int, folder: Path, failing: int) -> None:
     model, plain = built(WHOLE)
     _, optimizer = hetero.prepare(model, plain, mesh="world", **TIGHT)
     full = FaultPlan()
     full.fail_at("write", 0, errno.ENOSPC, times=None)
-    hetero.save_checkpoint(folder, model, optimizer, step=1, asynchronous=True, io=full)
+    io = full if rank == failing else None
+    hetero.save_checkpoint(folder, model, optimizer, step=1, asynchronous=True, io=io)
     hetero.save_checkpoint(folder, model, optimizer, step=2)
 
 
-def test_what_the_last_save_failed_with_reaches_all_at_the_next(tmp_path: Path) -> None:
-    first, second = outcomes(2, save_after_one_that_failed, tmp_path)
+@pytest.mark.parametrize("failing", range(2))
+def test_what_the_last_save_failed_with_reaches_all_at_the_next(
+    failing: int, tmp_path: Path
+) -> None:
+    found = outcomes(2, save_after_one_that_failed, tmp_path, failing)
 
-    assert isinstance(first.error, DiskFull), first.text
-    assert isinstance(second.error, CheckpointError), second.text
-    assert "did not save" in str(second.error)
+    mine, other = found[failing], found[1 - failing]
+    assert isinstance(mine.error, DiskFull), mine.text
+    assert isinstance(other.error, CheckpointError), other.text
+    assert f"failed on rank {failing}" in str(other.error)
+    assert list(tmp_path.iterdir()) == []
 
 
 def load_alone(rank: int, folder: Path) -> None:
@@ -132,3 +155,114 @@ def test_a_load_on_one_rank_alone_is_an_error_on_all(tmp_path: Path) -> None:
     for each in outcomes(2, load_alone, tmp_path):
         assert isinstance(each.error, DivergenceError), each.text
         assert "a load" in str(each.error)
+
+
+class Images(nn.Module):
+    """Weights in channels_last and transposed, frozen codes, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 40, 5).to(memory_format=torch.channels_last)
+        self.register_buffer("seen", torch.zeros(3))
+        self.frozen = nn.Linear(40, 96, bias=False).requires_grad_(False)
+        self.turned = nn.Linear(96, 40, bias=False)
+        self.turned.weight = nn.Parameter(torch.randn(96, 40).t() * 0.1)
+        self.out = nn.Linear(40, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        x = self.conv(x.to(self.conv.weight.dtype)).mean((2, 3))
+        out: torch.Tensor = self.out(self.turned(self.frozen(x)))
+        return out
+
+
+IMAGES: dict[str, Any] = {"device": "cpu:sim", "hbm": 200_000, "chunk_bytes": 1024}
+IMAGES |= {"frozen": "int8", "precision": "bf16"}
+
+
+def of_images(rank: int, n_ranks: int, folder: Path, load: bool, one_sided: bool) -> Found:
+    torch.manual_seed(0)
+    model = Images()
+    plain = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    config = Config.load(mesh="world" if n_ranks > 1 else None, **IMAGES)
+    _, optimizer = prepare_tuned(model, plain, config, Tuning(one_sided=one_sided))
+    if load:
+        assert hetero.load_checkpoint(folder, model, optimizer)["at"].tolist() == [3]
+    else:
+        for step in range(2):
+            images = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(step))
+            model(images).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        extra = {"at": torch.tensor([3 + 4 * rank])}  # the first rank's counts
+        hetero.save_checkpoint(folder, model, optimizer, extra)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    weights["frozen.weight"] = model.frozen.weight.detach().clone()
+    state = Found(weights, found(model, optimizer, []).states, [])
+    hetero.release(model, optimizer)
+    return state
+
+
+@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+def test_strided_coded_and_plain_tensors_are_saved_in_shares(
+    before: int, after: int, one_sided: bool, tmp_path: Path
+) -> None:
+    saved = run_ranks(before, of_images, before, tmp_path, False, one_sided)[0]
+
+    for each in run_ranks(after, of_images, after, tmp_path, True, one_sided):
+        assert_same(each, saved)
+
+
+def drawn(rank: int, folder: Path, load: bool) -> tuple[float, float, float]:
+    """Return what this rank's generators draw after a save, or after its load."""
+    model, plain = built(WHOLE)
+    _, optimizer = hetero.prepare(model, plain, mesh="world", **TIGHT)
+    if load:
+        hetero.load_checkpoint(folder, model, optimizer)
+    else:
+        torch.manual_seed(rank)
+        random.seed(rank)
+        numpy.random.seed(rank)
+        hetero.save_checkpoint(folder, model, optimizer)
+    values = float(torch.rand(())), random.random(), float(numpy.random.rand())
+    hetero.release(model, optimizer)
+    return values
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint is of fewer ranks")
+def test_each_rank_goes_on_with_random_numbers_of_its_own(tmp_path: Path) -> None:
+    saved = run_ranks(2, drawn, tmp_path, False)
+    assert len(set(saved)) == 2
+
+    assert run_ranks(2, drawn, tmp_path, True) == saved
+    three = run_ranks(3, drawn, tmp_path, True)
+    assert three[:2] == saved and len(set(three)) == 3
+    assert run_ranks(3, drawn, tmp_path, True) == three
+
+
+def load_damaged(rank: int, folder: Path) -> tuple[str, bool]:
+    model, plain = built(WHOLE)
+    _, optimizer = hetero.prepare(model, plain, mesh="world", **TIGHT)
+    before = found(model, optimizer, [])
+    try:
+        hetero.load_checkpoint(folder, model, optimizer)
+    except CheckpointCorrupt as error:
+        after = found(model, optimizer, [])
+        assert_same(before, after)
+        hetero.release(model, optimizer)
+        return str(error), True
+    return "", False
+
+
+def test_damage_that_one_rank_finds_is_refused_by_all(tmp_path: Path) -> None:
+    trained(2, tmp_path, 0)
+    shard = tmp_path / f"step-{HALF}" / "model-1.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-5000] ^= 1
+    shard.write_bytes(raw)
+
+    found = run_ranks(2, load_damaged, tmp_path)
+
+    assert all(refused for _, refused in found)
+    assert sum("failed on rank" in text for text, _ in found) == 1

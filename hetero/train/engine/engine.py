@@ -253,6 +253,8 @@ class Engine:
                 " parameters of this one are NaN",
             ) from error
         move_out(setup, self.residence)
+        if setup.comm.size > 1:
+            setup.saver.join()
         setup.comm.agree(b"", "the end of release")  # until then others read this rank's shares
         setup.offload.close()
         self._detach(states)

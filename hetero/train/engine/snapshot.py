@@ -21,12 +21,14 @@ from hetero.errors import StorageError
 from hetero.jobs import Job
 from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
-from hetero.memory.layout import Segment, contiguous_stride
+from hetero.memory.layout import Segment, contiguous_stride, row
 
 PIECE_BYTES = 8 * 2**20  # a multiple of every block of a checkpoint, and of every element
 
 Read = Callable[[int, memoryview], None]
 Write = Callable[[int, memoryview], None]
+Order = tuple[int, ...]
+"""Of a tensor's elements: its dimensions, slowest first; () is row-major."""
 
 
 class Name(NamedTuple):
@@ -47,26 +49,63 @@ class Part:
     bucket: int | None
     """The bucket whose update changes it; None if no update does."""
     save: Callable[[Write], None]
-    """Gives all bytes to ``write(first byte, bytes)``, which may not keep them."""
-    load: Callable[[Read], None]
-    """Takes all bytes from ``read(first byte, into)``."""
+    """Gives all bytes, or those kept, to ``write(first byte of them, bytes)``, which may not keep
+    them."""
+    load: Callable[[Read, Order], None]
+    """Takes all bytes, or those kept, from ``read(first byte, into)``, which gives the tensor in
+    some order."""
+    kept: slice | None = None
+    """Elements, in ``order``, that this rank keeps and ``save`` gives, while others keep the rest;
+    None: every rank has all of them."""
+    order: Order = ()
+    """In which ``save`` gives bytes."""
 
 
 def of_home(name: Name, home: Home, segment: Segment, bucket: int) -> Part:
     """Return a segment of a home as a part: bytes are read and written in place.
 
-    One that is coded is saved in code, and decodes to the same bits.
+    One that is coded is saved in code, and decodes to the same bits. A share of one is saved in the
+    order in which its elements lie.
     """
     spec, dtype = segment.spec, home.item_dtype
     items = home.items(segment.offset, segment.end)
-    save, load = partial(_save_run, home, items), partial(_load_run, home, items)
+    mine = home.own(items)
+    kept = slice(mine.start - items.start, mine.stop - items.start) if home.is_share else None
+    save = partial(_save_run, home, mine)
     if not home.codec.exact:
-        name = name._replace(key=home.codec.name)
-        return Part(name, dtype, (items.stop - items.start,), bucket, save, load)
-    if spec.stride != contiguous_stride(spec.shape) or home.device.type != "cpu":
+        name, shape = name._replace(key=home.codec.name), (items.stop - items.start,)
+        load = partial(_load_run, home, items, mine)
+        return Part(name, dtype, shape, bucket, save, lambda read, _: load(read), kept)
+    order = order_of(spec.shape, spec.stride)
+    if home.device.type != "cpu" or (order and not home.is_share):
         save = partial(_save_whole, partial(home.read, segment))
-        load = partial(_load_whole, spec.shape, dtype, partial(home.write, segment))
-    return Part(name, dtype, spec.shape, bucket, save, load)
+    saved = order if home.is_share else ()
+    taken = partial(_load_home, home, segment, order)
+    return Part(name, dtype, spec.shape, bucket, save, taken, kept, saved)
+
+
+def order_of(shape: Sequence[int], stride: Sequence[int]) -> Order:
+    """Return the dimensions of a dense tensor, slowest first; () if it is in row-major order."""
+    if tuple(stride) == contiguous_stride(shape):
+        return ()
+    return tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim])))
+
+
+def empty_in(order: Order, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a new tensor in RAM whose elements lie in an order."""
+    if not order:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    lies = torch.empty([shape[dim] for dim in order], dtype=dtype, device="cpu")
+    return lies.permute(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _load_home(home: Home, segment: Segment, order: Order, read: Read, given: Order) -> None:
+    items = home.items(segment.offset, segment.end)
+    if given == order and home.device.type == "cpu":
+        _load_run(home, items, home.own(items), read)
+    else:
+        put = partial(home.write, segment)
+        _load_whole(segment.spec.shape, home.item_dtype, put, read, given)
 
 
 def of_tensor(
@@ -94,14 +133,13 @@ def _pieces(n_bytes: int) -> Iterator[tuple[int, int]]:
 
 def _save_run(home: Home, items: slice, write: Write) -> None:
     for start, piece in _flat_pieces(home, items):
-        write(start, _bytes(home.load(piece)))
+        write(start, _bytes(home.load_own(piece)))
 
 
-def _load_run(home: Home, items: slice, read: Read) -> None:
-    kept = home.items(home.kept.start, home.kept.stop)
-    for start, piece in _flat_pieces(home, items):
-        if piece.start < kept.stop and kept.start < piece.stop:  # others read what they keep
-            home.store(piece, partial(_read_into, read, start))
+def _load_run(home: Home, items: slice, mine: slice, read: Read) -> None:
+    first = (mine.start - items.start) * home.item_dtype.itemsize
+    for start, piece in _flat_pieces(home, mine):
+        home.store(piece, partial(_read_into, read, first + start))
 
 
 def _read_into(read: Read, start: int, items: torch.Tensor) -> None:
@@ -126,8 +164,9 @@ def _load_whole(
     dtype: torch.dtype,
     put: Callable[[torch.Tensor], None],
     read: Read,
+    given: Order,
 ) -> None:
-    value = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    value = empty_in(given, shape, dtype)
     view = _bytes(value)
     for start, end in _pieces(len(view)):
         read(start, view[start:end])
@@ -135,14 +174,15 @@ def _load_whole(
 
 
 def _bytes(value: torch.Tensor) -> memoryview:
-    return memoryview(value.view(-1).view(torch.uint8).numpy())
+    """Return a dense tensor's bytes, in the order in which they lie."""
+    return memoryview(row(value).view(torch.uint8).numpy())
 
 
 class Saving:
     """One save under way: a job for each bucket, after its last update.
 
     Args:
-        parts: everything to be saved, with its number in the checkpoint.
+        parts: everything that this rank saves, each with its number in the checkpoint.
         write: takes (number, first byte, bytes); its error ends the save, not the training.
         pending: returns the update of a bucket that is under way, if there is one.
         noted: called after a bucket's tensors were read, for the data saved with them.
@@ -150,7 +190,7 @@ class Saving:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[tuple[int, Part]],
         write: Callable[[int, int, memoryview], None],
         *,
         pending: Callable[[int], Any],
@@ -160,7 +200,7 @@ class Saving:
         self._write = write
         self._noted = noted
         grouped: dict[int | None, list[tuple[int, Part]]] = {}
-        for number, part in enumerate(parts):
+        for number, part in parts:
             grouped.setdefault(part.bucket, []).append((number, part))
         self._jobs = {
             bucket: Job(
@@ -211,6 +251,9 @@ class Waitable(Protocol):
     def wait(self) -> Any:
         """Return when it is done; raises what it raised."""
 
+    def join(self) -> None:
+        """Return when it is over."""
+
 
 class Saver:
     """Holds the save that changes of homes wait for: one at a time."""
@@ -239,6 +282,11 @@ class Saver:
         if self._saving is not None:
             self._saving.run()  # it keeps its own error, for the caller that waits for the save
             self._saving = None
+
+    def join(self) -> None:
+        """Wait until the last save is over: ranks need what joins them until then."""
+        if self.last is not None:
+            self.last.join()
 
     def jobs_before(self, bucket_id: int) -> Sequence[Job]:
         """Return the jobs that an update of a bucket has to come after."""

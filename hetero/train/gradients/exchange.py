@@ -26,10 +26,10 @@ import torch
 from hetero.device import Device, Ticket
 from hetero.device.comm import Addends, Comm
 from hetero.errors import StateError
+from hetero.memory.extent import PinUse, overlap
 from hetero.memory.home import Home
 from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.memory.link import Link
-from hetero.memory.share import overlap
 from hetero.types import Kind, Lane
 
 
@@ -276,9 +276,22 @@ class Exchange:
 
     def _sum(self, flight: Flight, each: Sum, values: Sequence[torch.Tensor], start: int) -> None:
         """Add a run; ``values`` of each rank are from element ``start`` of the bucket on."""
-        total, first = self._home(flight.bucket).part(each.run), each.run.start
-        if total.is_meta:
-            return  # a plan has no numbers
+        home = self._home(flight.bucket)
+        use = PinUse.WRITE if each.adds else PinUse.FRESH
+        for run in home.runs(each.run.start, each.run.stop, use):
+            total = home.part(run)
+            if not total.is_meta:  # a plan has no numbers
+                self._add(total, flight, each._replace(run=run), values, start)
+
+    def _add(
+        self,
+        total: torch.Tensor,
+        flight: Flight,
+        each: Sum,
+        values: Sequence[torch.Tensor],
+        start: int,
+    ) -> None:
+        first = each.run.start
         factors = [f for f in (flight.unscale, 1 / self._comm.size) if f != 1.0]
         for number, rank in enumerate(each.ranks):
             for at in range(first, each.run.stop, SUM_NUMEL):  # an addend stays in the cache

@@ -219,12 +219,12 @@ class SharedGradStore(GradStore):
     def share_norms(self, ord: float) -> None:
         """Take the norms of the gradients of which this rank has the largest part, and tell them.
 
-        Each is torch's, of a whole tensor; ranks that cannot read each other's shares, or have no
-        numbers, take all.
+        Each is torch's, of a whole tensor. Of shares that ranks cannot read where they lie, or have
+        no numbers, each rank takes all.
         """
         slots = [slot for s in self._segments() if (slot := self.shown(s)) is not None]
-        due = [slot for slot in slots if slot.value is None and slot.norm is None]
-        if not due or not all(slot.home.is_shared for slot in due) or self.place.type == "meta":
+        due = [s for s in slots if s.value is None and s.norm is None and s.home.is_shared]
+        if not due or self.place.type == "meta":
             return
         indices = [slot.segment.index for slot in due]
         mine = {

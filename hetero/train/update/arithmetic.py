@@ -18,11 +18,10 @@ import torch
 
 from hetero.cores import Cores
 from hetero.jobs import Slice
-from hetero.memory.extent import PinSpan, PinUse, Request
+from hetero.memory.extent import PinSpan, PinUse, Request, overlap
 from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket
-from hetero.memory.share import overlap
 from hetero.train.gradients.homes import GradHomes
 from hetero.train.update import kernel
 from hetero.train.update.formulas import Coefficients, Formula

@@ -168,7 +168,9 @@ class Masters:
             for inner, low in self.low(bucket).parts(run.start, run.stop, PinUse.READ):
                 upper = part[inner.start - run.start : inner.stop - run.start]
                 flat[segment.inside(inner)].copy_(join(upper, low))
-        return home.complete(segment, exact)
+        # weights in RAM may be read on all ranks, while others keep parts of ``low`` on disk
+        last = self.low(bucket) if bucket.has_master else home
+        return last.complete(segment, exact)
 
     def _home(self, bucket: Bucket) -> Home:
         return self._store.homes[Kind.PARAM.value, bucket.id]

@@ -1,0 +1,70 @@
+"""What ranks do together, or not at all (no torch)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from hetero import errors
+from hetero.errors import CheckpointError, HeteroError, RankLost
+
+Agree = Callable[[bytes, str], Sequence[bytes]]
+DONE, FAILED = b"+", b"-"
+
+
+class Ranks(Protocol):
+    """Those that share a model, and make the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def agree(self, row: bytes, what: str) -> Sequence[bytes]:
+        """Return the rows of all ranks; blocks."""
+
+    def agree_aside(self, row: bytes, what: str) -> Sequence[bytes]:
+        """As `agree`, of the calls that the thread of a save makes."""
+
+
+class OneRank:
+    """The only one."""
+
+    rank, size = 0, 1
+
+    def agree(self, row: bytes, what: str) -> Sequence[bytes]:
+        return [row]
+
+    agree_aside = agree
+
+
+ONE_RANK = OneRank()
+
+
+def together(agree: Agree, what: str, act: Callable[[], bytes]) -> list[bytes]:
+    """Return what ``act`` returned on each rank. If it raised on one, all raise: that rank its own
+    error, the others one of its class that names the rank."""
+    try:
+        row = DONE + act()
+    except BaseException as error:
+        with suppress(RankLost):  # this rank's own error matters more
+            agree(FAILED + _told(error), what)
+        raise
+    rows = agree(row, what)
+    for rank, each in enumerate(rows):
+        if each[:1] == FAILED:
+            raise _failure(rank, what, each[1:])
+    return [each[1:] for each in rows]
+
+
+def _told(error: BaseException) -> bytes:
+    first = error.args[0] if isinstance(error, HeteroError) and error.args else error
+    text = f"{type(error).__name__}: {first}" if first is error else str(first)
+    return json.dumps([type(error).__name__, text, getattr(error, "advice", "")]).encode()
+
+
+def _failure(rank: int, what: str, raw: bytes) -> CheckpointError:
+    name, text, advice = json.loads(raw)
+    known = getattr(errors, name, CheckpointError)
+    kind = known if issubclass(known, CheckpointError) else CheckpointError
+    return kind(f"{what} failed on rank {rank}: {text}", advice=advice)
