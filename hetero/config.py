@@ -208,8 +208,6 @@ def without_mesh(given: Mapping[str, Any]) -> Iterator[str]:
     """Yield each setting that several ranks cannot have in this version."""
     if given.get("updates") == "backward":
         yield "mesh= with updates='backward': gradients are summed when backward is over"
-    if given.get("nvme"):
-        yield "mesh= with nvme=: shares of homes lie in RAM in this version"
 
 
 def unknown_key(key: str, known: list[str]) -> str:

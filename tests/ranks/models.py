@@ -69,11 +69,13 @@ class Run:
     one_sided: bool = True
     slow: int | None = None
     """The rank whose updates take long."""
+    width: int = 24
+    n_blocks: int = 4
 
 
 def built(run: Run) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Net()
+    model = Net(run.width, run.n_blocks)
     for number in run.frozen:
         model.blocks[number].requires_grad_(False)
     trained = [param for param in model.parameters() if param.requires_grad]

@@ -16,6 +16,7 @@ from torch import nn
 
 from hetero.config import Config, HostLimit, describe_limit
 from hetero.device import Device
+from hetero.device.comm import ALONE_COMM, Comm
 from hetero.errors import BudgetError, ConfigError, OutOfMemory
 from hetero.plan.division import Division, Hbm
 from hetero.plan.placement import BucketHomes
@@ -149,16 +150,18 @@ def decide(
     plan: Blueprint,
     extent_numel: int | None = None,
     *,
-    n_local: int = 1,
+    comm: Comm = ALONE_COMM,
 ) -> Budget:
-    """Divide the memory before anything is allocated; ``n_local`` ranks have this machine.
+    """Divide the memory before anything is allocated: all ranks divide theirs alike.
 
     Raises ConfigError for a budget larger than the machine; BudgetError, naming the smallest one
     that works, for one that is too small.
     """
     tensors = (*model.buffers(), *(param for _, param in tables(model)))
     buffers = sum(map(bytes_of, tensors)) + plan.workspace_bytes(is_cuda=device.is_cuda)
-    memory = available(model, config, device, plan, buffers, n_local)
+    memory = available(model, config, device, plan, buffers, comm.n_local)
+    rows = comm.agree(str(memory.host).encode(), "bytes of RAM")
+    memory = memory._replace(host=min(map(int, rows)))
     stays = stays_resident(plan, memory.hbm, is_cuda=device.is_cuda)
     slack = max(0, (free_hbm(model, device) or 0) - (memory.hbm or 0))
     budget = Budget(plan, memory.hbm, buffers, stays=stays, slack_bytes=slack)

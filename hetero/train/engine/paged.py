@@ -141,7 +141,6 @@ class Paged:
             return self.fitting.divide()
         for bucket in self.setup.buckets:  # others may change their shares after the roll call
             self.manager.let_write(bucket.id)
-        self.setup.saver.finish()  # a save on this rank reads them, too
         setup, gathers = self.setup, self.setup.store.is_gathered
         self.trained.grads.check_exchanged()
         facts = {**settings_of(groups), **gradients_of(setup.named_params())}

@@ -147,8 +147,8 @@ def set_up(
     """Divide the memory and open the tiers; nothing of the model is touched."""
     for folder in open_folders(config, device, tuning):  # validate nvme= even if nothing spills
         folder.close()
-    budget = decide(model, config, device, blueprint, tuning.extent_numel, n_local=comm.n_local)
-    comm = comm.nearer(blueprint.layout)
+    budget = decide(model, config, device, blueprint, tuning.extent_numel, comm=comm)
+    comm = nearest(comm, budget, blueprint)
     check_device(device, comm)
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
     log = EventLog(device.clock)
@@ -170,6 +170,16 @@ def set_up(
         worker=worker,
         handover=Handover(model, params, blueprint.layout),
     )
+
+
+def nearest(comm: Comm, budget: Budget, blueprint: Blueprint) -> Comm:
+    """Return what joins the ranks from here on: memory that they share, unless weights of any rank
+    lie on disk, where no other rank reads them."""
+    kinds = {kind for kind, _ in budget.spill.on_disk} if budget.spill is not None else set()
+    row = b"disk" if Kind.PARAM in kinds else b""
+    if any(comm.agree(row, "where weights lie")):
+        return comm
+    return comm.nearer(blueprint.layout)
 
 
 def open_folders(config: Config, device: Device, tuning: Tuning) -> list[Folder]:
@@ -204,7 +214,7 @@ def open_store(
         checked=tuning.checked,
     )
     places = HomePlaces(stays=budget.stays, on_disk=spill.on_disk)
-    return HomeStore(device, ledger, places=places, pool=pool)
+    return HomeStore(device, ledger, places=places, pool=pool, comm=comm)
 
 
 def make_offload(

@@ -10,6 +10,7 @@ from hetero.io import ALIGN
 from hetero.memory.layout import Bucket
 from hetero.plan.placement import HomePart, place
 from hetero.train.engine.blueprint import Blueprint
+from hetero.train.gradients.exchange import exchange_bytes
 from hetero.train.gradients.ring import ring_bytes
 from hetero.types import Kind, format_bytes
 
@@ -92,7 +93,8 @@ def draw_way(plan: Blueprint, host_bytes: int, extent_numel: int | None = None) 
 
 def passing_bytes(plan: Blueprint) -> int:
     """Return the most HOST bytes of transfers between device and homes."""
-    return ring_bytes(plan.grad_sizes) + widening(plan) + plan.stages_bytes
+    between_ranks = exchange_bytes(plan.layout)
+    return ring_bytes(plan.grad_sizes) + widening(plan) + plan.stages_bytes + between_ranks
 
 
 def parts_of(plan: Blueprint) -> Iterator[HomePart]:
@@ -101,7 +103,7 @@ def parts_of(plan: Blueprint) -> Iterator[HomePart]:
         yield HomePart(Kind.PARAM, bucket.id, bucket.home_bytes)
         if bucket.trainable:
             for kind, size in plan.element_bytes(bucket).items():
-                yield HomePart(kind, bucket.id, bucket.numel * size)
+                yield HomePart(kind, bucket.id, bucket.share_numel * size)
 
 
 def widening(plan: Blueprint) -> int:
@@ -112,13 +114,14 @@ def widening(plan: Blueprint) -> int:
 
 def disk_bytes(plan: Blueprint, kind: Kind, bucket: Bucket) -> int:
     """Return the bytes that a home's slots take; gradients have a narrow home and a wide one."""
+    ends = ALIGN * (1 + (bucket.n_shares > 1))
     if kind is Kind.PARAM:
-        return bucket.home_bytes + ALIGN
+        return bucket.home_bytes + ends
     size = plan.element_bytes(bucket)[kind]
     if kind is Kind.GRAD and size != bucket.dtype.itemsize:
         size += bucket.dtype.itemsize
     homes = 1 if kind is Kind.MASTER else 1 + size
-    return bucket.numel * size + homes * ALIGN
+    return bucket.share_numel * size + homes * ends
 
 
 def extent_of(plan: Blueprint, spare_bytes: int) -> int:
@@ -126,7 +129,7 @@ def extent_of(plan: Blueprint, spare_bytes: int) -> int:
 
     It is at least a huge page if a pool of ``spare_bytes`` has room for such ones.
     """
-    numel = sum(bucket.numel for bucket in plan.layout.buckets)
+    numel = sum(bucket.share_numel for bucket in plan.layout.buckets)
     size = min(MAX_EXTENT_NUMEL, max(ALIGN, 1 << max(0, (numel // EXTENTS).bit_length() - 1)))
     while size < HUGE_NUMEL and least_pool(plan, 2 * size) <= spare_bytes:
         size *= 2
@@ -138,7 +141,7 @@ def least_pool(plan: Blueprint, extent_numel: int) -> int:
     most = 0
     for bucket in plan.layout.buckets:
         whole = max((s.spec.numel for s in bucket.segments), default=0)
-        numel = min(bucket.codec.items(bucket.numel), extent_numel)
+        numel = min(bucket.codec.items(bucket.share_numel), extent_numel)
         if bucket.trainable and plan.whole_tensors(bucket):
             numel = min(bucket.numel, (whole // extent_numel + 2) * extent_numel)
         size = bucket.codec.dtype(bucket.dtype).itemsize
