@@ -18,7 +18,6 @@ from hetero.parallel.mesh import open_comm
 from hetero.train.engine.alike import (
     check_alike,
     check_places,
-    check_rule,
     share_values,
     values_of,
 )
@@ -86,7 +85,6 @@ def prepare_tuned(
     check_codes(model, blueprint.layout)
     if comm.size > 1:
         check_places(comm, device)
-        check_rule(blueprint, inner)
         check_alike(comm, blueprint, inner, config)
         share_values(comm, values_of(model))
     with torch.inference_mode(False):  # the engine's tensors outlive the caller's mode

@@ -37,7 +37,6 @@ from hetero.rehearse.worker import DryWorker
 from hetero.report.profile import ceilings, meta_of
 from hetero.report.run import Meta, Run
 from hetero.train.activations.meter import LiveBytes
-from hetero.train.engine.alike import check_rule
 from hetero.train.engine.assemble import assemble
 from hetero.train.engine.blueprint import Blueprint, draw
 from hetero.train.engine.engine import Engine
@@ -135,8 +134,6 @@ def rehearse(scene: Scene) -> Rehearsal:
     config = replace(scene.config, device=device, profile=None)
     disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None
     blueprint = draw(scene.model, scene.optimizer, config, device, comm.size)
-    if comm.size > 1:
-        check_rule(blueprint, scene.optimizer)
     worker = DryWorker(device, partial(update_seconds, scene.profile, blueprint), disk)
     tuning = Tuning(worker=worker, depth=scene.depth, activation_share=scene.activation_share)
     if disk is not None:

@@ -24,6 +24,14 @@ OPTIMIZERS: Optimizers = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
 }
+WHOLE: Optimizers = {
+    "lamb": lambda params: hetero.optim.LAMB(params, lr=1e-2),
+    "lars": lambda params: hetero.optim.LARS(params, lr=1e-1),
+    "muon": lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], lr=1e-2),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+    "8bit": lambda params: hetero.optim.AdamW8bit(params, lr=1e-2),
+}
+"""Rules that need whole tensors."""
 
 
 class Net(nn.Module):
@@ -79,7 +87,7 @@ def built(run: Run) -> tuple[Net, torch.optim.Optimizer]:
     for number in run.frozen:
         model.blocks[number].requires_grad_(False)
     trained = [param for param in model.parameters() if param.requires_grad]
-    return model, OPTIMIZERS[run.optimizer](trained)
+    return model, {**OPTIMIZERS, **WHOLE}[run.optimizer](trained)
 
 
 def loss_of(model: Net, run: Run, micro: int, rank: int) -> torch.Tensor:

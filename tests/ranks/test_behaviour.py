@@ -334,11 +334,6 @@ def test_ranks_that_go_different_ways_are_all_told(body: Callable[[int], None]) 
         assert DIVERGENCES[body] in str(each.error)
 
 
-def whole_rule(rank: int) -> None:
-    model = Net()
-    hetero.prepare(model, hetero.optim.LAMB(model.parameters()), mesh="world", **TIGHT)
-
-
 def no_mesh(rank: int) -> None:
     model = Net()
     hetero.prepare(model, **TIGHT)
@@ -362,7 +357,6 @@ def all_ram_for_each(rank: int) -> None:
 
 REFUSALS = {
     all_ram_for_each: "more than this process may take",
-    whole_rule: "needs whole tensors",
     no_mesh: "each would train alone",
     another_size: "is of 3 ranks; there are 2",
     has_no_averaging: "nothing would average",

@@ -18,7 +18,7 @@ from hetero.errors import ConfigError, DivergenceError
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.gradients.slot import NONE, LazyGrad
 from hetero.train.model.binding import get_grad
-from hetero.train.update.rules import Group, Rule, bytes_of
+from hetero.train.update.rules import Group, bytes_of
 from hetero.version import __version__
 
 OWN = ("hbm", "host", "profile", "timeout_seconds")
@@ -143,21 +143,6 @@ def check_places(comm: Comm, device: Device) -> None:
             f"ranks compute on {', '.join(names)}, and there are {min(numbers)} devices",
             advice="call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before"
             " hetero.prepare",
-        )
-
-
-def check_rule(plan: Blueprint, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse rules that need whole tensors: a rank has its share of each."""
-    if optimizer is None:
-        return
-    rule = Rule(optimizer)
-    mastered = any(bucket.has_master for bucket in plan.layout.buckets)
-    if not rule.elementwise or (mastered and rule.formula is None):
-        raise ConfigError(
-            f"mesh= with {type(optimizer).__name__}, whose step needs whole tensors: ranks have"
-            " shares of them",
-            advice="use an elementwise rule (AdamW, SGD, Lion ...), or HeteroAccelerator without"
-            " mesh=, which averages whole models",
         )
 
 

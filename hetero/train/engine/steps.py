@@ -141,6 +141,8 @@ class HomeSteps(NoSteps):
         # 3. homes are handed to their updates, in the order in which they are needed next
         of_bucket = {update.bucket.id: update for update in updates}
         ordered = residence.in_order(update.bucket for update in updates)
+        if any(update.together for update in updates):  # ranks may expect different forwards
+            ordered = sorted(ordered, key=lambda bucket: bucket.id)
         updates = [of_bucket[bucket.id] for bucket in ordered]
         residence.announce(begun, updates)
         self._hand_over_all(updates, seen)
@@ -177,6 +179,10 @@ class HomeSteps(NoSteps):
         after = self.setup.saver.jobs_before(bucket.id)
         at_once = seen or update.on_device
         self.residence.let_write(bucket)
+        if update.together:
+            self.setup.saver.wait_for(bucket.id)
+            for act in update.together:
+                act()
         job = self.stepper.begin(update, at_once=at_once, after=after)
         self.residence.hand_over(bucket, job)
         if update.fresh or at_once:

@@ -58,6 +58,8 @@ class Update:
     bucket: Bucket
     slices: list[Slice] = field(default_factory=list)
     finishes: list[Slice] = field(default_factory=list)
+    together: list[Callable[[], None]] = field(default_factory=list)
+    """What all ranks do at the same time, before anything else."""
     on_device: bool = False
     """Whether its homes are on the device: then `step` carries it out, in order of compute."""
     touched_bytes: int = 0
@@ -409,6 +411,52 @@ class WholeTensors:
             param = bench.param(self.bucket).view(row.segment)
             param.grad = bench.multiplied(grad, row.factors)
         return param
+
+
+# -- torch's rule, on whole tensors of which ranks have shares -----------------------------------
+
+
+def draft_together(bench: Bench, update: Update, group: Group, rows: Sequence[Ready]) -> None:
+    """Add steps of parameters that all ranks make, one parameter at a time."""
+    for row in rows:
+        bench.states.needed(group, row)
+        update.together.append(WholeShares(bench, group, update.bucket, row))
+
+
+@dataclass(frozen=True, slots=True)
+class WholeShares:
+    """A step that each rank makes on the whole of a parameter, to keep its share of the result.
+
+    Copies are in RAM for the time of the step: the parameter or its master, gradient and states.
+    """
+
+    bench: Bench
+    group: Group
+    bucket: Bucket
+    row: Ready
+
+    def __call__(self) -> None:
+        bench, row, bucket = self.bench, self.row, self.bucket
+        segment, homes = row.segment, bench.store.homes
+        param = (
+            bench.masters.value(segment) if bucket.has_master else self._read(bench.param(bucket))
+        )
+        grad = self._read(bench.grads.of(bucket))
+        param.grad = _scaled(torch.empty_like(param).copy_(grad), row.factors)
+        paged = {key: self._read(homes[key, bucket.id]) for key in row.paged()}
+        # from here on ranks write what others have read
+        with bench.store.writing_shares(f"an update of {segment.spec.name!r}"):
+            with bench.cores.all():
+                (after,) = bench.rule.run(self.group, [param], [{**row.state, **paged}])
+            param.grad = None
+            bench.states.keep(row, after)
+            if bucket.has_master:
+                bench.masters.assign(segment, param)
+            else:
+                bench.param(bucket).write(segment, param)
+
+    def _read(self, home: Home) -> torch.Tensor:
+        return home.read(self.row.segment)
 
 
 def _scaled(grad: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:

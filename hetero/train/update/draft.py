@@ -27,6 +27,7 @@ from hetero.train.update.arithmetic import (
     draft_flat,
     draft_formula,
     draft_shared,
+    draft_together,
     draft_whole,
 )
 from hetero.train.update.masters import Masters
@@ -190,7 +191,7 @@ class Drafts:
             draft_formula(bench, self.formula, update, now.group, rows)
             return
         update.fresh |= fresh
-        draft = draft_whole
+        draft = draft_together if bucket.n_shares > 1 else draft_whole
         if not bucket.has_master and self.rule.elementwise:
             draft = draft_shared if bucket.n_shares > 1 else draft
             draft = draft_flat if self.rule.may_flatten(now.group, bucket.dtype) else draft

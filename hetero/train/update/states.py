@@ -157,10 +157,11 @@ class StateHomes:
                 continue
             known = (key, bucket.id) in self._store.homes
             home = self.home(key, bucket, value.dtype)
-            view = home.view(row.segment)
             if not (home.stays or known):
                 raise StateError(f"state {key!r} of {row.segment.spec.name!r} was not foreseen")
-            if value is not view:
+            if home.is_share:
+                home.write(row.segment, value)
+            elif value is not (view := home.view(row.segment)):
                 view.copy_(value)
             self.show(row.state, key, home, row.segment)
 

@@ -1,0 +1,131 @@
+"""Rules that need whole tensors give the bits of one rank to ranks that have shares of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetero
+from hetero.testing.ranks import run_ranks
+from tests.ranks.models import (
+    WHOLE,
+    Found,
+    Run,
+    assert_same,
+    built,
+    by_one_rank,
+    by_ranks,
+    by_torch,
+    found,
+    loss_of,
+)
+from tests.ranks.test_disk import LARGE, on_disk
+
+TIGHT: dict[str, Any] = {"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024}
+
+
+@pytest.mark.campaign(seconds=15)
+@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("optimizer", list(WHOLE))
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_whole_tensors_are_stepped_by_all_ranks(
+    n_ranks: int, optimizer: str, passes: int, one_sided: bool
+) -> None:
+    run = Run(optimizer, passes=passes, settings=TIGHT, one_sided=one_sided)
+    expected = by_torch(run, n_ranks)
+
+    for each in run_ranks(n_ranks, by_ranks, run):
+        assert_same(each, expected)
+
+
+@pytest.mark.campaign(seconds=15)
+@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", list(WHOLE))
+def test_so_are_their_masters(optimizer: str, precision: str, one_sided: bool) -> None:
+    settings = {**TIGHT, "precision": precision}
+    run = Run(optimizer, frozen=(1,), settings=settings, one_sided=one_sided)
+    expected = by_one_rank(run, 2)
+
+    for each in run_ranks(2, by_ranks, run):
+        assert_same(each, expected)
+
+
+@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
+def test_a_block_that_a_rank_skips_is_stepped_all_the_same(one_sided: bool) -> None:
+    skips = {(0, 0): 1, (1, 0): 2, (1, 1): 2, (2, 1): 0}
+    run = Run("lamb", skips=skips if one_sided else {}, settings=TIGHT, one_sided=one_sided)
+    expected = by_torch(run, 2)
+
+    for each in run_ranks(2, by_ranks, run):
+        assert_same(each, expected)
+
+
+@pytest.mark.parametrize("room", ["states", "all"])
+def test_shares_on_disk_are_put_together(room: str, tmp_path: Path) -> None:
+    settings = on_disk(tmp_path, room)
+    settings["host"] += 3_000_000
+    run = replace(LARGE, steps=2, optimizer="lamb", settings=settings)
+    expected = by_torch(run, 2)
+
+    for each in run_ranks(2, by_ranks, run):
+        assert_same(each, expected)
+        assert each.status.tiers["NVME"]["state"] > 0
+
+
+def half(rank: int, n_ranks: int, optimizer: str, folder: Path, first: int) -> Found:
+    run = Run(optimizer, settings=TIGHT)
+    model, plain = built(run)
+    mesh = "world" if n_ranks > 1 else None
+    _, prepared = hetero.prepare(model, plain, mesh=mesh, **TIGHT)
+    if first:
+        hetero.load_checkpoint(folder, model, prepared)
+    for step in range(first, first + 2):
+        for micro in range(2 // n_ranks):
+            loss_of(model, run, step, micro * n_ranks + rank).backward()
+        if n_ranks == 1:
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+        prepared.step()
+        prepared.zero_grad()
+    hetero.save_checkpoint(folder, model, prepared)
+    state = found(model, prepared, [])
+    hetero.release(model, prepared)
+    return state
+
+
+@pytest.mark.campaign(seconds=8)
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor", "8bit"])
+def test_their_states_are_saved_and_loaded(
+    optimizer: str, before: int, after: int, tmp_path: Path
+) -> None:
+    run_ranks(before, half, before, optimizer, tmp_path, 0)
+    expected = by_torch(Run(optimizer, clip=None, settings=TIGHT), 2)
+
+    for each in run_ranks(after, half, after, optimizer, tmp_path, 2):
+        assert_same(each, expected)
+
+
+def fails(rank: int) -> None:
+    run = Run("lamb", settings=TIGHT)
+    model, plain = built(run)
+    _, optimizer = hetero.prepare(model, plain, mesh="world", **TIGHT)
+    loss_of(model, run, 0, rank).backward()
+    if rank == 0:
+        optimizer.step()
+    else:
+        assert model.first.weight.grad is not None
+        model.first.weight.grad.mul_(torch.tensor(2.0))
+        optimizer.step()
+
+
+def test_a_gradient_that_one_rank_changed_is_refused_before_the_step() -> None:
+    with pytest.raises(AssertionError, match="DivergenceError"):
+        run_ranks(2, fails)
