@@ -72,11 +72,13 @@ class Weights:
         """Return a tensor's dtype; raises ConfigError for an unknown name."""
         return dtype_named(self._find(name)[1].dtype)
 
-    def pieces(self, name: str, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Read a tensor piece by piece, in row-major order.
+    def pieces(
+        self, name: str, numel: int, run: slice | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Read a tensor, or a run of its elements, piece by piece, in row-major order.
 
         Yields ``(first element, piece)``: pieces are 1-D CPU tensors of at most ``numel`` elements
-        that cover the tensor exactly; an empty tensor has none. They are views of one buffer, valid
+        that cover the run exactly; an empty one has none. They are views of one buffer, valid
         until the next one is asked for. Read bytes leave the page cache.
 
         Raises ConfigError for an unknown name, TruncatedChunk if the file has been cut short since,
@@ -84,7 +86,8 @@ class Weights:
         """
         if numel < 1:
             raise ConfigError(f"pieces of {numel} elements", advice="ask for at least one")
-        return self._read(*self._find(name), numel)
+        file, entry = self._find(name)
+        return self._read(file, entry, numel, run or slice(0, entry.numel))
 
     def read(self, name: str, into: memoryview) -> None:
         """Read a tensor's bytes, in row-major order, into memory of that many bytes.
@@ -126,18 +129,18 @@ class Weights:
         return self._entries[name]
 
     def _read(
-        self, file: File, entry: StoredTensor, numel: int
+        self, file: File, entry: StoredTensor, numel: int, run: slice
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        if not entry.numel:
+        if run.start >= run.stop:
             return
         dtype = dtype_named(entry.dtype)
-        step, size = min(numel, entry.numel), dtype.itemsize
+        step, size = min(numel, run.stop - run.start), dtype.itemsize
         buffer, self._spare = self._spare, None  # not shared while this one reads
         if buffer is None or len(buffer) < step * size:
             buffer = aligned_buffer(step * size)
         try:
-            for first in range(0, entry.numel, step):
-                count = min(step, entry.numel - first)
+            for first in range(run.start, run.stop, step):
+                count = min(step, run.stop - first)
                 part = buffer[: count * size]
                 file.read(entry.start + first * size, part)
                 yield first, torch.frombuffer(part, dtype=dtype, count=count)

@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 
 import hetero
@@ -23,6 +26,7 @@ from hetero.errors import RankLost
 from hetero.jobs import thread_budget
 from hetero.testing.ranks import Died, outcomes, run_ranks
 from hetero.train.engine import alike
+from hetero.weights import Weights
 from tests.ranks.models import OPTIMIZERS, Net, Run, assert_same, built, by_ranks, by_torch, found
 from tests.ranks.models import loss_of as loss_at
 
@@ -469,3 +473,36 @@ def test_ranks_take_a_cuda_device_each_if_there_are_enough(
 def test_ranks_of_a_machine_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     assert [thread_budget(n_local) for n_local in (1, 4, 16)] == [15, 3, 1]
+
+
+# -- weights from files --------------------------------------------------------------------------
+
+
+def reads_weights(rank: int, folder: str, settings: dict[str, Any]) -> tuple[float, Any]:
+    """Return the share of a file's elements that a rank read, and the weights it has then."""
+    n_read, pieces = 0, Weights.pieces
+
+    def counted(self: Weights, name: str, numel: int, run: slice | None = None) -> Any:
+        nonlocal n_read
+        for start, piece in pieces(self, name, numel, run):
+            n_read += piece.numel()
+            yield start, piece
+
+    Weights.pieces = counted  # type: ignore[method-assign]
+    with hetero.empty_init():
+        model = Net(96)
+    mesh = None if dist.get_world_size() == 1 else "world"
+    hetero.prepare(model, mesh=mesh, weights=folder, **{**TIGHT, "hbm": 1_000_000, **settings})
+    state = {name: value.float().clone() for name, value in model.state_dict().items()}
+    return n_read / sum(p.numel() for p in model.parameters()), state
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}], ids=["fp32", "bf16"])
+def test_each_rank_reads_its_shares_of_a_file(settings: dict[str, Any], tmp_path: Path) -> None:
+    save_file(Net(96).state_dict(), tmp_path / "model.safetensors")
+    ((whole, right),) = run_ranks(1, reads_weights, str(tmp_path), settings)
+    assert settings == {} or whole == 1.0  # fp32 values need no pieces
+
+    for part, state in run_ranks(2, reads_weights, str(tmp_path), settings):
+        assert 0.4 < part < 0.6
+        assert all(torch.equal(state[name], value) for name, value in right.items())

@@ -81,7 +81,8 @@ def fill(
         weights.read(name, memoryview(room.numpy()))
         return
     least, most = PIECE_NUMEL
-    for start, values in weights.pieces(name, max(least, min(most, masters.chunk_numel))):
+    numel = max(least, min(most, masters.chunk_numel))
+    for start, values in weights.pieces(name, numel, masters.own(segment)):
         masters.assign_run(segment, start, values if dtype is None else values.to(dtype))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError, StateError
-from hetero.memory.extent import PinUse
+from hetero.memory.extent import PinUse, overlap
 from hetero.memory.home import Home, memory_of
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment, row
@@ -131,6 +131,12 @@ class Masters:
         if bucket.dtype is not dtype or bucket.dtype is self._working:
             return None
         return memory_of(self._home(bucket), segment)
+
+    def own(self, segment: Segment) -> slice:
+        """Return the elements of a parameter that this rank keeps, in memory order."""
+        home = self._home(self._layout.bucket(segment))
+        kept = overlap(slice(segment.offset, segment.end), home.kept)
+        return segment.inside(kept)
 
     def assign_run(self, segment: Segment, start: int, values: torch.Tensor) -> None:
         """As `assign`, for elements in memory order from ``start`` on, without a master yet."""
