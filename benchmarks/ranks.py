@@ -16,12 +16,15 @@ from torch import nn
 
 from benchmarks.disk import scratch
 from benchmarks.engine import Figure, Figures, adamw
-from hetero.api import engine_of, prepare, release, status
+from hetero.api import engine_of, prepare, prepare_tuned, release, status
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import save_checkpoint
+from hetero.config import Config
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.testing import rank_divergence, rank_faults
 from hetero.testing.ranks import run_ranks
+from hetero.train.engine.tuning import Tuning
+from hetero.types import Lane
 
 SMALL = GPTConfig(width=64, layers=4, heads=4, context=32, checkpoint_blocks=False)
 MIDDLE = GPTConfig(width=256, layers=8, heads=8, context=64, checkpoint_blocks=False)
@@ -183,6 +186,54 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, number: int, rank: int) 
     model(batch, batch).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+# -- bytes on the wire ---------------------------------------------------------------------------
+
+
+def wire(device: str | None = None) -> Figures:
+    """Bytes gathered and exchanged in a step over the least: frames for all weights, and for few."""
+    rows, detail = [], {}
+    for n_ranks in (2, 4):
+        for hbm in ("1GiB", "12MiB"):
+            found = run_ranks(n_ranks, _moved, device or "cpu:sim", hbm)
+            detail[f"{n_ranks} {hbm}"] = found
+            for kind in ("gathered", "exchanged"):
+                most = max(each[kind] / each[f"least {kind}"] for each in found)
+                name = f"N = {n_ranks}, {hbm}: {kind} / least"
+                rows.append(Figure(name, most, "ratio", "<=", 1.01))
+    return Figures(rows, detail)
+
+
+def _moved(rank: int, device: str, hbm: str) -> dict[str, float]:
+    """Return what other ranks' shares and addends moved in a step, and the least of each.
+
+    Each bucket crosses once for forward. For backward those cross again that frames do not hold
+    when it begins: whole buckets, the largest first.
+    """
+    n_ranks = dist.get_world_size()
+    model, plain = built(MIDDLE)
+    config = Config.load(device=device, hbm=hbm, mesh="world")
+    model, optimizer = prepare_tuned(model, plain, config, Tuning(one_sided=False))
+    for number in range(5):
+        batch = tokens(MIDDLE, number, rank, 1)
+        model(batch, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    setup, of_others = engine_of(model).setup, (n_ranks - 1) / n_ranks
+    moved = setup.stats.n_bytes
+    room = (status(model).division or {})["frames"]
+    sizes = [sum(s.spec.numel for s in b.segments) * b.dtype.itemsize for b in setup.buckets]
+    again = sum(sizes)
+    for size in sorted(sizes, reverse=True):
+        if size <= room:
+            room, again = room - size, again - size
+    return {
+        "gathered": moved[Lane.GATHER],
+        "least gathered": of_others * (sum(sizes) + again),
+        "exchanged": moved[Lane.REDUCE],
+        "least exchanged": of_others * sum(sizes),
+    }
 
 
 # -- the roll call -------------------------------------------------------------------------------

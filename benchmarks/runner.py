@@ -107,6 +107,7 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "ranks-equal": ranks.equal,
     "ranks-memory": ranks.memory,
     "ranks-step": ranks.step,
+    "ranks-wire": ranks.wire,
     "ranks-faults": ranks.faults,
     "ranks-diverge": ranks.diverge,
     "roll-call": ranks.roll_call,
