@@ -192,7 +192,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, number: int, rank: int) 
 
 
 def wire(device: str | None = None) -> Figures:
-    """Bytes gathered and exchanged in a step over the least: frames for all weights, and for few."""
+    """Bytes gathered and exchanged in a step over the least, with frames for all weights or few."""
     rows, detail = [], {}
     for n_ranks in (2, 4):
         for hbm in ("1GiB", "12MiB"):

@@ -21,6 +21,7 @@ from torch import nn
 import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.checkpoint.save import newest_step
+from hetero.checkpoint.writer import Writer
 from hetero.config import Config
 from hetero.errors import CheckpointError, DivergenceError, OutOfMemory
 from hetero.testing.ranks import Died, outcomes, run_ranks
@@ -30,9 +31,12 @@ STEPS = 3
 TIMEOUT_SECONDS = 1.5
 HOWS = ("killed", "stopped", "error", "memory", "interrupt")
 CALLS = ("gather", "exchange", "agree", "complete")
+WRITES = {"write": "write", "parts": "_finish", "commit": "_publish"}
+"""Places in a save, and the methods of its writer."""
 PLACES = (
-    *((True, where) for where in ("exchange", "agree", "update", "forward", "backward", "save")),
+    *((True, where) for where in ("exchange", "agree", "update", "forward", "backward")),
     *((False, where) for where in (*CALLS, "update", "forward", "backward")),
+    *((one_sided, where) for one_sided in (True, False) for where in ("save", *WRITES)),
 )
 """Whether ranks read each other's shares, and what they do then."""
 KINDS = tuple(itertools.product((2, 3), HOWS, PLACES))
@@ -152,6 +156,8 @@ def trained(rank: int, fault: Fault, folder: Path) -> Trained:
     comm: Any = engine_of(model).setup.comm
     for name in CALLS:
         setattr(comm, name, planter.around(name, getattr(comm, name)))
+    for where, method in WRITES.items():  # of this process, which is a fork
+        setattr(Writer, method, planter.around(where, getattr(Writer, method)))
     for step in range(STEPS):
         planter.at("forward")
         dice = torch.Generator().manual_seed(10 * step + rank)
@@ -161,9 +167,8 @@ def trained(rank: int, fault: Fault, folder: Path) -> Trained:
         optimizer.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
-        if fault.one_sided:
-            planter.at("save")
-            hetero.save_checkpoint(folder, model, optimizer)
+        planter.at("save")
+        hetero.save_checkpoint(folder, model, optimizer)
     hetero.release(model, optimizer)
     return Trained(planter.counts, [param.detach().clone() for param in model.parameters()])
 
