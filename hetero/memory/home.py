@@ -204,6 +204,10 @@ class Home:
         """Yield items [start, end) that can be read here, with their memory, run by run."""
         return ((run, self.part(run)) for run in self.runs(start, end, use))
 
+    def everywhere(self, start: int, end: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield items [start, end) with their memory, which is pinned already."""
+        yield slice(start, end), self.part(slice(start, end))
+
     def leave(self, successor: Home) -> None:
         """Give up its memory: its bytes have moved."""
         self.discard()

@@ -64,6 +64,11 @@ class HomeStore:
         self.homes: dict[tuple[str, int], Home] = {}
         self.before_use: Callable[[], None] = noop  # called before the user reads or writes a state
 
+    @property
+    def comm(self) -> Comm:
+        """What joins the ranks that share the homes."""
+        return self._comm
+
     def reserve(self, kind: Kind, n_bytes: int, what: str) -> None:
         """Charge HOST memory that lives as long as the homes."""
         self._ledger.charge(Tier.HOST, kind, n_bytes, what)

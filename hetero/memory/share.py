@@ -161,6 +161,11 @@ class NodeHome(ShareHome):
 
     def parts(self, start: int, end: int, use: PinUse) -> Iterator[tuple[slice, torch.Tensor]]:
         self.changes.wait()
+        return self.everywhere(start, end)
+
+    def everywhere(self, start: int, end: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield items [start, end) with the memory of the ranks that keep them. To write there, a
+        rank has to be the only one that uses them."""
         for share, items in self._shares():
             run = overlap(slice(start, end), self.items(share.start, share.stop))
             if run.start < run.stop:

@@ -10,10 +10,15 @@ import pytest
 import torch
 
 import hetero
+from hetero.api import prepare_tuned
+from hetero.config import Config
 from hetero.testing.ranks import run_ranks
+from hetero.train.engine.tuning import Tuning
+from hetero.train.update.together import WholeShares, owners_of
 from tests.ranks.models import (
     WHOLE,
     Found,
+    Net,
     Run,
     assert_same,
     built,
@@ -129,3 +134,38 @@ def fails(rank: int) -> None:
 def test_a_gradient_that_one_rank_changed_is_refused_before_the_step() -> None:
     with pytest.raises(AssertionError, match="DivergenceError"):
         run_ranks(2, fails)
+
+
+def counts_its_steps(rank: int, one_sided: bool) -> int:
+    """Return how many elements this rank has stepped in one step."""
+    run = Run("lamb", settings=TIGHT)
+    model, plain = built(run)
+    config = Config.load(mesh="world", **TIGHT)
+    _, optimizer = prepare_tuned(model, plain, config, Tuning(one_sided=one_sided))
+    loss_of(model, run, 0, rank).backward()
+    n_stepped, step = 0, WholeShares._step
+
+    def counted(self: WholeShares, param: torch.Tensor, state: Any) -> Any:
+        nonlocal n_stepped
+        n_stepped += param.numel()
+        return step(self, param, state)
+
+    WholeShares._step = counted  # type: ignore[method-assign]
+    optimizer.step()
+    hetero.release(model, optimizer)
+    return n_stepped
+
+
+def test_ranks_that_see_each_others_homes_divide_the_tensors() -> None:
+    whole = sum(p.numel() for p in Net().parameters())
+
+    divided = run_ranks(3, counts_its_steps, True)
+    assert sum(divided) == whole
+    assert max(divided) <= 1.1 * whole / 3
+    assert run_ranks(3, counts_its_steps, False) == [whole] * 3
+
+
+def test_each_tensor_goes_to_the_rank_with_the_least() -> None:
+    assert owners_of([5, 4, 3, 3, 3], 2) == [0, 1, 1, 0, 1]
+    assert owners_of([], 4) == []
+    assert owners_of([7], 4) == [0]

@@ -24,6 +24,7 @@ from hetero.train.update.masters import LossScaler
 from hetero.train.update.optimizer import Optimizer
 from hetero.train.update.rules import Group, Rule
 from hetero.train.update.step import Stepper
+from hetero.train.update.together import step_together
 
 Clip = Callable[[], Any]
 
@@ -163,6 +164,12 @@ class HomeSteps(NoSteps):
     def _hand_over_all(self, updates: list[Update], seen: Container[int]) -> None:
         """Begin all updates, and do those of ``seen`` buckets; raise errors after that."""
         self._finished = False
+        works = [work for update in updates for work in update.together]
+        for bucket_id in {work.bucket.id for work in works}:
+            self.residence.let_write(self.setup.buckets[bucket_id])
+            self.setup.saver.wait_for(bucket_id)
+        if works:
+            step_together(self.setup.store, works)
         errors: list[StorageError | KeyboardInterrupt] = []
         for update in updates:
             try:
@@ -179,10 +186,6 @@ class HomeSteps(NoSteps):
         after = self.setup.saver.jobs_before(bucket.id)
         at_once = seen or update.on_device
         self.residence.let_write(bucket)
-        if update.together:
-            self.setup.saver.wait_for(bucket.id)
-            for act in update.together:
-                act()
         job = self.stepper.begin(update, at_once=at_once, after=after)
         self.residence.hand_over(bucket, job)
         if update.fresh or at_once:

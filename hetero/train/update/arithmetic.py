@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +30,9 @@ from hetero.train.update.masters import Masters
 from hetero.train.update.rules import Group, Rule, State, copied, is_elementwise
 from hetero.train.update.states import Elementwise, Ready, StateHomes, UpdatePiece, cut_run, pieces
 from hetero.types import Kind
+
+if TYPE_CHECKING:
+    from hetero.train.update.together import WholeShares
 
 # Elements of a slice. Each slice holds the interpreter, for which the thread that launches the next
 # forward waits too: the kernel's for 13 us, a rule's of torch for some 45 us, in pieces.
@@ -58,8 +62,8 @@ class Update:
     bucket: Bucket
     slices: list[Slice] = field(default_factory=list)
     finishes: list[Slice] = field(default_factory=list)
-    together: list[Callable[[], None]] = field(default_factory=list)
-    """What all ranks do at the same time, before anything else."""
+    together: list[WholeShares] = field(default_factory=list)
+    """Parameters that all ranks step at the same time, before anything else."""
     on_device: bool = False
     """Whether its homes are on the device: then `step` carries it out, in order of compute."""
     touched_bytes: int = 0
@@ -202,7 +206,7 @@ class Bench:
 
     def multiplied(self, grad: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
         """Return a gradient at home times its factors; on disk it stays as it is, and they pend."""
-        return _scaled(grad if self.in_place or not factors else grad.clone(), factors)
+        return scaled(grad if self.in_place or not factors else grad.clone(), factors)
 
 
 def kept_runs(runs: Iterable[slice], kept: slice) -> Iterator[slice]:
@@ -406,60 +410,14 @@ class WholeTensors:
         grad = bench.grads.of(self.bucket).view(row.segment)
         if self.bucket.has_master:
             param = bench.masters.value(row.segment)
-            param.grad = _scaled(torch.empty_like(param).copy_(grad), row.factors)
+            param.grad = scaled(torch.empty_like(param).copy_(grad), row.factors)
         else:
             param = bench.param(self.bucket).view(row.segment)
             param.grad = bench.multiplied(grad, row.factors)
         return param
 
 
-# -- torch's rule, on whole tensors of which ranks have shares -----------------------------------
-
-
-def draft_together(bench: Bench, update: Update, group: Group, rows: Sequence[Ready]) -> None:
-    """Add steps of parameters that all ranks make, one parameter at a time."""
-    for row in rows:
-        bench.states.needed(group, row)
-        update.together.append(WholeShares(bench, group, update.bucket, row))
-
-
-@dataclass(frozen=True, slots=True)
-class WholeShares:
-    """A step that each rank makes on the whole of a parameter, to keep its share of the result.
-
-    Copies are in RAM for the time of the step: the parameter or its master, gradient and states.
-    """
-
-    bench: Bench
-    group: Group
-    bucket: Bucket
-    row: Ready
-
-    def __call__(self) -> None:
-        bench, row, bucket = self.bench, self.row, self.bucket
-        segment, homes = row.segment, bench.store.homes
-        param = (
-            bench.masters.value(segment) if bucket.has_master else self._read(bench.param(bucket))
-        )
-        grad = self._read(bench.grads.of(bucket))
-        param.grad = _scaled(torch.empty_like(param).copy_(grad), row.factors)
-        paged = {key: self._read(homes[key, bucket.id]) for key in row.paged()}
-        # from here on ranks write what others have read
-        with bench.store.writing_shares(f"an update of {segment.spec.name!r}"):
-            with bench.cores.all():
-                (after,) = bench.rule.run(self.group, [param], [{**row.state, **paged}])
-            param.grad = None
-            bench.states.keep(row, after)
-            if bucket.has_master:
-                bench.masters.assign(segment, param)
-            else:
-                bench.param(bucket).write(segment, param)
-
-    def _read(self, home: Home) -> torch.Tensor:
-        return home.read(self.row.segment)
-
-
-def _scaled(grad: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+def scaled(grad: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
     for factor in factors:
         grad.mul_(factor)
     return grad

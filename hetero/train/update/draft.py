@@ -27,12 +27,12 @@ from hetero.train.update.arithmetic import (
     draft_flat,
     draft_formula,
     draft_shared,
-    draft_together,
     draft_whole,
 )
 from hetero.train.update.masters import Masters
 from hetero.train.update.rules import Group, Rule, State, frozen, kinds_of, same
 from hetero.train.update.states import Ready, StateHomes, numbers_of
+from hetero.train.update.together import draft_together
 from hetero.train.update.trial import Trials
 
 _POSITION = attrgetter("segment.position")

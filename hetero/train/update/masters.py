@@ -76,6 +76,13 @@ class Overwritten(NamedTuple):
     weights: torch.Tensor
 
 
+def write_everywhere(home: Home, segment: Segment, value: torch.Tensor) -> None:
+    """Write a value to a segment of a home, in the memory of the ranks that keep it."""
+    flat = row(home.empty(segment).copy_(value))
+    for run, part in home.everywhere(segment.offset, segment.end):
+        part.copy_(flat[segment.inside(run)])
+
+
 class Masters:
     """The fp32 masters of all trainable buckets of working weights."""
 
@@ -124,6 +131,20 @@ class Masters:
         exact = home.empty(segment, torch.float32).copy_(value.detach())
         with home.changes.meeting(segment.spec.name):
             self._split(segment, segment.offset, row(exact))
+
+    def assign_everywhere(self, segment: Segment, value: torch.Tensor) -> None:
+        """As `assign`, of all elements, in the memory of the ranks that keep them; nothing else
+        uses it meanwhile."""
+        bucket = self._layout.bucket(segment)
+        home = self._home(bucket)
+        place = segment.offset, segment.end
+        if not bucket.has_master:
+            write_everywhere(home, segment, value)
+            return
+        flat = row(home.empty(segment, torch.float32).copy_(value))
+        both = zip(home.everywhere(*place), self.low(bucket).everywhere(*place), strict=True)
+        for (run, working), (_, low) in both:
+            split_(flat[segment.inside(run)], working, low)
 
     def room(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the memory for a parameter's value of a dtype; None if it must be converted."""

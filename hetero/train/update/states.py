@@ -131,10 +131,11 @@ class StateHomes:
     def needed(self, group: Group, row: Ready) -> dict[str, Home]:
         """Return the homes of a parameter's states, those included that are about to appear.
 
-        Homes on disk have to exist before the step, so that it does not fail half-way.
+        Homes on disk have to exist before the step, so that it does not fail half-way, and those
+        that other ranks write to.
         """
         bucket, keys = self._layout.bucket(row.segment), row.paged()
-        if self._store.pool.spills:
+        if self._store.pool.spills or bucket.n_shares > 1:
             dtype, shape = self._dtype(row.segment), row.segment.spec.shape
             found = self._rule.states_of(group, dtype, shape)
             for key, state_dtype in found.items():
