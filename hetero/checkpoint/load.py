@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -106,20 +106,15 @@ def load_checkpoint(
             engine.void_early()
         settle(engine)
         empty = empty_states(engine, states)
-        with only_saved(reader), all_or_none(scheduler, data):
-            if scheduler is not None:
-                scheduler.load_state_dict(saved.scheduler)
-            if data is not None:
-                data.load_state_dict(saved.data)
+        give = partial(give_back, reader, saved, scheduler, data)
+        together(comm.agree, "a load", give)
         # 2. load the tensors; until all are loaded the model is unusable
         engine.broken.begin_load(reader.path)
         begin_again(engine, empty)
         given = [kind for kind in kinds if kind != "buffer" or adapting is None]
         todo = matched([p for p in parts_of(engine) if p.name.kind in given], reader)
-        shares = engine.setup.store.shares_closed()
-        with shares, ThreadPoolExecutor(LOAD_THREADS, "hetero-load") as executor:
-            for _ in executor.map(lambda one: load_part(reader, *one), todo):
-                pass
+        with engine.setup.store.writing_shares("the beginning of a load"):
+            together(comm.agree, "the end of a load", partial(load_parts, reader, todo))
         if "param" in kinds:
             loaded(engine)
         if adapting is not None:
@@ -175,8 +170,29 @@ def check_steps(steps: Sequence[bytes]) -> None:
         )
 
 
-def load_part(reader: CheckpointReader, part: Part, number: int) -> None:
-    part.load(partial(reader.read, number), reader.entries[number].order)
+def give_back(
+    reader: CheckpointReader, saved: SavedValues, scheduler: HasState | None, data: HasState | None
+) -> bytes:
+    """Give objects their saved states, or none of them."""
+    with only_saved(reader), all_or_none(scheduler, data):
+        if scheduler is not None:
+            scheduler.load_state_dict(saved.scheduler)
+        if data is not None:
+            data.load_state_dict(saved.data)
+    return b""
+
+
+def load_parts(reader: CheckpointReader, parts: Iterable[tuple[Part, int]]) -> bytes:
+    """Read what this rank keeps."""
+
+    def load(one: tuple[Part, int]) -> None:
+        part, number = one
+        part.load(partial(reader.read, number), reader.entries[number].order)
+
+    with ThreadPoolExecutor(LOAD_THREADS, "hetero-load") as executor:
+        for _ in executor.map(load, parts):
+            pass
+    return b""
 
 
 @contextmanager

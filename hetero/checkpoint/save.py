@@ -29,6 +29,7 @@ from hetero.checkpoint.values import decode, encode, encode_inside
 from hetero.checkpoint.writer import Writer, retain
 from hetero.crc import crc32
 from hetero.device import accelerator_rng
+from hetero.device.comm import Comm
 from hetero.errors import CheckpointCorrupt, ConfigError, DivergenceError, StateError
 from hetero.io import IO, Folder, make_folder
 from hetero.memory.layout import Bucket
@@ -124,24 +125,29 @@ def save_checkpoint(
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"keep_last={keep_last}", advice="keep_last takes a positive number")
     engine.refuse_broken()
-    engine.residence.quiesce()  # updates may go on
     number = engine.setup.steps if step is None else step
-    comm, told = engine.setup.comm, engine.setup.saver
-    plan = Plan(engine, kinds)
+    comm = engine.setup.comm
+    plan = Plan(comm)
 
     def prepare() -> bytes:
-        if told.last is not None and not told.last.told:
-            told.last.wait()  # one at a time; raises its error unless `wait` did
+        engine.residence.quiesce()  # updates may go on
         # 1. take all small values now, and list the tensors
+        plan.list_parts(engine, kinds)
         if comm.rank == 0:
             plan.meta = meta_of(engine, extra, scheduler, data, plan.extras)
             plan.root = make_folder(Path(directory), io)
         return plan.digest()
 
-    check_alike(together(comm.agree, saving(number), prepare))
-    together(comm.agree, saving(number), lambda: plan.open_root(Path(directory), io))
-    # 2. read the tensors bucket by bucket, each after its update and before its next one
-    writing = Writing(engine, plan, Path(directory), number)
+    together(comm.agree, "the save before", partial(end_of_last, engine))
+    try:
+        check_alike(together(comm.agree, saving(number), prepare))
+        together(comm.agree, saving(number), lambda: plan.open_root(Path(directory), io))
+        # 2. read the tensors bucket by bucket, each after its update and before its next one
+        writing = Writing(engine, plan, Path(directory), number)
+    except BaseException:
+        if plan.root is not None:
+            plan.root.close()
+        raise
     save = engine.setup.saver.last = begun(writing, keep_last)
     if asynchronous:
         before_exit(partial(finish_at_exit, weakref.ref(save)))
@@ -156,6 +162,14 @@ def begun(writing: Writing, keep_last: int | None) -> Save:
     done = executor.submit(writing.run, keep_last)
     executor.shutdown(wait=False)
     return Save(writing.step, writing.path, done)
+
+
+def end_of_last(engine: Engine) -> bytes:
+    """Wait for the save before, one at a time; raises its error unless `Save.wait` did."""
+    last = engine.setup.saver.last
+    if last is not None and not last.told:
+        last.wait()
+    return b""
 
 
 def check_alike(digests: Sequence[bytes]) -> None:
@@ -274,20 +288,25 @@ def rng_state(engine: Engine) -> dict[str, Any]:
 class Plan:
     """What is saved: the parts of the model and, on the first rank, all other values."""
 
-    def __init__(self, engine: Engine, kinds: Collection[str]) -> None:
-        self.comm = engine.setup.comm
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.numbered: list[tuple[int, Part]] = []
+        """The model's parts, by their numbers in the checkpoint."""
+        self.meta: dict[str, Any] = {}
+        self.extras: list[Part] = []
+        """The tensors among other values."""
+        self.told: dict[str, Any] = {}
+        """What this rank says of itself."""
+        self.root: Folder | None = None
+
+    def list_parts(self, engine: Engine, kinds: Collection[str]) -> None:
         found = [part for part in parts_of(engine, as_now=True) if part.name.kind in kinds]
         places = dict.fromkeys(range(len(found)))
         if self.comm.size > 1:  # ranks need not have seen the same forward
             places = dict.fromkeys(sorted(places, key=lambda place: found[place].name))
         self.numbered = [(number, found[place]) for number, place in enumerate(places)]
-        """The model's parts, by their numbers in the checkpoint."""
-        self.meta: dict[str, Any] = {}
-        self.extras: list[Part] = []
-        """The tensors among other values."""
-        self.told = {} if self.comm.rank == 0 else {"rng": encode_inside(rng_state(engine))}
-        """What this rank says of itself."""
-        self.root: Folder | None = None
+        if self.comm.rank:
+            self.told = {"rng": encode_inside(rng_state(engine))}
 
     def parts(self) -> list[tuple[int, Part]]:
         """Return what this rank saves."""
@@ -348,7 +367,11 @@ class Writing:
             pending=engine.residence.update_of,
             noted=partial(self._note, engine, buckets),
         )
-        engine.save(self._saving)
+        try:
+            engine.save(self._saving)
+        except BaseException:
+            self._writer.abandon()
+            raise
 
     def _note(self, engine: Engine, buckets: Sequence[Bucket], bucket: int) -> None:
         if not counted_at_close(engine, buckets[bucket]):

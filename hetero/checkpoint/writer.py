@@ -109,8 +109,9 @@ class Writer:
                 raise CheckpointError(f"there is no entry {entry} of {len(self._entries)}")
             self._shard.write(self._places[entry], start, flat(data))
         except BaseException:
-            self.abandon()
-            raise
+            if self._ranks.size == 1:
+                self.abandon()
+            raise  # of several ranks `commit` tells the others, which write there still
 
     def commit(
         self,
@@ -137,7 +138,8 @@ class Writer:
             if self._phase in (SavePhase.OPEN, SavePhase.COMMITTING):
                 self._remove()
             raise
-        self._attempt.folder.close()
+        finally:
+            self._attempt.folder.close()
         return Path(self._attempt.root.path) / self._attempt.final
 
     def abandon(self) -> None:
@@ -196,6 +198,7 @@ class Writer:
         folder.rename(MANIFEST_TMP, MANIFEST)
         folder.sync()
         self._attempt.publish()
+        self._phase = SavePhase.COMMITTED  # some ranks may know, even if others are lost
         return b""
 
 

@@ -199,15 +199,9 @@ class HomeStore:
         self._sharing.is_open = True
 
     @contextmanager
-    def shares_closed(self, what: str = "a load") -> Iterator[None]:
-        """Let every rank write its shares inside a block, and read no other one's. Collective."""
-        with self.writing_shares(f"the beginning of {what}"):
-            yield
-        self._comm.agree(b"", f"the end of {what}")
-
-    @contextmanager
     def writing_shares(self, what: str) -> Iterator[None]:
-        """As `shares_closed`; other ranks may still write theirs when the block ends."""
+        """Let every rank write its shares inside a block, and read no other one's. Collective at
+        its beginning; when it ends, other ranks may still write theirs."""
         self._comm.agree(b"", what)
         self._sharing.is_open = False
         try:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,10 +23,17 @@ from hetero.checkpoint.manifest import (
     shard_name,
 )
 from hetero.checkpoint.reader import CheckpointReader
+from hetero.checkpoint.shard import ShardWriter
 from hetero.checkpoint.slices import Slice
 from hetero.checkpoint.verify import verify
 from hetero.checkpoint.writer import Writer, retain
-from hetero.errors import CheckpointCorrupt, CheckpointError, HeteroError, UnsafeCheckpoint
+from hetero.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    DiskFull,
+    HeteroError,
+    UnsafeCheckpoint,
+)
 from hetero.io import IO, Folder
 from hetero.tensorfile import BLOCK
 from hetero.testing.faults import FaultPlan
@@ -88,16 +96,29 @@ def slices_of(size: int, step: int, rank: int) -> list[Slice]:
     return found
 
 
-def save_as(rank: ThreadRank, root: Folder, step: int) -> Path:
+def nothing(rank: int) -> None: ...
+
+
+def save_as(
+    rank: ThreadRank,
+    root: Folder,
+    step: int,
+    before_commit: Callable[[int], None] = nothing,
+) -> Path:
     """Save this rank's slices of the contents of a step."""
     _, meta, data = contents(step, ENTRIES)
     slices = slices_of(rank.size, step, rank.rank)
+    failed = None
     with Writer(root, step, ENTRIES, slices, rank) as writer:
-        for each in slices:
-            mine = memoryview(data[each.number])[each.start_byte : each.end_byte]
-            for start in range(0, len(mine), BLOCK):
-                writer.write(each.number, start, mine[start : start + BLOCK])
-        return writer.commit(meta, {"rank": rank.rank})
+        try:
+            for each in slices:
+                mine = memoryview(data[each.number])[each.start_byte : each.end_byte]
+                for start in range(0, len(mine), BLOCK):
+                    writer.write(each.number, start, mine[start : start + BLOCK])
+        except HeteroError as error:
+            failed = error
+        before_commit(rank.rank)
+        return writer.commit(meta, {"rank": rank.rank}, failed)
 
 
 def save_on(size: int, path: Path, step: int, io: Sequence[IO] = ()) -> list[Any]:
@@ -272,6 +293,33 @@ def test_a_drive_that_fails_one_rank_fails_all(rank: int, op: str, tmp_path: Pat
         assert load(tmp_path) == contents(2, ENTRIES)
     assert save_on(N, tmp_path, 4) == [tmp_path / "step-4"] * N
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2", "step-4"]
+
+
+@pytest.mark.parametrize("failing", range(N))
+def test_a_rank_that_fails_early_removes_nothing_under_the_others(
+    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, write = threading.Event(), ShardWriter.write
+
+    def full(self: ShardWriter, *args: Any) -> None:
+        if self._shard.number == failing:
+            failed.set()
+            raise DiskFull("planted", op="write", path="", errno=errno.ENOSPC)
+        write(self, *args)
+
+    def late(rank: int) -> None:
+        assert rank == failing or failed.wait(SECONDS)
+        time.sleep(0.1 * (rank != failing))
+
+    def act(rank: ThreadRank) -> Path:
+        with Folder.open(tmp_path, Quick()) as root:
+            return save_as(rank, root, 1, before_commit=late)
+
+    monkeypatch.setattr(ShardWriter, "write", full)
+    for rank, error in enumerate(on_ranks(N, act)):
+        assert isinstance(error, DiskFull if rank == failing else CheckpointError)
+        assert rank == failing or f"failed on rank {failing}" in str(error)
+    assert os.listdir(tmp_path) == []
 
 
 def test_ranks_without_a_common_directory_are_told(tmp_path: Path) -> None:

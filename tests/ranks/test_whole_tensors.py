@@ -165,6 +165,97 @@ def test_ranks_that_see_each_others_homes_divide_the_tensors() -> None:
     assert run_ranks(3, counts_its_steps, False) == [whole] * 3
 
 
+class Decays(torch.optim.Optimizer):
+    """Writes to gradients, and is not known to hetero."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.add_(param, alpha=0.1)
+                    param.sub_(param.grad * (group["lr"] / (1 + param.norm())))
+
+
+def decayed(rank: int, n_ranks: int, one_sided: bool) -> list[torch.Tensor]:
+    """Take three steps whose gradients add up; return weights and gradients."""
+    model = Net()
+    torch.manual_seed(0)
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.1)
+    plain: Any = Decays(model.parameters())
+    optimizer = plain
+    if n_ranks > 1:
+        config = Config.load(mesh="world", **TIGHT)
+        _, optimizer = prepare_tuned(model, plain, config, Tuning(one_sided=one_sided))
+    for step in range(3):
+        for micro in [rank] if n_ranks > 1 else range(2):
+            loss = loss_of(model, Run(), step, micro)
+            (loss if n_ranks > 1 else loss * 0.5).backward()
+        optimizer.step()
+    found = [param.detach().clone() for param in model.parameters()]
+    return found + [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+
+@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
+def test_what_a_rule_writes_to_gradients_stays(one_sided: bool) -> None:
+    ((*expected,),) = run_ranks(1, decayed, 1, one_sided)
+
+    for each in run_ranks(2, decayed, 2, one_sided):
+        assert len(each) == len(expected)
+        assert all(map(torch.equal, each, expected))
+
+
+class Fails(Decays):
+    """Fails at some parameters, from some time on."""
+
+    armed = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if self.armed and param.shape == (73, 24):
+                    raise RuntimeError("planted")
+        super().step(closure)
+
+
+def torn(rank: int, one_sided: bool, folder: Path) -> list[str]:
+    model = Net()
+    plain: Any = Fails(model.parameters())
+    config = Config.load(mesh="world", timeout_seconds=5, **TIGHT)
+    _, optimizer = prepare_tuned(model, plain, config, Tuning(one_sided=one_sided))
+    loss_of(model, Run(), 0, rank).backward()
+    optimizer.step()  # the first one tries the class on other tensors
+    Fails.armed = True
+    told = []
+    acts: list[Any] = [
+        optimizer.step,
+        lambda: loss_of(model, Run(), 1, rank),
+        model.state_dict,
+        lambda: hetero.save_checkpoint(folder, model, optimizer),
+    ]
+    for act in acts:
+        try:
+            act()
+            told.append("")
+        except (RuntimeError, ValueError) as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
+def test_a_step_that_failed_in_part_leaves_a_model_that_is_refused(
+    one_sided: bool, tmp_path: Path
+) -> None:
+    for step, *later in run_ranks(2, torn, one_sided, tmp_path):
+        assert "planted" in step
+        assert all("load a whole checkpoint" in text for text in later), later
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_each_tensor_goes_to_the_rank_with_the_least() -> None:
     assert owners_of([5, 4, 3, 3, 3], 2) == [0, 1, 1, 0, 1]
     assert owners_of([], 4) == []

@@ -29,8 +29,12 @@ class Broken:
 
     def begin_load(self, source: str) -> None:
         """Refuse every use of the model until `end_load`."""
+        self.tear(f"{source} was loaded in part")
+
+    def tear(self, why: str) -> None:
+        """Refuse every use of the model until a load is complete."""
         self.end_load()
-        self.why = f"{source} was loaded in part"
+        self.why = why
         self._barrier.refuse_forwards(self._model, self.refuse)
 
     @contextmanager

@@ -85,7 +85,12 @@ class Engine:
         self.broken.refuse()
         self._refuse_excess()
         self.admission.admit_all(optimizer.param_groups)
-        division = self.steps.make(optimizer, self._clip)
+        try:
+            division = self.steps.make(optimizer, self._clip)
+        except BaseException:
+            if self.steps.torn:
+                self.broken.tear("ranks have updated some of its parameters together, and failed")
+            raise
         self.setup.count()
         paged = self.residence
         if division is not None and isinstance(paged, Paged) and paged.border(division):

@@ -35,6 +35,8 @@ class NoSteps:
     scaler: LossScaler | None = None
     stepper: Stepper | None = None
     rule: Rule | None = None
+    torn = False
+    """Whether a step failed that cannot be made again: parameters are of two steps."""
 
     def __init__(self, setup: Setup, residence: Paged | Resident) -> None:
         self.setup = setup
@@ -169,7 +171,9 @@ class HomeSteps(NoSteps):
             self.residence.let_write(self.setup.buckets[bucket_id])
             self.setup.saver.wait_for(bucket_id)
         if works:
+            self.torn = True  # until all are stepped
             step_together(self.setup.store, works)
+            self.torn = False
         errors: list[StorageError | KeyboardInterrupt] = []
         for update in updates:
             try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -30,9 +30,6 @@ from hetero.train.update.masters import Masters
 from hetero.train.update.rules import Group, Rule, State, copied, is_elementwise
 from hetero.train.update.states import Elementwise, Ready, StateHomes, UpdatePiece, cut_run, pieces
 from hetero.types import Kind
-
-if TYPE_CHECKING:
-    from hetero.train.update.together import WholeShares
 
 # Elements of a slice. Each slice holds the interpreter, for which the thread that launches the next
 # forward waits too: the kernel's for 13 us, a rule's of torch for some 45 us, in pieces.
@@ -62,8 +59,8 @@ class Update:
     bucket: Bucket
     slices: list[Slice] = field(default_factory=list)
     finishes: list[Slice] = field(default_factory=list)
-    together: list[WholeShares] = field(default_factory=list)
-    """Parameters that all ranks step at the same time, before anything else."""
+    together: list[Any] = field(default_factory=list)
+    """Parameters that all ranks step at the same time (`together`), before anything else."""
     on_device: bool = False
     """Whether its homes are on the device: then `step` carries it out, in order of compute."""
     touched_bytes: int = 0

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from hetero.errors import DivergenceError, RankLost
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket
 from hetero.train.update.arithmetic import Bench, Update, scaled
@@ -37,7 +39,10 @@ def draft_together(bench: Bench, update: Update, group: Group, rows: Sequence[Re
     """Add steps of parameters that all ranks make."""
     for row in rows:
         bench.states.needed(group, row)
-        update.together.append(WholeShares(bench, group, update.bucket, row))
+        work = WholeShares(bench, group, update.bucket, row)
+        update.together.append(work)
+        if work.writes_grad:
+            update.scaled.append(row.segment.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,11 @@ class WholeShares:
         return all(home.is_shared for _, home in homes)
 
     @property
+    def writes_grad(self) -> bool:
+        """Whether the rule may write to the gradient, which then shows it."""
+        return self.bench.may_write and not self.bucket.has_master
+
+    @property
     def numel(self) -> int:
         return self.row.segment.spec.numel
 
@@ -65,8 +75,10 @@ class WholeShares:
         param, state = self._read()
         # from here on ranks write what others have read
         with bench.store.writing_shares(f"an update of {segment.spec.name!r}"):
-            after = self._step(param, state)
+            after, grad = self._step(param, state)
             bench.states.keep(self.row, after)
+            if self.writes_grad:
+                bench.grads.of(self.bucket).write(segment, grad)
             if self.bucket.has_master:
                 bench.masters.assign(segment, param)
             else:
@@ -76,8 +88,10 @@ class WholeShares:
         """Make the step here alone, and write the result everywhere."""
         bench, segment = self.bench, self.row.segment
         param, state = self._read()
-        after = self._step(param, state)
+        after, grad = self._step(param, state)
         bench.masters.assign_everywhere(segment, param)
+        if self.writes_grad:
+            write_everywhere(bench.grads.of(self.bucket), segment, grad)
         plain, at_home = {}, []
         for key, value in after.items():
             if is_elementwise(key, value, segment.spec.shape):
@@ -105,11 +119,14 @@ class WholeShares:
         paged = {key: homes[key, bucket.id].read(segment) for key in row.paged()}
         return param, {**row.state, **paged}
 
-    def _step(self, param: torch.Tensor, state: State) -> State:
+    def _step(self, param: torch.Tensor, state: State) -> tuple[State, torch.Tensor]:
+        """Return the state after the step, and the gradient."""
+        grad = param.grad
+        assert grad is not None
         with self.bench.cores.all():
             (after,) = self.bench.rule.run(self.group, [param], [state])
         param.grad = None
-        return after
+        return after, grad
 
 
 def step_together(store: HomeStore, works: Sequence[WholeShares]) -> None:
@@ -121,11 +138,23 @@ def step_together(store: HomeStore, works: Sequence[WholeShares]) -> None:
     if not owned:
         return
     rank, owners = store.comm.rank, owners_of([work.numel for work in owned], store.comm.size)
+    mine: dict[int, Stepped] | str = ""
     with store.writing_shares("updates of whole tensors"):  # no save reads any more
-        mine = {n: owned[n].by_owner() for n, owner in enumerate(owners) if owner == rank}
+        try:
+            mine = {n: owned[n].by_owner() for n, owner in enumerate(owners) if owner == rank}
+        except BaseException as error:
+            with suppress(RankLost):  # this rank's own error matters more
+                told_by_all(store, pickle.dumps(f"{type(error).__name__}: {error}"))
+            raise
     for other, raw in enumerate(told_by_all(store, pickle.dumps(mine))):
+        told = pickle.loads(raw)  # of this very program
+        if isinstance(told, str):
+            raise DivergenceError(
+                f"rank {other} failed in the updates of a step: {told}",
+                advice="load the last checkpoint: parameters are of two steps",
+            )
         if other != rank:
-            for number, stepped in pickle.loads(raw).items():  # of this very program
+            for number, stepped in told.items():
                 owned[number].take(stepped)
 
 
