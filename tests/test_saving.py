@@ -33,6 +33,7 @@ from hetero.errors import (
 from hetero.io import IO
 from hetero.jobs import Worker
 from hetero.testing.faults import FaultPlan
+from hetero.train.engine.snapshot import Saving
 from hetero.train.engine.tuning import Tuning
 
 WIDTH = 128
@@ -589,3 +590,12 @@ def test_a_buffer_of_another_length_is_loaded_by_the_module_that_can(
         return
     with pytest.raises(CheckpointMismatch, match=r"seen\.rows"):
         hetero.load_checkpoint(tmp_path, again, optimizer)
+
+
+def test_a_bucket_of_which_nothing_is_saved_is_noted_all_the_same() -> None:
+    noted: list[int] = []
+    saving = Saving([], [3, 5], lambda *_: None, pending=lambda _: None, noted=noted.append)
+
+    saving.run()
+
+    assert noted == [3, 5] and saving.error is None

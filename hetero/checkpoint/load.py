@@ -72,7 +72,8 @@ def load_checkpoint(
     """Load a checkpoint into a prepared model and optimizer; returns the ``extra`` it was given.
 
     Budgets, chunk size, tiers and device may differ from those of the save; training goes on bit
-    for bit. The states of torch's, Python's and numpy's generators are set.
+    for bit. All ranks that share a model call this; there may be more or fewer than at the save.
+    The states of torch's, Python's and numpy's generators are set.
 
     Args:
         directory: a directory of checkpoints, whose newest is loaded, or one ``step-N`` itself.

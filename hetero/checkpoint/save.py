@@ -105,8 +105,12 @@ def save_checkpoint(
     A checkpoint reported as saved is loadable after any crash, and loads bit for bit at any budget,
     chunk size, set of tiers and device. Gradients are not saved: save between steps.
 
+    All ranks that share a model call this, each writes its shares, and all succeed or none does.
+    Of values that are not the model's the first rank's count; random generators are each rank's.
+
     Args:
-        directory: made where it is missing; holds one ``step-N`` for each checkpoint.
+        directory: made where it is missing; holds one ``step-N`` for each checkpoint. All ranks
+            have to see it.
         model, optimizer: as `hetero.prepare` returned them.
         extra: numbers, strings, bytes, lists, tuples, dicts, tensors; `load_checkpoint` returns it.
         scheduler, data: objects with ``state_dict``: a learning-rate scheduler, a dataloader.
@@ -363,6 +367,7 @@ class Writing:
         self._writer = Writer(self._root, step, plan.entries(), plan.slices(), plan.comm)
         self._saving = Saving(
             plan.parts(),
+            [bucket.id for bucket in buckets],
             self._writer.write,
             pending=engine.residence.update_of,
             noted=partial(self._note, engine, buckets),

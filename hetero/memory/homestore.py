@@ -11,6 +11,7 @@ import torch
 
 from hetero.device import Device
 from hetero.device.comm import ALONE_COMM, Comm
+from hetero.errors import DivergenceError
 from hetero.io import align_up
 from hetero.memory import shown
 from hetero.memory.changes import Sharing
@@ -193,9 +194,17 @@ class HomeStore:
         if tier is Tier.HBM:
             self.hbm_bytes[bucket_id] -= n_bytes
 
-    def open_shares(self) -> None:
-        """Let other ranks read this one's shares, which have their first values. Collective."""
-        self._comm.agree(b"", "the end of prepare")
+    def open_shares(self, failed: BaseException | None = None) -> None:
+        """Let other ranks read this one's shares, which have their first values; or tell them that
+        this one ``failed``, and raises DivergenceError there. Collective."""
+        text = "" if failed is None else f"{type(failed).__name__}: {failed}"
+        rows = self._comm.agree(text.encode(), "the end of prepare")
+        for rank, row in enumerate(rows):
+            if row and failed is None:
+                raise DivergenceError(
+                    f"rank {rank} could not prepare its shares: {row.decode(errors='replace')}",
+                    advice="see the error of that rank",
+                )
         self._sharing.is_open = True
 
     @contextmanager

@@ -506,3 +506,23 @@ def test_each_rank_reads_its_shares_of_a_file(settings: dict[str, Any], tmp_path
     for part, state in run_ranks(2, reads_weights, str(tmp_path), settings):
         assert 0.4 < part < 0.6
         assert all(torch.equal(state[name], value) for name, value in right.items())
+
+
+def cannot_be_coded(rank: int, folder: str) -> None:
+    with hetero.empty_init():
+        model = Net(96)
+    model.blocks.requires_grad_(False)
+    settings = {**TIGHT, "hbm": 1_000_000, "frozen": "int8"}
+    hetero.prepare(model, mesh="world", weights=folder, **settings)
+
+
+def test_what_one_rank_cannot_prepare_is_told_to_all(tmp_path: Path) -> None:
+    state = Net(96).state_dict()
+    state["blocks.0.2.weight"][-1, -1] = float("nan")  # in the last share
+    save_file(state, tmp_path / "model.safetensors")
+
+    first, last = outcomes(2, cannot_be_coded, str(tmp_path))
+
+    assert isinstance(last.error, ConfigError) and "NaN" in str(last.error), last.text
+    assert isinstance(first.error, DivergenceError), first.text
+    assert "rank 1 could not prepare its shares: ConfigError" in str(first.error)

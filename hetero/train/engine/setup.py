@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from hetero.config import Config
 from hetero.device import Device, return_large_blocks, trim_heap
 from hetero.device.comm import Comm
-from hetero.errors import ConfigError
+from hetero.errors import ConfigError, DivergenceError
 from hetero.events import EventLog
 from hetero.io import Folder, spill_folder
 from hetero.jobs import Worker, thread_budget
@@ -114,7 +115,12 @@ class Setup:
             self.device.open_stages(stages_bytes, self.config.pinned)
         self.ledger.charge(Tier.HBM, Kind.BUFFER, self.budget.buffer_bytes, "buffers")
         place = self.device.torch_device
-        self.handover.move_in(self.store, self.masters, place, self.config.weights)
+        try:
+            self.handover.move_in(self.store, self.masters, place, self.config.weights)
+        except BaseException as error:
+            with suppress(DivergenceError):  # this rank's own error matters more
+                self.store.open_shares(failed=error)
+            raise
         self.store.open_shares()
 
     def rewrite(self) -> None:

@@ -10,7 +10,7 @@ first: nothing is copied aside, and training waits only when it has caught up wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -183,6 +183,7 @@ class Saving:
 
     Args:
         parts: everything that this rank saves, each with its number in the checkpoint.
+        buckets: those that are noted, even if this rank saves nothing of them.
         write: takes (number, first byte, bytes); its error ends the save, not the training.
         pending: returns the update of a bucket that is under way, if there is one.
         noted: called after a bucket's tensors were read, for the data saved with them.
@@ -191,6 +192,7 @@ class Saving:
     def __init__(
         self,
         parts: Sequence[tuple[int, Part]],
+        buckets: Iterable[int],
         write: Callable[[int, int, memoryview], None],
         *,
         pending: Callable[[int], Any],
@@ -202,6 +204,8 @@ class Saving:
         grouped: dict[int | None, list[tuple[int, Part]]] = {}
         for number, part in parts:
             grouped.setdefault(part.bucket, []).append((number, part))
+        for bucket in buckets:
+            grouped.setdefault(bucket, [])
         self._jobs = {
             bucket: Job(
                 [partial(self._save, number, part) for number, part in members],
