@@ -272,13 +272,26 @@ def modelled(
     rate (with ``duplex``, of the busier lane); ``phase_bound`` is the sum over forward and backward
     of the largest of compute and each lane's time.
     """
+    hbm = UNIT_BYTES * (UNITS // 4) + activations(backward_seconds)
+    return modelled_in(hbm, ratio, tuning, backward_seconds=backward_seconds, duplex=duplex)
+
+
+def modelled_in(
+    hbm: int,
+    ratio: float,
+    tuning: Tuning,
+    *,
+    backward_seconds: float = 1.0,
+    duplex: bool = False,
+    mesh: str | None = None,
+) -> Modelled:
+    """As `modelled`, in some bytes of HBM; with ``mesh`` on each of several ranks."""
     rate = UNIT_BYTES / ratio
     device = SimDevice(
         seed=1, h2d_bytes_per_second=rate, d2h_bytes_per_second=rate, shared_link=not duplex
     )
     model, optimizer = modelled_model(device, backward_seconds)
-    hbm = UNIT_BYTES * (UNITS // 4) + activations(backward_seconds)
-    config = Config.load(device=device, hbm=hbm, chunk_bytes=4096, activations="keep")
+    config = Config.load(device=device, hbm=hbm, chunk_bytes=4096, activations="keep", mesh=mesh)
     model, optimizer = prepare_tuned(model, optimizer, config, tuning)
     engine = engine_of(model)
     seen: list[Modelled] = []

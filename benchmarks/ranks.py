@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import engine
 from benchmarks.disk import scratch
 from benchmarks.engine import Figure, Figures, adamw
 from hetero.api import engine_of, prepare, prepare_tuned, release, status
@@ -234,6 +235,27 @@ def _moved(rank: int, device: str, hbm: str) -> dict[str, float]:
         "exchanged": moved[Lane.REDUCE],
         "least exchanged": of_others * sum(sizes),
     }
+
+
+# -- overlap -------------------------------------------------------------------------------------
+
+
+def overlap(device: str | None = None) -> Figures:
+    """Two ranks on modelled links: a planned step over the larger of compute and link time."""
+    hbm = engine.UNIT_BYTES * (engine.UNITS // 4) + engine.activations(1.0)
+    rows, detail = [], {}
+    for ratio in (0.5, 1.0, 2.0):
+        found = run_ranks(2, _modelled, hbm, ratio)
+        name = f"transfer {ratio:g}x compute"
+        rows.append(
+            Figure(name, max(each.seconds / each.bound for each in found), "ratio", "<=", 1.10)
+        )
+        detail[name] = [each._asdict() for each in found]
+    return Figures(rows, detail)
+
+
+def _modelled(rank: int, hbm: int, ratio: float) -> engine.Modelled:
+    return engine.modelled_in(hbm, ratio, engine.virtual(), mesh="world")
 
 
 # -- the roll call -------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "ranks-memory": ranks.memory,
     "ranks-step": ranks.step,
     "ranks-wire": ranks.wire,
+    "ranks-overlap": ranks.overlap,
     "ranks-faults": ranks.faults,
     "ranks-diverge": ranks.diverge,
     "roll-call": ranks.roll_call,
