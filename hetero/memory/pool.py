@@ -418,13 +418,7 @@ class NoPool:
     told = False
 
     def adopt(
-        self,
-        kind: Kind,
-        slab: Slab,
-        n_bytes: int,
-        itemsize: int,
-        what: str,
-        kept: slice | None = None,
+        self, kind: Kind, slab: Slab, n_bytes: int, itemsize: int, what: str, *kept: slice
     ) -> Extents:
         raise StateError(f"{what} is to lie on disk, and no directory on a drive was named")
 
