@@ -81,7 +81,7 @@ def understood(engine: Engine, reader: CheckpointReader) -> SavedValues:
 
 
 def own_rng(reader: CheckpointReader, rank: int) -> Mapping[str, Any] | None:
-    """Return the states of the generators that a rank saved beside its shard."""
+    """Return the states of the generators that a rank saved next to its shard."""
     if not 0 < rank < len(reader.of_ranks):
         return None
     states: Mapping[str, Any] = decode_inside(reader.of_ranks[rank]["rng"])

@@ -10,7 +10,7 @@ a shard had no header, and another name.
 
 Several ranks save a shard each, in format 3: a run of each entry, by the numbers of its elements,
 which say nothing of budgets, chunks or ranks. They are in row-major order, or in that of the
-dimensions that the entry names (channels_last). The CRCs are in a part of the manifest beside each
+dimensions that the entry names (channels_last). The CRCs are in a part of the manifest next to each
 shard (`parts`); together the runs are all of each entry. What one rank saves is of format 2 still.
 
 The manifest is one line of ASCII JSON. Its first member is the CRC of all bytes after it; later

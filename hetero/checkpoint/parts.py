@@ -1,7 +1,7 @@
 """Parts of a manifest, one for each shard of several ranks: values, their JSON, every check (no
 I/O).
 
-A part is a line of ASCII JSON beside its shard, and begins with a CRC as a manifest does. It lists
+A part is a line of ASCII JSON next to its shard, and begins with a CRC as a manifest does. It lists
 the shard's slices with the CRCs of their blocks, and holds what its rank alone knows. The manifest
 names the size of each shard and the CRC of its part.
 """

@@ -1,4 +1,4 @@
-"""Shares on disk: states beside weights in RAM, or everything; the bits are those of one rank."""
+"""Shares on disk: states, with weights in RAM, or everything; the bits are those of one rank."""
 
 from __future__ import annotations
 
