@@ -12,6 +12,7 @@ import functools
 import gc
 import sys
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -72,11 +73,13 @@ def notes(kind: type[Noting]) -> Program:
 class Noting(Block):
     """A block that notes its calls; `note` returns what scales its output."""
 
+    @abstractmethod
     def note(self, x: Tensor) -> Any:
-        raise NotImplementedError
+        """Note a call."""
 
+    @abstractmethod
     def noted(self) -> list[Any]:
-        raise NotImplementedError
+        """Return what was noted."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + 0.1 * self.note(x))
