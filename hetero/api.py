@@ -81,7 +81,7 @@ def prepare_tuned(
         one_sided=tuning.one_sided,
         averages=tuning.averages,
     )
-    blueprint = draw(model, inner, config, device, comm.size)
+    blueprint = draw(model, inner, config, device, comm.n_shares, comm.n_copies)
     check_codes(model, blueprint.layout)
     if comm.size > 1:
         check_places(comm, device)

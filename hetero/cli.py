@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import click
 
 from hetero.config import Config, parse_bytes
-from hetero.errors import HeteroError
+from hetero.errors import ConfigError, HeteroError
 from hetero.recipes.flags import (
     DEVICE,
     POSITIVE,
@@ -354,6 +354,7 @@ def show_report(made: RunReport, verdicts: list[ClaimVerdict], written: list[str
 @option("--batch", POSITIVE, "Samples of a step.", "1")
 @option("--sequence", POSITIVE, "Positions of a sample.", "1024")
 @option("--ranks", POSITIVE, "Ranks that share the model on that machine; plans one.", "1")
+@option("--mesh", str, "Instead, sizes as dp_replicate=2,dp_shard=4.", "shares for all ranks")
 @option("--precision", PRECISION, "Of working weights.", "fp32")
 @unit_options
 @option("--device", DEVICE, "What to plan for.", "cuda where the profile has a GPU, else cpu:sim")
@@ -383,11 +384,24 @@ def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
     given = {key: value for key, value in given.items() if value not in (None, False)}
     samples, positions = given.pop("batch", 1), given.pop("sequence", POSITIONS)
     ranks = given.pop("ranks", 1)
-    if ranks > 1:
+    if "mesh" in given:
+        given["mesh"] = mesh_sizes(given["mesh"])
+    elif ranks > 1:
         given["mesh"] = {"dp_shard": ranks}
     if "gpu_memory" in given:
         given["hbm"] = given.pop("gpu_memory")
     return make(model, (samples, positions), estimates=estimates, **given)
+
+
+def mesh_sizes(given: str) -> dict[str, int]:
+    """Return sizes by axis from text as dp_replicate=2,dp_shard=4."""
+    pairs = [part.partition("=") for part in given.split(",")]
+    wrong = [name for name, _, size in pairs if not size.isdecimal() or not int(size)]
+    if wrong:
+        raise ConfigError(
+            f"--mesh {given}: no size of {wrong[0]!r}", advice="write --mesh dp_shard=4"
+        )
+    return {name.strip(): int(size) for name, _, size in pairs}
 
 
 @main.command()

@@ -172,3 +172,25 @@ def test_a_published_model_is_planned_by_its_name() -> None:
 
     assert (data["fits"], data["tokens"]) == (True, 64)
     assert 130e6 < data["n_params"] < 140e6
+
+
+def test_a_mesh_of_copies_and_shares_is_planned() -> None:
+    shared, copied, whole = (
+        host_peak(f"{SMALL} --json --device cpu:sim --hbm 900KB {more}")
+        for more in ("--ranks 2", "--mesh dp_replicate=2,dp_shard=2", "")
+    )
+
+    assert copied == pytest.approx(shared, rel=0.1)
+    assert copied < 0.8 * whole
+
+
+def host_peak(line: str) -> int:
+    tiers = last_json(call(line))["tiers"]
+    return next(int(tier["peak_bytes"]) for tier in tiers if tier["tier"] == "HOST")
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard", "dp_shard=0", "rows=2", "dp_shard=a"])
+def test_a_mesh_that_is_none_ends_with_2(mesh: str) -> None:
+    result = call(f"{SMALL} --mesh {mesh}")
+    assert result.exit_code == 2
+    assert "mesh" in result.output

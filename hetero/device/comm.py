@@ -21,9 +21,9 @@ class Node(Protocol):
     def slab(self, name: str, bucket: int, n_bytes: int) -> Slab:
         """Return this rank's memory for the home of a name, of which others see a share."""
 
-    def memory(self, name: str, bucket: int, rank: int, n_bytes: int) -> torch.Tensor:
-        """Return the bytes of another rank's home, of which its share is there; blocks until that
-        rank has made it."""
+    def memory(self, name: str, bucket: int, share: int, n_bytes: int) -> torch.Tensor:
+        """Return the bytes of the home of the rank that keeps a share of this one's copy; only that
+        share is there. Blocks until that rank has made it."""
 
     def begin(self, counter: int) -> None:
         """All ranks are about to change the homes of a counter."""
@@ -57,26 +57,34 @@ class Comm(Protocol):
 
     rank: int
     size: int
+    n_shares: int
+    """Parts into which homes are cut: rank r keeps that of number r % n_shares. As many ranks in a
+    row keep one copy of the model: they read each other's shares."""
     n_local: int
     """Ranks on this machine."""
+
+    @property
+    def n_copies(self) -> int:
+        """Copies of the model."""
 
     @property
     def node(self) -> Node | None:
         """Where ranks read each other's homes; None if they gather."""
 
     def gather(self, whole: torch.Tensor, what: str) -> Ticket:
-        """Begin to fill ``whole`` in place: rank r has the r-th of ``size`` equal parts. It is held
-        until the ticket was waited for."""
+        """Begin to fill ``whole`` in place from the ranks of this one's copy: each has the part of
+        its share, and all are equal. It is held until the ticket was waited for."""
 
     def wait(self, ticket: Ticket) -> None:
         """Block until a gather is over; raises RankLost if it never will be."""
 
     def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
-        """Fill ``value``, of which rank r has bytes [cuts[r], cuts[r + 1]), where no rank reads
-        another's home; blocks."""
+        """Fill ``value`` where no rank reads another's home: bytes [cuts[s], cuts[s + 1]) are those
+        of share s in the first copy; blocks."""
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
-        """Return the memory of the next exchange: the r-th of ``size`` equal parts is for rank r.
+        """Return the memory of the next exchange: the s-th of ``n_shares`` equal parts is for the
+        ranks that keep share s.
 
         The exchange before the last one was waited for.
         """
@@ -105,8 +113,7 @@ class Alone:
     """The only rank: nothing is exchanged."""
 
     rank = 0
-    size = 1
-    n_local = 1
+    size = n_shares = n_copies = n_local = 1
     node = None
 
     def gather(self, whole: torch.Tensor, what: str) -> Ticket:

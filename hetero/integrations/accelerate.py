@@ -23,6 +23,7 @@ from hetero.api import backward, engine_of, prepare_tuned, release
 from hetero.checkpoint.save import KINDS, STATES, save_latest
 from hetero.config import Config, Settings
 from hetero.errors import ConfigError, StateError
+from hetero.integrations.parallelism import LAUNCHED, launched_axes, mesh_of_sizes, without
 from hetero.integrations.prepared import is_prepared, load_states, plain_again, trains
 from hetero.parallel.mesh import REPLICATE, SHARD, sizes_of
 from hetero.train.access.hooks import before_next_forward
@@ -63,9 +64,11 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     Args:
         hetero_plugin: a `HeteroPlugin`, or its settings. None: the file named by the environment
             variable HETERO_CONFIG, if set; `accelerate launch` passes it on.
-        args, kwargs: as for `Accelerator`.
+        args, kwargs: as for `Accelerator`. A ``parallelism_config`` of dp_replicate and dp_shard is
+            the mesh, if the settings name none.
 
-    Raises ConfigError if a plug-in of DeepSpeed, FSDP or Megatron is given as well.
+    Raises ConfigError if a plug-in of DeepSpeed, FSDP or Megatron is given as well, or a
+    ``parallelism_config`` with other sizes.
     """
 
     _models: list[nn.Module]
@@ -84,8 +87,10 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
                 f"{found[0]} together with hetero_plugin: both would place the model's parameters",
                 advice=f"drop {found[0]}",
             )
-        super().__init__(*args, **kwargs)
-        self._take(hetero_plugin)
+        given = kwargs.pop("parallelism_config", None)  # accelerate takes none on CPUs
+        with without(LAUNCHED) as launched:
+            super().__init__(*args, **kwargs)
+        self._take(hetero_plugin, given or launched_axes(launched))
 
     @classmethod
     def adopt(
@@ -106,7 +111,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         adopted._take(hetero_plugin)
         return adopted
 
-    def _take(self, plugin: HeteroPlugin | Settings) -> None:
+    def _take(self, plugin: HeteroPlugin | Settings, axes: Any = None) -> None:
         if self.distributed_type.value in OTHERS:
             raise ConfigError(
                 f"hetero does not work under distributed_type={self.distributed_type.value}",
@@ -116,7 +121,11 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             plugin = os.environ.get(SETTINGS)
         taken = plugin if isinstance(plugin, HeteroPlugin) else HeteroPlugin(plugin)
         self.hetero_config = taken.config
-        if self.num_processes > 1 and taken.config.mesh is None:  # as torch's DDP
+        axes = axes or getattr(self, "parallelism_config", None)
+        if axes is not None and taken.config.mesh is None:
+            mesh = mesh_of_sizes(axes)
+            self.hetero_config = dataclasses.replace(taken.config, mesh=mesh)
+        elif self.num_processes > 1 and taken.config.mesh is None:  # as torch's DDP
             whole = {REPLICATE: self.num_processes}
             self.hetero_config = dataclasses.replace(taken.config, mesh=whole)
         self._refuse_early()

@@ -250,10 +250,10 @@ class SharedBelow(LocalBelow):
             self._sync(replica.ready, replica)
         bucket, n_bytes = replica.bucket, replica.bucket.home_bytes
         what = f"bucket {bucket.id} to HBM"
-        replica.ready = self._comm.gather(replica.wire[: self._comm.size * n_bytes], what)
+        replica.ready = self._comm.gather(replica.wire[: bucket.n_shares * n_bytes], what)
         self._link.count(
             Lane.GATHER,
-            (self._comm.size - 1) * n_bytes,
+            (bucket.n_shares - 1) * n_bytes,
             kind=Kind.PARAM,
             bucket=bucket.id,
             why="fetch",

@@ -242,6 +242,10 @@ class Home:
         """Return those of the items that this rank keeps; an empty run if there are none."""
         return items
 
+    def to_save(self, items: slice) -> slice:
+        """Return those of the items that this rank saves; an empty run if there are none."""
+        return items
+
     def load_own(self, items: slice) -> torch.Tensor:
         """As `load`, of items that this rank keeps, whatever the others are at."""
         return self.load(items)
@@ -419,6 +423,10 @@ class Pinned(Home):
         for run in self.runs(items.start, items.stop, PinUse.READ):
             copy[run.start - items.start : run.stop - items.start].copy_(self._flat[run])
         return copy
+
+    def to_save(self, items: slice) -> slice:
+        """Return those of the items that this rank saves; an empty run if there are none."""
+        return items
 
     def load_own(self, items: slice) -> torch.Tensor:
         return self.load(items)

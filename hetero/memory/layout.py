@@ -78,6 +78,8 @@ class Bucket:
     """Whether each of its weights has an fp32 master."""
     n_shares: int = 1
     """Equal shares that its homes are cut in, one a rank."""
+    n_copies: int = 1
+    """Ranks that keep the same share."""
     granules: int = field(init=False)
     """Frames of the 1-byte class that the bucket's PARAM chunks fill."""
     chunks: range = field(init=False)
@@ -112,7 +114,15 @@ class Bucket:
 
     def share(self, rank: int) -> slice:
         """Return the elements that a rank keeps at home."""
-        return slice(rank * self.share_numel, (rank + 1) * self.share_numel)
+        first = rank % self.n_shares * self.share_numel
+        return slice(first, first + self.share_numel)
+
+    def saved(self, rank: int) -> slice:
+        """Return the elements that a rank saves: those that keep the same share divide it."""
+        share, unit = self.share(rank), share_unit(self.codec)
+        step = -(-self.share_numel // (self.n_copies * unit)) * unit
+        first = min(share.start + rank // self.n_shares * step, share.stop)
+        return slice(first, min(first + step, share.stop))
 
     def chunks_of(self, start: int, end: int) -> range:
         """Return the chunk ids that elements [start, end) of the index space touch."""
@@ -203,8 +213,13 @@ def packed_numel(specs: Iterable[ParamSpec]) -> int:
 
 def share_numel(used: int, codec: Codec, n_shares: int) -> int:
     """Return the elements of a share: equal for all, and of whole blocks."""
-    unit = math.lcm(SHARE_ALIGN, codec.block)
+    unit = share_unit(codec)
     return -(-used // (n_shares * unit)) * unit
+
+
+def share_unit(codec: Codec) -> int:
+    """Return of how many elements a share is a multiple."""
+    return math.lcm(SHARE_ALIGN, codec.block)
 
 
 def groups_of(specs: Sequence[ParamSpec]) -> list[list[int]]:
@@ -240,6 +255,7 @@ def build_layout(
     chunk_bytes: int | None = None,
     working: torch.dtype | None = None,
     n_shares: int = 1,
+    n_copies: int = 1,
 ) -> Layout:
     """Lay the parameters out; ``chunk_bytes`` is the size of a chunk of 4-byte elements. Weights of
     the ``working`` dtype that train have masters. With several shares, tensors begin at multiples
@@ -276,6 +292,7 @@ def build_layout(
             codec=first.codec,
             has_master=first.trainable and first.dtype is working,
             n_shares=n_shares,
+            n_copies=n_copies,
         )
         first_chunk += n_chunks
         home.update({s.index: (bucket.id, s) for s in segments})

@@ -33,7 +33,7 @@ class ShareHome(Home):
     the same on all ranks, and each keeps its part.
     """
 
-    __slots__ = ("_comm", "_share_numel", "changes", "kept")
+    __slots__ = ("_comm", "_n_shares", "_saved", "_share_numel", "changes", "kept")
     is_share = True
 
     def __init__(
@@ -48,8 +48,9 @@ class ShareHome(Home):
         super().__init__(slab, bucket, dtype, codec)
         self._comm = comm
         self.changes: Changes = GatheredChanges(comm, sharing)
-        self._share_numel = bucket.share_numel
+        self._n_shares, self._share_numel = bucket.n_shares, bucket.share_numel
         self.kept = bucket.share(comm.rank)
+        self._saved = bucket.saved(comm.rank)
 
     @property
     def shows(self) -> bool:
@@ -68,6 +69,9 @@ class ShareHome(Home):
     def own(self, items: slice) -> slice:
         return overlap(items, self.kept_items)
 
+    def to_save(self, items: slice) -> slice:
+        return overlap(items, self.items(self._saved.start, self._saved.stop))
+
     def load_own(self, items: slice) -> torch.Tensor:
         return self._flat[items]
 
@@ -84,7 +88,7 @@ class ShareHome(Home):
 
     def complete(self, segment: Segment, value: torch.Tensor) -> torch.Tensor:
         size, end = value.element_size(), segment.spec.numel
-        borders = range(0, (self._comm.size + 1) * self._share_numel, self._share_numel)
+        borders = range(0, (self._n_shares + 1) * self._share_numel, self._share_numel)
         cuts = [min(max(at - segment.offset, 0), end) * size for at in borders]
         self._comm.complete(row(value).view(torch.uint8), cuts, f"a read of {segment.spec.name!r}")
         return value
@@ -149,10 +153,11 @@ class NodeHome(ShareHome):
         self._node = node
         self._bucket = bucket.id
         self.changes = SharedChanges(comm, sharing, node, counter_of(bucket.id, kind))
-        self._theirs: dict[int, torch.Tensor] = {comm.rank: self._flat}
+        own = comm.rank % bucket.n_shares
+        self._theirs: dict[int, torch.Tensor] = {own: self._flat}  # by share
         self._lock = device.lock if kind is Kind.PARAM else None  # of what copies read
         self._unlocks: list[Callable[[], None]] = []
-        self._lock_share(comm.rank)
+        self._lock_share(own)
 
     def discard(self) -> None:
         """Keep its memory: a slower rank may still read it."""
@@ -174,19 +179,19 @@ class NodeHome(ShareHome):
     def _shares(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the elements of each rank's share, and the items of its home."""
         n_bytes = self._flat.nbytes
-        for rank in range(self._comm.size):
-            if rank not in self._theirs:
-                memory = self._node.memory(self._name, self._bucket, rank, n_bytes)
-                self._theirs[rank] = memory[:n_bytes].view(self.item_dtype)
-                self._lock_share(rank)
-            at = rank * self._share_numel
-            yield slice(at, at + self._share_numel), self._theirs[rank]
+        for share in range(self._n_shares):
+            if share not in self._theirs:
+                memory = self._node.memory(self._name, self._bucket, share, n_bytes)
+                self._theirs[share] = memory[:n_bytes].view(self.item_dtype)
+                self._lock_share(share)
+            at = share * self._share_numel
+            yield slice(at, at + self._share_numel), self._theirs[share]
 
-    def _lock_share(self, rank: int) -> None:
-        """Page-lock a rank's share, where a device copies from it."""
-        at = rank * self._share_numel
-        share = self._theirs[rank][self.items(at, at + self._share_numel)]
-        unlock = None if self._lock is None else self._lock(share.view(torch.uint8))
+    def _lock_share(self, share: int) -> None:
+        """Page-lock a share, where a device copies from it."""
+        at = share * self._share_numel
+        items = self._theirs[share][self.items(at, at + self._share_numel)]
+        unlock = None if self._lock is None else self._lock(items.view(torch.uint8))
         if unlock is not None:
             self._unlocks.append(unlock)
 

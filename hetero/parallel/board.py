@@ -10,7 +10,7 @@ import mmap
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -32,10 +32,10 @@ LOOKS = 64
 class RankWatch:
     """Waits for what other ranks write, as long as they live and the timeout has not passed."""
 
-    def __init__(self, rank: int, pids: Sequence[int], timeout_seconds: float) -> None:
+    def __init__(self, rank: int, pids: Mapping[int, int], timeout_seconds: float) -> None:
         self._rank = rank
         self._timeout = timeout_seconds
-        self._lives = [os.pidfd_open(pid) for pid in pids]
+        self._lives = {other: os.pidfd_open(pid) for other, pid in pids.items()}
 
     def until(self, is_true: Callable[[], bool], rank: int, what: str) -> None:
         """Block until something is true that a rank brings about; else raise RankLost."""
@@ -54,11 +54,11 @@ class RankWatch:
 
     def _dead(self) -> int | None:
         gone = select.poll()  # of this thread alone: a save waits too
-        for other, handle in enumerate(self._lives):
+        for other, handle in self._lives.items():
             if other != self._rank:
                 gone.register(handle, select.POLLIN)
         ended = {handle for handle, _ in gone.poll(0)}
-        return next((rank for rank, handle in enumerate(self._lives) if handle in ended), None)
+        return next((rank for rank, handle in self._lives.items() if handle in ended), None)
 
     def lost(self, rank: int, what: str, why: str) -> RankLost:
         return RankLost(
@@ -67,7 +67,7 @@ class RankWatch:
         )
 
     def close(self) -> None:
-        for handle in self._lives:
+        for handle in self._lives.values():
             with suppress(OSError):
                 os.close(handle)
         self._lives.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hetero import interrupts
 from hetero.device import Device, Ticket
-from hetero.device.comm import Addends, Comm
+from hetero.device.comm import Addends, Comm, Node
 from hetero.errors import RankLost
 from hetero.memory.layout import Layout
 from hetero.parallel.board import SAID_BYTES, check_calls
@@ -50,70 +50,89 @@ class Gloo:
     Frames lie in RAM.
 
     Args:
-        ranks: of the default group; None: all. Every rank of that group makes this object.
+        n_shares: see `Comm.n_shares`; a divisor of the process group's size.
         timeout_seconds: after which a rank that does not answer is lost.
         one_sided: whether ranks of one machine may read each other's shares.
     """
 
     def __init__(
         self,
-        ranks: Sequence[int] | None,
+        n_shares: int,
         timeout_seconds: float,
         *,
         one_sided: bool = True,
     ) -> None:
-        self.node = None
+        self.node: Node | None = None
         self._one_sided = one_sided
-        members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-        self.rank = members.index(dist.get_rank())
-        self.size = len(members)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.n_shares, self.n_copies = n_shares, self.size // n_shares
         self.n_local = min(self.size, local_ranks() or self.size)
-        self._ranks = members
         self._timeout = timeout_seconds
-        allowed = timedelta(seconds=timeout_seconds)
-        self._bytes, control, aside = (
-            dist.new_group(members, timeout=allowed, backend="gloo") for _ in range(3)
-        )
+        self._groups: list[dist.ProcessGroup] = []
+        self._bytes, control, aside = (self._open(range(self.size)) for _ in range(3))
+        copies = [range(at, at + n_shares) for at in range(0, self.size, n_shares)]
+        groups = [self._open(copy) for copy in copies] if len(copies) > 1 else [self._bytes]
+        self._copy = groups[self.rank // n_shares]
         self._waits = Waits(self.rank, self.size, timeout_seconds)
         self._meetings = Meetings(control, self._waits)
         self._aside = Meetings(aside, self._waits)
         self._outbox = self._inbox = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._sent_bytes = 0
+        self._device: Device | None = None  # that copies into the outbox
+        self._unlock: Callable[[], None] | None = None
+
+    def _open(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Open a group; every rank opens the same ones."""
+        allowed = timedelta(seconds=self._timeout)
+        group: dist.ProcessGroup
+        group = dist.new_group(list(ranks), timeout=allowed, backend="gloo")
+        if self.rank in ranks:
+            self._groups.append(group)
+        return group
 
     def gather(self, whole: torch.Tensor, what: str) -> Ticket:
         self._meetings.meet(f"{what}: {whole.numel()} bytes")
-        each = whole.numel() // self.size
-        mine = whole[self.rank * each : (self.rank + 1) * each]
-        work = all_gather(whole, mine, self._bytes)
+        each, share = whole.numel() // self.n_shares, self.rank % self.n_shares
+        mine = whole[share * each : (share + 1) * each]
+        work = all_gather(whole, mine, self._copy)
         return CommTicket(work, what, (whole, mine))
 
     def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
         self._meetings.meet(f"{what}: {value.numel()} bytes")
-        for rank, (start, end) in enumerate(pairwise(cuts)):
+        for share, (start, end) in enumerate(pairwise(cuts)):
             if start < end:
                 part = value[start:end]
-                work = dist.broadcast(part, self._ranks[rank], group=self._bytes, async_op=True)
+                work = dist.broadcast(part, share, group=self._bytes, async_op=True)
                 self.wait(CommTicket(work, what, (part,)))
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
         if self._outbox.numel() < n_bytes:
+            self._let_go()
             self._outbox, self._inbox = (
-                torch.empty(n_bytes, dtype=torch.uint8, device="cpu") for _ in range(2)
+                torch.empty(n * n_bytes, dtype=torch.uint8, device="cpu")
+                for n in (1, self.n_copies)
             )
+            self._unlock = None if self._device is None else self._device.lock(self._outbox)
         self._sent_bytes = n_bytes
         return self._outbox[:n_bytes]
 
-    def lock_outboxes(self, device: Device) -> None: ...
+    def lock_outboxes(self, device: Device) -> None:
+        self._device = device
+
+    def _let_go(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+        self._unlock = None
 
     def exchange(self, row: bytes, what: str) -> Addends:
         rows = self._meetings.meet(what, row)
         if not any(map(any, rows)):
             return GlooAddends(self, None, rows, [])
-        n_bytes = self._sent_bytes
-        sent, received = self._outbox[:n_bytes], self._inbox[:n_bytes]
-        work = dist.all_to_all_single(received, sent, group=self._bytes, async_op=True)
-        ticket = CommTicket(work, what, (received, sent))
-        return GlooAddends(self, ticket, rows, list(received.view(self.size, -1)))
+        sent = self._outbox[: self._sent_bytes].view(self.n_shares, -1)
+        found = self._inbox[: self.n_copies * self._sent_bytes].view(self.size, -1)
+        rows_out = [sent[rank % self.n_shares] for rank in range(self.size)]
+        work = dist.all_to_all(list(found), rows_out, group=self._bytes, async_op=True)
+        return GlooAddends(self, CommTicket(work, what, (found, sent)), rows, list(found))
 
     def agree(self, row: bytes, what: str) -> list[bytes]:
         return self._meetings.meet(what, row)
@@ -128,12 +147,19 @@ class Gloo:
 
     def nearer(self, layout: Layout) -> Comm:
         node = open_node(self, layout, self._timeout) if self._one_sided else None
-        return self if node is None else Neighbours(self, node)
+        if node is not None and node.has_all(self.size):
+            return Neighbours(self, node)
+        self.node = node  # homes are read on a machine, gradients and calls go between machines
+        return self
 
     def close(self) -> None:
-        for group in (self._bytes, self._meetings.group, self._aside.group):
+        if self.node is not None:
+            self.node.close()
+        self._let_go()
+        for group in self._groups:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
+        self._groups.clear()
 
 
 class Waits:

@@ -63,7 +63,7 @@ def open_comm(
                 " which averages",
             )
         return ALONE_COMM
-    return Gloo(None, timeout_seconds, one_sided=one_sided)
+    return Gloo(sizes[SHARD], timeout_seconds, one_sided=one_sided)
 
 
 def launched() -> int:
@@ -77,19 +77,32 @@ def sizes_of(mesh: Any, world: int) -> dict[str, int]:
     if mesh == "world":
         return {REPLICATE: 1, SHARD: world}
     if not isinstance(mesh, Mapping):
+        check_order(mesh)
         mesh = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    unknown = [name for name in mesh if name not in AXES]
-    if unknown:
-        raise ConfigError(f"mesh has an axis {unknown[0]!r}", advice=f"axes are {', '.join(AXES)}")
+    check_axes(mesh)
     sizes = {name: int(mesh.get(name, 1)) for name in AXES}
     if math.prod(sizes.values()) != world:
         raise ConfigError(
             f"mesh={dict(mesh)} is of {math.prod(sizes.values())} ranks; there are {world}",
             advice=f"use mesh='world', or sizes whose product is {world}",
         )
-    if sizes[SHARD] > 1 and sizes[REPLICATE] > 1:
-        raise ConfigError(
-            f"mesh={dict(mesh)}: shares and replicas together are not available in this version",
-            advice=f"use mesh={{'{SHARD}': {world}}}",
-        )
     return sizes
+
+
+def check_axes(mesh: Mapping[str, Any]) -> None:
+    unknown = [name for name in mesh if name not in AXES]
+    if unknown:
+        raise ConfigError(f"mesh has an axis {unknown[0]!r}", advice=f"axes are {', '.join(AXES)}")
+
+
+def check_order(mesh: Any) -> None:
+    """Refuse a DeviceMesh whose ranks are not numbered as those of a mapping."""
+    names = [name for name in mesh.mesh_dim_names or () if name in AXES]
+    if names != [name for name in AXES if name in names] or mesh.mesh.flatten().tolist() != list(
+        range(mesh.mesh.numel())
+    ):
+        raise ConfigError(
+            f"mesh={mesh}: ranks that keep one copy of the model are numbered one after the other",
+            advice="use init_device_mesh(device, (copies, shares), mesh_dim_names="
+            f"('{REPLICATE}', '{SHARD}'))",
+        )

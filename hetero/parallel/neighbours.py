@@ -29,6 +29,7 @@ class Neighbours(OneSided):
     def __init__(self, far: Comm, node: SharedNode) -> None:
         self.rank = far.rank
         self.size = self.n_local = far.size
+        self.n_shares, self.n_copies = far.n_shares, far.n_copies
         self.node = node
         self._far = far
         self._unlocks: list[Callable[[], None]] = []
@@ -47,7 +48,7 @@ class Neighbours(OneSided):
 
     def exchange(self, row: bytes, what: str) -> Addends:
         call = self.node.board.post(f"{what}: {self._sent_bytes} bytes", row)
-        found = NearAddends(self, call, self._n_exchanges, self._sent_bytes // self.size)
+        found = NearAddends(self, call, self._n_exchanges, self._sent_bytes // self.n_shares)
         self._n_exchanges += 1
         return found
 
@@ -86,6 +87,7 @@ class NearAddends:
     def wait(self) -> tuple[list[bytes], list[torch.Tensor]]:
         comm, n_bytes = self._comm, self._part_bytes
         rows = comm.node.board.join(self._call)
-        here = slice(comm.rank * n_bytes, (comm.rank + 1) * n_bytes)
+        share = comm.rank % comm.n_shares
+        here = slice(share * n_bytes, (share + 1) * n_bytes)
         boxes = (comm.node.outbox(rank, self._number) for rank in range(comm.size))
         return rows, [box[here] for box in boxes]

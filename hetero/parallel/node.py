@@ -12,7 +12,7 @@ import mmap
 import os
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -29,7 +29,7 @@ from hetero.device.comm import Comm
 from hetero.memory.changes import bucket_of, count
 from hetero.memory.layout import Layout
 from hetero.parallel.board import Board, Entries, RankWatch
-from hetero.train.gradients.exchange import exchange_bytes
+from hetero.train.gradients.exchange import outbox_bytes
 
 TOKEN_BYTES = 16
 MOST_FILES = 64
@@ -99,20 +99,26 @@ class SharedNode:
     """This rank's homes, outbox and board, and those of the others."""
 
     def __init__(
-        self, rank: int, layout: Layout, controls: Sequence[Control], timeout_seconds: float
+        self, comm: Comm, layout: Layout, controls: Mapping[int, Control], timeout_seconds: float
     ) -> None:
-        self._rank = rank
-        self._controls = controls
+        self._rank = rank = comm.rank
+        self._controls = controls  # by rank
+        self._copy = ranks_of_copy(comm)
         self._begun: Counter[int] = Counter()
         width = max([WIDTH, *(bucket.dtype.itemsize for bucket in layout.buckets)])
         spans = (pages(max(1, bucket.numel * width)) for bucket in layout.buckets)
         *self._starts, self._end = accumulate(spans, initial=0)
-        self._box_bytes = pages(exchange_bytes(layout) // BOXES)
+        self._box_bytes = pages(max(map(outbox_bytes, layout.buckets)))
         self._files: dict[str, int] = {}
         self._maps: dict[tuple[str, int], mmap.mmap] = {}
-        self._watch = RankWatch(rank, [control.pid for control in controls], timeout_seconds)
-        entries = [control.entries for control in controls]
+        pids = {rank: control.pid for rank, control in controls.items()}
+        self._watch = RankWatch(rank, pids, timeout_seconds)
+        entries = [control.entries for control in controls.values()]
         self.board = Board(rank, entries, self._watch, self._letter)
+
+    def has_all(self, n_ranks: int) -> bool:
+        """Whether all ranks are on this machine, not those of this one's copy alone."""
+        return len(self._controls) == n_ranks
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -121,9 +127,10 @@ class SharedNode:
         memory, at = self._file(f"home {name}", self._rank, self._end), self._starts[bucket]
         return Slab(n_bytes, piece(memory, at, n_bytes), memory, first=at)
 
-    def memory(self, name: str, bucket: int, rank: int, n_bytes: int) -> torch.Tensor:
-        """Return the bytes of another rank's home, of which its share is there; blocks until that
-        rank has made it."""
+    def memory(self, name: str, bucket: int, share: int, n_bytes: int) -> torch.Tensor:
+        """Return the bytes of the home of the rank that keeps a share of this one's copy; only that
+        share is there. Blocks until that rank has made it."""
+        rank = self._copy[share]
         return piece(self._file(f"home {name}", rank, self._end), self._starts[bucket], n_bytes)
 
     def outbox(self, rank: int, number: int) -> torch.Tensor:
@@ -173,15 +180,15 @@ class SharedNode:
         self._controls[self._rank].counts[counter] += 1
 
     def is_current(self, counter: int) -> bool:
-        """Whether all ranks have made the changes that this one has begun."""
+        """Whether all ranks of this copy have made the changes that this one has begun."""
         begun = self._begun[counter]
-        return all(control.has_made(counter, begun) for control in self._controls)
+        return all(self._controls[rank].has_made(counter, begun) for rank in self._copy)
 
     def wait(self, counter: int) -> None:
         """Block until they have; raises RankLost for a rank that died, or takes too long."""
         begun = self._begun[counter]
-        for rank, control in enumerate(self._controls):
-            done = partial(control.has_made, counter, begun)
+        for rank in self._copy:
+            done = partial(self._controls[rank].has_made, counter, begun)
             self._watch.until(done, rank, f"the share of bucket {bucket_of(counter)}")
 
     def close(self) -> None:
@@ -202,9 +209,15 @@ def pages(n_bytes: int) -> int:
     return -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+def ranks_of_copy(comm: Comm) -> range:
+    """Return the ranks that keep the same copy of the model as this one."""
+    first = comm.rank - comm.rank % comm.n_shares
+    return range(first, first + comm.n_shares)
+
+
 def open_node(comm: Comm, layout: Layout, timeout_seconds: float) -> SharedNode | None:
-    """Return the memory that all ranks share; None if they are on several machines, or this one
-    has no such memory. Collective."""
+    """Return the memory that all ranks share, or those of each copy; None if a copy is on several
+    machines, or one has no such memory. Collective."""
     fd, mine, n_counters = -1, b"", count(layout)
     if hasattr(os, "memfd_create") and hasattr(os, "pidfd_open"):
         with suppress(OSError):
@@ -215,19 +228,22 @@ def open_node(comm: Comm, layout: Layout, timeout_seconds: float) -> SharedNode 
             mine = pickle.dumps(Introduction(machine(), os.getpid(), fd, token))
     try:
         rows = comm.agree(mine, "memory that ranks of a machine share")
-        told: list[Introduction] = [
-            pickle.loads(row) for row in rows if row
-        ]  # of this very program
-        found = [(memory, each.pid) for each in told if (memory := mapped(each)) is not None]
-        sees_all = len(found) == comm.size
-        can = all(comm.agree(b"1" if sees_all else b"", "whether they all see it"))
+        found: dict[int, tuple[mmap.mmap, int]] = {}
+        for rank, row in enumerate(rows):
+            told = pickle.loads(row) if row else None  # of this very program
+            if told is not None and (memory := mapped(told)) is not None:
+                found[rank] = memory, told.pid
+        choices = [range(comm.size), ranks_of_copy(comm)]
+        seen = pickle.dumps([found.keys() >= set(ranks) for ranks in choices])
+        all_see = [pickle.loads(row) for row in comm.agree(seen, "whose homes they see")]
     finally:
         if fd >= 0:
             os.close(fd)
-    if not can:
-        return None
-    controls = [Control(memory, pid, n_counters) for memory, pid in found]
-    return SharedNode(comm.rank, layout, controls, timeout_seconds)
+    for ranks, see in zip(choices, zip(*all_see, strict=True), strict=True):
+        if all(see):
+            controls = {rank: Control(*found[rank], n_counters) for rank in ranks}
+            return SharedNode(comm, layout, controls, timeout_seconds)
+    return None
 
 
 def mapped(told: Introduction) -> mmap.mmap | None:

@@ -15,7 +15,7 @@ from hetero.device import Device, Slab
 from hetero.device.comm import ALONE_COMM, Comm, OneSided
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError
-from hetero.parallel.mesh import REPLICATE, SHARD
+from hetero.parallel.mesh import REPLICATE, SHARD, check_axes
 from hetero.types import Kind
 
 MemorySeconds = Callable[[int], float]
@@ -31,7 +31,7 @@ class MirrorNode:
     def slab(self, name: str, bucket: int, n_bytes: int) -> Slab:
         return self._device.slab(n_bytes, travels=name == Kind.PARAM.value)
 
-    def memory(self, name: str, bucket: int, rank: int, n_bytes: int) -> torch.Tensor:
+    def memory(self, name: str, bucket: int, share: int, n_bytes: int) -> torch.Tensor:
         return self._device.arena(n_bytes).carve(0, n_bytes)
 
     def begin(self, counter: int) -> None: ...
@@ -47,12 +47,15 @@ class MirrorNode:
 
 
 class Mirror(OneSided):
-    """The first of ``size`` ranks."""
+    """The first of the ranks of a mesh."""
 
     rank = 0
 
-    def __init__(self, size: int, device: DryDevice, memory_seconds: MemorySeconds) -> None:
-        self.size = self.n_local = size
+    def __init__(
+        self, n_shares: int, n_copies: int, device: DryDevice, memory_seconds: MemorySeconds
+    ) -> None:
+        self.n_shares, self.n_copies = n_shares, n_copies
+        self.size = self.n_local = n_shares * n_copies
         self.node = MirrorNode(device)
         self._device = device
         self._seconds = memory_seconds
@@ -77,10 +80,11 @@ class Mirror(OneSided):
     def close(self) -> None: ...
 
     def sum_up(self, n_bytes: int) -> list[torch.Tensor]:
-        """Let the time pass in which all ranks read ``n_bytes`` and write a sum of their part."""
-        self._device.compute(self._seconds((self.size + 1) * n_bytes))
-        part = self.outbox(n_bytes // self.size)
-        return [part] * self.size
+        """Let the time pass in which every rank reads all addends of its share, of ``n_bytes``
+        for all shares, and writes their sum."""
+        part_bytes = n_bytes // self.n_shares
+        self._device.compute(self._seconds((self.size + 1) * self.size * part_bytes))
+        return [self.outbox(part_bytes)] * self.size
 
 
 class MirrorAddends:
@@ -97,22 +101,26 @@ class MirrorAddends:
 
 def mirrored(mesh: Any, device: DryDevice, memory_seconds: MemorySeconds) -> Comm:
     """Return the ranks of the setting `mesh`; ConfigError if it does not say how many."""
-    size = n_sharing(mesh)
-    return ALONE_COMM if size == 1 else Mirror(size, device, memory_seconds)
+    n_shares, n_copies = shares_of(mesh)
+    if n_shares == 1:
+        return ALONE_COMM
+    return Mirror(n_shares, n_copies, device, memory_seconds)
 
 
 def n_sharing(mesh: Any) -> int:
     """Return how many ranks share a model."""
+    n_shares, n_copies = shares_of(mesh)
+    return 1 if n_shares == 1 else n_shares * n_copies
+
+
+def shares_of(mesh: Any) -> tuple[int, int]:
+    """Return in how many shares ranks keep a model, and how many copies of it."""
     if mesh is None:
-        return 1
+        return 1, 1
     if not isinstance(mesh, Mapping):
         raise ConfigError(
             f"a plan with mesh={mesh!r}, which does not say how many ranks there are",
             advice=f"plan with mesh={{'{SHARD}': 4}} for four",
         )
-    if int(mesh.get(SHARD, 1)) > 1 and int(mesh.get(REPLICATE, 1)) > 1:
-        raise ConfigError(
-            f"mesh={dict(mesh)}: shares and replicas together are not available in this version",
-            advice=f"plan with mesh={{'{SHARD}': N}}",
-        )
-    return int(mesh.get(SHARD, 1))
+    check_axes(mesh)
+    return int(mesh.get(SHARD, 1)), int(mesh.get(REPLICATE, 1))

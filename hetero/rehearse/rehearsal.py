@@ -133,7 +133,8 @@ def rehearse(scene: Scene) -> Rehearsal:
     scene = replace(scene, **twin_of(scene.model, scene.optimizer)._asdict())
     config = replace(scene.config, device=device, profile=None)
     disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None
-    blueprint = draw(scene.model, scene.optimizer, config, device, comm.size)
+    shares = comm.n_shares, comm.n_copies
+    blueprint = draw(scene.model, scene.optimizer, config, device, *shares)
     worker = DryWorker(device, partial(update_seconds, scene.profile, blueprint), disk)
     tuning = Tuning(worker=worker, depth=scene.depth, activation_share=scene.activation_share)
     if disk is not None:

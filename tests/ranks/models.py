@@ -79,6 +79,7 @@ class Run:
     """The rank whose updates take long."""
     width: int = 24
     n_blocks: int = 4
+    mesh: Any = "world"
 
 
 def built(run: Run) -> tuple[Net, torch.optim.Optimizer]:
@@ -136,10 +137,10 @@ def by_one_rank(run: Run, n_ranks: int) -> Found:
 
 def by_ranks(rank: int, run: Run) -> Found:
     """One of several ranks that share the model."""
-    return _trained(run, [(rank, 1.0)], "world")
+    return _trained(run, [(rank, 1.0)], run.mesh)
 
 
-def _trained(run: Run, ranks: list[tuple[int, float]], mesh: str | None) -> Found:
+def _trained(run: Run, ranks: list[tuple[int, float]], mesh: Any) -> Found:
     model, plain = built(run)
     config = Config.load(mesh=mesh, **run.settings)
     late = partial(time.sleep, 0.03) if run.slow in [rank for rank, _ in ranks] else None

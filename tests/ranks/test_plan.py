@@ -39,7 +39,7 @@ def taken(rank: int, settings: dict[str, Any]) -> Peaks:
     torch.manual_seed(0)
     model = WithTargets()
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    _, optimizer = hetero.prepare(model, plain, mesh="world", **settings)
+    _, optimizer = hetero.prepare(model, plain, **settings)
     for _ in range(5):
         model(TOKENS).backward()
         optimizer.step()
@@ -60,10 +60,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list(SETTINGS))
 @pytest.mark.parametrize("n_ranks", [2, 3, 4])
 def test_a_rank_takes_what_was_planned(n_ranks: int, name: str) -> None:
-    settings = {"device": "cpu:sim", "chunk_bytes": 1024, **SETTINGS[name]}
+    assert_planned(n_ranks, name, {"dp_shard": n_ranks})
+
+
+def test_a_rank_of_copies_takes_what_was_planned() -> None:
+    assert_planned(4, "clipped", {"dp_replicate": 2, "dp_shard": 2})
+
+
+def assert_planned(n_ranks: int, name: str, mesh: dict[str, int]) -> None:
+    settings = {"device": "cpu:sim", "chunk_bytes": 1024, "mesh": mesh, **SETTINGS[name]}
     found = hetero.plan(
         *(WithTargets(), TOKENS),
-        **{**settings, "mesh": {"dp_shard": n_ranks}, "profile": PROFILE, "estimates": False},
+        **{**settings, "profile": PROFILE, "estimates": False},
     )
     planned: Peaks = {(tier, None): found.rehearsal.peaks[tier] for tier in TIERS}
     planned.update({(t, k): found.rehearsal.kinds[t, k] for t in TIERS for k in Kind})
@@ -104,7 +112,7 @@ def test_ranks_on_cuda_devices_are_planned() -> None:
     ("settings", "why"),
     [
         ({"mesh": "world"}, "does not say how many ranks"),
-        ({"mesh": {"dp_shard": 2, "dp_replicate": 2}}, "shares and replicas together"),
+        ({"mesh": {"rows": 2}}, "an axis 'rows'"),
     ],
 )
 def test_what_ranks_cannot_do_is_not_planned(settings: dict[str, Any], why: str) -> None:

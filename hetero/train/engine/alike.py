@@ -164,7 +164,7 @@ def share_values(comm: Comm, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
             continue
         value = tensor.detach().cpu().contiguous().clone()
         flat = value.view(-1).view(torch.uint8)
-        comm.complete(flat, [0, *[flat.numel()] * comm.size], f"the first value of {name!r}")
+        comm.complete(flat, [0, *[flat.numel()] * comm.n_shares], f"the first value of {name!r}")
         with torch.no_grad():
             tensor.copy_(value)
 

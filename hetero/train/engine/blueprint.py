@@ -139,17 +139,18 @@ def draw(
     optimizer: torch.optim.Optimizer | None,
     config: Config,
     device: Device | None = None,
-    n_ranks: int = 1,
+    n_shares: int = 1,
+    n_copies: int = 1,
 ) -> Blueprint:
     """Find the units, lay out the buckets and size the states, for a CPU unless a device is given;
-    touches nothing. ``n_ranks`` share the homes."""
+    touches nothing. ``n_copies`` of the homes are cut in ``n_shares`` each, one a rank."""
     device = device or CpuDevice()
     owned = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
     units, home = assign(model, find_units(model, config.units))
     check_tables(model, config)
     working = working_dtypes(model, config.precision, config.keep_fp32)
     codecs = codecs_of(model, config, working)
-    align = ALIGN if n_ranks == 1 else SHARE_ALIGN
+    align = ALIGN if n_shares == 1 else SHARE_ALIGN
     specs = [
         ParamSpec(
             name=name,
@@ -164,7 +165,8 @@ def draw(
         for name, p in pages(model)
     ]
     names = [unit.name or "model" for unit in units]
-    layout = build_layout(specs, names, config.chunk_bytes, WORKING.get(config.precision), n_ranks)
+    dtype = WORKING.get(config.precision)
+    layout = build_layout(specs, names, config.chunk_bytes, dtype, n_shares, n_copies)
     bucket_of = {id(p): layout.home[i][0] for i, (_, p) in enumerate(pages(model))}
     needs = tuple(unit_needs(i, unit, layout, bucket_of) for i, unit in enumerate(units))
     groups = optimizer.param_groups if optimizer else []

@@ -55,8 +55,8 @@ class Part:
     """Takes all bytes, or those kept, from ``read(first byte, into)``, which gives the tensor in
     some order."""
     kept: slice | None = None
-    """Elements, in ``order``, that this rank keeps and ``save`` gives, while others keep the rest;
-    None: every rank has all of them."""
+    """Elements, in ``order``, that this rank's ``save`` gives, while others give the rest; None:
+    every rank has all of them."""
     order: Order = ()
     """In which ``save`` gives bytes."""
 
@@ -69,9 +69,9 @@ def of_home(name: Name, home: Home, segment: Segment, bucket: int) -> Part:
     """
     spec, dtype = segment.spec, home.item_dtype
     items = home.items(segment.offset, segment.end)
-    mine = home.own(items)
-    kept = slice(mine.start - items.start, mine.stop - items.start) if home.is_share else None
-    save = partial(_save_run, home, mine)
+    mine, saved = home.own(items), home.to_save(items)
+    kept = slice(saved.start - items.start, saved.stop - items.start) if home.is_share else None
+    save = partial(_save_run, home, saved)
     if not home.codec.exact:
         name, shape = name._replace(key=home.codec.name), (items.stop - items.start,)
         load = partial(_load_run, home, items, mine)
@@ -79,9 +79,9 @@ def of_home(name: Name, home: Home, segment: Segment, bucket: int) -> Part:
     order = order_of(spec.shape, spec.stride)
     if home.device.type != "cpu" or (order and not home.is_share):
         save = partial(_save_whole, partial(home.read, segment))
-    saved = order if home.is_share else ()
+    lies = order if home.is_share else ()
     taken = partial(_load_home, home, segment, order)
-    return Part(name, dtype, spec.shape, bucket, save, taken, kept, saved)
+    return Part(name, dtype, spec.shape, bucket, save, taken, kept, lies)
 
 
 def order_of(shape: Sequence[int], stride: Sequence[int]) -> Order:

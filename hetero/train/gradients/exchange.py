@@ -72,7 +72,12 @@ def exchange_bytes(layout: Layout) -> int:
     """Return the HOST memory in which addends leave, and in which others' arrive or the next ones
     leave meanwhile."""
     shares = [b for b in layout.buckets if b.trainable and b.n_shares > 1]
-    return 2 * max((b.n_shares * part_numel(b) * b.dtype.itemsize for b in shares), default=0)
+    return max(((1 + b.n_copies) * outbox_bytes(b) for b in shares), default=0)
+
+
+def outbox_bytes(bucket: Bucket) -> int:
+    """Return the most bytes that leave at once: those for ranks with the same share leave once."""
+    return bucket.n_shares * part_numel(bucket) * bucket.dtype.itemsize
 
 
 def part_numel(bucket: Bucket) -> int:
@@ -212,13 +217,13 @@ class Exchange:
         box = self._comm.outbox(bucket.n_shares * numel * bucket.dtype.itemsize).view(bucket.dtype)
         landed: list[Ticket] = []
         made = (self._device.mark(),)
-        for rank in range(bucket.n_shares):
-            first = bucket.share(rank).start + part.start
+        for share in range(bucket.n_shares):
+            first = bucket.share(share).start + part.start
             for segment in segments_in(bucket, first, first + numel):
                 run = overlap(slice(first, first + numel), slice(segment.offset, segment.end))
                 if segment.position not in mine or run.start >= run.stop:
                     continue
-                at = rank * numel - first
+                at = share * numel - first
                 target = box[at + run.start : at + run.stop].view(torch.uint8)
                 source = row(mine[segment.position])[segment.inside(run)].view(torch.uint8)
                 landed.append(
@@ -245,7 +250,7 @@ class Exchange:
             self._open(bucket, there)
         if not self._present:
             return
-        n_bytes = (bucket.n_shares - 1) * (part.stop - part.start) * bucket.dtype.itemsize
+        n_bytes = (self._comm.size - 1) * (part.stop - part.start) * bucket.dtype.itemsize
         self._link.count(Lane.REDUCE, n_bytes, kind=Kind.GRAD, bucket=bucket.id, why="gradient")
         first = bucket.share(self._comm.rank).start + part.start
         values = [each.view(bucket.dtype) for each in parts]

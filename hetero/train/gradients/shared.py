@@ -230,7 +230,7 @@ class SharedGradStore(GradStore):
         mine = {
             slot.segment.index: whole_norm(slot.stored(), ord, in_fp32=slot.has_master)
             for slot in due
-            if self._owner(slot.segment) == self._comm.rank
+            if self._largest(slot.segment) == self._comm.rank % self._comm.n_shares
         }
         told: dict[int, torch.Tensor] = {}
         rows = self._comm.agree(pickle.dumps((indices, mine)), f"norms of order {ord}")
@@ -253,8 +253,8 @@ class SharedGradStore(GradStore):
     def _segments(self) -> Iterator[Segment]:
         return (segment for bucket in self._layout.buckets for segment in bucket.segments)
 
-    def _owner(self, segment: Segment) -> int:
-        """Return the rank with the largest part of a tensor, the first of equals."""
+    def _largest(self, segment: Segment) -> int:
+        """Return the share with the largest part of a tensor, the first of equals."""
         size = self._layout.bucket(segment).share_numel
         first, last = segment.offset // size, max(segment.offset, segment.end - 1) // size
         ends = (min(segment.end, (r + 1) * size) for r in range(first, last + 1))

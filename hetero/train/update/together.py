@@ -137,11 +137,13 @@ def step_together(store: HomeStore, works: Sequence[WholeShares]) -> None:
             work.by_all()
     if not owned:
         return
-    rank, owners = store.comm.rank, owners_of([work.numel for work in owned], store.comm.size)
+    comm = store.comm
+    first = comm.rank - comm.rank % comm.n_shares  # of the ranks that keep this copy
+    owners = [first + n for n in owners_of([work.numel for work in owned], comm.n_shares)]
     mine: dict[int, Stepped] | str = ""
     with store.writing_shares("updates of whole tensors"):  # no save reads any more
         try:
-            mine = {n: owned[n].by_owner() for n, owner in enumerate(owners) if owner == rank}
+            mine = {n: owned[n].by_owner() for n, owner in enumerate(owners) if owner == comm.rank}
         except BaseException as error:
             with suppress(RankLost):  # this rank's own error matters more
                 told_by_all(store, pickle.dumps(f"{type(error).__name__}: {error}"))
@@ -153,7 +155,7 @@ def step_together(store: HomeStore, works: Sequence[WholeShares]) -> None:
                 f"rank {other} failed in the updates of a step: {told}",
                 advice="load the last checkpoint: parameters are of two steps",
             )
-        if other != rank:
+        if other != comm.rank and other in owners:
             for number, stepped in told.items():
                 owned[number].take(stepped)
 
