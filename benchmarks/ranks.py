@@ -196,7 +196,7 @@ def wire(device: str | None = None) -> Figures:
     """Bytes gathered and exchanged in a step over the least, with frames for all weights or few."""
     rows, detail = [], {}
     for n_ranks in (2, 4):
-        for hbm in ("1GiB", "12MiB"):
+        for hbm in ("1GiB", "16MiB"):
             found = run_ranks(n_ranks, _moved, device or "cpu:sim", hbm)
             detail[f"{n_ranks} {hbm}"] = found
             for kind in ("gathered", "exchanged"):

@@ -7,7 +7,8 @@ without it. Time is virtual: a model of compute advances it, and rates give the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,7 +30,7 @@ from hetero.device import (
     stages_bytes,
 )
 from hetero.internals import without_modes
-from hetero.types import Lane
+from hetero.types import Lane, noop
 
 META = torch.device("meta")
 _unseen = WeakIdKeyDictionary()
@@ -80,6 +81,7 @@ class DryDevice(CpuDevice):
 
     name = "dry"
     has_bytes = False
+    is_modelled = True
 
     def __init__(
         self,
@@ -117,6 +119,7 @@ class DryDevice(CpuDevice):
         self.copies_here = copies_here
         self._asked: dict[Lane, deque[Ticket]] = {lane: deque() for lane in LANES}
         self._free_at = dict.fromkeys(Lane, 0.0)
+        self._aside_seconds = 0.0
 
     def arena(self, n_bytes: int) -> DrySlab:
         return DrySlab(n_bytes, torch.empty(0, dtype=torch.uint8, device=META))
@@ -156,6 +159,19 @@ class DryDevice(CpuDevice):
         if seconds > self.clock_seconds:
             self.clock_seconds = seconds
             self.time_passed()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        if not self.is_cuda:  # the processors are those that compute
+            yield
+            return
+        before, passed = self.clock_seconds, self.time_passed
+        self.clock_seconds, self.time_passed = max(before, self._aside_seconds), noop
+        try:
+            yield
+        finally:
+            self._aside_seconds = self.clock_seconds
+            self.clock_seconds, self.time_passed = before, passed
 
     def is_busy(self, lane: Lane) -> bool:
         return self._free_at[lane] > self.clock_seconds

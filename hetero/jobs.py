@@ -33,12 +33,12 @@ class Job:
 
     A slice that raises StorageError has changed nothing (it fails while reading its inputs) and
     stays to be done: the next waiter tries it again. So does one that a second Ctrl-C stopped. Any
-    other error ends the job.
+    other error ends the job; without ``retries`` these do, too.
     """
 
     __slots__ = (
         *("_after", "_changed", "_clock", "_closed", "_error", "_finish", "_flushes", "_left"),
-        *("_slices", "began", "ended", "then"),
+        *("_retries", "_slices", "began", "ended", "then"),
     )
 
     def __init__(
@@ -48,8 +48,10 @@ class Job:
         finish: Slice | None = None,
         after: Sequence[Job] = (),
         clock: Callable[[], float] = time.monotonic,
+        retries: bool = True,
     ) -> None:
         self._clock = clock
+        self._retries = retries
         self._flushes = flushes_denormals()  # as on the submitting thread
         self.began: float | None = None
         """When its first slice began, in seconds of ``clock``."""
@@ -95,7 +97,10 @@ class Job:
                 work()
                 work = noop  # not again, should the finish fail
                 self._complete()
-        except (StorageError, KeyboardInterrupt):
+        except (StorageError, KeyboardInterrupt) as error:
+            if not self._retries:
+                self.fail(error)
+                return True
             with self._changed:
                 self._slices.appendleft(work)
                 self._changed.notify_all()

@@ -1,7 +1,8 @@
 """The interface of what joins ranks: collectives that move bytes and never add them (floor 0).
 
-Every rank makes the same calls in the same order, from its main thread. Before bytes move, the
-ranks compare what they are about to do; where that differs, all of them raise DivergenceError.
+Every rank makes the same calls in the same order, from its main thread unless a call says
+otherwise. Before bytes move, the ranks compare what they are about to do; where that differs, all
+of them raise DivergenceError.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Node(Protocol):
 class Addends(Protocol):
     """An exchange under way."""
 
-    def wait(self) -> tuple[list[bytes], list[torch.Tensor]]:
-        """Return every rank's row, and the bytes that it has for this one; blocks.
+    def wait(self) -> list[torch.Tensor]:
+        """Return the bytes that every rank has for this one; blocks.
 
         They are valid until the exchange after the next begins.
         """
@@ -92,8 +93,9 @@ class Comm(Protocol):
     def lock_outboxes(self, device: Device) -> None:
         """Page-lock what gradients of a device leave through, until `close`."""
 
-    def exchange(self, row: bytes, what: str) -> Addends:
-        """Begin to send the outbox, and a row that all ranks get."""
+    def exchange(self, what: str) -> Addends:
+        """Begin to send the outbox. Exchanges are calls with an order of their own, made by one
+        thread at a time."""
 
     def agree(self, row: bytes, what: str) -> list[bytes]:
         """Return the rows of all ranks, of any length; blocks."""
@@ -128,7 +130,7 @@ class Alone:
 
     def lock_outboxes(self, device: Device) -> None: ...
 
-    def exchange(self, row: bytes, what: str) -> Addends:
+    def exchange(self, what: str) -> Addends:
         raise AssertionError("a rank that is alone exchanges nothing")
 
     def agree(self, row: bytes, what: str) -> list[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
 
 import torch
@@ -36,6 +37,7 @@ class CpuDevice:
     shares_ram = True
     is_cuda = False
     has_bytes = True
+    is_modelled = False
     align_bytes = 1
     cheap_slabs = True
 
@@ -85,6 +87,9 @@ class CpuDevice:
 
     def mark(self) -> Ticket:
         return self._done
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def touched(self, n_bytes: int) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -41,6 +42,7 @@ class CudaDevice:
     same_ram = False
     is_cuda = True
     has_bytes = True
+    is_modelled = False
     align_bytes = CUDA_ALIGN_BYTES
     cheap_slabs = False
 
@@ -112,6 +114,9 @@ class CudaDevice:
 
     def clock(self) -> float:
         return time.monotonic()
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def watch(self, on: bool) -> None:
         self._lanes.watch(on)

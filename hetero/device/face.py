@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -132,6 +133,8 @@ class Device(Protocol):
     """Whether its tensors have memory; if not, they are on the meta device."""
     align_bytes: int
     """Kernels of plain torch find tensors at multiples of it, and may choose by that."""
+    is_modelled: bool
+    """Whether its time is virtual: then no other thread of ours uses it."""
     cheap_slabs: bool
     """Whether a slab may be made in every step; page-locking one takes long."""
 
@@ -215,6 +218,9 @@ class Device(Protocol):
 
     def clock(self) -> float:
         """Return seconds for the event log: of the host, or virtual if time is modelled."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Where time is virtual, let it pass inside a block as on a thread of its own."""
 
     def watch(self, on: bool) -> None:
         """Begin, or stop, to time copies and marks on the device."""

@@ -7,10 +7,14 @@ and can model link rates on a virtual clock.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +24,8 @@ from hetero.device.face import ALONE, COPY_LANES, LANES, POISON, Stall, Ticket, 
 from hetero.errors import TransferError
 from hetero.types import Lane
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class _Deferred:
@@ -28,6 +34,17 @@ class _Deferred:
     src: torch.Tensor
     after: tuple[Ticket, ...]
     digest: int | None
+
+
+def one_at_a_time(act: Callable[..., T]) -> Callable[..., T]:
+    """Let a method of a device run on one thread at a time."""
+
+    @wraps(act)
+    def turn(self: SimDevice, *args: Any, **named: Any) -> T:
+        with self._turn:
+            return act(self, *args, **named)
+
+    return turn
 
 
 class SimDevice(CpuDevice):
@@ -64,7 +81,7 @@ class SimDevice(CpuDevice):
             Lane.D2H: d2h_bytes_per_second,
             Lane.D2D: None,
         }
-        self.is_timed = any(self.rates.values())
+        self.is_timed = self.is_modelled = any(self.rates.values())
         """Whether links have rates: then only they and `compute` take time."""
         self.shared_link = shared_link
         self.checked = checked
@@ -73,6 +90,8 @@ class SimDevice(CpuDevice):
         self._lazy = lazy
         self._queues: dict[Lane, deque[_Deferred]] = {lane: deque() for lane in LANES}
         self._free_at = dict.fromkeys(LANES, 0.0)
+        self._aside_seconds = 0.0
+        self._turn = threading.RLock()  # gradients for other ranks move on a thread of their own
         if not self.is_timed:
             self.clock = time.monotonic  # type: ignore[method-assign]  # called for every event
 
@@ -80,6 +99,7 @@ class SimDevice(CpuDevice):
         """Let the modelled compute stream work for ``seconds``."""
         self.clock_seconds += seconds
 
+    @one_at_a_time
     def copy(
         self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
     ) -> Ticket:
@@ -107,6 +127,7 @@ class SimDevice(CpuDevice):
         self._queues[lane].append(_Deferred(ticket, dst, src, after, digest))
         return ticket
 
+    @one_at_a_time
     def wait(self, ticket: Ticket) -> Stall | None:
         begin = self.clock()
         was_done = ticket.done
@@ -117,6 +138,7 @@ class SimDevice(CpuDevice):
 
     sync = wait
 
+    @one_at_a_time
     def query(self, ticket: Ticket) -> bool:
         self._tick()
         if self.is_timed:  # time decides, not chance
@@ -125,6 +147,7 @@ class SimDevice(CpuDevice):
             self._run_to(ticket)
         return ticket.done
 
+    @one_at_a_time
     def mark(self) -> Ticket:
         # Compute is immediate in this process: everything queued so far has happened.
         self._tick()
@@ -132,6 +155,15 @@ class SimDevice(CpuDevice):
 
     def now(self) -> float:
         return self.clock_seconds
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        before = self.clock_seconds
+        self.clock_seconds = max(before, self._aside_seconds)
+        try:
+            yield
+        finally:
+            self._aside_seconds, self.clock_seconds = self.clock_seconds, before
 
     def is_busy(self, lane: Lane) -> bool:
         return self._free_at.get(lane, 0.0) > self.clock_seconds
@@ -210,6 +242,7 @@ class SimDevice(CpuDevice):
                     advice="hold both sides of a copy until its ticket was waited for",
                 )
 
+    @one_at_a_time
     def check_read(self, src: torch.Tensor) -> None:
         """Raise TransferError if a queued copy has yet to write ``src``."""
         if self._written(src):

@@ -424,10 +424,6 @@ class Pinned(Home):
             copy[run.start - items.start : run.stop - items.start].copy_(self._flat[run])
         return copy
 
-    def to_save(self, items: slice) -> slice:
-        """Return those of the items that this rank saves; an empty run if there are none."""
-        return items
-
     def load_own(self, items: slice) -> torch.Tensor:
         return self.load(items)
 

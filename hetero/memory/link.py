@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable
 
@@ -15,10 +16,11 @@ from hetero.types import Kind, Lane
 class Link:
     """Queues copies on the lanes H2D and D2H and counts what they move."""
 
-    __slots__ = ("_device", "log", "n_bytes")
+    __slots__ = ("_device", "_moving", "log", "n_bytes")
 
     def __init__(self, device: Device, log: EventLog) -> None:
         self._device = device
+        self._moving = threading.Lock()  # gradients for other ranks move on a thread of their own
         self.log = log
         self.n_bytes: Counter[Lane] = Counter()
 
@@ -34,8 +36,9 @@ class Link:
         why: str = "",
     ) -> Ticket:
         """Queue a copy of raw bytes (1-D uint8, equally long); its ticket fires when it lands."""
-        ticket = self._device.copy(lane, dst, src, after)
-        self.n_bytes[lane] += dst.numel()
+        with self._moving:
+            ticket = self._device.copy(lane, dst, src, after)
+            self.n_bytes[lane] += dst.numel()
         self.log.add(
             *(What.MOVE, 0.0, ticket),
             lane=lane,
@@ -48,7 +51,8 @@ class Link:
 
     def count(self, lane: Lane, n_bytes: int, *, kind: Kind, bucket: int, why: str) -> None:
         """Count the bytes of a copy that is not needed: both sides are one memory."""
-        self.n_bytes[lane] += n_bytes
+        with self._moving:
+            self.n_bytes[lane] += n_bytes
         self.log.now(What.MOVE, lane=lane, bucket=bucket, n_bytes=n_bytes, category=kind, why=why)
 
     def wait(self, ticket: Ticket, *, kind: Kind, bucket: int = -1) -> None:

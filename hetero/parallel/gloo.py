@@ -69,13 +69,14 @@ class Gloo:
         self.n_local = min(self.size, local_ranks() or self.size)
         self._timeout = timeout_seconds
         self._groups: list[dist.ProcessGroup] = []
-        self._bytes, control, aside = (self._open(range(self.size)) for _ in range(3))
+        self._bytes, control, aside, swaps = (self._open(range(self.size)) for _ in range(4))
         copies = [range(at, at + n_shares) for at in range(0, self.size, n_shares)]
         groups = [self._open(copy) for copy in copies] if len(copies) > 1 else [self._bytes]
         self._copy = groups[self.rank // n_shares]
         self._waits = Waits(self.rank, self.size, timeout_seconds)
         self._meetings = Meetings(control, self._waits)
         self._aside = Meetings(aside, self._waits)
+        self._swaps = Meetings(swaps, self._waits)
         self._outbox = self._inbox = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._sent_bytes = 0
         self._device: Device | None = None  # that copies into the outbox
@@ -124,15 +125,13 @@ class Gloo:
             self._unlock()
         self._unlock = None
 
-    def exchange(self, row: bytes, what: str) -> Addends:
-        rows = self._meetings.meet(what, row)
-        if not any(map(any, rows)):
-            return GlooAddends(self, None, rows, [])
+    def exchange(self, what: str) -> Addends:
+        self._swaps.meet(f"{what}: {self._sent_bytes} bytes")
         sent = self._outbox[: self._sent_bytes].view(self.n_shares, -1)
         found = self._inbox[: self.n_copies * self._sent_bytes].view(self.size, -1)
-        rows_out = [sent[rank % self.n_shares] for rank in range(self.size)]
-        work = dist.all_to_all(list(found), rows_out, group=self._bytes, async_op=True)
-        return GlooAddends(self, CommTicket(work, what, (found, sent)), rows, list(found))
+        for_each = [sent[rank % self.n_shares] for rank in range(self.size)]
+        work = dist.all_to_all(list(found), for_each, group=self._swaps.group, async_op=True)
+        return GlooAddends(self, CommTicket(work, what, (found, sent)), list(found))
 
     def agree(self, row: bytes, what: str) -> list[bytes]:
         return self._meetings.meet(what, row)
@@ -227,17 +226,14 @@ class Meetings:
 class GlooAddends:
     """What an exchange of gloo's brings."""
 
-    def __init__(
-        self, comm: Gloo, ticket: CommTicket | None, rows: list[bytes], parts: list[torch.Tensor]
-    ) -> None:
+    def __init__(self, comm: Gloo, ticket: CommTicket, parts: list[torch.Tensor]) -> None:
         self._comm = comm
         self._ticket = ticket
-        self._found = rows, parts
+        self._parts = parts
 
-    def wait(self) -> tuple[list[bytes], list[torch.Tensor]]:
-        if self._ticket is not None:
-            self._comm.wait(self._ticket)
-        return self._found
+    def wait(self) -> list[torch.Tensor]:
+        self._comm.wait(self._ticket)
+        return self._parts
 
 
 def all_gather(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

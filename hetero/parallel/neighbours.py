@@ -46,8 +46,8 @@ class Neighbours(OneSided):
             if unlock is not None:
                 self._unlocks.append(unlock)
 
-    def exchange(self, row: bytes, what: str) -> Addends:
-        call = self.node.board.post(f"{what}: {self._sent_bytes} bytes", row)
+    def exchange(self, what: str) -> Addends:
+        call = self.node.swaps.post(f"{what}: {self._sent_bytes} bytes", b"")
         found = NearAddends(self, call, self._n_exchanges, self._sent_bytes // self.n_shares)
         self._n_exchanges += 1
         return found
@@ -84,10 +84,10 @@ class NearAddends:
         self._number = number
         self._part_bytes = part_bytes
 
-    def wait(self) -> tuple[list[bytes], list[torch.Tensor]]:
+    def wait(self) -> list[torch.Tensor]:
         comm, n_bytes = self._comm, self._part_bytes
-        rows = comm.node.board.join(self._call)
+        comm.node.swaps.join(self._call)
         share = comm.rank % comm.n_shares
         here = slice(share * n_bytes, (share + 1) * n_bytes)
         boxes = (comm.node.outbox(rank, self._number) for rank in range(comm.size))
-        return rows, [box[here] for box in boxes]
+        return [box[here] for box in boxes]

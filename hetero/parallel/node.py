@@ -29,7 +29,7 @@ from hetero.device.comm import Comm
 from hetero.memory.changes import bucket_of, count
 from hetero.memory.layout import Layout
 from hetero.parallel.board import Board, Entries, RankWatch
-from hetero.train.gradients.exchange import outbox_bytes
+from hetero.train.gradients.crossing import outbox_bytes
 
 TOKEN_BYTES = 16
 MOST_FILES = 64
@@ -55,7 +55,7 @@ class Introduction(NamedTuple):
 
 
 class Control:
-    """A rank's control block: a token, its files by name, its counters, and its board."""
+    """A rank's control block: a token, its files by name, its counters, and its boards."""
 
     def __init__(self, memory: mmap.mmap, pid: int, n_counters: int) -> None:
         self.pid = pid
@@ -65,11 +65,13 @@ class Control:
         self.files = numbers[: 2 * MOST_FILES].reshape(MOST_FILES, 2)
         """Rows of a name's number, and the descriptor of its file plus 1."""
         self.counts = numbers[2 * MOST_FILES :]
-        self.entries = Entries(memory, TOKEN_BYTES + numbers.nbytes)
+        first = TOKEN_BYTES + numbers.nbytes
+        self.entries = Entries(memory, first)
+        self.swaps = Entries(memory, first + Entries.size_bytes())
 
     @staticmethod
     def size_bytes(n_counters: int) -> int:
-        return TOKEN_BYTES + 8 * (2 * MOST_FILES + n_counters) + Entries.size_bytes()
+        return TOKEN_BYTES + 8 * (2 * MOST_FILES + n_counters) + 2 * Entries.size_bytes()
 
     def file(self, name: str) -> int | None:
         """Return the descriptor of a name's file; None if there is none yet."""
@@ -115,6 +117,9 @@ class SharedNode:
         self._watch = RankWatch(rank, pids, timeout_seconds)
         entries = [control.entries for control in controls.values()]
         self.board = Board(rank, entries, self._watch, self._letter)
+        swaps = [control.swaps for control in controls.values()]
+        self.swaps = Board(rank, swaps, self._watch, self._letter)
+        """Of calls without long rows, by the thread that exchanges."""
 
     def has_all(self, n_ranks: int) -> bool:
         """Whether all ranks are on this machine, not those of this one's copy alone."""

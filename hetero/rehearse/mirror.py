@@ -67,8 +67,8 @@ class Mirror(OneSided):
 
     def lock_outboxes(self, device: Device) -> None: ...
 
-    def exchange(self, row: bytes, what: str) -> MirrorAddends:
-        return MirrorAddends(self, row, self._sent_bytes)
+    def exchange(self, what: str) -> MirrorAddends:
+        return MirrorAddends(self, self._sent_bytes)
 
     def agree(self, row: bytes, what: str) -> list[bytes]:
         return [row] * self.size
@@ -90,13 +90,12 @@ class Mirror(OneSided):
 class MirrorAddends:
     """An exchange with ranks that send what this one does."""
 
-    def __init__(self, comm: Mirror, row: bytes, n_bytes: int) -> None:
+    def __init__(self, comm: Mirror, n_bytes: int) -> None:
         self._comm = comm
-        self._row = row
         self._n_bytes = n_bytes
 
-    def wait(self) -> tuple[list[bytes], list[torch.Tensor]]:
-        return [self._row] * self._comm.size, self._comm.sum_up(self._n_bytes)
+    def wait(self) -> list[torch.Tensor]:
+        return self._comm.sum_up(self._n_bytes)
 
 
 def mirrored(mesh: Any, device: DryDevice, memory_seconds: MemorySeconds) -> Comm:

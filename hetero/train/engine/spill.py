@@ -10,7 +10,7 @@ from hetero.io import ALIGN
 from hetero.memory.layout import Bucket
 from hetero.plan.placement import HomePart, place
 from hetero.train.engine.blueprint import Blueprint
-from hetero.train.gradients.exchange import exchange_bytes
+from hetero.train.gradients.crossing import exchange_bytes
 from hetero.train.gradients.ring import ring_bytes
 from hetero.types import Kind, format_bytes
 

@@ -15,74 +15,24 @@ out.
 from __future__ import annotations
 
 import pickle
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from hetero.device import Device, Ticket
-from hetero.device.comm import Addends, Comm
+from hetero.cores import Cores
+from hetero.device import Device
+from hetero.device.comm import Comm
 from hetero.errors import StateError
-from hetero.memory.extent import PinUse, overlap
+from hetero.memory.extent import overlap
 from hetero.memory.home import Home
-from hetero.memory.layout import Bucket, Layout, Segment, row
+from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.link import Link
-from hetero.types import Kind, Lane
+from hetero.train.gradients.crossing import Crossing, Crossings, Load, Sum
+from hetero.train.gradients.ring import GradRing
 
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """One exchange that is under way: of the same elements of every share of a bucket."""
-
-    bucket: Bucket
-    part: slice
-    """Of each share."""
-    addends: Addends
-    unscale: float
-
-
-class Sum(NamedTuple):
-    """A run of this rank's share to which the same ranks add."""
-
-    run: slice
-    last: int
-    """Position of the last gradient in it."""
-    ranks: tuple[int, ...]
-    adds: bool
-    """Whether it adds to what an earlier pass left at home."""
-
-    def precedes(self, other: Sum) -> bool:
-        """Whether the other one is of the next gradient, and of the same ranks."""
-        same = (self.ranks, self.adds) == (other.ranks, other.adds)
-        return same and other.last == self.last + 1
-
-
-SUM_NUMEL = 2**18
-PARTS = 16  # exchanges of a bucket: buffers are then small compared with the states
-LEAST_PART, MOST_PART = 256, 2**20  # elements of each share in one of them
-_offset_of, _end_of = attrgetter("offset"), attrgetter("end")
 Open = Callable[[Segment], bool]
 """Prepares a gradient for a sum; returns whether it adds to an earlier one."""
-
-
-def exchange_bytes(layout: Layout) -> int:
-    """Return the HOST memory in which addends leave, and in which others' arrive or the next ones
-    leave meanwhile."""
-    shares = [b for b in layout.buckets if b.trainable and b.n_shares > 1]
-    return max(((1 + b.n_copies) * outbox_bytes(b) for b in shares), default=0)
-
-
-def outbox_bytes(bucket: Bucket) -> int:
-    """Return the most bytes that leave at once: those for ranks with the same share leave once."""
-    return bucket.n_shares * part_numel(bucket) * bucket.dtype.itemsize
-
-
-def part_numel(bucket: Bucket) -> int:
-    """Return the elements of each share that one exchange moves."""
-    return min(bucket.share_numel, max(LEAST_PART, min(-(-bucket.share_numel // PARTS), MOST_PART)))
 
 
 def sum_dtype(bucket: Bucket) -> torch.dtype:
@@ -94,6 +44,7 @@ class Exchange:
     """Sends this rank's addends to the owners of their shares, and sums those of its own.
 
     Args:
+        ring: bounds the addends that are held on the device until they have left.
         expected: returns the positions of a bucket's segments whose gradients a pass makes.
         opens: see `Open`; called for each gradient that any rank has.
         closed: called with it when its sum is at home.
@@ -106,6 +57,8 @@ class Exchange:
         *,
         device: Device,
         link: Link,
+        ring: GradRing,
+        cores: Cores,
         home: Callable[[Bucket], Home],
         expected: Callable[[Bucket], set[int]],
         opens: Open,
@@ -114,22 +67,21 @@ class Exchange:
         self.unscale = 1.0
         self._layout = layout
         self._comm = comm
-        self._device = device
         self._link = link
+        self._ring = ring
         self._home = home
         self._expected = expected
         self._opens = opens
         self._closed = closed
-        comm.lock_outboxes(device)
         # as backward comes to them if units were registered as they are called
         self._order = [b for b in reversed(layout.buckets) if b.trainable]
         self._completed: list[int] | None = []  # buckets of the first pass, until it is over
         self._next = 0
         self._addends: dict[int, dict[int, torch.Tensor]] = {b.id: {} for b in self._order}
         self._exchanged: set[int] = set()  # buckets of this pass
-        self._flight: Flight | None = None
-        self._present: list[Segment] = []  # of the bucket under way: those that any rank has
-        self._sums: list[Sum] = []  # and the sums of this rank's share
+        self._crossings = Crossings(comm, device, link, cores)
+        self._crossing: deque[tuple[Crossing, list[Segment]]] = deque()
+        """Buckets under way, with the gradients that any rank has."""
 
     def add(self, segment: Segment, grad: torch.Tensor) -> None:
         """Take an addend of this rank's, in the parameter's own strides."""
@@ -159,7 +111,8 @@ class Exchange:
         """Exchange what is left of a pass; all sums are at home then."""
         while self._next < len(self._order):
             self._begin(self._order[self._next])
-        self._finish()
+        while self._crossing:
+            self._finish_oldest()
         self.clear()
         self._learn()
 
@@ -174,103 +127,59 @@ class Exchange:
         self._order.sort(key=lambda bucket: places.get(bucket.id, len(told)))
 
     def forget(self) -> list[Segment]:
-        """Drop the addends of a pass that failed; return the gradients that lack them."""
+        """Drop the addends of a pass that failed; return the gradients that lack some."""
         lost = [s for b in self._order for s in b.segments if s.position in self._addends[b.id]]
-        flight = self._flight
-        if flight is not None:
-            there, _ = flight.addends.wait()
-            if flight.part.start:
-                self._home(flight.bucket).changes.end()
-            lost += present_in(flight.bucket, there)
+        for crossing, present in self._crossing:  # that other ranks make, too
+            try:
+                crossing.wait()
+            except BaseException:  # of any kind: that of the pass is on its way to the user
+                lost += present
+            else:
+                self._close(present)
+            finally:
+                self._home(crossing.bucket).changes.end()
         self.clear()
         return lost
 
     def clear(self) -> None:
         """Begin anew."""
-        self._next, self._flight = 0, None
+        self._next = 0
+        self._crossing.clear()
         self._exchanged.clear()
         for addends in self._addends.values():
             addends.clear()
 
+    def close(self) -> None:
+        """End the thread that makes crossings; none is under way."""
+        self._crossings.close()
+
     # -- one bucket ------------------------------------------------------------------------------
 
     def _begin(self, bucket: Bucket) -> None:
-        """Exchange a bucket part by part; the last one stays under way."""
+        """Agree which gradients of a bucket there are, and let them cross."""
         mine = self._addends[bucket.id]
         here = bytes(segment.position in mine for segment in bucket.segments)
-        size, step = bucket.share_numel, part_numel(bucket)
-        for start in range(0, size, step):
-            self._finish()
-            if start and not self._present:
-                break  # no rank has a gradient
-            part = slice(start, min(start + step, size))
-            self._go_down(bucket, part)
-            addends = self._comm.exchange(here, f"gradients of bucket {bucket.id} from {start}")
-            self._flight = Flight(bucket, part, addends, self.unscale)
-        mine.clear()
+        with self._link.log.standing("ranks"):
+            there = self._comm.agree(here, f"gradients of bucket {bucket.id}")
+        present = present_in(bucket, there)
+        if present:
+            self._close_done()
+            self._let_cross(bucket, present, there)
+        self._addends[bucket.id] = {}
         self._exchanged.add(bucket.id)
         self._next += 1
 
-    def _go_down(self, bucket: Bucket, part: slice) -> None:
-        """Copy a part of this rank's addends into the outbox."""
-        mine, numel = self._addends[bucket.id], part.stop - part.start
-        box = self._comm.outbox(bucket.n_shares * numel * bucket.dtype.itemsize).view(bucket.dtype)
-        landed: list[Ticket] = []
-        made = (self._device.mark(),)
-        for share in range(bucket.n_shares):
-            first = bucket.share(share).start + part.start
-            for segment in segments_in(bucket, first, first + numel):
-                run = overlap(slice(first, first + numel), slice(segment.offset, segment.end))
-                if segment.position not in mine or run.start >= run.stop:
-                    continue
-                at = share * numel - first
-                target = box[at + run.start : at + run.stop].view(torch.uint8)
-                source = row(mine[segment.position])[segment.inside(run)].view(torch.uint8)
-                landed.append(
-                    self._link.move(
-                        *(Lane.D2H, target, source),
-                        kind=Kind.GRAD,
-                        after=made,
-                        bucket=bucket.id,
-                        why="gradient",
-                    )
-                )
-        for ticket in landed:
-            self._link.sync(ticket, kind=Kind.GRAD, bucket=bucket.id)
-
-    def _finish(self) -> None:
-        """Sum the addends of the exchange under way."""
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return
-        with self._link.log.standing("ranks"):
-            there, parts = flight.addends.wait()
-        bucket, part = flight.bucket, flight.part
-        if part.start == 0:
-            self._open(bucket, there)
-        if not self._present:
-            return
-        n_bytes = (self._comm.size - 1) * (part.stop - part.start) * bucket.dtype.itemsize
-        self._link.count(Lane.REDUCE, n_bytes, kind=Kind.GRAD, bucket=bucket.id, why="gradient")
-        first = bucket.share(self._comm.rank).start + part.start
-        values = [each.view(bucket.dtype) for each in parts]
-        for each in self._sums:
-            run = overlap(each.run, slice(first, first + part.stop - part.start))
-            if run.start < run.stop:
-                self._sum(flight, each._replace(run=run), values, first)
-        if part.stop == bucket.share_numel:
-            self._home(bucket).changes.end()
-            for segment in self._present:
-                self._closed(segment)
-
-    def _open(self, bucket: Bucket, there: Sequence[bytes]) -> None:
-        """Begin the sums of a bucket, of which each rank tells which gradients it has."""
-        self._present = present_in(bucket, there)
-        if not self._present:
-            return
-        sums = [self._sum_of(segment, bucket, there) for segment in self._present]
-        self._sums = merged([found for found in sums if found is not None])
-        self._home(bucket).changes.begin()
+    def _let_cross(self, bucket: Bucket, present: list[Segment], there: Sequence[bytes]) -> None:
+        sums = [self._sum_of(segment, bucket, there) for segment in present]
+        home = self._home(bucket)
+        home.changes.begin()
+        load = Load(
+            *(bucket, self._addends[bucket.id], self._ring.mark()),
+            *(merged([each for each in sums if each is not None]), home, self.unscale),
+        )
+        crossing = self._crossings.begin(load)
+        self._crossing.append((crossing, present))
+        self._ring.hold(crossing, load.n_bytes)
 
     def _sum_of(self, segment: Segment, bucket: Bucket, there: Sequence[bytes]) -> Sum | None:
         """Return the sum of a gradient's part in this rank's share; None if there is none."""
@@ -279,53 +188,26 @@ class Exchange:
         ranks = tuple(r for r, have in enumerate(there) if have[segment.position])
         return Sum(run, segment.position, ranks, adds) if run.start < run.stop else None
 
-    def _sum(self, flight: Flight, each: Sum, values: Sequence[torch.Tensor], start: int) -> None:
-        """Add a run; ``values`` of each rank are from element ``start`` of the bucket on."""
-        home = self._home(flight.bucket)
-        use = PinUse.WRITE if each.adds else PinUse.FRESH
-        for run in home.runs(each.run.start, each.run.stop, use):
-            total = home.part(run)
-            if not total.is_meta:  # a plan has no numbers
-                self._add(total, flight, each._replace(run=run), values, start)
+    def _close_done(self) -> None:
+        """Close the gradients whose sums are at home."""
+        while self._crossing and self._crossing[0][0].done:
+            self._finish_oldest()
 
-    def _add(
-        self,
-        total: torch.Tensor,
-        flight: Flight,
-        each: Sum,
-        values: Sequence[torch.Tensor],
-        start: int,
-    ) -> None:
-        first = each.run.start
-        factors = [f for f in (flight.unscale, 1 / self._comm.size) if f != 1.0]
-        for number, rank in enumerate(each.ranks):
-            for at in range(first, each.run.stop, SUM_NUMEL):  # an addend stays in the cache
-                end = min(at + SUM_NUMEL, each.run.stop)
-                here, addend = (
-                    total[at - first : end - first],
-                    values[rank][at - start : end - start],
-                )
-                if number == 0 and not each.adds:
-                    scaled(here.copy_(addend), factors)
-                else:
-                    here.add_(scaled(addend.to(here.dtype, copy=True), factors))
+    def _finish_oldest(self) -> None:
+        crossing, present = self._crossing[0]
+        crossing.wait()
+        self._crossing.popleft()
+        self._home(crossing.bucket).changes.end()
+        self._close(present)
+
+    def _close(self, present: Iterable[Segment]) -> None:
+        for segment in present:
+            self._closed(segment)
 
 
 def present_in(bucket: Bucket, there: Sequence[bytes]) -> list[Segment]:
     """Return a bucket's gradients that any rank has."""
     return [s for s in bucket.segments if any(have[s.position] for have in there)]
-
-
-def segments_in(bucket: Bucket, start: int, end: int) -> Sequence[Segment]:
-    """Return the segments that have elements in a part of a bucket."""
-    first = bisect_right(bucket.segments, start, key=_end_of)
-    return bucket.segments[first : bisect_left(bucket.segments, end, key=_offset_of)]
-
-
-def scaled(values: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
-    for factor in factors:
-        values.mul_(factor)
-    return values
 
 
 def merged(sums: Sequence[Sum]) -> list[Sum]:

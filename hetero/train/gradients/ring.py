@@ -15,7 +15,7 @@ from hetero.device import Device, Slab, Ticket, release_slab
 from hetero.jobs import Job
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.memory.transfers import Landing, Transfers
+from hetero.memory.transfers import Landing, Pending, Transfers
 from hetero.types import Kind, Lane, Tier
 
 N_STAGES = 8  # pieces on their way or being added
@@ -74,7 +74,7 @@ class GradRing:
         self._link = link
         self._ledger = ledger
         self._copies: Transfers[torch.Tensor] = Transfers()
-        self._reads: Transfers[None] = Transfers()  # by jobs, of sources in place
+        self._reads: Transfers[None] = Transfers()  # of sources that others hold
         self._stages: deque[RingStage] = deque()
 
     def copy(
@@ -126,6 +126,13 @@ class GradRing:
         starts = self._starts(source)
         for start in starts:
             self._stage_piece(source[start : start + starts.step], start, consume, bucket)
+
+    def hold(self, end: Pending, n_bytes: int) -> None:
+        """Count sources that something else sends until it is over; waits while too much is
+        held."""
+        self._reads.queue(end, None, n_bytes=n_bytes)
+        self._was_used = True
+        self.poll()
 
     @property
     def useful_bytes(self) -> int:

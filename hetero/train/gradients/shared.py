@@ -16,7 +16,8 @@ from hetero.device.comm import Comm
 from hetero.errors import DivergenceError, StateError
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.link import Link
-from hetero.train.gradients.exchange import Exchange, exchange_bytes
+from hetero.train.gradients.crossing import exchange_bytes
+from hetero.train.gradients.exchange import Exchange
 from hetero.train.gradients.homes import shaped
 from hetero.train.gradients.slot import (
     NONE,
@@ -81,6 +82,8 @@ class SharedGradStore(GradStore):
             comm,
             device=named["device"],
             link=link,
+            ring=self.ring,
+            cores=named["cores"],
             home=self.homes.of,
             expected=self._trained,
             opens=self._open,
@@ -176,6 +179,7 @@ class SharedGradStore(GradStore):
 
     def reset(self) -> None:
         self._exchange.clear()
+        self._exchange.close()
         self._kept.clear()
         self._addends.clear()
         super().reset()
