@@ -38,6 +38,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "llama-3-8b": _published("llama", 128256, 4096, 32, 32, 8, 14336),
         "llama-3-70b": _published("llama", 128256, 8192, 80, 64, 8, 28672),
+        "llama-3-405b": _published("llama", 128256, 16384, 126, 128, 8, 53248),
         "llama-2-7b": _published("llama", 32000, 4096, 32, 32, 32, 11008),
         "mistral-7b": _published("mistral", 32000, 4096, 32, 32, 8, 14336),
         "mixtral-8x7b": _published(

@@ -10,6 +10,7 @@ from hetero.rehearse.models import from_config
 PUBLISHED = {
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
     "llama-2-7b": 6_738_415_616,
     "mistral-7b": 7_241_732_096,
     "mixtral-8x7b": 46_702_792_704,

@@ -66,10 +66,6 @@ class Load:
     home: Home
     unscale: float
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(addend.nbytes for addend in self.addends.values())
-
 
 def exchange_bytes(layout: Layout) -> int:
     """Return the HOST memory in which addends leave, and in which others' arrive or the next ones
@@ -107,12 +103,31 @@ class Crossing:
         self.job.wait()
         self._fleet.pass_until(self._ends)
 
+    def settle(self) -> None:
+        """Block until it is over, or has failed."""
+        self.job.settle()
+        self._fleet.pass_until(self._ends)
+
     def _cross(self) -> None:
         load, self._load = self._load, None
         assert load is not None
         with self._fleet.aside(), host_work():
             self._fleet.cross(load)
             self._ends.end = self._fleet.now()
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a crossing reads: not needed once it is over, whatever its end."""
+
+    crossing: Crossing
+
+    @property
+    def done(self) -> bool:
+        return self.crossing.done
+
+    def wait(self) -> None:
+        self.crossing.settle()
 
 
 class Crossings:
@@ -162,6 +177,9 @@ class Crossings:
     def cross(self, load: Load) -> None:
         """Exchange a bucket part by part, and sum what is of this rank's share."""
         bucket = load.bucket
+        if not self._device.has_bytes:
+            self._pass(load)
+            return
         size, step = bucket.share_numel, part_numel(bucket)
         under_way: tuple[slice, Addends] | None = None
         for start in range(0, size, step):
@@ -176,6 +194,24 @@ class Crossings:
             under_way = part, self._comm.exchange(what)
         if under_way is not None:
             self._sum(load, under_way[0], self._join(under_way[1]))
+
+    def _pass(self, load: Load) -> None:
+        """Let the time of a crossing pass, as of one large copy: of a thousand ranks there would be
+        too many to walk."""
+        bucket, link, device = load.bucket, self._link, self._device
+        n_bytes = sum(addend.nbytes for addend in load.addends.values())
+        box, sent = (device.arena(n_bytes).carve(0, n_bytes) for _ in range(2))
+        ticket = link.move(
+            *(Lane.D2H, box, sent),
+            kind=Kind.GRAD,
+            after=(load.made,),
+            bucket=bucket.id,
+            why="gradient",
+        )
+        self._comm.outbox(bucket.n_shares * bucket.share_numel * bucket.dtype.itemsize)
+        parts = self._join(self._comm.exchange(f"gradients of bucket {bucket.id}"))
+        self._sum(load, slice(0, bucket.share_numel), parts)
+        link.sync(ticket, kind=Kind.GRAD, bucket=bucket.id)
 
     def _join(self, addends: Addends) -> list[torch.Tensor]:
         with self._link.log.standing("ranks"):

@@ -28,7 +28,7 @@ from hetero.memory.extent import overlap
 from hetero.memory.home import Home
 from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.link import Link
-from hetero.train.gradients.crossing import Crossing, Crossings, Load, Sum
+from hetero.train.gradients.crossing import Crossing, Crossings, Load, Sources, Sum
 from hetero.train.gradients.ring import GradRing
 
 Open = Callable[[Segment], bool]
@@ -179,7 +179,7 @@ class Exchange:
         )
         crossing = self._crossings.begin(load)
         self._crossing.append((crossing, present))
-        self._ring.hold(crossing, load.n_bytes)
+        self._ring.hold(Sources(crossing), list(load.addends.values()))
 
     def _sum_of(self, segment: Segment, bucket: Bucket, there: Sequence[bytes]) -> Sum | None:
         """Return the sum of a gradient's part in this rank's share; None if there is none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import torch
 
@@ -74,7 +75,7 @@ class GradRing:
         self._link = link
         self._ledger = ledger
         self._copies: Transfers[torch.Tensor] = Transfers()
-        self._reads: Transfers[None] = Transfers()  # of sources that others hold
+        self._reads: Transfers[Sequence[torch.Tensor]] = Transfers()  # by others, in place
         self._stages: deque[RingStage] = deque()
 
     def copy(
@@ -119,7 +120,7 @@ class GradRing:
         """Give a 1-D tensor to jobs on HOST: ``consume(piece, first element)`` makes each job."""
         if self._device.same_ram:
             self._link.count(Lane.D2H, source.nbytes, kind=Kind.GRAD, bucket=bucket, why="gradient")
-            self._reads.queue(consume(source, 0), None, n_bytes=source.nbytes)
+            self._reads.queue(consume(source, 0), (), n_bytes=source.nbytes)
             self._was_used = True
             self.poll()
             return
@@ -127,10 +128,9 @@ class GradRing:
         for start in starts:
             self._stage_piece(source[start : start + starts.step], start, consume, bucket)
 
-    def hold(self, end: Pending, n_bytes: int) -> None:
-        """Count sources that something else sends until it is over; waits while too much is
-        held."""
-        self._reads.queue(end, None, n_bytes=n_bytes)
+    def hold(self, end: Pending, sources: Sequence[torch.Tensor]) -> None:
+        """Hold sources that something else sends until it is over; waits while too much is held."""
+        self._reads.queue(end, sources, n_bytes=sum(source.nbytes for source in sources))
         self._was_used = True
         self.poll()
 
@@ -146,7 +146,7 @@ class GradRing:
 
     def sources(self) -> Iterator[torch.Tensor]:
         """Yield the tensors held on the device until their copies have landed."""
-        return self._copies.kept()
+        return chain(self._copies.kept(), *self._reads.kept())
 
     def _stage_piece(self, part: torch.Tensor, start: int, consume: Consume, bucket: int) -> None:
         stage = self._free_stage()
