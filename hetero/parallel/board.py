@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from hetero import interrupts
 from hetero.errors import DivergenceError, RankLost
+from hetero.parallel.farewell import Farewell
 
 SAID_BYTES, ROW_BYTES, HEAD_BYTES = 96, 400, 16
 ENTRY_BYTES = HEAD_BYTES + SAID_BYTES + ROW_BYTES
@@ -32,8 +33,15 @@ LOOKS = 64
 class RankWatch:
     """Waits for what other ranks write, as long as they live and the timeout has not passed."""
 
-    def __init__(self, rank: int, pids: Mapping[int, int], timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        pids: Mapping[int, int],
+        farewells: Mapping[int, Farewell],
+        timeout_seconds: float,
+    ) -> None:
         self._rank = rank
+        self._farewells = farewells
         self._timeout = timeout_seconds
         self._lives = {other: os.pidfd_open(pid) for other, pid in pids.items()}
 
@@ -46,7 +54,7 @@ class RankWatch:
             if looks % LOOKS == 0:
                 dead = self._dead()
                 if dead is not None and not is_true():
-                    raise self.lost(dead, what, "its process ended")
+                    raise self.died(dead, what)
                 if time.monotonic() - began > self._timeout:
                     raise self.lost(rank, what, f"nothing for {self._timeout:.0f} s")
             interrupts.point(2)
@@ -59,6 +67,10 @@ class RankWatch:
                 gone.register(handle, select.POLLIN)
         ended = {handle for handle, _ in gone.poll(0)}
         return next((rank for rank, handle in self._lives.items() if handle in ended), None)
+
+    def died(self, rank: int, what: str) -> RankLost:
+        reason = self._farewells[rank].read() or "it was killed, or exited in the middle"
+        return self.lost(rank, what, f"its process ended ({reason})")
 
     def lost(self, rank: int, what: str, why: str) -> RankLost:
         return RankLost(

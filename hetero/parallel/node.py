@@ -29,6 +29,7 @@ from hetero.device.comm import Comm
 from hetero.memory.changes import bucket_of, count
 from hetero.memory.layout import Layout
 from hetero.parallel.board import Board, Entries, RankWatch
+from hetero.parallel.farewell import REASON_BYTES, Farewell, tell_at_end
 from hetero.train.gradients.crossing import outbox_bytes
 
 TOKEN_BYTES = 16
@@ -55,7 +56,7 @@ class Introduction(NamedTuple):
 
 
 class Control:
-    """A rank's control block: a token, its files by name, its counters, and its boards."""
+    """A rank's control block: token, files by name, counters, boards, and why it left."""
 
     def __init__(self, memory: mmap.mmap, pid: int, n_counters: int) -> None:
         self.pid = pid
@@ -68,10 +69,12 @@ class Control:
         first = TOKEN_BYTES + numbers.nbytes
         self.entries = Entries(memory, first)
         self.swaps = Entries(memory, first + Entries.size_bytes())
+        self.farewell = Farewell(memory, first + 2 * Entries.size_bytes())
 
     @staticmethod
     def size_bytes(n_counters: int) -> int:
-        return TOKEN_BYTES + 8 * (2 * MOST_FILES + n_counters) + 2 * Entries.size_bytes()
+        numbers = 8 * (2 * MOST_FILES + n_counters)
+        return TOKEN_BYTES + numbers + 2 * Entries.size_bytes() + REASON_BYTES
 
     def file(self, name: str) -> int | None:
         """Return the descriptor of a name's file; None if there is none yet."""
@@ -114,7 +117,9 @@ class SharedNode:
         self._files: dict[str, int] = {}
         self._maps: dict[tuple[str, int], mmap.mmap] = {}
         pids = {rank: control.pid for rank, control in controls.items()}
-        self._watch = RankWatch(rank, pids, timeout_seconds)
+        farewells = {rank: control.farewell for rank, control in controls.items()}
+        self._watch = RankWatch(rank, pids, farewells, timeout_seconds)
+        tell_at_end(farewells[rank])
         entries = [control.entries for control in controls.values()]
         self.board = Board(rank, entries, self._watch, self._letter)
         swaps = [control.swaps for control in controls.values()]
@@ -168,7 +173,7 @@ class SharedNode:
         try:
             fd = os.open(f"/proc/{control.pid}/fd/{control.file(name)}", os.O_RDWR)
         except OSError:
-            raise self._watch.lost(rank, name, "its process ended") from None
+            raise self._watch.died(rank, name) from None
         try:
             return mmap.mmap(fd, 0)
         finally:

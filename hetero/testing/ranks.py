@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.errors import RankLost
+from hetero.parallel import farewell
 
 SECONDS = 120.0
 
@@ -85,6 +86,7 @@ def _fork(
         status = 0
     except BaseException as error:
         found = Died(_pickled(error), traceback.format_exc())
+        farewell.tell(farewell.reason_of(error))  # as of an error that nothing catches
     finally:
         try:
             (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))

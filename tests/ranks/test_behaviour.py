@@ -423,6 +423,8 @@ def test_when_a_rank_dies_the_others_hear_of_it_at_once(n_ranks: int, at: str) -
     for rank, each in enumerate(ends):
         assert isinstance(each, Died)
         assert rank == 1 or isinstance(each.error, RankLost), each.text
+        why = "KeyboardInterrupt" if at == "step" else "killed"
+        assert rank == 1 or why in str(each.error)
 
 
 def stops(rank: int) -> None:
