@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from hetero.recipes.result import StepReport
     from hetero.rehearse.plan import Plan
     from hetero.report.claims import ClaimVerdict
-    from hetero.report.make import RunReport
+    from hetero.report.examine import RunReport
 
 UNUSABLE = 2  # exit status: the request cannot be honoured as given
 DISAPPOINTED = 1  # exit status: a check is red, or a benchmark does not hold
@@ -299,13 +300,18 @@ def lint_files(files: tuple[str, ...], as_json: bool) -> bool:
 )
 @answers()
 def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None) -> int:
-    """Report what a recorded RUN did with memory and time; RUN is its directory.
+    """Report what a recorded RUN did with memory and time; RUN is its directory, or one with the
+    run of each rank inside.
 
     The exit status is 1 when a claim does not hold.
     """
     from hetero.report.claims import judge
-    from hetero.report.make import examine
+    from hetero.report.examine import examine
+    from hetero.report.ranks import rank_folders
 
+    folders = rank_folders(Path(run))
+    if folders:
+        return report_ranks(folders, claims, as_json, files)
     made = examine(run)
     verdicts = judge(claims, made.summary.figures())
     written = write_report(made, **files)
@@ -314,6 +320,33 @@ def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None
         print_json({**made.summary.as_json(), "claims": judged})
     else:
         show_report(made, verdicts, written)
+    return 0 if all(verdict.holds for verdict in verdicts) else DISAPPOINTED
+
+
+def report_ranks(
+    folders: list[Path], claims: tuple[str, ...], as_json: bool, files: dict[str, str | None]
+) -> int:
+    """Report the runs of all ranks on one page."""
+    from hetero.report.claims import judge
+    from hetero.report.measure import figures
+    from hetero.report.ranks import examine_ranks
+    from hetero.report.terminal import show_verdicts, show_written
+
+    output = files.pop("output")
+    alone = next((name for name, path in files.items() if path), None)
+    if alone is not None:
+        raise ConfigError(f"--{alone} of several ranks", advice="name the directory of one rank")
+    made = examine_ranks(folders)
+    verdicts = judge(claims, figures(made.as_json()))
+    if output is not None:
+        made.write(output)
+    if as_json:
+        print_json({**made.as_json(), "claims": [verdict.as_json() for verdict in verdicts]})
+    else:
+        console = open_console()
+        made.show(console)
+        show_verdicts(console, verdicts)
+        show_written(console, [output] if output else [])
     return 0 if all(verdict.holds for verdict in verdicts) else DISAPPOINTED
 
 

@@ -166,13 +166,17 @@ class EventLog:
             self.add(what, t0, self.clock(), **columns)
 
     @contextmanager
-    def standing(self, why: str) -> Iterator[None]:
-        """Append a WAIT for the length of a block, unless on a background thread."""
+    def standing(self, why: str, whom: Callable[[], str] = str) -> Iterator[None]:
+        """Append a WAIT for the length of a block, unless on a background thread; ``whom`` returns
+        its category when it is over."""
         if is_behind():
             yield
             return
-        with self.during(What.WAIT, why=why):
+        t0 = self.clock()
+        try:
             yield
+        finally:
+            self.add(What.WAIT, t0, self.clock(), why=why, category=whom())
 
     def begin_access(self) -> int:
         """Begin an access and return its ``seq``, the cause of the events from here on."""

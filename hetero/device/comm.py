@@ -8,11 +8,13 @@ of them raise DivergenceError.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from hetero.device.face import Device, Slab, Ticket
+from hetero.events import EventLog
 from hetero.types import Lane
 
 
@@ -37,6 +39,9 @@ class Node(Protocol):
 
     def wait(self, counter: int) -> None:
         """Block until they have; raises RankLost for a rank that died, or takes too long."""
+
+    def awaited(self) -> int | None:
+        """As `Comm.awaited`."""
 
     def close(self) -> None:
         """Let go of the other ranks."""
@@ -107,6 +112,10 @@ class Comm(Protocol):
         """Return what joins the ranks from here on, if they find that they share a machine and may
         read each other's homes of a `Layout`; else this one. Collective."""
 
+    def awaited(self) -> int | None:
+        """Return the rank that came last in what this thread waited for since it asked last; None
+        if it waited for none, or cannot tell."""
+
     def close(self) -> None:
         """Give up groups and connections; no call is under way."""
 
@@ -141,7 +150,20 @@ class Alone:
     def nearer(self, layout: Any) -> Comm:
         return self
 
+    def awaited(self) -> int | None:
+        return None
+
     def close(self) -> None: ...
+
+
+def standing_for(comm: Comm, log: EventLog) -> AbstractContextManager[None]:
+    """Log the length of a block as a wait for other ranks, and for which."""
+    comm.awaited()
+    return log.standing("ranks", lambda: named(comm.awaited()))
+
+
+def named(rank: int | None) -> str:
+    return "" if rank is None else f"rank {rank}"
 
 
 class OneSided:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hetero.device import Device, Ticket
-from hetero.device.comm import Comm
+from hetero.device.comm import Comm, standing_for
 from hetero.errors import StateError
 from hetero.memory.codec import ENCODED_AT_ONCE, Workspace, is_finite
 from hetero.memory.extent import PinUse
@@ -54,7 +54,7 @@ class LocalBelow:
         """Queue copies of the whole home up; call `wait_fetch` before the first read."""
         bucket, home, was = replica.bucket, copy.home, replica.state
         if not home.changes.are_made:
-            with self._link.log.standing("ranks"):
+            with home.changes.standing(self._link.log):
                 home.changes.wait()
         copy.check_digest()
         replica.move(FILLING, UNDO if why == UNDO else "fetch")
@@ -260,5 +260,5 @@ class SharedBelow(LocalBelow):
         )
 
     def _arrive(self, ticket: Ticket, replica: Replica) -> None:
-        with self._link.log.standing("ranks"):
+        with standing_for(self._comm, self._link.log):
             self._comm.wait(ticket)

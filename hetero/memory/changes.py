@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from hetero.device.comm import Comm, Node
+from hetero.device.comm import Comm, Node, standing_for
+from hetero.events import EventLog
 from hetero.memory.layout import Layout
 from hetero.types import Kind
 
@@ -28,6 +29,10 @@ class Changes:
 
     def wait(self) -> None:
         """Block until that is so; raises RankLost if it never will be."""
+
+    def standing(self, log: EventLog) -> AbstractContextManager[None]:
+        """Log the length of a block as a wait for other ranks."""
+        return _NOTHING
 
     def begin(self) -> None:
         """This rank begins a change that all ranks make."""
@@ -57,6 +62,9 @@ class GatheredChanges(Changes):
     def __init__(self, comm: Comm, sharing: Sharing) -> None:
         self._comm = comm
         self._sharing = sharing
+
+    def standing(self, log: EventLog) -> AbstractContextManager[None]:
+        return standing_for(self._comm, log)
 
     @contextmanager
     def meeting(self, what: str) -> Iterator[None]:

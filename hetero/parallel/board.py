@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import select
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -42,6 +43,7 @@ class RankWatch:
     ) -> None:
         self._rank = rank
         self._farewells = farewells
+        self._awaited = threading.local()  # rank that came last
         self._timeout = timeout_seconds
         self._lives = {other: os.pidfd_open(pid) for other, pid in pids.items()}
 
@@ -49,6 +51,7 @@ class RankWatch:
         """Block until something is true that a rank brings about; else raise RankLost."""
         looks, began = 0, 0.0
         while not is_true():
+            self._awaited.rank = rank
             looks += 1
             began = began or time.monotonic()
             if looks % LOOKS == 0:
@@ -59,6 +62,11 @@ class RankWatch:
                     raise self.lost(rank, what, f"nothing for {self._timeout:.0f} s")
             interrupts.point(2)
             time.sleep(PAUSES_SECONDS[min(looks // LOOKS, len(PAUSES_SECONDS) - 1)])
+
+    def awaited(self) -> int | None:
+        """Return the rank of the last wait that this thread did not ask for yet."""
+        rank, self._awaited.rank = getattr(self._awaited, "rank", None), None
+        return rank
 
     def _dead(self) -> int | None:
         gone = select.poll()  # of this thread alone: a save waits too

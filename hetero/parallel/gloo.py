@@ -151,6 +151,9 @@ class Gloo:
         self.node = node  # homes are read on a machine, gradients and calls go between machines
         return self
 
+    def awaited(self) -> int | None:
+        return None if self.node is None else self.node.awaited()
+
     def close(self) -> None:
         if self.node is not None:
             self.node.close()

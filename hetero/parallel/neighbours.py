@@ -63,6 +63,9 @@ class Neighbours(OneSided):
         self.agree(b"", what)
         self._far.complete(value, cuts, what)
 
+    def awaited(self) -> int | None:
+        return self.node.awaited()
+
     def close(self) -> None:
         for unlock in self._unlocks:
             unlock()

@@ -126,6 +126,9 @@ class SharedNode:
         self.swaps = Board(rank, swaps, self._watch, self._letter)
         """Of calls without long rows, by the thread that exchanges."""
 
+    def awaited(self) -> int | None:
+        return self._watch.awaited()
+
     def has_all(self, n_ranks: int) -> bool:
         """Whether all ranks are on this machine, not those of this one's copy alone."""
         return len(self._controls) == n_ranks

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torch import nn
 
-from hetero.report.make import PAGE, report
+from hetero.report.examine import PAGE
+from hetero.report.make import report
 from hetero.report.profile import profile
 from hetero.report.run import META
 

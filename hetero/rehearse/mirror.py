@@ -43,6 +43,9 @@ class MirrorNode:
 
     def wait(self, counter: int) -> None: ...
 
+    def awaited(self) -> int | None:
+        return None
+
     def close(self) -> None: ...
 
 
@@ -76,6 +79,9 @@ class Mirror(OneSided):
     agree_aside = agree
 
     def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None: ...
+
+    def awaited(self) -> int | None:
+        return None
 
     def close(self) -> None: ...
 

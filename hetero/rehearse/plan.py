@@ -30,7 +30,7 @@ from hetero.rehearse.rehearsal import (
 )
 from hetero.rehearse.twin import batch_twin, twin_of
 from hetero.rehearse.whatif import ENDLESS, Baseline, what_if, without_hetero
-from hetero.report.make import PREDICTED, WHATIF, examine
+from hetero.report.examine import PREDICTED, WHATIF, examine
 from hetero.report.measure import Summary, measure, summarize
 from hetero.report.views import Sidecar, WhatIf
 from hetero.train.engine.budget import CUDA_RESIDENT

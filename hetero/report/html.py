@@ -114,6 +114,7 @@ def pages() -> Environment:
         three=three,
         per_cent=lambda share: f"{100 * share:.3f}%",
         numeric=lambda head: f"#{head}",
+        for_rank=lambda rank: f"#for {rank}",
         part_label=part_label,
     )
     made.globals.update(

@@ -1,41 +1,13 @@
-"""`hetero.report`: write the page and the summary of a run (floor 4)."""
+"""`hetero.report`: write the page of a run, or of the runs of all ranks (floor 4)."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero.errors import ConfigError
-from hetero.parse import Unparsable, json_of, read_text
-from hetero.report.advice import Advice, advise, verdict
-from hetero.report.html import render
-from hetero.report.measure import Measured, Summary, figures, measure, summarize
-from hetero.report.run import EVENTS, MAX_META_BYTES, MAX_NUMBER, Run, known, storing
-from hetero.report.views import Sidecar, WhatIf
-
-PREDICTED, WHATIF, SUMMARY = "predicted.json", "whatif.json", "summary.json"
-PAGE = "report.html"
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    measured: Measured
-    summary: Summary
-    advice: tuple[Advice, ...]
-    sidecar: Sidecar
-
-    def write(self, path: str | Path) -> None:
-        """Write the page, and ``summary.json`` next to it."""
-        page = Path(path)
-        text = render(self.measured, self.summary, self.advice, self.sidecar)
-        data = json.dumps(self.summary.as_json(), indent=1)
-        with storing(page):
-            page.parent.mkdir(parents=True, exist_ok=True)
-            page.write_text(text, "utf-8", "backslashreplace")  # half a surrogate pair in a name
-            page.with_name(SUMMARY).write_text(data + "\n", "utf-8")
+from hetero.report.examine import PAGE, examine, folder_of
+from hetero.report.measure import Summary
+from hetero.report.ranks import examine_ranks, rank_folders
 
 
 def report(run_or_model: Any, path: str | Path) -> Summary:
@@ -43,78 +15,24 @@ def report(run_or_model: Any, path: str | Path) -> Summary:
 
     Args:
         run_or_model: a run's directory, a `Run`, the object that `hetero.profile` yields, or a
-            prepared model, whose run is the last events it kept.
+            prepared model, whose run is the last events it kept. A directory with a run of each
+            rank inside: one page for all, and theirs in directories next to it.
         path: of the HTML file; in an existing directory, ``report.html``.
 
     Returns:
-        The figures, with the keys of ``summary.json``.
+        The figures, with the keys of ``summary.json``; of several ranks those of the first.
 
     Raises:
         ConfigError: this is no run, or it has no events.
         StorageError: the files cannot be written.
     """
+    page = Path(path) / PAGE if Path(path).is_dir() else Path(path)
+    folder = folder_of(run_or_model)
+    folders = rank_folders(folder) if folder is not None else []
+    if folders:
+        of_ranks = examine_ranks(folders)
+        of_ranks.write(page)
+        return of_ranks.runs[0].summary
     made = examine(run_or_model)
-    page = Path(path)
-    made.write(page / PAGE if page.is_dir() else page)
+    made.write(page)
     return made.summary
-
-
-def examine(run_or_model: Any) -> RunReport:
-    measured = measure(run_of(run_or_model))
-    advice = advise(measured)
-    said = (verdict(measured), *(each.text for each in advice))
-    folder = folder_of(run_or_model)
-    sidecar = Sidecar() if folder is None else sidecar_of(folder)
-    return RunReport(measured, summarize(measured, said), advice, sidecar)
-
-
-def folder_of(run_or_model: Any) -> Path | None:
-    if isinstance(run_or_model, (str, Path)):
-        return Path(run_or_model)
-    directory = getattr(run_or_model, "directory", None)
-    return directory if isinstance(directory, Path) else None
-
-
-def run_of(run_or_model: Any) -> Run:
-    """Return the run of any argument that `report` takes."""
-    if isinstance(run_or_model, Run):
-        return run_or_model
-    folder = folder_of(run_or_model)
-    if folder is not None:
-        return Run.load(folder)
-    from hetero.report.ring import kept_run  # loads torch, which reading a directory does not need
-
-    return kept_run(run_or_model)
-
-
-def sidecar_of(folder: Path) -> Sidecar:
-    """Return the plans next to a run, and the digest of its log."""
-    rows = read_json(folder / WHATIF, [])
-    predicted = read_json(folder / PREDICTED, {})
-    log = folder / EVENTS
-    digest = hashlib.sha256(log.read_bytes()).hexdigest() if log.exists() else ""
-    try:
-        planned = tuple(known(WhatIf, row) for row in rows)
-    except Unparsable as error:
-        raise ConfigError(
-            f"{folder / WHATIF}: {error}", advice="write it anew: hetero plan"
-        ) from error
-    odd = [key for key, value in figures(predicted).items() if not abs(value) < MAX_NUMBER]
-    if odd:
-        raise ConfigError(
-            f"{folder / PREDICTED}: {odd[0]} is no figure", advice="write it anew: hetero plan"
-        )
-    return Sidecar(predicted, planned, digest)
-
-
-def read_json(path: Path, default: Any) -> Any:
-    """Return a file's data, or ``default`` if there is no file."""
-    if not path.exists():
-        return default
-    try:
-        data = json_of(read_text(path, MAX_META_BYTES).encode())
-    except (OSError, Unparsable) as error:
-        raise ConfigError(f"{path}: {error}", advice="write it anew: hetero plan") from error
-    if not isinstance(data, type(default)):
-        raise ConfigError(f"{path} is no {type(default).__name__}", advice="hetero plan writes it")
-    return data

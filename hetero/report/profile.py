@@ -159,6 +159,8 @@ def meta_of(engine: Engine) -> Meta:
             BucketMeta(b.unit, b.n_bytes, b.numel, b.trainable, b.home_bytes)
             for b in layout.buckets
         ],
+        rank=engine.setup.comm.rank,
+        n_ranks=engine.setup.comm.size,
         versions=versions(),
         settings=given(engine.setup.config),
         **hardware(engine.setup.config.profile),

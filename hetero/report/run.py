@@ -86,6 +86,9 @@ class Meta:
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = COLUMNS
+    rank: int = 0
+    n_ranks: int = 1
+    """That share the model."""
     first_seq: int | None = None
     """Number of the first event, so that its loss is noticed; None: unknown."""
 

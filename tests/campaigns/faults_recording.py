@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hetero.events import EventLog
-from hetero.report.make import PREDICTED, WHATIF, report
+from hetero.report.examine import PREDICTED, WHATIF
+from hetero.report.make import report
 from hetero.report.run import EVENTS, META, Recorder
 from tests.campaigns.fuzz import Attempt, Parser, as_text, changed, spoiled
 from tests.report.synthetic import paged

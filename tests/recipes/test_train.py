@@ -33,7 +33,7 @@ from hetero.recipes.text import (
     unigram_entropy,
 )
 from hetero.recipes.train import digest, train
-from hetero.report import make
+from hetero.report import examine
 from hetero.report.run import Recorder, Run
 
 RUNS = Path(__file__).parent.parent.parent / "runs"
@@ -305,7 +305,7 @@ def test_a_run_that_cannot_be_recorded_trains_and_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "name"), [(Recorder, "flush"), (make.RunReport, "write"), (record, "report")]
+    ("what", "name"), [(Recorder, "flush"), (examine.RunReport, "write"), (record, "report")]
 )
 def test_a_disk_that_is_full_ends_no_training(
     what: Any, name: str, monkeypatch: pytest.MonkeyPatch

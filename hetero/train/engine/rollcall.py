@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from hetero.crc import crc32
-from hetero.device.comm import Comm
+from hetero.device.comm import Comm, standing_for
 from hetero.errors import OutOfMemory
 from hetero.events import EventLog
 from hetero.plan.division import Division
@@ -50,7 +50,7 @@ def agreed_division(
     except OutOfMemory as refused:
         error = refused
         mine = Answer(None, (str(refused.args[0]), refused.advice, refused.needed_bytes), known)
-    with log.standing("ranks"):
+    with standing_for(comm, log):
         rows = comm.agree(pickle.dumps(mine), "the division of HBM")
     told: list[Any] = [pickle.loads(row) for row in rows]  # from ranks of this very program
     if any(row.facts != known for row in told):

@@ -21,7 +21,7 @@ import torch
 
 from hetero.cores import Cores
 from hetero.device import Device, Ticket
-from hetero.device.comm import Addends, Comm
+from hetero.device.comm import Addends, Comm, standing_for
 from hetero.jobs import Job, Worker
 from hetero.memory.extent import PinUse, overlap
 from hetero.memory.home import Home
@@ -100,13 +100,15 @@ class Crossing:
 
     def wait(self) -> None:
         """Block until every sum of this rank's is at home; raises its error, if it failed."""
+        self.settle()
         self.job.wait()
-        self._fleet.pass_until(self._ends)
 
     def settle(self) -> None:
         """Block until it is over, or has failed."""
-        self.job.settle()
-        self._fleet.pass_until(self._ends)
+        if not self.done:
+            with self._fleet.standing():
+                self.job.settle()
+                self._fleet.pass_until(self._ends)
 
     def _cross(self) -> None:
         load, self._load = self._load, None
@@ -169,8 +171,10 @@ class Crossings:
 
     def pass_until(self, ticket: Ticket) -> None:
         if self._device.is_modelled:
-            with self._link.log.standing("ranks"):
-                self._device.wait(ticket)
+            self._device.wait(ticket)
+
+    def standing(self) -> AbstractContextManager[None]:
+        return standing_for(self._comm, self._link.log)
 
     # -- one bucket ------------------------------------------------------------------------------
 
@@ -214,7 +218,7 @@ class Crossings:
         link.sync(ticket, kind=Kind.GRAD, bucket=bucket.id)
 
     def _join(self, addends: Addends) -> list[torch.Tensor]:
-        with self._link.log.standing("ranks"):
+        with self.standing():
             return addends.wait()
 
     def _go_down(self, load: Load, part: slice) -> list[Ticket]:

@@ -22,7 +22,7 @@ import torch
 
 from hetero.cores import Cores
 from hetero.device import Device
-from hetero.device.comm import Comm
+from hetero.device.comm import Comm, standing_for
 from hetero.errors import StateError
 from hetero.memory.extent import overlap
 from hetero.memory.home import Home
@@ -159,7 +159,7 @@ class Exchange:
         """Agree which gradients of a bucket there are, and let them cross."""
         mine = self._addends[bucket.id]
         here = bytes(segment.position in mine for segment in bucket.segments)
-        with self._link.log.standing("ranks"):
+        with standing_for(self._comm, self._link.log):
             there = self._comm.agree(here, f"gradients of bucket {bucket.id}")
         present = present_in(bucket, there)
         if present:
