@@ -75,6 +75,10 @@ class Job:
         """Whether it is done, or has failed."""
         return self._closed
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
     def help(self) -> bool:
         """Do one slice; False if none is left to begin, or it cannot be done now."""
         try:
@@ -100,6 +104,8 @@ class Job:
         except (StorageError, KeyboardInterrupt) as error:
             if not self._retries:
                 self.fail(error)
+                if isinstance(error, KeyboardInterrupt):
+                    raise
                 return True
             with self._changed:
                 self._slices.appendleft(work)

@@ -102,6 +102,10 @@ class Comm(Protocol):
         """Begin to send the outbox. Exchanges are calls with an order of their own, made by one
         thread at a time."""
 
+    def give_up_exchange(self, why: str) -> None:
+        """Say in place of the next exchange, or of its end, that this rank makes none: all others
+        raise DivergenceError there."""
+
     def agree(self, row: bytes, what: str) -> list[bytes]:
         """Return the rows of all ranks, of any length; blocks."""
 
@@ -141,6 +145,8 @@ class Alone:
 
     def exchange(self, what: str) -> Addends:
         raise AssertionError("a rank that is alone exchanges nothing")
+
+    def give_up_exchange(self, why: str) -> None: ...
 
     def agree(self, row: bytes, what: str) -> list[bytes]:
         return [row]

@@ -150,6 +150,11 @@ class Board:
         self._n_letters = 0
         self._letters: dict[int, int] = {}  # by call
 
+    @property
+    def n_calls(self) -> int:
+        """Calls that this rank has made."""
+        return self._entries[self._rank].n_calls
+
     def post(self, what: str, row: bytes) -> int:
         """Make a call; return its number, to `join` it."""
         mine = self._entries[self._rank]

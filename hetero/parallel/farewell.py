@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import mmap
+import os
 import sys
 import weakref
 from types import TracebackType
 
 REASON_BYTES = 400
-AT_ITS_END = "it came to its end, without an error"
+AT_ITS_END = "its loop was over, or it called sys.exit"
 
 
 class Farewell:
@@ -20,7 +21,9 @@ class Farewell:
         self._place = slice(start, start + REASON_BYTES)
 
     def write(self, reason: str) -> None:
-        self._memory[self._place] = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
+        self._memory[self._place] = reason.encode(errors="replace")[:REASON_BYTES].ljust(
+            REASON_BYTES, b"\0"
+        )
 
     def read(self) -> str:
         """Return the reason; empty if the rank lives, or was killed."""
@@ -31,7 +34,7 @@ def tell_at_end(farewell: Farewell) -> None:
     """Write an error that nothing catches to ``farewell``, as long as it lives, or that the process
     ends without one."""
     _install()
-    _told.add(farewell)
+    _told[farewell] = os.getpid()
 
 
 def reason_of(error: BaseException) -> str:
@@ -40,14 +43,15 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-_told: weakref.WeakSet[Farewell] = weakref.WeakSet()
+_told: weakref.WeakKeyDictionary[Farewell, int] = weakref.WeakKeyDictionary()
+"""With the process that is the rank: a child that it forks is none."""
 _replaced: list[object] = []
 
 
 def tell(reason: str) -> None:
     """Write a reason for all ranks that this process is."""
-    for farewell in list(_told):
-        if not farewell.read():
+    for farewell, pid in list(_told.items()):
+        if pid == os.getpid() and not farewell.read():
             farewell.write(reason)
 
 

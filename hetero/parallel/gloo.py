@@ -133,6 +133,9 @@ class Gloo:
         work = dist.all_to_all(list(found), for_each, group=self._swaps.group, async_op=True)
         return GlooAddends(self, CommTicket(work, what, (found, sent)), list(found))
 
+    def give_up_exchange(self, why: str) -> None:
+        self._swaps.say(why)
+
     def agree(self, row: bytes, what: str) -> list[bytes]:
         return self._meetings.meet(what, row)
 
@@ -200,16 +203,15 @@ class Meetings:
         self.group = group
         self._waits = waits
         self._n_calls = 0
+        self._said: object = None  # a call under way, and its buffers
 
     def meet(self, what: str, row: bytes = b"") -> list[bytes]:
         """Compare what all ranks are about to do; return each one's row."""
-        self._n_calls += 1
-        said, short = what.encode()[:SAID_BYTES], row if len(row) <= ROW_BYTES else b""
-        numbers = b"".join(n.to_bytes(8, "little") for n in (self._n_calls, len(row)))
-        head = numbers + said.ljust(SAID_BYTES) + short.ljust(ROW_BYTES, b"\0")
-        heads = self._collect(torch.frombuffer(bytearray(head), dtype=torch.uint8), what)
+        heads = self._collect(self._head(what, row), what)
         end = 16 + SAID_BYTES
-        check_calls([(number(each), each[16:end].rstrip().decode()) for each in heads])
+        check_calls(
+            [(number(each), each[16:end].rstrip().decode(errors="replace")) for each in heads]
+        )
         sizes = [number(each[8:]) for each in heads]
         if max(sizes) <= ROW_BYTES:
             return [each[end : end + size] for each, size in zip(heads, sizes, strict=True)]
@@ -218,6 +220,20 @@ class Meetings:
             mine[: len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         rows = self._collect(mine, what)
         return [each[:size] for each, size in zip(rows, sizes, strict=True)]
+
+    def say(self, what: str) -> None:
+        """Make a call without waiting for the others, which hear of it in theirs."""
+        mine = self._head(what, b"")
+        rows = torch.empty(self._waits.size * mine.numel(), dtype=torch.uint8, device="cpu")
+        self._said = all_gather(rows, mine, self.group), rows, mine
+
+    def _head(self, what: str, row: bytes) -> torch.Tensor:
+        """Return what all ranks tell each other of the next call."""
+        self._n_calls += 1
+        said, short = what.encode()[:SAID_BYTES], row if len(row) <= ROW_BYTES else b""
+        numbers = b"".join(n.to_bytes(8, "little") for n in (self._n_calls, len(row)))
+        head = numbers + said.ljust(SAID_BYTES) + short.ljust(ROW_BYTES, b"\0")
+        return torch.frombuffer(bytearray(head), dtype=torch.uint8)
 
     def _collect(self, mine: torch.Tensor, what: str) -> list[bytes]:
         size = self._waits.size

@@ -33,12 +33,11 @@ class Neighbours(OneSided):
         self.node = node
         self._far = far
         self._unlocks: list[Callable[[], None]] = []
-        self._n_exchanges = 0
         self._sent_bytes = 0
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
         self._sent_bytes = n_bytes
-        return self.node.outbox(self.rank, self._n_exchanges)[:n_bytes]
+        return self.node.outbox(self.rank, self.node.swaps.n_calls + 1)[:n_bytes]
 
     def lock_outboxes(self, device: Device) -> None:
         for number in range(BOXES):
@@ -48,9 +47,10 @@ class Neighbours(OneSided):
 
     def exchange(self, what: str) -> Addends:
         call = self.node.swaps.post(f"{what}: {self._sent_bytes} bytes", b"")
-        found = NearAddends(self, call, self._n_exchanges, self._sent_bytes // self.n_shares)
-        self._n_exchanges += 1
-        return found
+        return NearAddends(self, call, self._sent_bytes // self.n_shares)
+
+    def give_up_exchange(self, why: str) -> None:
+        self.node.swaps.post(why, b"")
 
     def agree(self, row: bytes, what: str) -> list[bytes]:
         board = self.node.board
@@ -77,14 +77,13 @@ class Neighbours(OneSided):
 class NearAddends:
     """What an exchange brings: the parts of all outboxes that are for this rank.
 
-    The box of exchange n is filled again for n + 2. This rank does that once all have begun n + 1,
-    which they do after they have read n.
+    Exchanges are numbered as calls. The box of exchange n is filled again for n + 2. This rank does
+    that once all have begun n + 1, which they do after they have read n.
     """
 
-    def __init__(self, comm: Neighbours, call: int, number: int, part_bytes: int) -> None:
+    def __init__(self, comm: Neighbours, call: int, part_bytes: int) -> None:
         self._comm = comm
         self._call = call
-        self._number = number
         self._part_bytes = part_bytes
 
     def wait(self) -> list[torch.Tensor]:
@@ -92,5 +91,5 @@ class NearAddends:
         comm.node.swaps.join(self._call)
         share = comm.rank % comm.n_shares
         here = slice(share * n_bytes, (share + 1) * n_bytes)
-        boxes = (comm.node.outbox(rank, self._number) for rank in range(comm.size))
+        boxes = (comm.node.outbox(rank, self._call) for rank in range(comm.size))
         return [box[here] for box in boxes]

@@ -73,6 +73,8 @@ class Mirror(OneSided):
     def exchange(self, what: str) -> MirrorAddends:
         return MirrorAddends(self, self._sent_bytes)
 
+    def give_up_exchange(self, why: str) -> None: ...
+
     def agree(self, row: bytes, what: str) -> list[bytes]:
         return [row] * self.size
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from hetero.errors import BudgetError, DivergenceError, HeteroError, StateError
+from hetero.errors import BudgetError, DivergenceError, HeteroError, StateError, StorageError
 from hetero.internals import in_backward
 from hetero.interrupts import theirs
 from hetero.train.activations.caches import is_cache, twin
@@ -283,7 +283,7 @@ class ProofTrial:
                 tensor.requires_grad_(of)
             with torch.enable_grad():
                 self._forward.again(self._forward.with_tensors(given), second)
-        except DivergenceError:  # of ranks, and no fault of the call
+        except (DivergenceError, StorageError):  # of ranks or disks, and no fault of the call
             raise
         except (BudgetError, torch.OutOfMemoryError):
             return None

@@ -11,8 +11,8 @@ made where it begins.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -22,6 +22,7 @@ import torch
 from hetero.cores import Cores
 from hetero.device import Device, Ticket
 from hetero.device.comm import Addends, Comm, standing_for
+from hetero.errors import DivergenceError
 from hetero.jobs import Job, Worker
 from hetero.memory.extent import PinUse, overlap
 from hetero.memory.home import Home
@@ -113,7 +114,7 @@ class Crossing:
     def _cross(self) -> None:
         load, self._load = self._load, None
         assert load is not None
-        with self._fleet.aside(), host_work():
+        with self._fleet.aside(), host_work(), self._fleet.telling():
             self._fleet.cross(load)
             self._ends.end = self._fleet.now()
 
@@ -148,18 +149,33 @@ class Crossings:
         self._last: Job | None = None
         comm.lock_outboxes(device)
 
-    def begin(self, load: Load) -> Crossing:
+    def begin(self, crossing: Crossing) -> None:
         """Begin a crossing after the ones before it; all ranks begin the same."""
-        found = Crossing(load, self)
-        self._last = found.job
-        self._worker.submit(found.job)
-        return found
+        self._last = crossing.job
+        self._worker.submit(crossing.job)
 
     def before(self) -> list[Job]:
-        return [] if self._last is None or self._last.done else [self._last]
+        """Return the crossing that comes first: one that failed fails those after it, too."""
+        last = self._last
+        return [] if last is None or (last.done and not last.failed) else [last]
+
+    def clear(self) -> None:
+        """Begin anew, after a crossing that failed or without one."""
+        self._last = None
 
     def close(self) -> None:
         self._worker.close()
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell other ranks, which wait for this one's next part, if a block fails here alone."""
+        try:
+            yield
+        except DivergenceError:  # they know
+            raise
+        except BaseException as error:
+            self._comm.give_up_exchange(f"fails: {type(error).__name__}: {error}")
+            raise
 
     # -- time ------------------------------------------------------------------------------------
 

@@ -82,6 +82,8 @@ class Exchange:
         self._crossings = Crossings(comm, device, link, cores)
         self._crossing: deque[tuple[Crossing, list[Segment]]] = deque()
         """Buckets under way, with the gradients that any rank has."""
+        self._torn: set[int] = set()
+        """Buckets of which this rank's sums failed: others may not read them."""
 
     def add(self, segment: Segment, grad: torch.Tensor) -> None:
         """Take an addend of this rank's, in the parameter's own strides."""
@@ -113,6 +115,7 @@ class Exchange:
             self._begin(self._order[self._next])
         while self._crossing:
             self._finish_oldest()
+        self._ring.poll()
         self.clear()
         self._learn()
 
@@ -134,10 +137,10 @@ class Exchange:
                 crossing.wait()
             except BaseException:  # of any kind: that of the pass is on its way to the user
                 lost += present
+                self._torn.add(crossing.bucket.id)
             else:
-                self._close(present)
-            finally:
                 self._home(crossing.bucket).changes.end()
+                self._close(present)
         self.clear()
         return lost
 
@@ -145,6 +148,7 @@ class Exchange:
         """Begin anew."""
         self._next = 0
         self._crossing.clear()
+        self._crossings.clear()
         self._exchanged.clear()
         for addends in self._addends.values():
             addends.clear()
@@ -159,11 +163,11 @@ class Exchange:
         """Agree which gradients of a bucket there are, and let them cross."""
         mine = self._addends[bucket.id]
         here = bytes(segment.position in mine for segment in bucket.segments)
+        self._close_done()
         with standing_for(self._comm, self._link.log):
             there = self._comm.agree(here, f"gradients of bucket {bucket.id}")
         present = present_in(bucket, there)
         if present:
-            self._close_done()
             self._let_cross(bucket, present, there)
         self._addends[bucket.id] = {}
         self._exchanged.add(bucket.id)
@@ -172,13 +176,17 @@ class Exchange:
     def _let_cross(self, bucket: Bucket, present: list[Segment], there: Sequence[bytes]) -> None:
         sums = [self._sum_of(segment, bucket, there) for segment in present]
         home = self._home(bucket)
+        if bucket.id in self._torn:  # from here on readers wait for the change that begins
+            self._torn.discard(bucket.id)
+            home.changes.end()
         home.changes.begin()
         load = Load(
             *(bucket, self._addends[bucket.id], self._ring.mark()),
             *(merged([each for each in sums if each is not None]), home, self.unscale),
         )
-        crossing = self._crossings.begin(load)
+        crossing = Crossing(load, self._crossings)
         self._crossing.append((crossing, present))
+        self._crossings.begin(crossing)
         self._ring.hold(Sources(crossing), list(load.addends.values()))
 
     def _sum_of(self, segment: Segment, bucket: Bucket, there: Sequence[bytes]) -> Sum | None:

@@ -277,6 +277,7 @@ class SharedGradStore(GradStore):
         if slot.factors != NONE:
             slot.writable()
         slot.become(GradState.ARRIVING, "add")
+        slot.landing = UNSUMMED
         return True
 
     def _showing(self, segment: Segment) -> GradSlot:
