@@ -17,6 +17,7 @@ from torch import nn
 from hetero.api import engine_of, prepare_tuned, release
 from hetero.config import Config
 from hetero.memory.extent import PinUse
+from hetero.parallel import node
 from hetero.train.engine.engine import Engine
 from tests.emulator import fake
 from tests.emulator.harness import assert_no_pageable_copies
@@ -70,7 +71,11 @@ def main(settings: dict[str, Any]) -> None:
     expected = by_torch(dist.get_world_size(), settings.get("max_grad_norm"))
     fake.start()
     model, plain = built()
-    config = Config.load(device=fake.device(), mesh="world", timeout_seconds=60.0, **settings)
+    if isinstance(settings.get("mesh"), dict):  # with a copy on each machine
+        copy = dist.get_rank() // settings["mesh"]["dp_shard"]
+        node.machine = lambda: f"machine {copy}"
+    given = {"mesh": "world", **settings}
+    config = Config.load(device=fake.device(), timeout_seconds=60.0, **given)
     _, optimizer = prepare_tuned(model, plain, config, None)
     for step in range(STEPS):
         loss_of(model, step, dist.get_rank()).backward()

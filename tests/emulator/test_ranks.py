@@ -20,6 +20,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"max_grad_norm": 0.5}),
     (3, {}),
     (2, {"pinned": 2**17, "activations": "offload"}),
+    (4, {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "max_grad_norm": 0.5}),
 ]
 
 

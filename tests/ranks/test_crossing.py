@@ -192,3 +192,34 @@ def slow_sums(seconds: float) -> None:
         whole(self, *args)
 
     Crossings._sum = late  # type: ignore[method-assign]
+
+
+def has_lost(rank: int, device: str, one_sided: bool) -> tuple[list[str], float]:
+    """Fail in backward, and go on without zero_grad: sums of that pass lack addends."""
+    model, optimizer, run = prepared(device, one_sided)
+    loss_of(model, run, 0, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, run, 1, rank).backward()
+
+    def fail(param: torch.Tensor) -> None:
+        raise Planted("planted")
+
+    hook = model.first.weight.register_post_accumulate_grad_hook(fail)
+    began, ends = time.monotonic(), []
+    for _ in range(3):
+        try:
+            loss_of(model, run, 2, rank).backward()
+            optimizer.step()
+            ends.append("made")
+        except Exception as error:
+            ends.append(type(error).__name__)
+        hook.remove()
+    return ends, time.monotonic() - began
+
+
+@pytest.mark.parametrize(("device", "one_sided"), PLACES)
+def test_sums_that_lack_addends_are_refused_on_all_ranks(device: str, one_sided: bool) -> None:
+    for ends, seconds in run_ranks(2, has_lost, device, one_sided):
+        assert seconds < TIMEOUT / 2
+        assert ends[0] == "Planted" and "made" not in ends

@@ -121,7 +121,8 @@ def check_device(device: Device, comm: Comm) -> None:
         raise ConfigError(
             "ranks on CUDA devices share a model where they can read each other's homes: on one"
             " machine with Linux, in containers that see each other's processes",
-            advice="use one machine, or HeteroAccelerator without mesh=, which averages whole"
+            advice="use one machine; or a copy on each, mesh={'dp_replicate': machines,"
+            " 'dp_shard': devices of one}; or HeteroAccelerator without mesh=, which averages whole"
             " models",
         )
 

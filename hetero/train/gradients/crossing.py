@@ -161,7 +161,8 @@ class Crossings:
 
     def clear(self) -> None:
         """Begin anew, after a crossing that failed or without one."""
-        self._last = None
+        if self._last is not None and self._last.done:
+            self._last = None
 
     def close(self) -> None:
         self._worker.close()
@@ -176,6 +177,12 @@ class Crossings:
         except BaseException as error:
             self._comm.give_up_exchange(f"fails: {type(error).__name__}: {error}")
             raise
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell other ranks that this one cannot begin a crossing on which all have agreed."""
+        if self._last is not None:
+            self._last.settle()  # its exchanges come before what is told
+        self._comm.give_up_exchange(f"fails: {type(error).__name__}: {error}")
 
     # -- time ------------------------------------------------------------------------------------
 

@@ -168,22 +168,35 @@ class Exchange:
             there = self._comm.agree(here, f"gradients of bucket {bucket.id}")
         present = present_in(bucket, there)
         if present:
-            self._let_cross(bucket, present, there)
+            self._let_cross(self._load(bucket, present, there), present)
         self._addends[bucket.id] = {}
         self._exchanged.add(bucket.id)
         self._next += 1
 
-    def _let_cross(self, bucket: Bucket, present: list[Segment], there: Sequence[bytes]) -> None:
-        sums = [self._sum_of(segment, bucket, there) for segment in present]
+    def _load(self, bucket: Bucket, present: Iterable[Segment], there: Sequence[bytes]) -> Load:
+        try:
+            sums = [self._sum_of(segment, bucket, there) for segment in present]
+        except BaseException as error:
+            self._begin_change(bucket)
+            self._torn.add(bucket.id)
+            self._crossings.refuse(error)
+            raise
+        self._begin_change(bucket)
+        return Load(
+            *(bucket, self._addends[bucket.id], self._ring.mark()),
+            *(merged([each for each in sums if each is not None]), self._home(bucket)),
+            unscale=self.unscale,
+        )
+
+    def _begin_change(self, bucket: Bucket) -> None:
+        """Count the change of a bucket's gradients that all ranks begin."""
         home = self._home(bucket)
         if bucket.id in self._torn:  # from here on readers wait for the change that begins
             self._torn.discard(bucket.id)
             home.changes.end()
         home.changes.begin()
-        load = Load(
-            *(bucket, self._addends[bucket.id], self._ring.mark()),
-            *(merged([each for each in sums if each is not None]), home, self.unscale),
-        )
+
+    def _let_cross(self, load: Load, present: list[Segment]) -> None:
         crossing = Crossing(load, self._crossings)
         self._crossing.append((crossing, present))
         self._crossings.begin(crossing)
