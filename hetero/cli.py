@@ -14,19 +14,19 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
 from hetero.config import Config, parse_bytes
-from hetero.errors import ConfigError, HeteroError
+from hetero.errors import HeteroError
 from hetero.recipes.flags import (
     DEVICE,
     POSITIVE,
     PRECISION,
     RunCommand,
     fields_as_options,
+    mesh_sizes,
     option,
     unit_options,
 )
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from hetero.recipes.options import TrainOptions
     from hetero.recipes.result import StepReport
     from hetero.rehearse.plan import Plan
-    from hetero.report.claims import ClaimVerdict
-    from hetero.report.examine import RunReport
 
 UNUSABLE = 2  # exit status: the request cannot be honoured as given
 DISAPPOINTED = 1  # exit status: a check is red, or a benchmark does not hold
@@ -305,75 +303,23 @@ def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None
 
     The exit status is 1 when a claim does not hold.
     """
+    from hetero.report import terminal
     from hetero.report.claims import judge
-    from hetero.report.examine import examine
-    from hetero.report.ranks import rank_folders
-
-    folders = rank_folders(Path(run))
-    if folders:
-        return report_ranks(folders, claims, as_json, files)
-    made = examine(run)
-    verdicts = judge(claims, made.summary.figures())
-    written = write_report(made, **files)
-    if as_json:
-        judged = [verdict.as_json() for verdict in verdicts]
-        print_json({**made.summary.as_json(), "claims": judged})
-    else:
-        show_report(made, verdicts, written)
-    return 0 if all(verdict.holds for verdict in verdicts) else DISAPPOINTED
-
-
-def report_ranks(
-    folders: list[Path], claims: tuple[str, ...], as_json: bool, files: dict[str, str | None]
-) -> int:
-    """Report the runs of all ranks on one page."""
-    from hetero.report.claims import judge
+    from hetero.report.make import examined
     from hetero.report.measure import figures
-    from hetero.report.ranks import examine_ranks
-    from hetero.report.terminal import show_verdicts, show_written
 
-    output = files.pop("output")
-    alone = next((name for name, path in files.items() if path), None)
-    if alone is not None:
-        raise ConfigError(f"--{alone} of several ranks", advice="name the directory of one rank")
-    made = examine_ranks(folders)
-    verdicts = judge(claims, figures(made.as_json()))
-    if output is not None:
-        made.write(output)
+    made = examined(run)
+    found = made.as_json()
+    verdicts = judge(claims, figures(found))
+    written = made.write_files(**files)
     if as_json:
-        print_json({**made.as_json(), "claims": [verdict.as_json() for verdict in verdicts]})
+        print_json({**found, "claims": [verdict.as_json() for verdict in verdicts]})
     else:
         console = open_console()
         made.show(console)
-        show_verdicts(console, verdicts)
-        show_written(console, [output] if output else [])
+        terminal.show_verdicts(console, verdicts)
+        terminal.show_written(console, written)
     return 0 if all(verdict.holds for verdict in verdicts) else DISAPPOINTED
-
-
-def write_report(
-    made: RunReport, output: str | None, png: str | None, perfetto: str | None
-) -> list[str]:
-    """Write the requested files; returns their paths."""
-    if output is not None:
-        made.write(output)
-    if png is not None:
-        from hetero.report.png import write_png
-
-        write_png(made.measured, png)
-    if perfetto is not None:
-        from hetero.report.perfetto import write_perfetto
-
-        write_perfetto(made.measured, perfetto)
-    return [path for path in (output, png, perfetto) if path]
-
-
-def show_report(made: RunReport, verdicts: list[ClaimVerdict], written: list[str]) -> None:
-    from hetero.report import terminal
-
-    console = open_console()
-    terminal.show(console, made.measured, made.advice)
-    terminal.show_verdicts(console, verdicts)
-    terminal.show_written(console, written)
 
 
 @main.command()
@@ -424,17 +370,6 @@ def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
     if "gpu_memory" in given:
         given["hbm"] = given.pop("gpu_memory")
     return make(model, (samples, positions), estimates=estimates, **given)
-
-
-def mesh_sizes(given: str) -> dict[str, int]:
-    """Return sizes by axis from text as dp_replicate=2,dp_shard=4."""
-    pairs = [part.partition("=") for part in given.split(",")]
-    wrong = [name for name, _, size in pairs if not size.isdecimal() or not int(size)]
-    if wrong:
-        raise ConfigError(
-            f"--mesh {given}: no size of {wrong[0]!r}", advice="write --mesh dp_shard=4"
-        )
-    return {name.strip(): int(size) for name, _, size in pairs}
 
 
 @main.command()

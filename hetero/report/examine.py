@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from hetero.errors import ConfigError
 from hetero.parse import Unparsable, json_of, read_text
+from hetero.report import terminal
 from hetero.report.advice import Advice, advise, verdict
 from hetero.report.html import render
 from hetero.report.measure import Measured, Summary, figures, measure, summarize
@@ -26,6 +29,27 @@ class RunReport:
     summary: Summary
     advice: tuple[Advice, ...]
     sidecar: Sidecar
+
+    def as_json(self) -> dict[str, Any]:
+        return self.summary.as_json()
+
+    def show(self, console: Console) -> None:
+        """Print the figures and what to try."""
+        terminal.show(console, self.measured, self.advice)
+
+    def write_files(self, output: str | None, png: str | None, perfetto: str | None) -> list[str]:
+        """Write the requested files; returns their paths."""
+        if output is not None:
+            self.write(output)
+        if png is not None:
+            from hetero.report.png import write_png
+
+            write_png(self.measured, png)
+        if perfetto is not None:
+            from hetero.report.perfetto import write_perfetto
+
+            write_perfetto(self.measured, perfetto)
+        return [path for path in (output, png, perfetto) if path]
 
     def write(self, path: str | Path) -> None:
         """Write the page, and ``summary.json`` next to it."""

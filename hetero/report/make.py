@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hetero.report.examine import PAGE, examine, folder_of
+from hetero.report.examine import PAGE, RunReport, examine, folder_of
 from hetero.report.measure import Summary
-from hetero.report.ranks import examine_ranks, rank_folders
+from hetero.report.ranks import RankReports, examine_ranks, rank_folders
 
 
 def report(run_or_model: Any, path: str | Path) -> Summary:
@@ -27,12 +27,13 @@ def report(run_or_model: Any, path: str | Path) -> Summary:
         StorageError: the files cannot be written.
     """
     page = Path(path) / PAGE if Path(path).is_dir() else Path(path)
+    made = examined(run_or_model)
+    made.write(page)
+    return made.runs[0].summary if isinstance(made, RankReports) else made.summary
+
+
+def examined(run_or_model: Any) -> RunReport | RankReports:
+    """Return what a run comes to, or the runs of all ranks."""
     folder = folder_of(run_or_model)
     folders = rank_folders(folder) if folder is not None else []
-    if folders:
-        of_ranks = examine_ranks(folders)
-        of_ranks.write(page)
-        return of_ranks.runs[0].summary
-    made = examine(run_or_model)
-    made.write(page)
-    return made.summary
+    return examine_ranks(folders) if folders else examine(run_or_model)

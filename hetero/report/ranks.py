@@ -77,6 +77,17 @@ class RankReports:
             },
         }
 
+    def write_files(self, output: str | None, png: str | None, perfetto: str | None) -> list[str]:
+        """Write the page, if it is requested; ConfigError for files that are of one rank."""
+        if png or perfetto:
+            raise ConfigError(
+                f"{'--png' if png else '--perfetto'} of several ranks",
+                advice="name the directory of one rank",
+            )
+        if output is not None:
+            self.write(output)
+        return [output] if output else []
+
     def write(self, path: str | Path) -> None:
         """Write the page, each rank's own page and ``summary.json`` next to it."""
         page = Path(path)
