@@ -35,6 +35,7 @@ LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # a PCIe 
 C2C_GBPS = 450.0  # NVLink-C2C, one way
 DRIVE_GBPS = 16.0  # PCIe 5.0 x4
 NVLINK_GBPS = 900.0  # the fifth generation, one way
+NIC_GBPS = 100.0  # 800 Gb/s
 SHARES = ("_eff", "_factor")
 Rule = Callable[[MachineProfile], Iterator[str]]
 
@@ -150,9 +151,16 @@ def host_rated(host: Host, dtype: Dtype) -> bool:
     return host.gemm(dtype) is not None or grid is not None
 
 
+def machines_have_devices(profile: MachineProfile) -> Iterator[str]:
+    inter = profile.net.inter if profile.net is not None else None
+    if inter is not None and inter.devices_per_node < 1:
+        yield f"net.inter.devices_per_node: a machine of {inter.devices_per_node} devices"
+
+
 BROKEN: tuple[Rule, ...] = (
     kind_is_known,
     numbers_are_positive,
+    machines_have_devices,
     tables_ascend,
     grids_are_full,
     something_computes,
@@ -282,6 +290,8 @@ def physical(profile: MachineProfile) -> Iterator[tuple[str, Figure | None, floa
         yield "nvme.write_GBps", nvme.write_bytes_per_second, most, "of its kind"
     if net is not None:
         yield "net.GBps", net.bytes_per_second, NVLINK_GBPS, "of its kind"
+        if net.inter is not None:
+            yield "net.inter.GBps", net.inter.bytes_per_second, NIC_GBPS, "of one network card"
 
 
 def gib_are_not_gb(profile: MachineProfile) -> Iterator[str]:

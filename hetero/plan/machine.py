@@ -311,6 +311,18 @@ class DriveRates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InterNet:
+    """``[net.inter]``: between machines that are alike."""
+
+    bytes_per_second: Figure = field(metadata=form("GBps", GIGA))
+    """One way, of one device: its part of what its machine's network cards move."""
+    latency_seconds: Figure | None = optional("alpha_us", MICRO, zero=True)
+    """Of a message."""
+    devices_per_node: int = 8
+    """Devices on a machine, each of which is one rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Net:
     """``[net]``: between devices of one machine."""
 
@@ -320,6 +332,7 @@ class Net:
     latency_seconds: Figure | None = optional("alpha_us", MICRO, zero=True)
     busbw: Table | None = optional("busbw", 0, GIGA)
     """Rows (bytes, bus bandwidth of collectives)."""
+    inter: InterNet | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -179,6 +179,11 @@ PLANTED = {
         "sm = 128\nhbm_bytes = { v = 25757220864 }",
         "gpu.hbm_bytes: has no src",
     ),
+    "no devices": (
+        "[overlap]",
+        '[net.inter]\nGBps = { v = 40, src = "est" }\ndevices_per_node = 0\n\n[overlap]',
+        "net.inter.devices_per_node: a machine of 0 devices",
+    ),
     "unknown src": (
         'bf16 = { v = 165.2, src = "hmc" }',
         'bf16 = { v = 165.2, src = "hmm" }',
@@ -385,6 +390,12 @@ def test_a_net_that_is_given_in_bits_is_a_problem() -> None:
     text = planted("h200-sxm", "GBps = { v = 450", "GBps = { v = 3600")
 
     assert lint(text) == ["net.GBps: 3600 is above the 900 GB/s of its kind: gigabits?"]
+
+    text = planted("h200-sxm", "GBps = { v = 42", "GBps = { v = 400")
+
+    assert lint(text) == [
+        "net.inter.GBps: 400 is above the 100 GB/s of one network card: gigabits?"
+    ]
 
 
 def test_what_the_formulas_cannot_use_is_not_loaded_and_what_is_doubtful_is() -> None:
