@@ -97,6 +97,7 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "context": activations.context,
     "predict": plan.predict,
     "plan-70b": plan.plan_70b,
+    "plan-1000": plan.plan_1000,
     "lora": lora.lora,
     "profile-cost": plan.profile_cost,
     "auto": plan.auto,

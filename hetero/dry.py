@@ -29,6 +29,7 @@ from hetero.device import (
     UncountedMemory,
     stages_bytes,
 )
+from hetero.events import behind
 from hetero.internals import without_modes
 from hetero.types import Lane, noop
 
@@ -168,7 +169,8 @@ class DryDevice(CpuDevice):
         before, passed = self.clock_seconds, self.time_passed
         self.clock_seconds, self.time_passed = max(before, self._aside_seconds), noop
         try:
-            yield
+            with behind():
+                yield
         finally:
             self._aside_seconds = self.clock_seconds
             self.clock_seconds, self.time_passed = before, passed
@@ -195,8 +197,14 @@ class DryDevice(CpuDevice):
         host = src if lane is Lane.H2D else dst
         if lane in COPY_LANES and host.untyped_storage()._cdata in self._pageable:
             return self._staged(lane, n_bytes, start, busy)
-        end = start + self.copy_seconds(lane, n_bytes, busy=busy)
-        self._free_at[lane] = end
+        return self._occupied(lane, start, self.copy_seconds(lane, n_bytes, busy=busy))
+
+    def occupy(self, lane: Lane, seconds: float) -> Ticket:
+        """Return the ticket of other work that takes a lane, from when it is free."""
+        return self._occupied(lane, max(self._free_at[lane], self.clock_seconds), seconds)
+
+    def _occupied(self, lane: Lane, start: float, seconds: float) -> Ticket:
+        end = self._free_at[lane] = start + seconds
         return Ticket(lane, end).was(start, end)
 
     def _staged(self, lane: Lane, n_bytes: int, start: float, busy: bool) -> Ticket:

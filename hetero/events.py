@@ -215,6 +215,17 @@ def go_behind() -> None:
     _thread.behind = True
 
 
+@contextmanager
+def behind() -> Iterator[None]:
+    """Let this thread stand for a background thread inside a block."""
+    before = is_behind()
+    _thread.behind = True
+    try:
+        yield
+    finally:
+        _thread.behind = before
+
+
 def is_behind() -> bool:
     """Whether this is a background thread."""
     return getattr(_thread, "behind", False)

@@ -22,6 +22,7 @@ from hetero.crc import crc32
 from hetero.device.cpu import CpuDevice
 from hetero.device.face import ALONE, COPY_LANES, LANES, POISON, Stall, Ticket, use_count
 from hetero.errors import TransferError
+from hetero.events import behind
 from hetero.types import Lane
 
 T = TypeVar("T")
@@ -161,7 +162,8 @@ class SimDevice(CpuDevice):
         before = self.clock_seconds
         self.clock_seconds = max(before, self._aside_seconds)
         try:
-            yield
+            with behind():
+                yield
         finally:
             self._aside_seconds, self.clock_seconds = self.clock_seconds, before
 

@@ -101,6 +101,7 @@ class ParcelStore:
     Args:
         chunk_bytes: of every chunk, a multiple of 64.
         pool: for chunks that HOST has no room for.
+        ram: returns the bytes of RAM that may still be taken.
         reserved: returns the bytes of a tier that others will still take.
         counts_on: whether chunks beyond a budget are counted, for `refusal`, instead of an error.
     """
@@ -113,6 +114,7 @@ class ParcelStore:
         *,
         chunk_bytes: int,
         pool: Pool | NoPool,
+        ram: Callable[[], int],
         reserved: Callable[[Tier], int],
         counts_on: bool,
     ) -> None:
@@ -122,6 +124,7 @@ class ParcelStore:
         self._ledger = ledger
         self._chunk_bytes = align_up(chunk_bytes) if pool.spills else chunk_bytes
         self._pool = pool
+        self._ram = ram
         self._reserved = reserved
         self._counts_on = counts_on
         self._beyond: Counter[Tier] = Counter()  # chunks now
@@ -292,7 +295,7 @@ class ParcelStore:
         return free - self._reserved(tier)
 
     def _spare_ram(self) -> int:
-        return self._device.host_limit().n_bytes - SPARE_BYTES
+        return self._ram() - SPARE_BYTES
 
     def _take_beyond(self, tier: Tier) -> ParcelChunk:
         """Return a chunk counted beyond a tier's room, or raise OutOfMemory."""

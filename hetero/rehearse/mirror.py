@@ -1,25 +1,26 @@
 """Ranks that are as this one, made of numbers (floor 4).
 
-The first of N ranks on one machine is rehearsed; the others do what it does at the same time. What
-all of them do with one memory takes N times as long as for one.
+The first of N ranks is rehearsed; the others do what it does at the same time. What those of its
+machine do with one memory takes as many times as long as for one. Between machines, gathers and
+sums take the times of a network, which each of these two has to itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from hetero.device import Device, Slab
-from hetero.device.comm import ALONE_COMM, Comm, OneSided
+from hetero.device import Device, Slab, Ticket
+from hetero.device.comm import ALONE_COMM, Comm
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError
 from hetero.parallel.mesh import REPLICATE, SHARD, check_axes
-from hetero.types import Kind
-
-MemorySeconds = Callable[[int], float]
-"""The time in which the machine's processors read and write so many bytes."""
+from hetero.plan.machine import MachineProfile
+from hetero.plan.network import Ranks, exchange_seconds, gather_seconds, on_machines
+from hetero.types import Kind, Lane
 
 
 class MirrorNode:
@@ -49,20 +50,26 @@ class MirrorNode:
     def close(self) -> None: ...
 
 
-class Mirror(OneSided):
+class Mirror:
     """The first of the ranks of a mesh."""
 
     rank = 0
 
-    def __init__(
-        self, n_shares: int, n_copies: int, device: DryDevice, memory_seconds: MemorySeconds
-    ) -> None:
-        self.n_shares, self.n_copies = n_shares, n_copies
-        self.size = self.n_local = n_shares * n_copies
-        self.node = MirrorNode(device)
+    def __init__(self, ranks: Ranks, device: DryDevice, profile: MachineProfile) -> None:
+        self.n_shares, self.n_copies, self.n_local = ranks
+        self.size = ranks.size
+        self.node = MirrorNode(device) if ranks.is_near else None
         self._device = device
-        self._seconds = memory_seconds
+        self._gather_seconds = partial(gather_seconds, profile, ranks)
+        self._exchange_seconds = partial(exchange_seconds, profile, ranks)
+        self._memory_seconds = profile.host.memory_seconds
         self._sent_bytes = 0
+
+    def gather(self, whole: torch.Tensor, what: str) -> Ticket:
+        return self._device.occupy(Lane.GATHER, self._gather_seconds(whole.numel()))
+
+    def wait(self, ticket: Ticket) -> None:
+        self._device.wait(ticket)
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
         self._sent_bytes = n_bytes
@@ -82,16 +89,20 @@ class Mirror(OneSided):
 
     def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None: ...
 
+    def nearer(self, layout: Any) -> Comm:
+        return self
+
     def awaited(self) -> int | None:
         return None
 
     def close(self) -> None: ...
 
     def sum_up(self, n_bytes: int) -> list[torch.Tensor]:
-        """Let the time pass in which every rank reads all addends of its share, of ``n_bytes``
-        for all shares, and writes their sum."""
+        """Let the time pass in which addends of ``n_bytes`` for all shares arrive, and every rank
+        of this machine reads all those of its share, and writes their sum."""
         part_bytes = n_bytes // self.n_shares
-        self._device.compute(self._seconds((self.size + 1) * self.size * part_bytes))
+        self._device.compute(self._exchange_seconds(n_bytes))
+        self._device.compute(self._memory_seconds((self.size + 1) * self.n_local * part_bytes))
         return [self.outbox(part_bytes)] * self.size
 
 
@@ -106,28 +117,21 @@ class MirrorAddends:
         return self._comm.sum_up(self._n_bytes)
 
 
-def mirrored(mesh: Any, device: DryDevice, memory_seconds: MemorySeconds) -> Comm:
+def mirrored(mesh: Any, device: DryDevice, profile: MachineProfile) -> Comm:
     """Return the ranks of the setting `mesh`; ConfigError if it does not say how many."""
-    n_shares, n_copies = shares_of(mesh)
-    if n_shares == 1:
-        return ALONE_COMM
-    return Mirror(n_shares, n_copies, device, memory_seconds)
+    ranks = ranks_of(mesh, profile)
+    return ALONE_COMM if ranks.size == 1 else Mirror(ranks, device, profile)
 
 
-def n_sharing(mesh: Any) -> int:
-    """Return how many ranks share a model."""
-    n_shares, n_copies = shares_of(mesh)
-    return 1 if n_shares == 1 else n_shares * n_copies
-
-
-def shares_of(mesh: Any) -> tuple[int, int]:
-    """Return in how many shares ranks keep a model, and how many copies of it."""
+def ranks_of(mesh: Any, profile: MachineProfile) -> Ranks:
+    """Return the ranks that share a model; one if each keeps a whole one."""
     if mesh is None:
-        return 1, 1
+        return Ranks(1, 1, 1)
     if not isinstance(mesh, Mapping):
         raise ConfigError(
             f"a plan with mesh={mesh!r}, which does not say how many ranks there are",
             advice=f"plan with mesh={{'{SHARD}': 4}} for four",
         )
     check_axes(mesh)
-    return int(mesh.get(SHARD, 1)), int(mesh.get(REPLICATE, 1))
+    n_shares = int(mesh.get(SHARD, 1))
+    return on_machines(profile, n_shares, int(mesh.get(REPLICATE, 1)) if n_shares > 1 else 1)

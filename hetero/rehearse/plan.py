@@ -17,7 +17,7 @@ from hetero.errors import BudgetError, ConfigError
 from hetero.internals import tree_iter
 from hetero.plan.hardware import find
 from hetero.plan.machine import Dtype, MachineProfile
-from hetero.rehearse.mirror import n_sharing
+from hetero.rehearse.mirror import ranks_of
 from hetero.rehearse.models import Described, describe
 from hetero.rehearse.rehearsal import (
     PlainStep,
@@ -172,7 +172,7 @@ def plan(
     profile = machine(known)
     described = describe(model_or_config, batch)
     scene = scene_of(described, optimizer, loss, known, profile)
-    estimates = estimates and n_sharing(known.mesh) == 1  # they are of one rank
+    estimates = estimates and ranks_of(known.mesh, profile).size == 1  # they are of one rank
     return drawn(scene, described, until_it_fits(scene), estimates)
 
 
@@ -287,7 +287,8 @@ def budget(scene: Scene, field: str) -> int | None:
     value: int | None = getattr(scene.config, field)
     if value is None and field == "host":
         host = scene.profile.host
-        return int((host.limit_bytes or host.ram_bytes).value) // n_sharing(scene.config.mesh)
+        n_local = ranks_of(scene.config.mesh, scene.profile).n_local
+        return int((host.limit_bytes or host.ram_bytes).value) // n_local
     if value is None and field == "hbm" and scene.profile.gpu is not None:
         return int(scene.profile.gpu.hbm_bytes.value)
     return value

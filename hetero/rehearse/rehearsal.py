@@ -31,7 +31,7 @@ from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
 from hetero.rehearse.failures import explaining
 from hetero.rehearse.kernels import AsOn
-from hetero.rehearse.mirror import mirrored, n_sharing
+from hetero.rehearse.mirror import mirrored, ranks_of
 from hetero.rehearse.twin import twin_of
 from hetero.rehearse.worker import DryWorker
 from hetero.report.profile import ceilings, meta_of
@@ -129,18 +129,21 @@ def rehearse(scene: Scene) -> Rehearsal:
     computes by its numbers or that its batch does not suit.
     """
     device = device_for(scene.config, scene.profile)
-    comm = mirrored(scene.config.mesh, device, scene.profile.memory_seconds)
+    comm = mirrored(scene.config.mesh, device, scene.profile)
     scene = replace(scene, **twin_of(scene.model, scene.optimizer)._asdict())
     config = replace(scene.config, device=device, profile=None)
     disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None
     shares = comm.n_shares, comm.n_copies
     blueprint = draw(scene.model, scene.optimizer, config, device, *shares)
-    worker = DryWorker(device, partial(update_seconds, scene.profile, blueprint), disk)
+    here = comm.n_local / comm.n_shares  # its part of a bucket is updated on each machine
+    worker = DryWorker(
+        device, lambda n: update_seconds(scene.profile, blueprint, round(n * here)), disk
+    )
     tuning = Tuning(worker=worker, depth=scene.depth, activation_share=scene.activation_share)
     if disk is not None:
         tuning.open_pool = partial(open_dry_pool, disk)
     engine = assemble(scene.model, scene.optimizer, config, device, blueprint, tuning, comm)
-    device.ram_used = partial(engine.setup.ledger.used, Tier.HOST)
+    device.ram_used = lambda: comm.n_local * engine.setup.ledger.used(Tier.HOST)
     # the engine counts no activations of a model that stays
     beside = None if paged_of(engine) is not None else LiveBytes()
     steps: list[RehearsedStep] = []
@@ -223,7 +226,7 @@ def device_for(config: Config, profile: MachineProfile) -> DryDevice:
         hbm = int(gpu.hbm_bytes.value - (context.value if context is not None else 0))
     ram = int((profile.host.limit_bytes or profile.host.ram_bytes).value)
     hbm = None if hbm is None else max(hbm, config.hbm or 0)
-    n_ranks = n_sharing(config.mesh)
+    n_ranks = ranks_of(config.mesh, profile).n_local
     n_here = 1 if gpu is not None else n_ranks  # which compute, and copy, by the same processors
 
     def copy_seconds(lane: Lane, n_bytes: int, both_ways: bool) -> float:
@@ -292,7 +295,7 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> RehearsedStep:
     """Train one step and return its measurements."""
     began = device.clock()
     paged = isinstance(engine.residence, Paged)
-    n_here = 1 if device.is_cuda else engine.setup.comm.size
+    n_here = 1 if device.is_cuda else engine.setup.comm.n_local
     counted = paged and device.copies_here
     with OpClock(device, scene.profile, counted=counted, n_sharing=n_here) as clock:
         with nullcontext() if paged else phase(engine, "forward"):

@@ -91,7 +91,7 @@ def what_if(baseline: Baseline, micro_batch: int, sequence: int) -> Iterator[Wha
     for ranks in RANKS:
         # the homes are shared, and each GPU has a link and a batch of its own
         one = estimate(f"{ranks} GPUs in this machine", baseline)
-        said = f"{ranks} times the tokens a step, with several ranks (not in this version)"
+        said = f"{ranks} times the tokens a step, by a plan with --ranks {ranks}"
         yield replace(one, change=said if one.fits else one.change)
 
 

@@ -64,6 +64,7 @@ def test_a_chunk_is_filled_anew_behind_the_copy_that_still_reads_it() -> None:
         ledger,
         chunk_bytes=4096,
         pool=NoPool(),
+        ram=lambda: 2**40,
         reserved=lambda tier: 0,
         counts_on=False,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +13,13 @@ from torch import nn
 
 import hetero
 from hetero import ConfigError
-from hetero.api import engine_of
+from hetero.api import engine_of, prepare_tuned
+from hetero.config import Config
+from hetero.plan.hardware import dump, find
+from hetero.plan.machine import Figure, InterNet, Net
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.testing.ranks import run_ranks
+from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Tier
 
 PROFILE = "laptop-4c-avx2-ddr4"
@@ -34,12 +41,12 @@ class WithTargets(nn.Module):
         return loss
 
 
-def taken(rank: int, settings: dict[str, Any]) -> Peaks:
+def taken(rank: int, settings: dict[str, Any], one_sided: bool) -> Peaks:
     """Train as one of several ranks; return the peaks of the ledger."""
     torch.manual_seed(0)
     model = WithTargets()
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    _, optimizer = hetero.prepare(model, plain, **settings)
+    _, optimizer = prepare_tuned(model, plain, Config.load(**settings), Tuning(one_sided=one_sided))
     for _ in range(5):
         model(TOKENS).backward()
         optimizer.step()
@@ -67,16 +74,29 @@ def test_a_rank_of_copies_takes_what_was_planned() -> None:
     assert_planned(4, "clipped", {"dp_replicate": 2, "dp_shard": 2})
 
 
-def assert_planned(n_ranks: int, name: str, mesh: dict[str, int]) -> None:
+@pytest.mark.campaign(seconds=8)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 3}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
+def test_a_rank_that_gathers_from_other_machines_takes_what_was_planned(
+    mesh: dict[str, int], tmp_path: Path
+) -> None:
+    """Each of the planned machines has one device."""
+    far = InterNet(bytes_per_second=Figure(1e9, "est"), devices_per_node=1)
+    path = tmp_path / "cluster.toml"
+    path.write_text(dump(replace(find(PROFILE), net=Net(inter=far))))
+
+    assert_planned(math.prod(mesh.values()), "clipped", mesh, profile=str(path))
+
+
+def assert_planned(n_ranks: int, name: str, mesh: dict[str, int], profile: str = PROFILE) -> None:
     settings = {"device": "cpu:sim", "chunk_bytes": 1024, "mesh": mesh, **SETTINGS[name]}
     found = hetero.plan(
         *(WithTargets(), TOKENS),
-        **{**settings, "profile": PROFILE, "estimates": False},
+        **{**settings, "profile": profile, "estimates": False},
     )
     planned: Peaks = {(tier, None): found.rehearsal.peaks[tier] for tier in TIERS}
     planned.update({(t, k): found.rehearsal.kinds[t, k] for t in TIERS for k in Kind})
 
-    for real in run_ranks(n_ranks, taken, settings):
+    for real in run_ranks(n_ranks, taken, settings, profile == PROFILE):
         assert real == planned
 
 

@@ -117,7 +117,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def check_device(device: Device, comm: Comm) -> None:
     """Refuse ranks that gather on CUDA devices: no collective here moves their memory."""
-    if device.is_cuda and comm.size > 1 and comm.node is None:
+    if device.is_cuda and device.has_bytes and comm.size > 1 and comm.node is None:
         raise ConfigError(
             "ranks on CUDA devices share a model where they can read each other's homes: on one"
             " machine with Linux, in containers that see each other's processes",

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -99,7 +100,7 @@ class Setup:
 
     def ram(self) -> int:
         """Return the bytes of RAM that may still be taken."""
-        return self.device.host_limit().n_bytes
+        return free_ram(self.device, self.comm)
 
     def count(self) -> None:
         """A step is made."""
@@ -171,7 +172,7 @@ def set_up(
     return Setup(
         *(model, inner, config, device, blueprint, tuning, params, log),
         *(comm, budget, ledger, store),
-        offload=make_offload(budget, config, device, ledger, store, log),
+        offload=make_offload(budget, config, device, ledger, store, log, comm),
         masters=masters,
         worker=worker,
         handover=Handover(model, params, blueprint.layout),
@@ -230,6 +231,7 @@ def make_offload(
     ledger: Ledger,
     store: HomeStore,
     log: EventLog,
+    comm: Comm,
 ) -> Offload:
     """Return the offload of activations, in chunks like those of parameters."""
     required = config.activations == "offload"
@@ -240,10 +242,16 @@ def make_offload(
         ledger,
         chunk_bytes=chunk_bytes,
         pool=store.pool,
+        ram=partial(free_ram, device, comm),
         reserved=unclaimed(budget, ledger, store),
         counts_on=required,
     )
     return Offload(parcels, device, required=required, min_bytes=min(MIN_BYTES, chunk_bytes))
+
+
+def free_ram(device: Device, comm: Comm) -> int:
+    """Return the bytes of RAM that this rank may still take while all of its machine do so."""
+    return device.host_limit().n_bytes // comm.n_local
 
 
 def unclaimed(budget: Budget, ledger: Ledger, store: HomeStore) -> Callable[[Tier], int]:

@@ -275,7 +275,8 @@ class Crossings:
         n_bytes = (self._comm.size - 1) * numel * bucket.dtype.itemsize
         self._link.count(Lane.REDUCE, n_bytes, kind=Kind.GRAD, bucket=bucket.id, why="gradient")
         first = bucket.share(self._comm.rank).start + part.start
-        values = [each.view(bucket.dtype) for each in parts]
+        has_bytes = self._device.has_bytes  # a plan has no numbers
+        values = [each.view(bucket.dtype) for each in parts] if has_bytes else []
         with self._cores():
             for each in load.sums:
                 run = overlap(each.run, slice(first, first + numel))
@@ -288,7 +289,7 @@ class Crossings:
         factors = [f for f in (load.unscale, 1 / self._comm.size) if f != 1.0]
         for run in load.home.runs(each.run.start, each.run.stop, use):
             total = load.home.part(run)
-            if not total.is_meta:  # a plan has no numbers
+            if values:
                 add_up(total, each._replace(run=run), values, start, factors)
 
 

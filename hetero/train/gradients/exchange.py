@@ -175,7 +175,8 @@ class Exchange:
 
     def _load(self, bucket: Bucket, present: Iterable[Segment], there: Sequence[bytes]) -> Load:
         try:
-            sums = [self._sum_of(segment, bucket, there) for segment in present]
+            ranks = having(there)
+            sums = [self._sum_of(s, bucket, ranks[s.position]) for s in present]
         except BaseException as error:
             self._begin_change(bucket)
             self._torn.add(bucket.id)
@@ -202,11 +203,10 @@ class Exchange:
         self._crossings.begin(crossing)
         self._ring.hold(Sources(crossing), list(load.addends.values()))
 
-    def _sum_of(self, segment: Segment, bucket: Bucket, there: Sequence[bytes]) -> Sum | None:
+    def _sum_of(self, segment: Segment, bucket: Bucket, ranks: tuple[int, ...]) -> Sum | None:
         """Return the sum of a gradient's part in this rank's share; None if there is none."""
         adds = self._opens(segment)
         run = overlap(slice(segment.offset, segment.end), bucket.share(self._comm.rank))
-        ranks = tuple(r for r, have in enumerate(there) if have[segment.position])
         return Sum(run, segment.position, ranks, adds) if run.start < run.stop else None
 
     def _close_done(self) -> None:
@@ -229,6 +229,17 @@ class Exchange:
 def present_in(bucket: Bucket, there: Sequence[bytes]) -> list[Segment]:
     """Return a bucket's gradients that any rank has."""
     return [s for s in bucket.segments if any(have[s.position] for have in there)]
+
+
+def having(there: Sequence[bytes]) -> list[tuple[int, ...]]:
+    """Return the ranks that have each gradient of a bucket; most have the same ones."""
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    found = []
+    for column in zip(*there, strict=True):
+        if column not in known:
+            known[column] = tuple(rank for rank, has in enumerate(column) if has)
+        found.append(known[column])
+    return found
 
 
 def merged(sums: Sequence[Sum]) -> list[Sum]:

@@ -1,0 +1,83 @@
+"""Times of what ranks tell each other: between devices of a machine, and between machines (floor 1;
+no torch).
+
+A rank is a device, machines are alike, and ranks are numbered machine by machine.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hetero.plan.machine import MachineProfile
+from hetero.plan.rates import interpolated
+
+
+class Ranks(NamedTuple):
+    """Ranks that train one model."""
+
+    n_shares: int
+    """Ranks in a row that keep one copy of it."""
+    n_copies: int
+    n_local: int
+    """Ranks on one machine."""
+
+    @property
+    def size(self) -> int:
+        return self.n_shares * self.n_copies
+
+    @property
+    def n_machines(self) -> int:
+        return -(-self.size // self.n_local)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether each copy's ranks are on one machine, where they read each other's homes."""
+        return self.n_machines == 1 or self.n_local % self.n_shares == 0
+
+
+def on_machines(profile: MachineProfile, n_shares: int, n_copies: int) -> Ranks:
+    """Return ranks as they are on machines of a profile; without [net.inter] there is only one."""
+    inter, size = profile.net and profile.net.inter, n_shares * n_copies
+    return Ranks(n_shares, n_copies, min(size, inter.devices_per_node) if inter else size)
+
+
+def gather_seconds(profile: MachineProfile, ranks: Ranks, n_bytes: int) -> float:
+    """Return the time in which all ranks of a copy gather ``n_bytes``, of which each has a share.
+
+    Every device receives what others keep: on its machine at the bandwidth of collectives there
+    (the bytes that arrive at a device over the time). Into a machine come the shares of other
+    machines, once, through the network cards of all its devices. The longer of both counts, and a
+    latency for each machine that a ring passes.
+    """
+    n, devices = ranks.n_shares, min(ranks.n_shares, ranks.n_local)
+    inside = n_bytes * (n - 1) / n / near_rate(profile, ranks, n_bytes)
+    return max(inside, far_seconds(profile, n_bytes * (n - devices) / n / devices, n // devices))
+
+
+def exchange_seconds(profile: MachineProfile, ranks: Ranks, n_bytes: int) -> float:
+    """Return the time on the network in which every rank sends ``n_bytes`` of addends to those that
+    keep them, in every copy; 0 on one machine, where they are read in memory."""
+    away = (ranks.size - ranks.n_local) / ranks.n_shares
+    return far_seconds(profile, n_bytes * away, ranks.n_machines)
+
+
+def far_seconds(profile: MachineProfile, n_bytes: float, n_machines: int) -> float:
+    """Return the time in which a device's part of the network cards moves bytes one way."""
+    inter = profile.net and profile.net.inter
+    if not inter or n_machines < 2:
+        return 0.0
+    late = inter.latency_seconds.value if inter.latency_seconds else 0.0
+    return n_bytes / inter.bytes_per_second.value + (n_machines - 1) * late
+
+
+def near_rate(profile: MachineProfile, ranks: Ranks, n_bytes: int) -> float:
+    """Return the bytes that arrive at a device of a machine in a second, from all others there.
+
+    Without a figure they go through RAM, of which every rank has a part: written and read.
+    """
+    net = profile.net
+    if net is not None and net.busbw is not None:
+        return interpolated(net.busbw.rows, n_bytes)
+    if net is not None and net.bytes_per_second is not None:
+        return net.bytes_per_second.value
+    return profile.host.dram_bytes_per_second.value / 2 / ranks.n_local

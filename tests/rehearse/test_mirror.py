@@ -1,0 +1,92 @@
+"""Ranks made of numbers: what they move takes the time of the machines they are on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hetero.device import Device, SimDevice
+from hetero.dry import DryDevice
+from hetero.errors import ConfigError
+from hetero.events import EventLog
+from hetero.plan.hardware import find
+from hetero.plan.machine import Figure, InterNet, MachineProfile, Net
+from hetero.plan.network import gather_seconds, on_machines
+from hetero.rehearse.mirror import mirrored, ranks_of
+from hetero.types import Lane
+
+FAR = 10e9
+
+
+def cluster(devices: int) -> MachineProfile:
+    inter = InterNet(bytes_per_second=Figure(FAR, "est"), devices_per_node=devices)
+    return replace(find("h200-sxm"), net=Net(bytes_per_second=Figure(100e9, "est"), inter=inter))
+
+
+def device() -> DryDevice:
+    return DryDevice(is_cuda=True, ram_bytes=2**40, copy_seconds=lambda lane, n, both: n / 50e9)
+
+
+def bytes_of(dry: DryDevice, n_bytes: int) -> torch.Tensor:
+    return dry.arena(n_bytes).carve(0, n_bytes)
+
+
+def test_ranks_of_one_machine_read_each_others_homes() -> None:
+    assert mirrored({"dp_shard": 4}, device(), cluster(4)).node is not None
+    assert mirrored({"dp_replicate": 8, "dp_shard": 4}, device(), cluster(4)).node is not None
+    assert mirrored({"dp_shard": 8}, device(), cluster(4)).node is None
+
+
+def test_a_gather_takes_its_lane_while_compute_goes_on() -> None:
+    dry, machine = device(), cluster(4)
+    comm = mirrored({"dp_shard": 8}, dry, machine)
+    expected = gather_seconds(machine, on_machines(machine, 8, 1), 10**9)
+
+    first, second = (comm.gather(bytes_of(dry, 10**9), "bucket") for _ in range(2))
+    assert dry.now() == 0.0
+    dry.compute(expected / 2)
+    comm.wait(first)
+    assert dry.now() == pytest.approx(expected)
+    comm.wait(second)
+
+    assert dry.now() == pytest.approx(2 * expected)
+    assert dry.is_busy(Lane.GATHER) is False
+
+
+def test_sums_wait_for_the_network_and_for_the_memory_of_a_machine() -> None:
+    dry, machine = device(), cluster(4)
+    comm = mirrored({"dp_shard": 8}, dry, machine)
+    comm.outbox(8 * 10**6)
+
+    found = comm.exchange("bucket").wait()
+
+    # four ranks are on another machine; four here each read eight addends and write one sum
+    wire, summed = 4 * 10**6 / FAR, machine.host.memory_seconds(9 * 4 * 10**6)
+    assert dry.now() == pytest.approx(wire + summed)
+    assert [part.numel() for part in found] == [10**6] * 8
+
+
+@pytest.mark.parametrize("make", [device, SimDevice])
+def test_what_passes_on_a_thread_of_its_own_is_no_wait_of_compute(make: Any) -> None:
+    place: Device = make()
+    log = EventLog(place.clock)
+
+    with place.aside(), log.standing("ranks"):
+        pass
+
+    assert len(log) == 0
+    with log.standing("ranks"):
+        pass
+    assert len(log) == 1
+
+
+def test_a_plan_of_unknown_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not say how many"):
+        ranks_of("world", cluster(4))
+
+
+def test_copies_that_are_not_cut_are_no_ranks() -> None:
+    assert ranks_of({"dp_replicate": 4}, cluster(4)).size == 1
