@@ -15,9 +15,11 @@ import hetero
 from hetero import ConfigError
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
+from hetero.memory.parcel import SPARE_BYTES
 from hetero.plan.hardware import dump, find
 from hetero.plan.machine import Figure, InterNet, Net
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.rehearse.rehearsal import Scene, rehearse
 from hetero.testing.ranks import run_ranks
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Tier
@@ -139,3 +141,28 @@ def test_what_ranks_cannot_do_is_not_planned(settings: dict[str, Any], why: str)
     given = {"profile": PROFILE, "device": "cpu:sim", "hbm": 560_000, **settings}
     with pytest.raises(ConfigError, match=why):
         hetero.plan(WithTargets(), TOKENS, **given)
+
+
+def test_ranks_of_a_machine_take_a_part_of_its_ram_each_for_activations() -> None:
+    machine, n_ranks = find("h200-sxm"), 8
+    ram = n_ranks * (140 * 2**20 + SPARE_BYTES)
+    small = replace(machine, host=replace(machine.host, ram_bytes=Figure(ram, "est")))
+    shape = GPTConfig(width=64, layers=12, heads=4, context=256, checkpoint_blocks=False)
+    config = Config.load(device="cuda", hbm=200 * 2**20, chunk_bytes=2**16, mesh={"dp_shard": 8})
+    with torch.device("meta"):
+        model = GPT(shape)
+    tokens = torch.zeros(16, 256, dtype=torch.long, device="meta")
+    scene = Scene(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        args=(tokens, tokens),
+        kwargs={},
+        loss=lambda loss: loss,
+        config=config,
+        profile=small,
+    )
+
+    found = rehearse(scene)
+
+    assert found.error is None
+    assert 100 * 2**20 < found.peaks[Tier.HOST] <= ram // n_ranks - SPARE_BYTES
