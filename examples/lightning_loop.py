@@ -44,6 +44,7 @@ def main(steps: int, folder: str) -> None:
     trainer = Trainer(
         strategy=HeteroStrategy(device="cuda" if on_gpu else "cpu:sim", hbm="6MB"),
         accelerator="gpu" if on_gpu else "cpu",
+        devices=1,  # or several, with HeteroStrategy(mesh="world", ...): docs/ranks.md
         max_steps=steps,
         gradient_clip_val=1.0,
         default_root_dir=folder,

@@ -15,7 +15,9 @@ from typing import Any
 
 import lightning.pytorch.strategies as pytorch
 import torch
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDP
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDevice
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,8 +27,13 @@ from hetero.api import empty_init, engine_of, prepare
 from hetero.checkpoint.load import read_weights
 from hetero.checkpoint.save import newest_step, save_latest
 from hetero.config import Config, Settings
-from hetero.device import open_device
 from hetero.errors import ConfigError, StateError
+from hetero.integrations.lightning_devices import (
+    ExplicitNoSync,
+    OneDevice,
+    SeveralRanks,
+    names_ranks,
+)
 from hetero.integrations.prepared import is_prepared, load_states, plain_again, trains
 from hetero.train.update.optimizer import Optimizer
 
@@ -35,54 +42,27 @@ TIED = "hetero_tied"  # entry of a checkpoint: further names of tied weights
 OURS = ("state_dict", "optimizer_states")  # entries of a checkpoint whose tensors hetero writes
 
 
-class PlacedStrategy:
-    """The common part of both strategies: settings, and their device."""
-
-    accelerator: Any
-    root_device: torch.device
-
-    def __init__(self, config: Settings = None, **settings: Any) -> None:
-        self.config = checked(Config.load(config, **settings))
-        stock: Any = super()  # Trainer's strategy, or Fabric's
-        stock.__init__(open_device(self.config.device).torch_device)
-
-    def setup_environment(self) -> None:
-        """Set up the device; ConfigError if Trainer or Fabric has another one."""
-        check_device(self.accelerator, self.root_device)
-        stock: Any = super()
-        stock.setup_environment()
-
-
 def step_in(context: str, name: str) -> Callable[..., Any]:
     """Return a method that computes a step of the module in its precision's context."""
 
-    def compute(self: HeteroStrategy, *args: Any, **kwargs: Any) -> Any:
+    def compute(self: TrainerPart, *args: Any, **kwargs: Any) -> Any:
         with getattr(self.precision_plugin, context)():
             return self._call(name, *args, **kwargs)
 
     return compute
 
 
-class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
-    """A Trainer's strategy under which the model trains in byte budgets.
-
-    The LightningModule is prepared when ``fit`` (or ``validate``, ``test``, ``predict``) sets it
-    up, and stays prepared afterwards, so that ``trainer.save_checkpoint`` and ``trainer.test`` work
-    at the same budgets; `hetero.release` makes it plain. A checkpoint is a directory without
-    pickled tensors of the model, which ``ckpt_path=`` takes; with ``save_weights_only=True`` it is
-    Lightning's own file.
-
-    Args:
-        config: a `Config`, a mapping, or the path of a TOML file; ``settings`` go on top.
-        settings: fields of `Config`, as ``hbm="20GiB"``.
-
-    Raises ConfigError for a setting that cannot be honoured.
-    """
+class TrainerPart(pytorch.Strategy):
+    """What the Trainer's strategies do with a LightningModule, on one device and on ranks."""
 
     strategy_name = NAME
+    accelerator: Any
+    config: Config
+    for_file: Callable[..., dict[str, Any]]
 
     def __init__(self, config: Settings = None, **settings: Any) -> None:
-        super().__init__(config, **settings)
+        place: Any = super()  # one device, or ranks
+        place.__init__(config, **settings)
         self._step: StepForward | None = None
         self._directory = False  # whether the checkpoint to load was one of hetero's
 
@@ -167,6 +147,9 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
     ) -> None:
         """Write a directory; for weights alone, or a model that is not prepared, one file."""
         if not trains(self._module) or "optimizer_states" not in checkpoint:
+            if "state_dict" in checkpoint:  # unless the module has taken it out
+                state = self.for_file(checkpoint["state_dict"], second_names(self._module))
+                checkpoint = {**checkpoint, "state_dict": state}
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         rest = {key: value for key, value in checkpoint.items() if key not in OURS}
@@ -193,12 +176,52 @@ class HeteroStrategy(PlacedStrategy, pytorch.SingleDeviceStrategy):
             optimizer.load_state_dict(state)
 
 
-class HeteroFabricStrategy(PlacedStrategy, FabricSingleDevice):
-    """A Fabric's strategy under which ``fabric.setup(model, optimizer)`` prepares the model.
+class HeteroStrategy(TrainerPart, OneDevice, pytorch.SingleDeviceStrategy):
+    """A Trainer's strategy under which the model trains in byte budgets.
 
-    With a prepared model and its optimizer in the state, ``fabric.save`` and ``fabric.load`` write
-    and read a directory. Arguments are those of `HeteroStrategy`.
+    The LightningModule is prepared when ``fit`` (or ``validate``, ``test``, ``predict``) sets it
+    up, and stays prepared afterwards, so that ``trainer.save_checkpoint`` and ``trainer.test`` work
+    at the same budgets; `hetero.release` makes it plain. A checkpoint is a directory without
+    pickled tensors of the model, which ``ckpt_path=`` takes; with ``save_weights_only=True`` it is
+    Lightning's own file.
+
+    With ``mesh=`` it is a `HeteroRanksStrategy`.
+
+    Args:
+        config: a `Config`, a mapping, or the path of a TOML file; ``settings`` go on top.
+        settings: fields of `Config`, as ``hbm="20GiB"``.
+
+    Raises ConfigError for a setting that cannot be honoured.
     """
+
+    def __new__(cls, config: Settings = None, **settings: Any) -> Any:
+        if cls is HeteroStrategy and names_ranks(config, settings):
+            return HeteroRanksStrategy(config, **settings)
+        return super().__new__(cls)
+
+
+class HeteroRanksStrategy(TrainerPart, SeveralRanks, pytorch.DDPStrategy):
+    """A Trainer's strategy whose ranks share the model, each on a device of ``Trainer(devices=)``.
+
+    Ranks are started as under ``strategy="ddp"``: by torchrun, by a cluster, or by the Trainer,
+    which runs the script again for each further device of its machine. Every backward pass
+    exchanges gradients, also where batches are accumulated. All ranks save and load.
+
+    Arguments are those of `HeteroStrategy`.
+    """
+
+    def teardown(self) -> None:
+        """Tear down all but the model, which stays prepared, and the process group."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        super().teardown()
+
+
+class FabricPart(FabricStrategy):
+    """What Fabric's strategies do with a model, on one device and on ranks."""
+
+    config: Config
+    for_file: Callable[..., dict[str, Any]]
 
     def module_to_device(self, module: nn.Module) -> None:
         """Leave the model in its tiers: its parameters are fetched when needed."""
@@ -207,10 +230,9 @@ class HeteroFabricStrategy(PlacedStrategy, FabricSingleDevice):
         """Build a model in RAM, or without memory if ``empty_init`` is set."""
         return building(self.precision.module_init_context(), bool(empty_init))
 
-    def setup_module(self, module: nn.Module) -> nn.Module:
+    def setup_module(self, module: nn.Module) -> Any:
         """Prepare a model for inference."""
-        prepared: nn.Module = prepare(module, config=self.config)
-        return prepared
+        return prepare(module, config=self.config)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
@@ -225,6 +247,10 @@ class HeteroFabricStrategy(PlacedStrategy, FabricSingleDevice):
             "hetero prepares a model together with its optimizer",
             advice="model, optimizer = fabric.setup(model, optimizer)",
         )
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state of a model that is saved in a file of Fabric's own."""
+        return self.for_file(module.state_dict(), second_names(module))
 
     def save_checkpoint(
         self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any
@@ -257,6 +283,32 @@ class HeteroFabricStrategy(PlacedStrategy, FabricSingleDevice):
         return rest
 
 
+class HeteroFabricStrategy(FabricPart, OneDevice, FabricSingleDevice):
+    """A Fabric's strategy under which ``fabric.setup(model, optimizer)`` prepares the model.
+
+    With a prepared model and its optimizer in the state, ``fabric.save`` and ``fabric.load`` write
+    and read a directory. With ``mesh=`` it is a `HeteroFabricRanksStrategy`. Arguments are those of
+    `HeteroStrategy`.
+    """
+
+    def __new__(cls, config: Settings = None, **settings: Any) -> Any:
+        if cls is HeteroFabricStrategy and names_ranks(config, settings):
+            return HeteroFabricRanksStrategy(config, **settings)
+        return super().__new__(cls)
+
+
+class HeteroFabricRanksStrategy(FabricPart, SeveralRanks, FabricDDP):
+    """A Fabric's strategy whose ranks share the model; as for DDP, ``fabric.launch()`` comes first.
+
+    Every backward pass exchanges gradients but one in ``fabric.no_backward_sync``, which is
+    `hetero.no_sync`. All ranks save and load. Arguments are those of `HeteroStrategy`.
+    """
+
+    def __init__(self, config: Settings = None, **settings: Any) -> None:
+        super().__init__(config, **settings)
+        self._backward_sync_control: Any = ExplicitNoSync()
+
+
 class StepForward:
     """The forward of a LightningModule, which can compute one of its steps instead.
 
@@ -287,27 +339,6 @@ class StepForward:
 
 
 # -- shared by both strategies ---------------------------------------------------------------------
-
-
-def checked(config: Config) -> Config:
-    """Refuse precision="fp16": it needs hetero's own backward."""
-    if config.precision == "fp16":
-        raise ConfigError(
-            "precision='fp16' scales the loss, which Lightning takes backward by itself",
-            advice="use precision='bf16', or the Trainer's own precision='16-mixed'",
-        )
-    return config
-
-
-def check_device(accelerator: Any, place: torch.device) -> None:
-    """Refuse a strategy whose device is not the accelerator's."""
-    name = type(accelerator).__name__
-    if ("CUDA" in name) != (place.type == "cuda"):
-        kind = "gpu" if place.type == "cuda" else "cpu"
-        raise ConfigError(
-            f"the strategy computes on {place.type}, {name} elsewhere",
-            advice=f"pass accelerator={kind!r}, or another device= to the strategy",
-        )
 
 
 def only(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:

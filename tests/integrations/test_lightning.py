@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 
 import hetero  # noqa: E402
 from hetero.errors import ConfigError  # noqa: E402
-from hetero.integrations.lightning import HeteroFabricStrategy, HeteroStrategy  # noqa: E402
+from hetero.integrations.lightning import (  # noqa: E402
+    HeteroFabricRanksStrategy,
+    HeteroFabricStrategy,
+    HeteroRanksStrategy,
+    HeteroStrategy,
+)
 from tests.integrations.models import Tied  # noqa: E402
 
 HBM = 45_000
@@ -255,6 +262,29 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         ours(precision="fp16")
     with pytest.raises(ConfigError, match="did you mean hbm"):
         HeteroStrategy(hbn=1)
+
+
+def test_several_devices_need_a_mesh(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="2 devices, and mesh= is not set"):
+        trainer(tmp_path, ours(), devices=2)
+    with pytest.raises(ConfigError, match="2 machines, and mesh= is not set"):
+        trainer(tmp_path, ours(), num_nodes=2)
+    for given in ({"devices": 2}, {"num_nodes": 2}):
+        with pytest.raises(ConfigError, match="mesh= is not set"):
+            Fabric(accelerator="cpu", strategy=HeteroFabricStrategy(device="cpu"), **given)
+
+
+class Own(HeteroStrategy):
+    """A strategy that a user derived."""
+
+
+def test_a_strategy_with_a_mesh_is_one_of_ranks() -> None:
+    assert type(HeteroStrategy(device="cpu", mesh="world")) is HeteroRanksStrategy
+    assert type(HeteroFabricStrategy({"mesh": "world"})) is HeteroFabricRanksStrategy
+    assert HeteroStrategy(mesh="world", timeout_seconds=7)._timeout == timedelta(seconds=7)
+    assert type(copy.deepcopy(HeteroStrategy(device="cpu"))) is HeteroStrategy
+    with pytest.raises(ConfigError, match="Own computes on one device"):
+        Own(mesh="world")
 
 
 # -- Fabric --------------------------------------------------------------------------------------
