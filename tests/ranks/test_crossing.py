@@ -22,6 +22,7 @@ from hetero.train.engine.tuning import Tuning
 from hetero.train.gradients.crossing import Crossings
 from tests.ranks.models import Run, assert_same, built, by_ranks, by_torch, loss_of
 
+pytestmark = pytest.mark.usefixtures("short_parts")
 ROOM = {"cpu": "1GiB", "cpu:sim": "10MB"}
 PLACES = [("cpu", True), ("cpu:sim", True), ("cpu:sim", False)]
 TIMEOUT = 20.0

@@ -9,6 +9,7 @@ import pytest
 from hetero.testing.ranks import run_ranks
 from tests.ranks.models import OPTIMIZERS, Run, assert_same, by_one_rank, by_ranks, by_torch
 
+pytestmark = pytest.mark.usefixtures("short_parts")
 TIGHT = {"device": "cpu:sim", "hbm": 50_000, "chunk_bytes": 1024}
 ROOMY = {"device": "cpu:sim", "hbm": 400_000, "chunk_bytes": 4096}
 

@@ -33,9 +33,9 @@ TIERS = (Tier.HBM, Tier.HOST)
 class WithTargets(nn.Module):
     """A GPT with its own loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        shape = GPTConfig(width=32, layers=6, heads=4, context=16, checkpoint_blocks=False)
+        shape = GPTConfig(width=width, layers=6, heads=4, context=16, checkpoint_blocks=False)
         self.gpt = GPT(shape)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -111,11 +111,11 @@ def test_shares_of_more_ranks_are_smaller() -> None:
 
 def planned_host(n_ranks: int) -> int:
     found = hetero.plan(
-        *(WithTargets(), TOKENS),
+        *(WithTargets(width=64), TOKENS),
         mesh={"dp_shard": n_ranks},
         profile=PROFILE,
         device="cpu:sim",
-        hbm=560_000,
+        hbm=2_000_000,
         chunk_bytes=1024,
     )
     assert found.what_if[1:] == () or n_ranks == 1

@@ -33,7 +33,7 @@ from hetero.types import Kind, Lane
 
 SUM_NUMEL = 2**18
 PARTS = 16  # exchanges of a bucket: buffers are then small compared with the states
-LEAST_PART, MOST_PART = 256, 2**20  # elements of each share in one of them
+LEAST_PART, MOST_PART = 2**12, 2**20  # elements of each share in one of them: a call takes longer
 _offset_of, _end_of = attrgetter("offset"), attrgetter("end")
 
 
