@@ -20,6 +20,7 @@ import click
 
 from hetero.config import Config, parse_bytes
 from hetero.errors import HeteroError
+from hetero.parallel.farewell import tell_error
 from hetero.recipes.flags import (
     DEVICE,
     POSITIVE,
@@ -211,9 +212,11 @@ def exit_status(call: Callable[[], None]) -> int:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
         click.echo(error.code, err=True)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        tell_error(error)
         return 128 + signal.SIGINT
-    except Exception:  # the user's program: as the interpreter ends it
+    except Exception as error:  # the user's program: as the interpreter ends it
+        tell_error(error)
         traceback.print_exc()
     else:
         return 0

@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from hetero import interrupts
 from hetero.errors import DivergenceError, RankLost
-from hetero.parallel.farewell import Farewell
+from hetero.parallel.farewell import Parting
+from hetero.parallel.news import KILLED, Left, News
 
 SAID_BYTES, ROW_BYTES, HEAD_BYTES = 96, 400, 16
 ENTRY_BYTES = HEAD_BYTES + SAID_BYTES + ROW_BYTES
@@ -34,15 +35,9 @@ LOOKS = 64
 class RankWatch:
     """Waits for what other ranks write, as long as they live and the timeout has not passed."""
 
-    def __init__(
-        self,
-        rank: int,
-        pids: Mapping[int, int],
-        farewells: Mapping[int, Farewell],
-        timeout_seconds: float,
-    ) -> None:
-        self._rank = rank
-        self._farewells = farewells
+    def __init__(self, pids: Mapping[int, int], news: News, timeout_seconds: float) -> None:
+        self._rank = news.rank
+        self._news = news
         self._awaited = threading.local()  # rank that came last
         self._timeout = timeout_seconds
         self._lives = {other: os.pidfd_open(pid) for other, pid in pids.items()}
@@ -59,7 +54,8 @@ class RankWatch:
                 if dead is not None and not is_true():
                     raise self.died(dead, what)
                 if time.monotonic() - began > self._timeout:
-                    raise self.lost(rank, what, f"nothing for {self._timeout:.0f} s")
+                    late = Left(Parting.SILENT, rank, f"did nothing for {self._timeout:.0f} s")
+                    raise self._lost(rank, what, self._news.known() or late)
             interrupts.point(2)
             time.sleep(PAUSES_SECONDS[min(looks // LOOKS, len(PAUSES_SECONDS) - 1)])
 
@@ -77,14 +73,11 @@ class RankWatch:
         return next((rank for rank, handle in self._lives.items() if handle in ended), None)
 
     def died(self, rank: int, what: str) -> RankLost:
-        reason = self._farewells[rank].read() or "it was killed, or exited in the middle"
-        return self.lost(rank, what, f"its process ended ({reason})")
+        """Return the error of a wait for a rank whose process ended."""
+        return self._lost(rank, what, self._news.cause(Left(Parting.KILLED, rank, KILLED)))
 
-    def lost(self, rank: int, what: str, why: str) -> RankLost:
-        return RankLost(
-            f"rank {self._rank} waits for {what} of rank {rank}: {why}",
-            advice="look at the first error of any rank: it says why that rank left",
-        )
+    def _lost(self, rank: int, what: str, left: Left) -> RankLost:
+        return self._news.lost(f"{what} of rank {rank}", left)
 
     def close(self) -> None:
         for handle in self._lives.values():

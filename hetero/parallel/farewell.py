@@ -1,40 +1,56 @@
-"""Why a rank left, told in memory that outlives it (floor 3)."""
+"""What a process tells the ranks that it shares models with when it leaves (floor 3)."""
 
 from __future__ import annotations
 
 import atexit
-import mmap
 import os
 import sys
 import weakref
+from enum import IntEnum
 from types import TracebackType
+from typing import Protocol
 
-REASON_BYTES = 400
+from hetero.errors import DivergenceError
+
 AT_ITS_END = "its loop was over, or it called sys.exit"
 
 
-class Farewell:
-    """A rank's reason to end, in memory that the other ranks of its machine map."""
+class Parting(IntEnum):
+    """How a rank leaves. Of several that have left, the first in this order is the cause."""
 
-    def __init__(self, memory: mmap.mmap, start: int) -> None:
-        self._memory = memory
-        self._place = slice(start, start + REASON_BYTES)
-
-    def write(self, reason: str) -> None:
-        self._memory[self._place] = reason.encode(errors="replace")[:REASON_BYTES].ljust(
-            REASON_BYTES, b"\0"
-        )
-
-    def read(self) -> str:
-        """Return the reason; empty if the rank lives, or was killed."""
-        return self._memory[self._place].rstrip(b"\0").decode(errors="ignore")
+    FAILED = 1
+    """By an error of its own."""
+    DIVERGED = 2
+    """By an error that is perhaps about another rank's."""
+    ENDED = 3
+    """At the end of its program, or of its model's use."""
+    KILLED = 4
+    """Without a word."""
+    SILENT = 5
+    """Not at all: it does not answer."""
 
 
-def tell_at_end(farewell: Farewell) -> None:
-    """Write an error that nothing catches to ``farewell``, as long as it lives, or that the process
-    ends without one."""
+class Teller(Protocol):
+    """Tells the other ranks of one model."""
+
+    def tell(self, how: Parting, why: str) -> None:
+        """Say how this rank leaves; only the first time counts."""
+
+
+def tell_at_end(teller: Teller) -> None:
+    """Tell an error that nothing catches, as long as ``teller`` lives, or that the process ends
+    without one."""
     _install()
-    _told[farewell] = os.getpid()
+    _tellers[teller] = os.getpid()
+
+
+def tell_error(error: BaseException) -> None:
+    """Tell an error with which this process leaves, where the interpreter does not see it."""
+    tell(parting_of(error), reason_of(error))
+
+
+def parting_of(error: BaseException) -> Parting:
+    return Parting.DIVERGED if isinstance(error, DivergenceError) else Parting.FAILED
 
 
 def reason_of(error: BaseException) -> str:
@@ -43,16 +59,16 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-_told: weakref.WeakKeyDictionary[Farewell, int] = weakref.WeakKeyDictionary()
+_tellers: weakref.WeakKeyDictionary[Teller, int] = weakref.WeakKeyDictionary()
 """With the process that is the rank: a child that it forks is none."""
 _replaced: list[object] = []
 
 
-def tell(reason: str) -> None:
-    """Write a reason for all ranks that this process is."""
-    for farewell, pid in list(_told.items()):
-        if pid == os.getpid() and not farewell.read():
-            farewell.write(reason)
+def tell(how: Parting, why: str) -> None:
+    """Speak for all ranks that this process is."""
+    for teller, pid in list(_tellers.items()):
+        if pid == os.getpid():
+            teller.tell(how, why)
 
 
 def _install() -> None:
@@ -65,8 +81,8 @@ def _install() -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        tell(reason_of(error))
+        tell_error(error)
         before(kind, error, trace)
 
     sys.excepthook = report
-    atexit.register(tell, AT_ITS_END)
+    atexit.register(tell, Parting.ENDED, AT_ITS_END)

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from hetero import interrupts
 from hetero.device import Device, Ticket
 from hetero.device.comm import Addends, Comm, Node
-from hetero.errors import RankLost
 from hetero.memory.layout import Layout
 from hetero.parallel.board import SAID_BYTES, check_calls
+from hetero.parallel.farewell import Parting, reason_of
 from hetero.parallel.neighbours import Neighbours
+from hetero.parallel.news import HEARING_SECONDS, Left, News
 from hetero.parallel.node import open_node
 from hetero.types import Lane
 
@@ -30,6 +31,8 @@ ROW_BYTES = 128
 """Of a row that goes along with a call's name; longer ones go by themselves."""
 POLL_SECONDS = (0.0, 0.0, 0.0001, 0.001)
 """Between looks at a call that is under way; the last one repeats."""
+LOOKS = 64
+"""At it, before the pause grows, and between looks whether a rank has said that it failed."""
 
 
 class CommTicket(Ticket):
@@ -69,13 +72,15 @@ class Gloo:
         self.n_local = min(self.size, local_ranks() or self.size)
         self._timeout = timeout_seconds
         self._groups: list[dist.ProcessGroup] = []
-        self._bytes, control, aside, swaps = (self._open(range(self.size)) for _ in range(4))
+        self._bytes, control, aside, swaps, news = (self._open(range(self.size)) for _ in range(5))
         copies = [range(at, at + n_shares) for at in range(0, self.size, n_shares)]
         groups = [self._open(copy) for copy in copies] if len(copies) > 1 else [self._bytes]
         self._copy = groups[self.rank // n_shares]
-        self._waits = Waits(self.rank, self.size, timeout_seconds)
+        self._news = News(news, self.rank, self.size)
+        self._waits = Waits(self._news, timeout_seconds, HEARING_SECONDS)
         self._meetings = Meetings(control, self._waits)
-        self._aside = Meetings(aside, self._waits)
+        # a save of a rank whose program has failed goes on until it is whole
+        self._aside = Meetings(aside, Waits(self._news, timeout_seconds, timeout_seconds))
         self._swaps = Meetings(swaps, self._waits)
         self._outbox = self._inbox = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._sent_bytes = 0
@@ -148,7 +153,7 @@ class Gloo:
             ticket.done, ticket.held = True, ()
 
     def nearer(self, layout: Layout) -> Comm:
-        node = open_node(self, layout, self._timeout) if self._one_sided else None
+        node = open_node(self, layout, self._news, self._timeout) if self._one_sided else None
         if node is not None and node.has_all(self.size):
             return Neighbours(self, node)
         self.node = node  # homes are read on a machine, gradients and calls go between machines
@@ -161,6 +166,7 @@ class Gloo:
         if self.node is not None:
             self.node.close()
         self._let_go()
+        self._news.close()
         for group in self._groups:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -168,32 +174,48 @@ class Gloo:
 
 
 class Waits:
-    """Waits for calls under way: looks again and again whether one is over."""
+    """Waits for calls under way: looks again and again whether one is over.
 
-    def __init__(self, rank: int, size: int, timeout_seconds: float) -> None:
-        self.rank = rank
-        self.size = size
+    Args:
+        timeout_seconds: after which a rank that does not answer is lost.
+        patience_seconds: for one that says that it failed, to answer all the same.
+    """
+
+    def __init__(self, news: News, timeout_seconds: float, patience_seconds: float) -> None:
+        self.size = news.size
+        self._news = news
         self._timeout = timeout_seconds
+        self._patience = patience_seconds
 
     def until(self, work: dist.Work, what: str) -> None:
         """Block until a call is over; raises RankLost if it never will be."""
         began, looks = time.monotonic(), 0
         while not work.is_completed():
-            if time.monotonic() - began > self._timeout:
-                raise self._lost(what, f"no answer for {self._timeout:.0f} s")
-            interrupts.point(2)
-            time.sleep(POLL_SECONDS[min(looks // 64, len(POLL_SECONDS) - 1)])
             looks += 1
+            failed = None if looks % LOOKS else self._news.overdue(self._patience)
+            if failed is not None:
+                raise self._news.lost(what, failed)
+            if time.monotonic() - began > self._timeout:
+                raise self._news.lost(what, self._news.known() or self._late())
+            interrupts.point(2)
+            time.sleep(POLL_SECONDS[min(looks // LOOKS, len(POLL_SECONDS) - 1)])
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._lost(what, str(error).splitlines()[0]) from None
+            broken = Left(
+                Parting.SILENT, self._news.rank, f"lost a connection ({reason_of(error)})"
+            )
+            left = self._timeout - (time.monotonic() - began)
+            cause = self._news.cause(broken, min(HEARING_SECONDS, left))
+            raise self._news.lost(what, cause) from None
 
-    def _lost(self, what: str, why: str) -> RankLost:
-        return RankLost(
-            f"rank {self.rank} of {self.size} waits for {what} in vain: {why}",
-            advice="look at the first error of any rank: it says why that rank left",
-        )
+    def _late(self) -> Left:
+        """Return a cause of which no more is known than that a rank is late."""
+        if self.size == 2:
+            return Left(
+                Parting.SILENT, 1 - self._news.rank, f"said nothing for {self._timeout:.0f} s"
+            )
+        return Left(Parting.SILENT, self._news.rank, f"had no answer for {self._timeout:.0f} s")
 
 
 class Meetings:

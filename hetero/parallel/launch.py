@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hetero.device import use_accelerator
+from hetero.parallel.farewell import tell_error
 from hetero.parallel.mesh import launched
 
 
@@ -46,7 +47,7 @@ def launch(timeout_seconds: float) -> Iterator[Launch]:
     """Join the processes that were started together in a process group of gloo, for a block.
 
     Each takes the CUDA device of its number on this machine. A group that there is already is used,
-    and left.
+    and left. An error that ends the block is told to the others.
     """
     makes = not (dist.is_available() and dist.is_initialized())
     if makes and launched() == 1:
@@ -57,6 +58,10 @@ def launch(timeout_seconds: float) -> Iterator[Launch]:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
     try:
         yield Launch(dist.get_rank(), dist.get_world_size())
+    except (Exception, KeyboardInterrupt) as error:
+        if makes:
+            tell_error(error)  # a caller may turn it into an exit status
+        raise
     finally:
         if makes:
             dist.destroy_process_group()

@@ -29,7 +29,7 @@ from hetero.device.comm import Comm
 from hetero.memory.changes import bucket_of, count
 from hetero.memory.layout import Layout
 from hetero.parallel.board import Board, Entries, RankWatch
-from hetero.parallel.farewell import REASON_BYTES, Farewell, tell_at_end
+from hetero.parallel.news import News
 from hetero.train.gradients.crossing import outbox_bytes
 
 TOKEN_BYTES = 16
@@ -56,7 +56,7 @@ class Introduction(NamedTuple):
 
 
 class Control:
-    """A rank's control block: token, files by name, counters, boards, and why it left."""
+    """A rank's control block: token, files by name, counters and boards."""
 
     def __init__(self, memory: mmap.mmap, pid: int, n_counters: int) -> None:
         self.pid = pid
@@ -69,12 +69,11 @@ class Control:
         first = TOKEN_BYTES + numbers.nbytes
         self.entries = Entries(memory, first)
         self.swaps = Entries(memory, first + Entries.size_bytes())
-        self.farewell = Farewell(memory, first + 2 * Entries.size_bytes())
 
     @staticmethod
     def size_bytes(n_counters: int) -> int:
         numbers = 8 * (2 * MOST_FILES + n_counters)
-        return TOKEN_BYTES + numbers + 2 * Entries.size_bytes() + REASON_BYTES
+        return TOKEN_BYTES + numbers + 2 * Entries.size_bytes()
 
     def file(self, name: str) -> int | None:
         """Return the descriptor of a name's file; None if there is none yet."""
@@ -104,7 +103,7 @@ class SharedNode:
     """This rank's homes, outbox and board, and those of the others."""
 
     def __init__(
-        self, comm: Comm, layout: Layout, controls: Mapping[int, Control], timeout_seconds: float
+        self, comm: Comm, layout: Layout, controls: Mapping[int, Control], watch: RankWatch
     ) -> None:
         self._rank = rank = comm.rank
         self._controls = controls  # by rank
@@ -116,10 +115,7 @@ class SharedNode:
         self._box_bytes = pages(max(map(outbox_bytes, layout.buckets)))
         self._files: dict[str, int] = {}
         self._maps: dict[tuple[str, int], mmap.mmap] = {}
-        pids = {rank: control.pid for rank, control in controls.items()}
-        farewells = {rank: control.farewell for rank, control in controls.items()}
-        self._watch = RankWatch(rank, pids, farewells, timeout_seconds)
-        tell_at_end(farewells[rank])
+        self._watch = watch
         entries = [control.entries for control in controls.values()]
         self.board = Board(rank, entries, self._watch, self._letter)
         swaps = [control.swaps for control in controls.values()]
@@ -228,7 +224,7 @@ def ranks_of_copy(comm: Comm) -> range:
     return range(first, first + comm.n_shares)
 
 
-def open_node(comm: Comm, layout: Layout, timeout_seconds: float) -> SharedNode | None:
+def open_node(comm: Comm, layout: Layout, news: News, timeout_seconds: float) -> SharedNode | None:
     """Return the memory that all ranks share, or those of each copy; None if a copy is on several
     machines, or one has no such memory. Collective."""
     fd, mine, n_counters = -1, b"", count(layout)
@@ -255,7 +251,8 @@ def open_node(comm: Comm, layout: Layout, timeout_seconds: float) -> SharedNode 
     for ranks, see in zip(choices, zip(*all_see, strict=True), strict=True):
         if all(see):
             controls = {rank: Control(*found[rank], n_counters) for rank in ranks}
-            return SharedNode(comm, layout, controls, timeout_seconds)
+            pids = {rank: control.pid for rank, control in controls.items()}
+            return SharedNode(comm, layout, controls, RankWatch(pids, news, timeout_seconds))
     return None
 
 

@@ -23,13 +23,15 @@ from hetero.api import engine_of, prepare_tuned
 from hetero.checkpoint.save import newest_step
 from hetero.checkpoint.writer import Writer
 from hetero.config import Config
-from hetero.errors import CheckpointError, DivergenceError, OutOfMemory
+from hetero.errors import CheckpointError, DivergenceError, OutOfMemory, RankLost
 from hetero.testing.ranks import Died, outcomes, run_ranks
 from hetero.train.engine.tuning import Tuning
 
 STEPS = 3
 TIMEOUT_SECONDS = 1.5
 HOWS = ("killed", "stopped", "error", "memory", "interrupt")
+SAID = ("killed", "memory", "interrupt")
+"""Of these, all other ranks know which rank left, if they lost one."""
 CALLS = ("gather", "exchange", "agree", "complete")
 WRITES = {"write": "write", "parts": "_finish", "commit": "_publish"}
 """Places in a save, and the methods of its writer."""
@@ -203,6 +205,9 @@ def _wrong_ends(fault: Fault, ends: list[Any]) -> Iterator[str]:
     for rank, end in died.items():
         if not isinstance(end.error, (DivergenceError, CheckpointError)):
             yield f"rank {rank}: {end.text}"
+        named = f"rank {fault.rank} left"
+        if fault.how in SAID and isinstance(end.error, RankLost) and named not in str(end.error):
+            yield f"rank {rank} does not know that {named}: {end.text}"
     if died and len(died) < len(others):
         yield f"ranks {sorted(set(others) - set(died))} went on to the end, {sorted(died)} did not"
     right = expected(fault.n_ranks)[STEPS].values()

@@ -86,7 +86,7 @@ def _fork(
         status = 0
     except BaseException as error:
         found = Died(_pickled(error), traceback.format_exc())
-        farewell.tell(farewell.reason_of(error))  # as of an error that nothing catches
+        farewell.tell_error(error)  # as of an error that nothing catches
     finally:
         try:
             (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
