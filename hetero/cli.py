@@ -237,7 +237,8 @@ def calibrate(
 ) -> int:
     """Measure this machine and write its hardware profile.
 
-    With --lint, check profiles instead; the exit status is 1 when one has a problem.
+    Under torchrun the first rank measures its machine, then all measure what joins them. With
+    --lint, check profiles instead; the exit status is 1 when one has a problem.
     """
     if bool(files) != linting:
         raise click.UsageError("--lint takes FILES, and FILES need --lint")
@@ -247,12 +248,16 @@ def calibrate(
 
 def measure_machine(quick: bool, given: dict[str, Any], as_json: bool) -> bool:
     """Calibrate, show the figures; returns whether the linter finds something in them."""
+    from hetero.parallel.launch import launch_rank
     from hetero.recipes import show
     from hetero.recipes.calibrate import calibrate as run
 
+    options = calibrate_options(quick, given)
+    if launch_rank():  # the first rank shows the figures
+        return bool(run(options).problems)
     console = open_console(as_json)
     with show.calibrating(console) as watch:
-        result = run(calibrate_options(quick, given), watch)
+        result = run(options, watch)
     show.calibration(console, result)
     if as_json:
         print_json(result.as_json())
@@ -453,10 +458,11 @@ def failures(as_json: bool) -> Iterator[None]:
     try:
         yield
     except HeteroError as error:
+        from hetero.parallel.launch import launch_rank
         from hetero.recipes import show
 
         show.failure(open_console(to_stderr=True), error)
-        if as_json:
+        if as_json and not launch_rank():
             kind = type(error).__name__
             print_json({"error": kind, "message": error.args[0], "advice": error.advice})
         sys.exit(UNUSABLE)

@@ -30,9 +30,9 @@ from hetero.types import Lane
 ROW_BYTES = 128
 """Of a row that goes along with a call's name; longer ones go by themselves."""
 POLL_SECONDS = (0.0, 0.0, 0.0001, 0.001)
-"""Between looks at a call that is under way; the last one repeats."""
+"""Between looks at a call that is under way, as many of each as `LOOKS`; the last one repeats."""
 LOOKS = 64
-"""At it, before the pause grows, and between looks whether a rank has said that it failed."""
+"""With one pause, and between looks whether a rank has said that it failed."""
 
 
 class CommTicket(Ticket):
@@ -179,13 +179,21 @@ class Waits:
     Args:
         timeout_seconds: after which a rank that does not answer is lost.
         patience_seconds: for one that says that it failed, to answer all the same.
+        pauses_seconds: see `POLL_SECONDS`.
     """
 
-    def __init__(self, news: News, timeout_seconds: float, patience_seconds: float) -> None:
+    def __init__(
+        self,
+        news: News,
+        timeout_seconds: float,
+        patience_seconds: float,
+        pauses_seconds: Sequence[float] = POLL_SECONDS,
+    ) -> None:
         self.size = news.size
         self._news = news
         self._timeout = timeout_seconds
         self._patience = patience_seconds
+        self._pauses = pauses_seconds
 
     def until(self, work: dist.Work, what: str) -> None:
         """Block until a call is over; raises RankLost if it never will be."""
@@ -198,7 +206,13 @@ class Waits:
             if time.monotonic() - began > self._timeout:
                 raise self._news.lost(what, self._news.known() or self._late())
             interrupts.point(2)
-            time.sleep(POLL_SECONDS[min(looks // LOOKS, len(POLL_SECONDS) - 1)])
+            time.sleep(self._pauses[min(looks // LOOKS, len(self._pauses) - 1)])
+        self.finish(work, what, began)
+
+    def finish(self, work: dist.Work, what: str, began: float | None = None) -> None:
+        """Block inside torch until a call is over, at most for its group's timeout: nothing else
+        ends that wait. Raises RankLost as `until` does, which ``began`` before."""
+        began = time.monotonic() if began is None else began
         try:
             work.wait()
         except RuntimeError as error:
@@ -223,7 +237,7 @@ class Meetings:
 
     def __init__(self, group: dist.ProcessGroup, waits: Waits) -> None:
         self.group = group
-        self._waits = waits
+        self.waits = waits
         self._n_calls = 0
         self._said: object = None  # a call under way, and its buffers
 
@@ -246,7 +260,7 @@ class Meetings:
     def say(self, what: str) -> None:
         """Make a call without waiting for the others, which hear of it in theirs."""
         mine = self._head(what, b"")
-        rows = torch.empty(self._waits.size * mine.numel(), dtype=torch.uint8, device="cpu")
+        rows = torch.empty(self.waits.size * mine.numel(), dtype=torch.uint8, device="cpu")
         self._said = all_gather(rows, mine, self.group), rows, mine
 
     def _head(self, what: str, row: bytes) -> torch.Tensor:
@@ -258,9 +272,9 @@ class Meetings:
         return torch.frombuffer(bytearray(head), dtype=torch.uint8)
 
     def _collect(self, mine: torch.Tensor, what: str) -> list[bytes]:
-        size = self._waits.size
+        size = self.waits.size
         rows = torch.empty(size * mine.numel(), dtype=torch.uint8, device="cpu")
-        self._waits.until(all_gather(rows, mine, self.group), what)
+        self.waits.until(all_gather(rows, mine, self.group), what)
         return [each.numpy().tobytes() for each in rows.view(size, -1)]
 
 

@@ -3,38 +3,78 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
 from hetero.device import use_accelerator
+from hetero.errors import DivergenceError
 from hetero.parallel.farewell import tell_error
+from hetero.parallel.gloo import POLL_SECONDS, Meetings, Waits
 from hetero.parallel.mesh import launched
+from hetero.parallel.news import HEARING_SECONDS, News
+
+PAUSES_SECONDS = (*POLL_SECONDS, 0.05)
+"""Between looks: a rank that waits long leaves the processors to those that work."""
+T = TypeVar("T")
 
 
 class Launch:
-    """This process and those that were started with it; alone without a launcher."""
+    """This process and those that were started with it; alone without a launcher.
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    All of them make the same calls in the same order. Waits are polls.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, calls: Meetings | None = None) -> None:
         self.rank = rank
         self.size = size
+        self._calls = calls
 
-    def first(self, make: Callable[[], str]) -> str:
+    def each(self, make: Callable[[], T], what: str) -> list[T]:
+        """Return what every rank makes, by rank; an error of one is raised on all."""
+        if self._calls is None:
+            return [make()]
+        try:
+            row = pickle.dumps((make(), None))
+        except Exception as error:  # of any kind: the others wait for an answer
+            with suppress(DivergenceError):  # this rank's own error matters more
+                self._calls.meet(what, pickle.dumps((None, told(error, self.rank))))
+            raise
+        rows = [pickle.loads(each) for each in self._calls.meet(what, row)]
+        for _, error in rows:
+            if error is not None:
+                raise error
+        return [made for made, _ in rows]
+
+    def finish(self, work: dist.Work, what: str) -> None:
+        """As `Waits.finish`, of a call of a group of these processes."""
+        assert self._calls is not None
+        self._calls.waits.finish(work, what)
+
+    def first(self, make: Callable[[], T], what: str) -> T:
         """Return what the first rank makes; its error is raised on all of them."""
-        if self.size == 1:
-            return make()
-        told: list[str | BaseException | None] = [None]
-        if self.rank == 0:
-            try:
-                told[0] = make()
-            except Exception as error:  # of any kind: the others wait for an answer
-                told[0] = error
-        dist.broadcast_object_list(told, src=0)
-        if isinstance(told[0], BaseException):
-            raise told[0]
-        return str(told[0])
+        return cast("T", self.each(lambda: make() if self.rank == 0 else None, what)[0])
+
+    def ready(self, make: Callable[[], T], what: str) -> T:
+        """Return what this rank makes for itself; an error of one is raised on all."""
+        made: list[T] = []
+        self.each(lambda: made.append(make()), what)
+        return made[0]
+
+
+def told(error: Exception, rank: int) -> Exception:
+    """Return an error as the other ranks raise it; one that cannot be pickled by its text."""
+    try:
+        found: Exception = pickle.loads(pickle.dumps(error))
+    except Exception:  # an error's own class may raise anything
+        found = RuntimeError(f"{type(error).__name__}: {error}")
+    if found.args and isinstance(found.args[0], str):
+        found.args = (f"rank {rank}: {found.args[0]}", *found.args[1:])
+    return found
 
 
 def launch_rank() -> int:
@@ -53,15 +93,22 @@ def launch(timeout_seconds: float) -> Iterator[Launch]:
     if makes and launched() == 1:
         yield Launch()
         return
+    allowed = timedelta(seconds=timeout_seconds)
     if makes:
         use_accelerator(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
+        dist.init_process_group("gloo", timeout=allowed)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(timeout=allowed, backend="gloo") for _ in range(2)]
+    news = News(groups[0], rank, size)
+    waits = Waits(news, timeout_seconds, HEARING_SECONDS, PAUSES_SECONDS)
     try:
-        yield Launch(dist.get_rank(), dist.get_world_size())
+        yield Launch(rank, size, Meetings(groups[1], waits))
     except (Exception, KeyboardInterrupt) as error:
         if makes:
             tell_error(error)  # a caller may turn it into an exit status
         raise
     finally:
-        if makes:
-            dist.destroy_process_group()
+        news.close()
+        if dist.is_initialized():
+            for group in [None] if makes else groups:
+                dist.destroy_process_group(group)

@@ -327,11 +327,13 @@ class Net:
     """``[net]``: between devices of one machine."""
 
     intra: str = "none"
+    """The wire, as "nvlink4"; where it was measured what moved the bytes, "nccl" or "gloo"."""
     bytes_per_second: Figure | None = optional("GBps", GIGA)
-    """One way, of one device."""
+    """One way, of one device; measured in an exchange of all."""
     latency_seconds: Figure | None = optional("alpha_us", MICRO, zero=True)
+    """Of a small all-gather."""
     busbw: Table | None = optional("busbw", 0, GIGA)
-    """Rows (bytes, bus bandwidth of collectives)."""
+    """Rows (bytes, bus bandwidth of collectives); measured with all-gathers of as many in all."""
     inter: InterNet | None = None
 
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from hetero.device import open_device
 from hetero.errors import ConfigError, StorageError
 from hetero.mounts import mount_of
+from hetero.parallel.launch import launch
 from hetero.plan.hardware import dump, lint, load
 from hetero.plan.lint import card_of, entries
 from hetero.plan.machine import (
@@ -40,6 +43,7 @@ from hetero.plan.machine import (
     ThreadRates,
 )
 from hetero.plan.rates import axes, grid_rate, side_of
+from hetero.recipes.doctor import usable_cores
 from hetero.recipes.drive import Cliff, burn_in, drive, nvme_of
 from hetero.recipes.facts import MachineFacts, host_name, look, used_bytes
 from hetero.recipes.probes import (
@@ -57,11 +61,15 @@ from hetero.recipes.probes import (
     link,
     matmuls,
     overlaps,
+    torch_threads,
     updates,
 )
 from hetero.recipes.readings import RUN, Readings, Samples, Watch, label, rounded, take_readings
+from hetero.recipes.wires import Wiring, measure_wires, net_of
 from hetero.types import Lane, format_bytes
 
+PATIENCE_SECONDS = 24 * 3600.0
+"""With the first rank, while it measures: a burn-in takes hours. Its death is noticed at once."""
 FOLDER = "profiles"  # in the working directory
 NOISY = 0.05  # a larger spread is reported
 SYSTEM, SPEC = "sys", "spec"  # keys of sources
@@ -75,27 +83,32 @@ class CalibrationRun:
     pace: Pace
     seconds: float
     cliff: Cliff | None = None
+    wiring: Wiring | None = None
 
 
 def profile_of(facts: MachineFacts, readings: Readings, run: CalibrationRun) -> MachineProfile:
     profile = MachineProfile(
         name=facts.name,
         kind="measured",
-        sources=sources(run.pace, facts),
+        sources=sources(run, facts),
         gpu=gpu_of(facts, readings),
         link=link_of(facts, readings),
         host=host_of(facts, readings),
         nvme=nvme_of(readings, run.cliff, odirect=facts.odirect),
+        net=net_of(readings, run.wiring),
         overlap=overlap_of(readings),
         quality=quality_of(facts, readings, run),
     )
     return with_spreads(profile)
 
 
-def sources(pace: Pace, facts: MachineFacts) -> tuple[Citation, ...]:
+def sources(run: CalibrationRun, facts: MachineFacts) -> tuple[Citation, ...]:
+    pace = run.pace
     said = (
         f"hetero calibrate --{pace.name}, median of {pace.rounds} after {pace.warm_ups} to warm up"
     )
+    if run.wiring is not None:
+        said += f"; {run.wiring}"
     found = [Citation(RUN, said), Citation(SYSTEM, "what the operating system and the driver say")]
     if facts.accelerator is not None and card_of(facts.accelerator.name) is not None:
         found.append(Citation(SPEC, "vendor datasheet: dense, fp32 accumulate"))
@@ -366,24 +379,66 @@ def silent(group: str, probe: str, done: int, groups: int) -> None:
 
 
 def calibrate(options: CalibrateOptions, watch: Watch = silent) -> Calibration:
-    """Measure this machine and write its profile; takes a minute, or eight with `FULL`."""
+    """Measure this machine and write its profile; takes a minute, or eight with `FULL`.
+
+    Ranks that a launcher started call it together. The first one measures its machine while the
+    others wait, then all measure what joins them. The first one writes; all return the same.
+    """
+    with launch(PATIENCE_SECONDS) as ranks:
+        alone = ranks.first(partial(measure_machine, options, watch, ranks.size), "the machine")
+        found, wiring = measure_wires(ranks, options.pace, options.device, at_the_end(watch))
+        return ranks.first(partial(write, alone, found, wiring), "the profile")
+
+
+def at_the_end(watch: Watch) -> Watch:
+    """Return a watch of what comes after all groups."""
+    return lambda group, probe, done, groups: watch(group, probe, len(GROUPS), len(GROUPS))
+
+
+class Machine(NamedTuple):
+    """What was measured of a machine, and the path of its profile."""
+
+    path: Path
+    pace: Pace
+    began: float
+    facts: MachineFacts
+    readings: Readings
+    cliff: Cliff | None
+
+
+def measure_machine(options: CalibrateOptions, watch: Watch, n_ranks: int) -> Machine:
+    """Measure this machine with all its cores."""
     # 1. fail now on anything that would fail at the end
     path = writable(options.output or Path(FOLDER) / f"{host_name()}.toml")
     folder, note = drive_folder(options)
     # 2. measure
     began, used = time.perf_counter(), used_bytes()
-    with closing(open_device(options.device)) as device:
+    with closing(open_device(options.device)) as device, threads_alone(n_ranks):
         rig = Rig(device, options.pace, folder)
         readings = take_readings(rig, GROUPS, watch)
         facts = look(rig, used)
     cliff, trouble = find_cliff(options, folder, watch)
-    # 3. write it down
     readings = Readings(readings.found, (*readings.notes, *note, *trouble))
-    run = CalibrationRun(pace=options.pace, seconds=time.perf_counter() - began, cliff=cliff)
-    profile = profile_of(facts, readings, run)
+    return Machine(path, options.pace, began, facts, readings, cliff)
+
+
+def threads_alone(n_ranks: int) -> AbstractContextManager[None]:
+    """Let torch use the threads of a process that is alone: torchrun leaves each rank one."""
+    if n_ranks == 1 or torch.get_num_threads() > 1:
+        return nullcontext()
+    cores = usable_cores()
+    return torch_threads(min(cores, psutil.cpu_count(logical=False) or cores))
+
+
+def write(machine: Machine, found: Readings, wiring: Wiring | None) -> Calibration:
+    """Write the profile of a machine and what joins its ranks."""
+    readings = machine.readings.joined(found)
+    seconds = time.perf_counter() - machine.began
+    run = CalibrationRun(pace=machine.pace, seconds=seconds, cliff=machine.cliff, wiring=wiring)
+    profile = profile_of(machine.facts, readings, run)
     text = dump(profile)
-    path.write_text(text, encoding="utf-8")
-    return Calibration(path=str(path), profile=profile, problems=tuple(lint(text)))
+    machine.path.write_text(text, encoding="utf-8")
+    return Calibration(path=str(machine.path), profile=profile, problems=tuple(lint(text)))
 
 
 def find_cliff(
@@ -393,7 +448,7 @@ def find_cliff(
     n_bytes = options.burn_in_bytes
     if n_bytes is None or folder is None:
         return None, ()
-    watch("burn-in", "", len(GROUPS), len(GROUPS))
+    at_the_end(watch)("burn-in", "", 0, 1)
     try:
         cliff = burn_in(folder, n_bytes)
     except StorageError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hetero.errors import StorageError
+from hetero.errors import DivergenceError, StorageError
 from hetero.plan.machine import Figure, Table
 from hetero.recipes.probes import Group, Pace, Probe, Rig
 
@@ -52,6 +52,9 @@ class Readings:
     found: tuple[Samples, ...]
     notes: tuple[str, ...] = ()
 
+    def joined(self, others: Readings) -> Readings:
+        return Readings(self.found + others.found, self.notes + others.notes)
+
     def figure(self, key: str) -> Figure | None:
         """Return the figure of a probe without axes."""
         found = self.of(key)
@@ -88,6 +91,8 @@ def take_readings(rig: Rig, groups: Mapping[str, Group], watch: Watch) -> Readin
             for probe in group(rig):
                 watch(name, label(probe.key, probe.at), done, len(groups))
                 found.append(measure(probe, rig.pace))
+        except DivergenceError:
+            raise  # a rank that is lost measures nothing more
         except (RuntimeError, MemoryError, StorageError) as error:
             notes.append(f"{name}: {str(error).splitlines()[0] or type(error).__name__}")
     watch("", "", len(groups), len(groups))

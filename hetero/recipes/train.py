@@ -84,7 +84,7 @@ def train_on(
         options = dataclasses.replace(options, record="none", track=(), out=None)
         watch = unseen
     # 1. data, model and optimizer, as in plain PyTorch
-    folder = Path(ranks.first(lambda: str(folder_of(options))))
+    folder = Path(ranks.first(lambda: str(folder_of(options)), "the run's folder"))
     task = task_of(options, config)
     deciding = fingerprint(options, config, task)
     if options.resume:
