@@ -26,7 +26,7 @@ Call = Callable[[], None]
 class Machines(NamedTuple):
     """Where the ranks of a launch are; those of a machine have numbers in a row."""
 
-    count: int
+    n_machines: int
     ranks_each: int
 
 

@@ -45,9 +45,9 @@ class Launch:
                 self._calls.meet(what, pickle.dumps((None, told(error, self.rank))))
             raise
         rows = [pickle.loads(each) for each in self._calls.meet(what, row)]
-        for _, error in rows:
-            if error is not None:
-                raise error
+        for _, failure in rows:
+            if failure is not None:
+                raise failure
         return [made for made, _ in rows]
 
     def finish(self, work: dist.Work, what: str) -> None:

@@ -263,6 +263,19 @@ def sampled(found: Iterator[Probe]) -> dict[tuple[str, tuple[int, ...]], float]:
     return {(probe.key, probe.at): probe.sample() for probe in found}
 
 
+def timed(rank: int) -> tuple[float, int]:
+    """Time work that takes the second rank three times as long."""
+    clock = Clock()
+    with launch(60) as ranks:
+        rig = SharedRig(CpuDevice(), TINY, clock=clock, ranks=ranks)
+        work = clock.work(0.0001 * (1 + 2 * rank))
+        return rig.seconds(work, 10), rig.repeats(work)
+
+
+def test_all_take_the_time_of_the_slowest_rank_for_theirs() -> None:
+    assert run_ranks(2, timed) == [(pytest.approx(0.003), 2)] * 2
+
+
 def test_a_sweep_ends_after_the_first_size_that_takes_long() -> None:
     clock = Clock()
     near: Any = Wires(clock, 4)
