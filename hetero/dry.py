@@ -192,16 +192,20 @@ class DryDevice(CpuDevice):
             ticket = Ticket(lane, self.clock_seconds).was(begin, self.clock_seconds)
             self._asked[lane].append(ticket)
             return ticket
-        start = max(self._free_at[lane], self.clock_seconds, *(t.end for t in after), 0.0)
+        start = self._start(lane, after)
         busy = lane in COPY_LANES and self._free_at[OPPOSITE[lane]] > start
         host = src if lane is Lane.H2D else dst
         if lane in COPY_LANES and host.untyped_storage()._cdata in self._pageable:
             return self._staged(lane, n_bytes, start, busy)
         return self._occupied(lane, start, self.copy_seconds(lane, n_bytes, busy=busy))
 
-    def occupy(self, lane: Lane, seconds: float) -> Ticket:
-        """Return the ticket of other work that takes a lane, from when it is free."""
-        return self._occupied(lane, max(self._free_at[lane], self.clock_seconds), seconds)
+    def occupy(self, lane: Lane, seconds: float, after: Iterable[Ticket]) -> Ticket:
+        """Return the ticket of other work that takes a lane, after tickets."""
+        return self._occupied(lane, self._start(lane, after), seconds)
+
+    def _start(self, lane: Lane, after: Iterable[Ticket]) -> float:
+        """Return when a lane is free for work that comes after tickets."""
+        return max(self._free_at[lane], self.clock_seconds, *(t.end for t in after), 0.0)
 
     def _occupied(self, lane: Lane, start: float, seconds: float) -> Ticket:
         end = self._free_at[lane] = start + seconds

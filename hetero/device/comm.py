@@ -7,7 +7,7 @@ of them raise DivergenceError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -77,12 +77,17 @@ class Comm(Protocol):
     def node(self) -> Node | None:
         """Where ranks read each other's homes; None if they gather."""
 
-    def gather(self, whole: torch.Tensor, what: str) -> Ticket:
-        """Begin to fill ``whole`` in place from the ranks of this one's copy: each has the part of
-        its share, and all are equal. It is held until the ticket was waited for."""
+    def open_gathers(self, device: Device) -> None:
+        """Be ready to gather in frames of a device, unless ranks read each other's homes.
+        Collective."""
+
+    def gather(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
+        """Begin to fill ``whole`` in place from the ranks of this one's copy, after tickets: each
+        has the part of its share, and all are equal. It is held until the ticket was waited for."""
 
     def wait(self, ticket: Ticket) -> None:
-        """Block until a gather is over; raises RankLost if it never will be."""
+        """Block until a gather is over, in RAM; one on a device is a ticket of the device's, for
+        which compute waits. Raises RankLost if it never will be."""
 
     def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
         """Fill ``value`` where no rank reads another's home: bytes [cuts[s], cuts[s + 1]) are those
@@ -131,7 +136,9 @@ class Alone:
     size = n_shares = n_copies = n_local = 1
     node = None
 
-    def gather(self, whole: torch.Tensor, what: str) -> Ticket:
+    def open_gathers(self, device: Device) -> None: ...
+
+    def gather(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
         return DONE
 
     def wait(self, ticket: Ticket) -> None: ...
@@ -175,7 +182,9 @@ def named(rank: int | None) -> str:
 class OneSided:
     """What ranks need not do that read each other's homes."""
 
-    def gather(self, whole: torch.Tensor, what: str) -> Ticket:
+    def open_gathers(self, device: Device) -> None: ...
+
+    def gather(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
         raise AssertionError("ranks that read each other's homes gather nothing")
 
     def wait(self, ticket: Ticket) -> None: ...

@@ -50,7 +50,7 @@ class CpuDevice:
     def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
         return map_slab(n_bytes) if n_bytes >= SMALL else heap_slab(n_bytes)
 
-    def lock(self, memory: torch.Tensor) -> Callable[[], None] | None:
+    def lock(self, memory: torch.Tensor, slab: Slab | None = None) -> Callable[[], None] | None:
         return None
 
     def stages_bytes(self, largest_bytes: int, pinned: int | None) -> int:

@@ -21,7 +21,7 @@ from hetero.device.face import (
     map_slab,
     paged_slab,
 )
-from hetero.device.lanes import CudaLanes
+from hetero.device.lanes import Collective, CudaLanes
 from hetero.device.locked import LockedMemory
 from hetero.device.memory import CudaMemory
 from hetero.device.process import first_line
@@ -74,8 +74,8 @@ class CudaDevice:
     def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
         return self._locked.slab(n_bytes) if travels else map_slab(n_bytes)
 
-    def lock(self, memory: torch.Tensor) -> Callable[[], None] | None:
-        return self._locked.lock(memory)
+    def lock(self, memory: torch.Tensor, slab: Slab | None = None) -> Callable[[], None] | None:
+        return self._locked.lock(memory, slab)
 
     def stages_bytes(self, largest_bytes: int, pinned: int | None) -> int:
         if pinned is not None and pinned < LEAST_BYTES:
@@ -111,6 +111,15 @@ class CudaDevice:
         if staged or self._staging.holds_up(lane, after):
             return self._staging.copy(lane, dst, src, after, staged=staged)
         return self._lanes.queue(lane, dst, src, on_lanes(after))
+
+    def launch(self, begin: Callable[[], Collective], after: Iterable[Ticket]) -> Ticket:
+        """Queue a collective of another library; see `CudaLanes.launch`. The host waits until
+        staged copies of ``after`` are on their lanes."""
+        after = tuple(after)
+        for ticket in after:
+            if isinstance(ticket, StagedTicket):
+                self._staging.wait(ticket)
+        return self._lanes.launch(begin, on_lanes(after))
 
     def clock(self) -> float:
         return time.monotonic()
@@ -192,7 +201,8 @@ class CudaDevice:
     def facts(self) -> Accelerator | None:
         found = torch.cuda.get_device_properties(self.torch_device)
         arch = f"sm_{found.major}{found.minor}"
-        return Accelerator(found.name, arch, found.multi_processor_count, found.total_memory)
+        counts = found.multi_processor_count, found.total_memory
+        return Accelerator(found.name, arch, *counts, uuid=str(found.uuid))
 
     def poison(self, dst: torch.Tensor) -> None:
         dst.fill_(POISON)

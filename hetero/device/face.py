@@ -97,6 +97,8 @@ class Accelerator(NamedTuple):
     """Compute capability, as "sm_90"."""
     multiprocessors: int
     total_bytes: int
+    uuid: str = ""
+    """No other device has it."""
 
 
 class DeviceMemory(Protocol):
@@ -145,9 +147,9 @@ class Device(Protocol):
     def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
         """Return zeroed HOST memory. If it ``travels``, CUDA page-locks it as far as it may."""
 
-    def lock(self, memory: torch.Tensor) -> Callable[[], None] | None:
-        """Page-lock mapped memory as far as it may be; return what undoes that, before the memory
-        goes."""
+    def lock(self, memory: torch.Tensor, slab: Slab | None = None) -> Callable[[], None] | None:
+        """Page-lock memory that processes share, or a part of a ``slab``, as far as it may be;
+        return what undoes that, before the memory goes."""
 
     def stages_bytes(self, largest_bytes: int, pinned: int | None) -> int:
         """Return the HOST bytes of stages for copies of memory that may not be page-locked, of at

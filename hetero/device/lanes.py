@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 
@@ -11,11 +12,19 @@ from hetero.device.face import LANES, Ticket, Timing
 from hetero.types import Lane
 
 
+class Collective(Protocol):
+    """Work of another library on a stream of its own."""
+
+    def wait(self) -> object:
+        """Make the current stream wait for it, and not the host."""
+
+
 class CudaLanes:
-    """A persistent stream for each copy lane; it refers to no memory and to no device object."""
+    """A persistent stream for each copy lane, and one for gathers; it refers to no memory and to no
+    device object."""
 
     def __init__(self, place: torch.device) -> None:
-        self.streams = {lane: torch.cuda.Stream(place) for lane in LANES}
+        self.streams = {lane: torch.cuda.Stream(place) for lane in (*LANES, Lane.GATHER)}
         self.is_timed = False
         """Whether begin and end of what is queued are timed on the device."""
         self._place = place
@@ -26,13 +35,21 @@ class CudaLanes:
     ) -> Ticket:
         """Queue a copy, after tickets that have events; the host waits if it is of pageable
         memory."""
+        return self._run(lane, lambda: dst.copy_(src, non_blocking=True), after)
+
+    def launch(self, begin: Callable[[], Collective], after: Iterable[Ticket]) -> Ticket:
+        """Queue a collective, after tickets that have events: ``begin`` starts it on the thread
+        that asks, in order of the current stream, which is the lane's."""
+        return self._run(Lane.GATHER, lambda: begin().wait(), after)
+
+    def _run(self, lane: Lane, queue: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
         stream = self.streams[lane]
         for ticket in after:
             if ticket.event is not None:
                 stream.wait_event(ticket.event)
         with torch.cuda.stream(stream):
             first = self.timing(stream)
-            dst.copy_(src, non_blocking=True)
+            queue()
             event = torch.cuda.Event(enable_timing=first is not None)
             event.record(stream)
         ticket = Ticket(lane, 0.0, event=event)

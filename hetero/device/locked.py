@@ -51,14 +51,18 @@ class LockedMemory:
             slab.unlock = partial(self._unlock, first, mapping)
         return slab
 
-    def lock(self, memory: torch.Tensor) -> Callable[[], None] | None:
-        """Page-lock the pages of memory that processes share, under the same conditions; return
-        what undoes it. No fork copies them."""
+    def lock(self, memory: torch.Tensor, slab: Slab | None = None) -> Callable[[], None] | None:
+        """Page-lock the pages of memory under the same conditions; return what undoes it. Processes
+        share it, and no fork copies it; or it is a part of a ``slab``, which stays out of children.
+        """
         first, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
         first, end = first - first % mmap.PAGESIZE, end + -end % mmap.PAGESIZE
         if not memory.numel() or not self._register(first, end):
             return None
-        return partial(self._unlock, first, None)
+        mapping = None if slab is None else slab.mapping
+        if mapping is not None:
+            advise(mapping, "MADV_DONTFORK")  # see [Note: forks]
+        return partial(self._unlock, first, mapping)
 
     def _register(self, first: int, end: int) -> bool:
         n_bytes = end - first

@@ -70,7 +70,7 @@ class LocalBelow:
                     copy.reader = replica.ready
                 else:  # not page-locked, and given back after the pin
                     self._sync(replica.ready, replica)
-            self._join(replica)
+            self._join(replica, after)
         except BaseException:
             replica.ready = None
             replica.move(ABSENT if was is ABSENT else CLEAN, "fail")  # its old state, for a retry
@@ -78,8 +78,9 @@ class LocalBelow:
         if replica.ready is None:
             replica.move(CLEAN, "ready")
 
-    def _join(self, replica: Replica) -> None:
-        """Add what other homes keep of a bucket, after the copies from ours."""
+    def _join(self, replica: Replica, after: Iterable[Ticket]) -> None:
+        """Add what other homes keep of a bucket, after the copies from ours; if there are none,
+        after the tickets for which they would have waited."""
 
     def _arrive(self, ticket: Ticket, replica: Replica) -> None:
         """Make compute wait for all of a replica's bytes."""
@@ -245,12 +246,11 @@ class SharedBelow(LocalBelow):
         super().__init__(*args, **named)
         self._comm = comm
 
-    def _join(self, replica: Replica) -> None:
-        if replica.ready is not None:  # collectives know no lanes
-            self._sync(replica.ready, replica)
+    def _join(self, replica: Replica, after: Iterable[Ticket]) -> None:
         bucket, n_bytes = replica.bucket, replica.bucket.home_bytes
-        what = f"bucket {bucket.id} to HBM"
-        replica.ready = self._comm.gather(replica.wire[: bucket.n_shares * n_bytes], what)
+        whole, what = replica.wire[: bucket.n_shares * n_bytes], f"bucket {bucket.id} to HBM"
+        after = after if replica.ready is None else (replica.ready,)
+        replica.ready = self._comm.gather(whole, what, after)
         self._link.count(
             Lane.GATHER,
             (bucket.n_shares - 1) * n_bytes,
@@ -262,3 +262,5 @@ class SharedBelow(LocalBelow):
     def _arrive(self, ticket: Ticket, replica: Replica) -> None:
         with standing_for(self._comm, self._link.log):
             self._comm.wait(ticket)
+        super()._arrive(ticket, replica)
+        replica.idle = ticket  # it wrote the frames on no lane of copies: none is in order after it

@@ -106,7 +106,10 @@ class HomeStore:
             )
         if self._comm.size > 1:
             slab = self._device.paged_slab(n_bytes)
-            return ShareHome(slab, bucket, dtype, codec, self._comm, self._sharing)
+            share = ShareHome(slab, bucket, dtype, codec, self._comm, self._sharing)
+            if kind is Kind.PARAM:
+                share.lock_own(self._device)
+            return share
         if tier is not Tier.HBM:
             slab = self._device.slab(n_bytes, travels=name in TRAVEL)
             return HostHome(slab, bucket, dtype, codec)

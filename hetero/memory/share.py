@@ -33,7 +33,7 @@ class ShareHome(Home):
     the same on all ranks, and each keeps its part.
     """
 
-    __slots__ = ("_comm", "_n_shares", "_saved", "_share_numel", "changes", "kept")
+    __slots__ = ("_comm", "_n_shares", "_saved", "_share_numel", "_unlocks", "changes", "kept")
     is_share = True
 
     def __init__(
@@ -51,6 +51,21 @@ class ShareHome(Home):
         self._n_shares, self._share_numel = bucket.n_shares, bucket.share_numel
         self.kept = bucket.share(comm.rank)
         self._saved = bucket.saved(comm.rank)
+        self._unlocks: list[Callable[[], None]] = []
+
+    def lock_own(self, device: Device) -> None:
+        """Page-lock the share, from which a device copies."""
+        self._note(device.lock(self._flat[self.kept_items].view(torch.uint8), self._slab))
+
+    def _note(self, unlock: Callable[[], None] | None) -> None:
+        if unlock is not None:
+            self._unlocks.append(unlock)
+
+    def close(self) -> None:
+        for unlock in self._unlocks:
+            unlock()
+        self._unlocks.clear()
+        super().close()
 
     @property
     def shows(self) -> bool:
@@ -132,7 +147,7 @@ class DiskShareHome(Pinned, ShareHome):
 class NodeHome(ShareHome):
     """A home whose other shares this rank reads where other processes of its machine keep them."""
 
-    __slots__ = ("_bucket", "_lock", "_name", "_node", "_theirs", "_unlocks")
+    __slots__ = ("_bucket", "_lock", "_name", "_node", "_theirs")
     is_shared = True
 
     def __init__(
@@ -156,7 +171,6 @@ class NodeHome(ShareHome):
         own = comm.rank % bucket.n_shares
         self._theirs: dict[int, torch.Tensor] = {own: self._flat}  # by share
         self._lock = device.lock if kind is Kind.PARAM else None  # of what copies read
-        self._unlocks: list[Callable[[], None]] = []
         self._lock_share(own)
 
     def discard(self) -> None:
@@ -191,15 +205,8 @@ class NodeHome(ShareHome):
         """Page-lock a share, where a device copies from it."""
         at = share * self._share_numel
         items = self._theirs[share][self.items(at, at + self._share_numel)]
-        unlock = None if self._lock is None else self._lock(items.view(torch.uint8))
-        if unlock is not None:
-            self._unlocks.append(unlock)
-
-    def close(self) -> None:
-        for unlock in self._unlocks:
-            unlock()
-        self._unlocks.clear()
-        super().close()
+        if self._lock is not None:
+            self._note(self._lock(items.view(torch.uint8)))
 
     def read(self, segment: Segment) -> torch.Tensor:
         value = self.empty(segment)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from hetero.device import n_accelerators
 from hetero.errors import ConfigError
-from hetero.parallel.gloo import all_gather, local_ranks
+from hetero.parallel.gathers import all_gather
+from hetero.parallel.gloo import local_ranks
 from hetero.parallel.launch import Launch
 
 Carrier = Literal["gloo", "nccl"]

@@ -1,56 +1,43 @@
 """Ranks joined by gloo: see `hetero.device.comm` (floor 3).
 
 A collective whose sizes differ between ranks aborts a process of gloo's, so the ranks first compare
-what each is about to do. Waits are polls: gloo wakes a waiting thread only when the peer answers or
-the group's own timeout passes.
+what each is about to do.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
-from hetero import interrupts
-from hetero.device import Device, Ticket
+from hetero.device import CudaDevice, Device, Ticket, map_slab
 from hetero.device.comm import Addends, Comm, Node
 from hetero.memory.layout import Layout
 from hetero.parallel.board import SAID_BYTES, check_calls
-from hetero.parallel.farewell import Parting, reason_of
+from hetero.parallel.gathers import (
+    CommTicket,
+    DeviceGathers,
+    Gathers,
+    HostGathers,
+    all_gather,
+    connected,
+)
 from hetero.parallel.neighbours import Neighbours
-from hetero.parallel.news import HEARING_SECONDS, Left, News
+from hetero.parallel.news import News
 from hetero.parallel.node import open_node
-from hetero.types import Lane
+from hetero.parallel.waits import Waits
 
 ROW_BYTES = 128
 """Of a row that goes along with a call's name; longer ones go by themselves."""
-POLL_SECONDS = (0.0, 0.0, 0.0001, 0.001)
-"""Between looks at a call that is under way, as many of each as `LOOKS`; the last one repeats."""
-LOOKS = 64
-"""With one pause, and between looks whether a rank has said that it failed."""
-
-
-class CommTicket(Ticket):
-    """A collective under way, and the buffers that it uses."""
-
-    __slots__ = ("held", "what", "work")
-
-    def __init__(self, work: dist.Work, what: str, held: tuple[torch.Tensor, ...]) -> None:
-        super().__init__(Lane.GATHER, 0.0)
-        self.work = work
-        self.what = what
-        self.held = held
 
 
 class Gloo:
-    """The ranks of a process group, joined by groups of gloo of our own.
-
-    Frames lie in RAM.
+    """The ranks of a process group, joined by groups of gloo of our own; if they gather on CUDA
+    devices, NCCL does that.
 
     Args:
         n_shares: see `Comm.n_shares`; a divisor of the process group's size.
@@ -73,14 +60,14 @@ class Gloo:
         self._timeout = timeout_seconds
         self._groups: list[dist.ProcessGroup] = []
         self._bytes, control, aside, swaps, news = (self._open(range(self.size)) for _ in range(5))
-        copies = [range(at, at + n_shares) for at in range(0, self.size, n_shares)]
-        groups = [self._open(copy) for copy in copies] if len(copies) > 1 else [self._bytes]
-        self._copy = groups[self.rank // n_shares]
+        self._gathers: Gathers  # `open_gathers` makes them
         self._news = News(news, self.rank, self.size)
-        self._waits = Waits(self._news, timeout_seconds, HEARING_SECONDS)
+        self._waits = Waits(self._news, timeout_seconds)
         self._meetings = Meetings(control, self._waits)
         # a save of a rank whose program has failed goes on until it is whole
-        self._aside = Meetings(aside, Waits(self._news, timeout_seconds, timeout_seconds))
+        self._aside = Meetings(
+            aside, Waits(self._news, timeout_seconds, patience_seconds=timeout_seconds)
+        )
         self._swaps = Meetings(swaps, self._waits)
         self._outbox = self._inbox = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._sent_bytes = 0
@@ -96,12 +83,24 @@ class Gloo:
             self._groups.append(group)
         return group
 
-    def gather(self, whole: torch.Tensor, what: str) -> Ticket:
+    def open_gathers(self, device: Device) -> None:
+        if self.node is not None:
+            return
+        copies = [range(at, at + self.n_shares) for at in range(0, self.size, self.n_shares)]
+        at = self.rank // self.n_shares
+        if isinstance(device, CudaDevice):
+            on_device = connected(copies, self._timeout)[at]
+            self._groups.append(on_device)
+            self._gathers = DeviceGathers(device, on_device, self._waits)
+        else:
+            group = [self._open(copy) for copy in copies][at] if len(copies) > 1 else self._bytes
+            self._gathers = HostGathers(device, group, self._waits)
+
+    def gather(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
         self._meetings.meet(f"{what}: {whole.numel()} bytes")
         each, share = whole.numel() // self.n_shares, self.rank % self.n_shares
         mine = whole[share * each : (share + 1) * each]
-        work = all_gather(whole, mine, self._copy)
-        return CommTicket(work, what, (whole, mine))
+        return self._gathers.begin(whole, mine, what, after)
 
     def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
         self._meetings.meet(f"{what}: {value.numel()} bytes")
@@ -109,16 +108,15 @@ class Gloo:
             if start < end:
                 part = value[start:end]
                 work = dist.broadcast(part, share, group=self._bytes, async_op=True)
-                self.wait(CommTicket(work, what, (part,)))
+                self._waits.until(work, what)
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
         if self._outbox.numel() < n_bytes:
             self._let_go()
-            self._outbox, self._inbox = (
-                torch.empty(n * n_bytes, dtype=torch.uint8, device="cpu")
-                for n in (1, self.n_copies)
-            )
-            self._unlock = None if self._device is None else self._device.lock(self._outbox)
+            slab = map_slab(n_bytes)  # pages of its own: they may be page-locked
+            self._outbox = slab.carve(0, n_bytes)
+            self._inbox = torch.empty(self.n_copies * n_bytes, dtype=torch.uint8, device="cpu")
+            self._unlock = None if self._device is None else self._device.lock(self._outbox, slab)
         self._sent_bytes = n_bytes
         return self._outbox[:n_bytes]
 
@@ -136,7 +134,7 @@ class Gloo:
         found = self._inbox[: self.n_copies * self._sent_bytes].view(self.size, -1)
         for_each = [sent[rank % self.n_shares] for rank in range(self.size)]
         work = dist.all_to_all(list(found), for_each, group=self._swaps.group, async_op=True)
-        return GlooAddends(self, CommTicket(work, what, (found, sent)), list(found))
+        return GlooAddends(self._waits, CommTicket(work, what, (found, sent)), list(found))
 
     def give_up_exchange(self, why: str) -> None:
         self._swaps.say(why)
@@ -148,9 +146,7 @@ class Gloo:
         return self._aside.meet(what, row)
 
     def wait(self, ticket: Ticket) -> None:
-        if isinstance(ticket, CommTicket) and not ticket.done:
-            self._waits.until(ticket.work, ticket.what)
-            ticket.done, ticket.held = True, ()
+        self._gathers.wait(ticket)
 
     def nearer(self, layout: Layout) -> Comm:
         node = open_node(self, layout, self._news, self._timeout) if self._one_sided else None
@@ -171,65 +167,6 @@ class Gloo:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
         self._groups.clear()
-
-
-class Waits:
-    """Waits for calls under way: looks again and again whether one is over.
-
-    Args:
-        timeout_seconds: after which a rank that does not answer is lost.
-        patience_seconds: for one that says that it failed, to answer all the same.
-        pauses_seconds: see `POLL_SECONDS`.
-    """
-
-    def __init__(
-        self,
-        news: News,
-        timeout_seconds: float,
-        patience_seconds: float,
-        pauses_seconds: Sequence[float] = POLL_SECONDS,
-    ) -> None:
-        self.size = news.size
-        self._news = news
-        self._timeout = timeout_seconds
-        self._patience = patience_seconds
-        self._pauses = pauses_seconds
-
-    def until(self, work: dist.Work, what: str) -> None:
-        """Block until a call is over; raises RankLost if it never will be."""
-        began, looks = time.monotonic(), 0
-        while not work.is_completed():
-            looks += 1
-            failed = None if looks % LOOKS else self._news.overdue(self._patience)
-            if failed is not None:
-                raise self._news.lost(what, failed)
-            if time.monotonic() - began > self._timeout:
-                raise self._news.lost(what, self._news.known() or self._late())
-            interrupts.point(2)
-            time.sleep(self._pauses[min(looks // LOOKS, len(self._pauses) - 1)])
-        self.finish(work, what, began)
-
-    def finish(self, work: dist.Work, what: str, began: float | None = None) -> None:
-        """Block inside torch until a call is over, at most for its group's timeout: nothing else
-        ends that wait. Raises RankLost as `until` does, which ``began`` before."""
-        began = time.monotonic() if began is None else began
-        try:
-            work.wait()
-        except RuntimeError as error:
-            broken = Left(
-                Parting.SILENT, self._news.rank, f"lost a connection ({reason_of(error)})"
-            )
-            left = self._timeout - (time.monotonic() - began)
-            cause = self._news.cause(broken, min(HEARING_SECONDS, left))
-            raise self._news.lost(what, cause) from None
-
-    def _late(self) -> Left:
-        """Return a cause of which no more is known than that a rank is late."""
-        if self.size == 2:
-            return Left(
-                Parting.SILENT, 1 - self._news.rank, f"said nothing for {self._timeout:.0f} s"
-            )
-        return Left(Parting.SILENT, self._news.rank, f"had no answer for {self._timeout:.0f} s")
 
 
 class Meetings:
@@ -281,21 +218,14 @@ class Meetings:
 class GlooAddends:
     """What an exchange of gloo's brings."""
 
-    def __init__(self, comm: Gloo, ticket: CommTicket, parts: list[torch.Tensor]) -> None:
-        self._comm = comm
+    def __init__(self, waits: Waits, ticket: CommTicket, parts: list[torch.Tensor]) -> None:
+        self._waits = waits
         self._ticket = ticket
         self._parts = parts
 
     def wait(self) -> list[torch.Tensor]:
-        self._comm.wait(self._ticket)
+        self._ticket.finish(self._waits)
         return self._parts
-
-
-def all_gather(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to gather equal parts."""
-    begin = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
-    work: dist.Work = begin(whole, mine, group=group, async_op=True)
-    return work
 
 
 def local_ranks() -> int:

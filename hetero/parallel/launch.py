@@ -14,9 +14,10 @@ import torch.distributed as dist
 from hetero.device import use_accelerator
 from hetero.errors import DivergenceError
 from hetero.parallel.farewell import tell_error
-from hetero.parallel.gloo import POLL_SECONDS, Meetings, Waits
+from hetero.parallel.gloo import Meetings
 from hetero.parallel.mesh import launched
-from hetero.parallel.news import HEARING_SECONDS, News
+from hetero.parallel.news import News
+from hetero.parallel.waits import POLL_SECONDS, Waits
 
 PAUSES_SECONDS = (*POLL_SECONDS, 0.05)
 """Between looks: a rank that waits long leaves the processors to those that work."""
@@ -100,7 +101,7 @@ def launch(timeout_seconds: float) -> Iterator[Launch]:
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(timeout=allowed, backend="gloo") for _ in range(2)]
     news = News(groups[0], rank, size)
-    waits = Waits(news, timeout_seconds, HEARING_SECONDS, PAUSES_SECONDS)
+    waits = Waits(news, timeout_seconds, pauses_seconds=PAUSES_SECONDS)
     try:
         yield Launch(rank, size, Meetings(groups[1], waits))
     except (Exception, KeyboardInterrupt) as error:

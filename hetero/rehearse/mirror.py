@@ -7,7 +7,7 @@ sums take the times of a network, which each of these two has to itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,8 +65,10 @@ class Mirror:
         self._memory_seconds = profile.host.memory_seconds
         self._sent_bytes = 0
 
-    def gather(self, whole: torch.Tensor, what: str) -> Ticket:
-        return self._device.occupy(Lane.GATHER, self._gather_seconds(whole.numel()))
+    def open_gathers(self, device: Device) -> None: ...
+
+    def gather(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
+        return self._device.occupy(Lane.GATHER, self._gather_seconds(whole.numel()), after)
 
     def wait(self, ticket: Ticket) -> None:
         self._device.wait(ticket)

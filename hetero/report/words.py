@@ -71,6 +71,7 @@ SHORT_PARTS = {
     "wait_read": "wait disk read",
     "wait_write": "wait disk write",
     "wait_update": "wait update",
+    "wait_gather": "wait gather",
     "wait_ranks": "wait ranks",
     "rest_forward": "rest of forward",
     "rest_backward": "rest of backward",
@@ -86,6 +87,7 @@ PART_NOTES = {
     "wait_read": "stands still for a read from disk",
     "wait_write": "stands still for a write to disk",
     "wait_update": "stands still for an update of the optimizer",
+    "wait_gather": "stands still for shares of weights that other ranks keep",
     "wait_ranks": "stands still for other ranks: their updates, gradients, the roll call of a step",
     "rest_forward": "inside forward, in no unit: loss, glue, launching",
     "rest_backward": "inside backward, in no unit: loss, gradients on their way, glue",
@@ -100,6 +102,7 @@ WAITED_FOR = {
     "wait_read": "reads from disk",
     "wait_write": "writes to disk",
     "wait_update": "updates of the optimizer",
+    "wait_gather": "shares of weights that other ranks keep",
     "wait_ranks": "other ranks",
 }
 
@@ -120,6 +123,7 @@ PART_COLOURS = {
     "wait_read": "#009e73",
     "wait_write": "#5cc9a7",
     "wait_update": "#d55e00",
+    "wait_gather": "#f0e442",
     "wait_ranks": "#e69f00",
     "rest": "#999999",
     "step": "#cc79a7",

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,12 +33,13 @@ class Facts:
     multi_processor_count: int = 132
     total_memory: int = 1 << 36
     is_integrated: int = 0
+    uuid: str = field(default_factory=lambda: f"GPU-{os.getpid()}")
 
     def become(self, facts: dict[str, Any]) -> None:
         """Take these facts, and the usual ones for the others."""
         fresh = Facts(**facts)
-        for field in fields(self):
-            setattr(self, field.name, getattr(fresh, field.name))
+        for each in fields(self):
+            setattr(self, each.name, getattr(fresh, each.name))
 
 
 class Cuda:
@@ -49,6 +51,8 @@ class Cuda:
         self.chance = random.Random(0)
         self.facts = Facts()
         self.pinned_limit: int | None = None
+        self.late: list[Late] = []
+        """What happens on the device after it was queued, oldest first; all else does at once."""
         self.nvtx = SimpleNamespace(range_start=lambda name: 1, range_end=lambda handle: None)
 
     def Stream(self, device: object = None, priority: int = 0) -> Stream:
@@ -87,7 +91,20 @@ class Cuda:
             self._e.set_stream(old)
 
     def synchronize(self, device: object = None) -> None:
+        self.happen(None)
         self._e.device_sync()
+
+    def happen(self, event: Any) -> None:
+        """Let happen what comes before an event; None: all. The host waits: it is the device."""
+        for work in list(self.late):
+            if event is None or event.covers(work.end):
+                work.happen()
+                with contextlib.suppress(ValueError):  # another thread was here
+                    self.late.remove(work)
+
+    def is_late(self, event: Any) -> bool:
+        """Whether something before an event cannot happen yet."""
+        return any(event.covers(work.end) and not work.can_happen() for work in list(self.late))
 
     def cudart(self) -> Cudart:
         return Cudart(self)
@@ -131,6 +148,18 @@ class Cuda:
     def set_rng_state(self, state: torch.Tensor, device: object = None) -> None: ...
 
 
+class Late(Protocol):
+    """Work on a stream that takes until other processes have done theirs."""
+
+    end: Any
+    """The event after it."""
+
+    def can_happen(self) -> bool: ...
+
+    def happen(self) -> None:
+        """Let it happen; blocks until it can."""
+
+
 class Stream:
     """One of the pool's streams, or compute's (0)."""
 
@@ -143,6 +172,7 @@ class Stream:
         return self.id
 
     def wait_event(self, event: Event) -> None:
+        self.cuda.happen(event.event)
         self.cuda._e.stream_wait(self.id, event.event)
 
     def wait_stream(self, stream: Stream) -> None:
@@ -154,6 +184,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
+        self.cuda.happen(self.record_event().event)
         if self.cuda._e.stream_sync(self.id):
             self.cuda._stalled("stream.synchronize")
 
@@ -175,12 +206,16 @@ class Event:
     def query(self) -> bool:
         if self.event.known():
             return True
+        if self.cuda.is_late(self.event):
+            return False
         done = self.cuda.chance.random() < LAZY
         if done:
+            self.cuda.happen(self.event)
             self.event.sync()
         return done
 
     def synchronize(self) -> None:
+        self.cuda.happen(self.event)
         if not self.event.known():
             self.cuda._stalled("event.synchronize")
         self.event.sync()

@@ -40,8 +40,14 @@ ALWAYS = {RING_FULL, LAST_GRADIENTS, UNUSED}
 """Backward waits for a gradient where HBM has no room for more on their way down, and `step` for
 the last ones: the emulator's copies land as late as they can."""
 OFFLOADING = {OFFLOADED, TURNED, ALONE}
+ADDENDS = Place("gradients/crossing.py", "cross")
+NORM_OF_RANKS = Place("gradients/slot.py", "norm_of")
+FROM_DISK = Place("memory/below.py", "fetch")
+RANKS = {ADDENDS}
+"""Of ranks that share a model, on the thread that sends gradients."""
 CLIPPING = {NORM, CLIPPED_GRADIENT}
-PLACES = {*ALWAYS, *OFFLOADING, *CLIPPING, FINITE, STAGE_FULL}
+CLIPPING_RANKS = CLIPPING | {NORM_OF_RANKS}
+PLACES = {*ALWAYS, *OFFLOADING, *CLIPPING_RANKS, *RANKS, FINITE, FROM_DISK, STAGE_FULL}
 
 
 def unexpected(found: Counter[Stall], allowed: Iterable[Place]) -> list[Stall]:

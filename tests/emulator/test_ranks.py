@@ -9,6 +9,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,26 +19,47 @@ import pytest
 from hetero.testing.ranks import free_port
 from tests.emulator.process import ROOT
 
-CASES: list[tuple[int, dict[str, Any]]] = [
-    (2, {"max_grad_norm": 0.5}),
+TIGHT = {"hbm": 60_000, "chunk_bytes": 1024}
+SECONDS = 300
+LOST = 7  # as of `lost_rank`, which imports the emulator
+READ: list[tuple[int, dict[str, Any]]] = [
+    (2, {"settings": {"max_grad_norm": 0.5}}),
     (3, {}),
-    (2, {"pinned": 2**17, "activations": "offload"}),
-    (4, {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "max_grad_norm": 0.5}),
+    (2, {"settings": {"pinned": 2**17, "activations": "offload"}}),
+    (
+        4,
+        {
+            "settings": {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "max_grad_norm": 0.5},
+            "machines": [0, 0, 1, 1],
+        },
+    ),
 ]
+CODED = {"precision": "bf16", "frozen": "int8", "hbm": 80_000}
+ON_DISK = {"hbm": 4_000_000, "chunk_bytes": 4096, "host": 3_600_000, "nvme": "a folder"}
+GATHERED: list[tuple[int, dict[str, Any]]] = [
+    (2, {"settings": {"max_grad_norm": 0.5}, "machines": [0, 1]}),
+    (2, {"settings": {**CODED, "max_grad_norm": 0.5}, "frozen": [1, 2], "machines": [0, 1]}),
+    (4, {"settings": {"max_grad_norm": 0.5}, "machines": [0, 0, 1, 1]}),
+    (4, {"settings": {"mesh": {"dp_replicate": 2, "dp_shard": 2}}, "machines": [0, 1, 0, 1]}),
+    (2, {"settings": {"pinned": 2**17, "activations": "offload"}, "machines": [0, 1]}),
+    (2, {"settings": ON_DISK, "width": 128, "n_blocks": 14}),
+]
+"""Of ranks whose copy is on several machines, or weights on disk: they gather shares in frames on
+their devices."""
 
 
-@pytest.mark.parametrize(
-    ("n_ranks", "settings"),
-    [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
-)
-def test_ranks_on_cuda_devices_are_micro_batches(n_ranks: int, settings: dict[str, Any]) -> None:
-    given = json.dumps({"hbm": 60_000, "chunk_bytes": 1024, **settings})
+@contextmanager
+def running(
+    n_ranks: int, case: dict[str, Any], module: str, *options: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Run ranks, which end with the block."""
+    given = json.dumps({**case, "settings": {**TIGHT, **case.get("settings", {})}})
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     sizes = {"WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks)}
     common = {**os.environ, **group, **sizes, "GLOO_SOCKET_IFNAME": "lo"}
-    running = [
+    ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.emulator.rank", given],
+            [sys.executable, "-m", module, given, *options],
             env={**common, "RANK": str(rank)},
             cwd=ROOT,
             stderr=subprocess.PIPE,
@@ -43,6 +67,48 @@ def test_ranks_on_cuda_devices_are_micro_batches(n_ranks: int, settings: dict[st
         )
         for rank in range(n_ranks)
     ]
-    for rank, process in enumerate(running):
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 0, f"rank {rank}: {said[-4000:]}"
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def check_ranks(n_ranks: int, case: dict[str, Any]) -> None:
+    with running(n_ranks, case, "tests.emulator.rank") as ranks:
+        for rank, process in enumerate(ranks):
+            _, said = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, f"rank {rank}: {said[-4000:]}"
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "case"),
+    [READ[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in READ[1:])],
+)
+def test_ranks_on_cuda_devices_are_micro_batches(n_ranks: int, case: dict[str, Any]) -> None:
+    check_ranks(n_ranks, case)
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "case"),
+    [GATHERED[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in GATHERED[1:])],
+)
+def test_ranks_of_several_machines_gather_in_frames_on_their_devices(
+    n_ranks: int, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HETERO_PARANOID", "0")  # poison orders what else only tickets do
+    settings = dict(case["settings"])
+    if "nvme" in settings:
+        settings["nvme"] = str(tmp_path)
+    check_ranks(n_ranks, {**case, "settings": settings, "gathers": True})
+
+
+@pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=pytest.mark.slow)])
+def test_a_gather_on_a_device_that_never_ends_is_a_lost_rank(how: str) -> None:
+    """All had said that they gather; NCCL itself would wait for ever."""
+    case = {"settings": {"timeout_seconds": 4.0}, "machines": [0, 1]}
+    with running(2, case, "tests.emulator.lost_rank", how) as (first, _):
+        _, said = first.communicate(timeout=SECONDS)
+        assert first.returncode == LOST, said[-4000:]
+        assert "waits for bucket" in said

@@ -45,14 +45,17 @@ def test_a_gather_takes_its_lane_while_compute_goes_on() -> None:
     comm = mirrored({"dp_shard": 8}, dry, machine)
     expected = gather_seconds(machine, on_machines(machine, 8, 1), 10**9)
 
-    first, second = (comm.gather(bytes_of(dry, 10**9), "bucket") for _ in range(2))
+    place, source = bytes_of(dry, 10**6), bytes_of(dry, 10**6)
+    share = dry.copy(Lane.H2D, place, source)
+    first = comm.gather(bytes_of(dry, 10**9), "bucket", (share,))
+    second = comm.gather(bytes_of(dry, 10**9), "bucket", ())
     assert dry.now() == 0.0
     dry.compute(expected / 2)
     comm.wait(first)
-    assert dry.now() == pytest.approx(expected)
+    assert dry.now() == pytest.approx(share.end + expected)
     comm.wait(second)
 
-    assert dry.now() == pytest.approx(2 * expected)
+    assert dry.now() == pytest.approx(share.end + 2 * expected)
     assert dry.is_busy(Lane.GATHER) is False
 
 

@@ -116,15 +116,23 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def check_device(device: Device, comm: Comm) -> None:
-    """Refuse ranks that gather on CUDA devices: no collective here moves their memory."""
-    if device.is_cuda and device.has_bytes and comm.size > 1 and comm.node is None:
-        raise ConfigError(
-            "ranks on CUDA devices share a model where they can read each other's homes: on one"
-            " machine with Linux, in containers that see each other's processes",
-            advice="use one machine; or a copy on each, mesh={'dp_replicate': machines,"
-            " 'dp_shard': devices of one}; or HeteroAccelerator without mesh=, which averages whole"
-            " models",
-        )
+    """Refuse ranks that gather in frames of one CUDA device: NCCL takes a rank a device."""
+    facts = device.facts() if device.is_cuda else None
+    if facts is None or comm.size == 1 or comm.node is not None:
+        return
+    rows = comm.agree(facts.uuid.encode(), "devices of ranks that gather")
+    for first in range(0, comm.size, comm.n_shares):
+        copy = rows[first : first + comm.n_shares]
+        twice = next((row for row in copy if copy.count(row) > 1), None)
+        if twice is not None:
+            ranks = [first + at for at, row in enumerate(copy) if row == twice]
+            raise ConfigError(
+                f"ranks {', '.join(map(str, ranks))} compute on one CUDA device and cannot read"
+                " each other's homes: NCCL gathers shares, for one rank a device",
+                advice="start a rank a device, and call torch.cuda.set_device("
+                "int(os.environ['LOCAL_RANK'])) before hetero.prepare; or let them be on one"
+                " machine with Linux, in containers that see each other's processes",
+            )
 
 
 def check_places(comm: Comm, device: Device) -> None:

@@ -157,6 +157,7 @@ def set_up(
     budget = decide(model, config, device, blueprint, tuning.extent_numel, comm=comm)
     comm = nearest(comm, budget, blueprint)
     check_device(device, comm)
+    comm.open_gathers(device)
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
     log = EventLog(device.clock)
     ledger = Ledger(budgets, log)

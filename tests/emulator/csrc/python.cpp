@@ -40,6 +40,19 @@ static int64_t host_begin(uintptr_t lo, size_t n, bool write, const std::string&
   return key;
 }
 
+using Access = std::tuple<uintptr_t, size_t, bool>;  // first byte, bytes, whether they are written
+
+// One operation of a stream, of which torch is not told.
+static void work_on(int s, const std::vector<Access>& accesses, const std::string& name) {
+  {
+    Lock lock(D.m);
+    begin_op_locked(s);
+    if (D.on)
+      for (auto& [lo, n, write] : accesses) touch_locked(lo, n, s, write, D.id(name));
+  }
+  take_stacks();
+}
+
 PYBIND11_MODULE(fake_cuda_ext, m) {
   m.def("init", [](py::object stack, py::object stall) {
     stack_of = new py::object(stack);
@@ -65,10 +78,12 @@ PYBIND11_MODULE(fake_cuda_ext, m) {
       .def_readonly("recorded", &Event::recorded)
       .def("record", [](Event& e, int s) { record_event(e, s); })
       .def("known", [](Event& e) { return is_known(e); })
+      .def("covers", [](Event& e, Event& other) { Lock lock(D.m); return e.at.covers(other.at); })
       .def("sync", [](Event& e) { host_knows(e); });
   m.def("stream_wait", [](int s, const Event& e) { wait_event(s, e); });
   m.def("stream_sync", [](int s) { return host_waits_for_stream(s); });
   m.def("device_sync", &host_waits_for_all);
+  m.def("work_on", &work_on);
 
   m.def("pin", &pin);
   m.def("unpin", &unpin);
