@@ -34,6 +34,7 @@ from tests.emulator.stalls import (
     FROM_DISK,
     OFFLOADING,
     RANKS,
+    STAGED,
     Place,
     unexpected,
 )
@@ -73,6 +74,8 @@ class Case:
             found |= OFFLOADING
         if "nvme" in self.settings:
             found |= {FROM_DISK}
+        if "pinned" in self.settings:
+            found |= {STAGED}
         return found
 
 

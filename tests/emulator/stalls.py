@@ -43,11 +43,13 @@ OFFLOADING = {OFFLOADED, TURNED, ALONE}
 ADDENDS = Place("gradients/crossing.py", "cross")
 NORM_OF_RANKS = Place("gradients/slot.py", "norm_of")
 FROM_DISK = Place("memory/below.py", "fetch")
+STAGED = Place("device/staging.py", "_land")
+"""On the threads that copy between stages and memory that is not page-locked."""
 RANKS = {ADDENDS}
 """Of ranks that share a model, on the thread that sends gradients."""
 CLIPPING = {NORM, CLIPPED_GRADIENT}
 CLIPPING_RANKS = CLIPPING | {NORM_OF_RANKS}
-PLACES = {*ALWAYS, *OFFLOADING, *CLIPPING_RANKS, *RANKS, FINITE, FROM_DISK, STAGE_FULL}
+PLACES = {*ALWAYS, *OFFLOADING, *CLIPPING_RANKS, *RANKS, FINITE, FROM_DISK, STAGED, STAGE_FULL}
 
 
 def unexpected(found: Counter[Stall], allowed: Iterable[Place]) -> list[Stall]:
