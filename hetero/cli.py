@@ -340,7 +340,7 @@ def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None
 @option("--pinned", str, "RAM that CUDA may page-lock, as 512MiB.", "what it takes")
 @option("--batch", POSITIVE, "Samples of a step.", "1")
 @option("--sequence", POSITIVE, "Positions of a sample.", "1024")
-@option("--ranks", POSITIVE, "Ranks that share the model on that machine; plans one.", "1")
+@option("--ranks", POSITIVE, "Ranks that share the model; plans one.", "1")
 @option("--mesh", str, "Instead, sizes as dp_replicate=2,dp_shard=4.", "shares for all ranks")
 @option("--precision", PRECISION, "Of working weights.", "fp32")
 @unit_options

@@ -1,7 +1,7 @@
 """Waits for calls that ranks make together, as polls with a deadline (floor 3).
 
 gloo wakes a waiting thread only when the peer answers or the group's own timeout passes; NCCL makes
-a stream wait, and whoever waits for that stream waits as long as the device does.
+a stream wait, and a thread that waits for that stream waits as long as the device does.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from hetero.plan.machine import MachineProfile
 from hetero.plan.rates import interpolated
 
 
-class Ranks(NamedTuple):
-    """Ranks that train one model."""
+class Cluster(NamedTuple):
+    """Ranks that train one model, on machines that are alike."""
 
     n_shares: int
     """Ranks in a row that keep one copy of it."""
@@ -35,13 +35,13 @@ class Ranks(NamedTuple):
         return self.n_machines == 1 or self.n_local % self.n_shares == 0
 
 
-def on_machines(profile: MachineProfile, n_shares: int, n_copies: int) -> Ranks:
+def on_machines(profile: MachineProfile, n_shares: int, n_copies: int) -> Cluster:
     """Return ranks as they are on machines of a profile; without [net.inter] there is only one."""
     inter, size = profile.net and profile.net.inter, n_shares * n_copies
-    return Ranks(n_shares, n_copies, min(size, inter.devices_per_node) if inter else size)
+    return Cluster(n_shares, n_copies, min(size, inter.devices_per_node) if inter else size)
 
 
-def gather_seconds(profile: MachineProfile, ranks: Ranks, n_bytes: int) -> float:
+def gather_seconds(profile: MachineProfile, ranks: Cluster, n_bytes: int) -> float:
     """Return the time in which all ranks of a copy gather ``n_bytes``, of which each has a share.
 
     Every device receives what others keep: on its machine at the bandwidth of collectives there
@@ -54,7 +54,7 @@ def gather_seconds(profile: MachineProfile, ranks: Ranks, n_bytes: int) -> float
     return max(inside, far_seconds(profile, n_bytes * (n - devices) / n / devices, n // devices))
 
 
-def exchange_seconds(profile: MachineProfile, ranks: Ranks, n_bytes: int) -> float:
+def exchange_seconds(profile: MachineProfile, ranks: Cluster, n_bytes: int) -> float:
     """Return the time on the network in which every rank sends ``n_bytes`` of addends to those that
     keep them, in every copy; 0 on one machine, where they are read in memory."""
     away = (ranks.size - ranks.n_local) / ranks.n_shares
@@ -70,7 +70,7 @@ def far_seconds(profile: MachineProfile, n_bytes: float, n_machines: int) -> flo
     return n_bytes / inter.bytes_per_second.value + (n_machines - 1) * late
 
 
-def near_rate(profile: MachineProfile, ranks: Ranks, n_bytes: int) -> float:
+def near_rate(profile: MachineProfile, ranks: Cluster, n_bytes: int) -> float:
     """Return the bytes that arrive at a device of a machine in a second, from all others there.
 
     Without a figure they go through RAM, of which every rank has a part: written and read.

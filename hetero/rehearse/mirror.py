@@ -19,7 +19,7 @@ from hetero.dry import DryDevice
 from hetero.errors import ConfigError
 from hetero.parallel.mesh import REPLICATE, SHARD, check_axes
 from hetero.plan.machine import MachineProfile
-from hetero.plan.network import Ranks, exchange_seconds, gather_seconds, on_machines
+from hetero.plan.network import Cluster, exchange_seconds, gather_seconds, on_machines
 from hetero.types import Kind, Lane
 
 
@@ -55,7 +55,7 @@ class Mirror:
 
     rank = 0
 
-    def __init__(self, ranks: Ranks, device: DryDevice, profile: MachineProfile) -> None:
+    def __init__(self, ranks: Cluster, device: DryDevice, profile: MachineProfile) -> None:
         self.n_shares, self.n_copies, self.n_local = ranks
         self.size = ranks.size
         self.node = MirrorNode(device) if ranks.is_near else None
@@ -125,10 +125,10 @@ def mirrored(mesh: Any, device: DryDevice, profile: MachineProfile) -> Comm:
     return ALONE_COMM if ranks.size == 1 else Mirror(ranks, device, profile)
 
 
-def ranks_of(mesh: Any, profile: MachineProfile) -> Ranks:
+def ranks_of(mesh: Any, profile: MachineProfile) -> Cluster:
     """Return the ranks that share a model; one if each keeps a whole one."""
     if mesh is None:
-        return Ranks(1, 1, 1)
+        return Cluster(1, 1, 1)
     if not isinstance(mesh, Mapping):
         raise ConfigError(
             f"a plan with mesh={mesh!r}, which does not say how many ranks there are",
