@@ -104,6 +104,7 @@ def test_ranks_of_several_machines_gather_in_frames_on_their_devices(
     check_ranks(n_ranks, {**case, "settings": settings, "gathers": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=pytest.mark.slow)])
 def test_a_gather_on_a_device_that_never_ends_is_a_lost_rank(how: str) -> None:
     """All had said that they gather; NCCL itself would wait for ever."""

@@ -86,7 +86,8 @@ def test_a_crossing_that_fails_on_one_rank_fails_on_all_at_once(
     first, second = run_ranks(2, fails, device, one_sided, at, tries)
 
     assert max(first[1], second[1]) < TIMEOUT / 2
-    assert second[0][0] == "Planted"
+    # the other rank's second try may come first: then this one hears of that
+    assert second[0][0] in ("Planted", DivergenceError.__name__)[:tries]
     assert (first[0][-1] == "made") == (second[0][-1] == "made")
     assert first[0][0] in (DivergenceError.__name__, RankLost.__name__)
 

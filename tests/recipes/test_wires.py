@@ -131,6 +131,7 @@ def commanded(rank: int, words: list[str]) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
+@pytest.mark.slow
 def test_the_command_prints_on_the_first_rank_alone(tmp_path: Path) -> None:
     path = tmp_path / "box.toml"
     (status, said), others = run_ranks(2, commanded, ["--output", str(path)])
