@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -23,6 +24,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from hetero import interrupts
 from hetero.device import CudaDevice, Device, Ticket
 from hetero.errors import ConfigError
 from hetero.parallel.waits import Waits
@@ -43,6 +45,9 @@ class Gathers(Protocol):
 
     def wait(self, ticket: Ticket) -> None:
         """As `Comm.wait`."""
+
+    def close(self) -> None:
+        """Look at no gather any more."""
 
 
 class CommTicket(Ticket):
@@ -82,6 +87,8 @@ class HostGathers:
         if isinstance(ticket, CommTicket):
             ticket.finish(self._waits)
 
+    def close(self) -> None: ...
+
 
 class DeviceGathers:
     """Gathers of NCCL's, in frames on CUDA devices; see [Note: gathers on devices]."""
@@ -111,9 +118,16 @@ class DeviceGathers:
     def wait(self, ticket: Ticket) -> None:
         self._waits.check()  # else compute waits, and not the host
 
+    def close(self) -> None:
+        self._watch.close()
+
 
 class GatherWatch:
-    """Looks whether gathers on a device end, on a thread that lives while some are under way."""
+    """Looks whether gathers on a device end, on a thread that lives while some are under way.
+
+    The thread ends with the watch, or before the interpreter does: one that is inside torch then
+    would abort the process.
+    """
 
     def __init__(self, device: Device, waits: Waits) -> None:
         self._device = device
@@ -122,6 +136,10 @@ class GatherWatch:
         self._changing = threading.Lock()
         self._since = 0.0  # when the oldest of them became the oldest
         self._looks = False
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []  # the last one
+        self.close = weakref.finalize(self, _end, self._closed, self._threads)
+        """Look no more; called at the end of the interpreter, if not before."""
         self._pause = min(LOOK_SECONDS, waits.timeout_seconds / 8)
 
     def expect(self, ticket: Ticket, what: str) -> None:
@@ -131,11 +149,13 @@ class GatherWatch:
             if self._looks:
                 return
             self._looks, self._since = True, time.monotonic()
-        threading.Thread(target=self._look_on, name="hetero gathers", daemon=True).start()
+        thread = threading.Thread(target=self._look_on, name="hetero gathers", daemon=True)
+        self._threads[:] = [thread]
+        thread.start()
 
     def _look_on(self) -> None:
-        while self.look(time.monotonic()):
-            time.sleep(self._pause)
+        while self.look(time.monotonic()) and not self._closed.wait(self._pause):
+            pass
 
     def look(self, now: float) -> bool:
         """Forget gathers that ended; note a lost rank if the oldest one takes too long. False if
@@ -152,6 +172,13 @@ class GatherWatch:
         if what and late:
             self._waits.lose(what, self._waits.late())
         return self._looks
+
+
+def _end(closed: threading.Event, threads: list[threading.Thread]) -> None:
+    """End a watch's thread, which never waits for what it looks at."""
+    closed.set()
+    for thread in threads:
+        interrupts.join(thread)
 
 
 def connected(copies: Sequence[range], timeout_seconds: float) -> list[dist.ProcessGroup]:

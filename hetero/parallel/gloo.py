@@ -60,7 +60,7 @@ class Gloo:
         self._timeout = timeout_seconds
         self._groups: list[dist.ProcessGroup] = []
         self._bytes, control, aside, swaps, news = (self._open(range(self.size)) for _ in range(5))
-        self._gathers: Gathers  # `open_gathers` makes them
+        self._gathers: Gathers | None = None  # `open_gathers` makes them
         self._news = News(news, self.rank, self.size)
         self._waits = Waits(self._news, timeout_seconds)
         self._meetings = Meetings(control, self._waits)
@@ -96,11 +96,17 @@ class Gloo:
             group = [self._open(copy) for copy in copies][at] if len(copies) > 1 else self._bytes
             self._gathers = HostGathers(device, group, self._waits)
 
+    @property
+    def _opened(self) -> Gathers:
+        if self._gathers is None:
+            raise AssertionError("gathers are opened before the first one")
+        return self._gathers
+
     def gather(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
         self._meetings.meet(f"{what}: {whole.numel()} bytes")
         each, share = whole.numel() // self.n_shares, self.rank % self.n_shares
         mine = whole[share * each : (share + 1) * each]
-        return self._gathers.begin(whole, mine, what, after)
+        return self._opened.begin(whole, mine, what, after)
 
     def complete(self, value: torch.Tensor, cuts: Sequence[int], what: str) -> None:
         self._meetings.meet(f"{what}: {value.numel()} bytes")
@@ -146,7 +152,7 @@ class Gloo:
         return self._aside.meet(what, row)
 
     def wait(self, ticket: Ticket) -> None:
-        self._gathers.wait(ticket)
+        self._opened.wait(ticket)
 
     def nearer(self, layout: Layout) -> Comm:
         node = open_node(self, layout, self._news, self._timeout) if self._one_sided else None
@@ -162,6 +168,8 @@ class Gloo:
         if self.node is not None:
             self.node.close()
         self._let_go()
+        if self._gathers is not None:
+            self._gathers.close()
         self._news.close()
         for group in self._groups:
             if dist.is_initialized():

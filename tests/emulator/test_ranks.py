@@ -104,7 +104,6 @@ def test_ranks_of_several_machines_gather_in_frames_on_their_devices(
     check_ranks(n_ranks, {**case, "settings": settings, "gathers": True})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=pytest.mark.slow)])
 def test_a_gather_on_a_device_that_never_ends_is_a_lost_rank(how: str) -> None:
     """All had said that they gather; NCCL itself would wait for ever."""
@@ -112,4 +111,4 @@ def test_a_gather_on_a_device_that_never_ends_is_a_lost_rank(how: str) -> None:
     with running(2, case, "tests.emulator.lost_rank", how) as (first, _):
         _, said = first.communicate(timeout=SECONDS)
         assert first.returncode == LOST, said[-4000:]
-        assert "waits for bucket" in said
+        assert "in vain: rank 1" in said  # a gather, or gradients that cross meanwhile

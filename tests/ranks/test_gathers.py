@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,9 +42,11 @@ def waits(group: Any) -> Waits:
 
 
 @pytest.fixture
-def watch(waits: Waits) -> GatherWatch:
+def watch(waits: Waits) -> Iterator[GatherWatch]:
     device: Any = SimpleNamespace(query=lambda ticket: ticket.done)
-    return GatherWatch(device, waits)
+    made = GatherWatch(device, waits)
+    yield made
+    made.close()
 
 
 def gather() -> Ticket:
@@ -87,6 +91,16 @@ def test_what_ended_is_looked_at_no_more(watch: GatherWatch, waits: Waits) -> No
 
     assert not watch.look(time.monotonic() + 2 * TIMEOUT_SECONDS)
     waits.check()
+
+
+def test_nothing_looks_at_the_end_of_the_interpreter(watch: GatherWatch) -> None:
+    watch.expect(gather(), "bucket 1 to HBM")  # it never ends
+    (thread,) = (each for each in threading.enumerate() if each.name == "hetero gathers")
+    assert watch.close.atexit
+
+    watch.close()
+
+    assert not thread.is_alive()
 
 
 def test_a_rank_that_another_wait_lost_aborts_gathers_too(
