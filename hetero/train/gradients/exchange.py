@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from hetero.cores import Cores
 from hetero.device import Device
 from hetero.device.comm import Comm, standing_for
-from hetero.errors import StateError
+from hetero.errors import DivergenceError, RankLost, StateError
 from hetero.memory.extent import overlap
 from hetero.memory.home import Home
 from hetero.memory.layout import Bucket, Layout, Segment
@@ -164,7 +165,7 @@ class Exchange:
         mine = self._addends[bucket.id]
         here = bytes(segment.position in mine for segment in bucket.segments)
         self._close_done()
-        with standing_for(self._comm, self._link.log):
+        with standing_for(self._comm, self._link.log), self._own_first():
             there = self._comm.agree(here, f"gradients of bucket {bucket.id}")
         present = present_in(bucket, there)
         if present:
@@ -172,6 +173,17 @@ class Exchange:
         self._addends[bucket.id] = {}
         self._exchanged.add(bucket.id)
         self._next += 1
+
+    @contextmanager
+    def _own_first(self) -> Iterator[None]:
+        """Raise, in place of what other ranks do because of it, what failed here meanwhile."""
+        try:
+            yield
+        except (DivergenceError, RankLost):
+            for crossing, _ in self._crossing:
+                if crossing.job.failed:
+                    crossing.job.wait()
+            raise
 
     def _load(self, bucket: Bucket, present: Iterable[Segment], there: Sequence[bytes]) -> Load:
         try:
