@@ -255,7 +255,9 @@ class DryDevice(CpuDevice):
     def now(self) -> float:
         return self.clock_seconds
 
-    clock = now
+    @property
+    def clock(self) -> Callable[[], float]:
+        return self.now
 
     def copy_seconds(self, lane: Lane, n_bytes: int, *, busy: bool = False) -> float:
         if lane is Lane.D2D:  # read and written

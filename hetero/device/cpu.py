@@ -127,8 +127,9 @@ class CpuDevice:
     def now(self) -> float:
         return time.monotonic()
 
-    def clock(self) -> float:
-        return time.monotonic()
+    @property
+    def clock(self) -> Callable[[], float]:
+        return time.monotonic
 
     def watch(self, on: bool) -> None: ...
 

@@ -121,8 +121,9 @@ class CudaDevice:
                 self._staging.wait(ticket)
         return self._lanes.launch(begin, on_lanes(after))
 
-    def clock(self) -> float:
-        return time.monotonic()
+    @property
+    def clock(self) -> Callable[[], float]:
+        return time.monotonic
 
     def aside(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -218,8 +218,9 @@ class Device(Protocol):
     def now(self) -> float:
         """Return seconds of the device's clock."""
 
-    def clock(self) -> float:
-        """Return seconds for the event log: of the host, or virtual if time is modelled."""
+    @property
+    def clock(self) -> Callable[[], float]:
+        """What returns seconds for the event log: of the host, or virtual if time is modelled."""
 
     def aside(self) -> AbstractContextManager[None]:
         """Where time is virtual, let it pass inside a block as on a thread of its own."""

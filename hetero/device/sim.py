@@ -93,8 +93,6 @@ class SimDevice(CpuDevice):
         self._free_at = dict.fromkeys(LANES, 0.0)
         self._aside_seconds = 0.0
         self._turn = threading.RLock()  # gradients for other ranks move on a thread of their own
-        if not self.is_timed:
-            self.clock = time.monotonic  # type: ignore[method-assign]  # called for every event
 
     def compute(self, seconds: float) -> None:
         """Let the modelled compute stream work for ``seconds``."""
@@ -170,7 +168,11 @@ class SimDevice(CpuDevice):
     def is_busy(self, lane: Lane) -> bool:
         return self._free_at.get(lane, 0.0) > self.clock_seconds
 
-    def clock(self) -> float:
+    @property
+    def clock(self) -> Callable[[], float]:
+        return self._virtual_seconds if self.is_timed else time.monotonic
+
+    def _virtual_seconds(self) -> float:
         return self.clock_seconds
 
     def copy_seconds(self, lane: Lane, n_bytes: int) -> float:
