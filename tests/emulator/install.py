@@ -28,7 +28,7 @@ def install(extension: ModuleType, cuda: Cuda) -> None:
     """Do all of it, for the rest of this process."""
     proxy = Torch(cuda)
     for module in (cuda_module, face, lanes, locked, memory, process, rates, room):
-        module.torch = proxy  # type: ignore[attr-defined]
+        vars(module)["torch"] = proxy
     for name in ASK_THE_PLACE:
         answer = as_cuda(getattr(process, name))
         for module in (process, room, slices):
