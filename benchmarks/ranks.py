@@ -23,7 +23,7 @@ from hetero.checkpoint.save import save_checkpoint
 from hetero.config import Config
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.testing import rank_divergence, rank_faults
-from hetero.testing.ranks import run_ranks
+from hetero.testing.ranks import run_ranks, threads_of_a_rank
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Lane
 
@@ -56,7 +56,8 @@ def equal(device: str | None = None) -> Figures:
         for chunk_bytes in (1024, 8192):
             settings.append({"chunk_bytes": chunk_bytes, "hbm": int(hbm * 2**20)})
     for n_ranks in (1, 2, 3, 4):
-        expected = micro_batches(n_ranks)
+        with threads_of_a_rank():
+            expected = micro_batches(n_ranks)
         same = 0
         for given in settings:
             found = run_ranks(n_ranks, _trained, {**given, "device": device or "cpu:sim"})

@@ -77,7 +77,7 @@ def prepare_tuned(
     device = open_device(config.device)
     tuning = tuning or Tuning()
     comm = open_comm(
-        *(config.mesh, config.timeout_seconds),
+        *(config.mesh, config.timeout_seconds, config.sum_group),
         one_sided=tuning.one_sided,
         averages=tuning.averages,
     )

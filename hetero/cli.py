@@ -342,6 +342,7 @@ def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None
 @option("--sequence", POSITIVE, "Positions of a sample.", "1024")
 @option("--ranks", POSITIVE, "Ranks that share the model; plans one.", "1")
 @option("--mesh", str, "Instead, sizes as dp_replicate=2,dp_shard=4.", "shares for all ranks")
+@option("--sum-group", POSITIVE, "Ranks in a row whose gradients add up first.", "1")
 @option("--precision", PRECISION, "Of working weights.", "fp32")
 @unit_options
 @option("--device", DEVICE, "What to plan for.", "cuda where the profile has a GPU, else cpu:sim")

@@ -120,6 +120,11 @@ class Config:
     """The ranks that train one model together, as torchrun and `accelerate launch` start them:
     "world", a mapping of sizes ({"dp_shard": 4}; {"dp_replicate": 4} for ranks that each keep a
     whole model), or a DeviceMesh with such axes. None: this process trains alone."""
+    sum_group: int = 1
+    """Consecutive ranks of the mesh whose addends of a gradient add up first, in their order; the
+    sums of groups then add up in theirs. With the ranks of a machine fewer bytes cross between
+    machines. Other sizes give other bits, so that no plan makes this choice; 1: the order in which
+    one rank would add up as many micro-batches."""
     timeout_seconds: float = 600.0
     """After which a rank of the mesh that does not answer is lost: all others raise RankLost."""
     profile: str | None = None
@@ -321,6 +326,7 @@ CHECKS: dict[str, Check] = {
     "fused_loss": takes(lambda value: isinstance(value, bool), "True or False"),
     "micro_batch": optional(count_of("samples")),
     "tile": optional(count_of("positions")),
+    "sum_group": count_of("ranks"),
     "max_grad_norm": optional(takes(is_norm, "a positive number", " is not a norm", float)),
     **dict.fromkeys(("keep_fp32", "keep_exact"), optional(named, absent=())),
     "units": optional(named),

@@ -49,6 +49,7 @@ class SavedValues:
     scalars: Scalars
     precision: str
     frozen: str
+    sum_group: int
     optimizer: str | None
     members: Sequence[Sequence[str]]
     steps: int
@@ -66,7 +67,8 @@ def understood(engine: Engine, reader: CheckpointReader) -> SavedValues:
         found = SavedValues(
             **{key: decode(meta[key], take) for key in DECODED},
             **{key: meta[key] for key in ("precision", "optimizer", "members")},
-            frozen=meta.get("frozen", "keep"),  # older checkpoints have no such key
+            frozen=meta.get("frozen", "keep"),  # older checkpoints have no such keys
+            sum_group=count_of(meta.get("sum_group", 1)),
             scalars=decode_scalars(meta["scalars"]),
             steps=count_of(meta["steps"]),
             own_rng=own_rng(reader, engine.setup.comm.rank),
@@ -256,6 +258,13 @@ def check_meta(engine: Engine, saved: SavedValues) -> None:
             )
     if engine.optimizer is None:
         return
+    grouped = engine.setup.comm.sum_group
+    if saved.sum_group != grouped:
+        warnings.warn(
+            f"gradients added up in groups of {saved.sum_group} ranks until this checkpoint, and go"
+            f" on in groups of {grouped}, which gives other bits",
+            stacklevel=5,
+        )
     groups = members_of(engine)
     if groups != saved.members:
         raise CheckpointMismatch(

@@ -265,6 +265,7 @@ def meta_of(
         "threads": torch.get_num_threads(),
         "precision": engine.setup.config.precision,
         "frozen": engine.setup.config.frozen,
+        "sum_group": engine.setup.comm.sum_group,
         "optimizer": None if engine.setup.inner is None else type(engine.setup.inner).__name__,
         "steps": engine.setup.steps,
         "members": members_of(engine),

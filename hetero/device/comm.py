@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +58,61 @@ class Addends(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Relay:
+    """A rank's part in sums that ranks make group by group.
+
+    A rank sends its addends to the members of its group, each of which adds up some shares; these
+    sums go on to the ranks of every group that keep those shares. Group sizes divide the number of
+    shares, or are multiples of it.
+    """
+
+    rank: int
+    size: int
+    n_shares: int
+    sum_group: int
+
+    @property
+    def members(self) -> range:
+        """The ranks whose addends come to this one."""
+        first = self.rank // self.sum_group * self.sum_group
+        return range(first, first + self.sum_group)
+
+    @property
+    def shares(self) -> range:
+        """The shares that this rank adds up for its group."""
+        apart = min(self.sum_group, self.n_shares)
+        return range(self.rank % apart, self.n_shares, apart)
+
+    @property
+    def keepers(self) -> range:
+        """The ranks that exchange sums of groups with this one: one of each group."""
+        return range(self.rank % self.sum_group, self.size, self.sum_group)
+
+    def numbers(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return those of the ranks that are members, as numbers of members."""
+        members = self.members
+        return tuple(rank - members.start for rank in ranks if rank in members)
+
+    def groups(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Return the numbers of the groups in which any of the ranks is."""
+        return tuple(dict.fromkeys(rank // self.sum_group for rank in ranks))
+
+    def place(self, share: int) -> int:
+        """Return the place in an outbox of the part for a share: those for one member follow each
+        other."""
+        return share % min(self.sum_group, self.n_shares) * len(self.shares) + self.number(share)
+
+    def number(self, share: int) -> int:
+        """Return the place of a share among those that one member adds up."""
+        return share // min(self.sum_group, self.n_shares)
+
+
+def relay_of(rank: int, size: int, n_shares: int, sum_group: int) -> Relay | None:
+    """Return a rank's relay, if ranks form groups of which some sum has to leave one."""
+    return Relay(rank, size, n_shares, sum_group) if 1 < sum_group < size else None
+
+
 class Comm(Protocol):
     """The ranks that share one model. Buffers are 1-D uint8 tensors on HOST or, of `gather`, where
     frames are; ``what`` names a call in errors."""
@@ -68,6 +124,10 @@ class Comm(Protocol):
     row keep one copy of the model: they read each other's shares."""
     n_local: int
     """Ranks on this machine."""
+    sum_group: int
+    """As `Config.sum_group`."""
+    relay: Relay | None
+    """How sums are made group by group; None if every addend comes to the rank of its share."""
 
     @property
     def n_copies(self) -> int:
@@ -95,7 +155,7 @@ class Comm(Protocol):
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
         """Return the memory of the next exchange: the s-th of ``n_shares`` equal parts is for the
-        ranks that keep share s.
+        ranks that keep share s (with a relay, the part at `Relay.place`).
 
         The exchange before the last one was waited for.
         """
@@ -104,8 +164,14 @@ class Comm(Protocol):
         """Page-lock what gradients of a device leave through, until `close`."""
 
     def exchange(self, what: str) -> Addends:
-        """Begin to send the outbox. Exchanges are calls with an order of their own, made by one
-        thread at a time."""
+        """Begin to send the outbox to all ranks (with a relay, to those of this one's group, in
+        whose parts are all of `Relay.shares`). Exchanges are calls with an order of their own, made
+        by one thread at a time."""
+
+    def pass_on(self, sums: torch.Tensor, what: str) -> Addends:
+        """Begin to send this group's sums of `Relay.shares`, in their order, to the keepers, from
+        each of which comes its group's sum of this rank's share. A call among exchanges; the sums
+        before these were waited for."""
 
     def give_up_exchange(self, why: str) -> None:
         """Say in place of the next exchange, or of its end, that this rank makes none: all others
@@ -133,8 +199,9 @@ class Alone:
     """The only rank: nothing is exchanged."""
 
     rank = 0
-    size = n_shares = n_copies = n_local = 1
+    size = n_shares = n_copies = n_local = sum_group = 1
     node = None
+    relay: Relay | None = None
 
     def open_gathers(self, device: Device) -> None: ...
 
@@ -151,6 +218,9 @@ class Alone:
     def lock_outboxes(self, device: Device) -> None: ...
 
     def exchange(self, what: str) -> Addends:
+        raise AssertionError("a rank that is alone exchanges nothing")
+
+    def pass_on(self, sums: torch.Tensor, what: str) -> Addends:
         raise AssertionError("a rank that is alone exchanges nothing")
 
     def give_up_exchange(self, why: str) -> None: ...
@@ -180,12 +250,17 @@ def named(rank: int | None) -> str:
 
 
 class OneSided:
-    """What ranks need not do that read each other's homes."""
+    """What ranks need not do that read each other's homes and addends."""
+
+    relay: Relay | None = None
 
     def open_gathers(self, device: Device) -> None: ...
 
     def gather(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
         raise AssertionError("ranks that read each other's homes gather nothing")
+
+    def pass_on(self, sums: torch.Tensor, what: str) -> Addends:
+        raise AssertionError("ranks that read each other's addends pass no sums on")
 
     def wait(self, ticket: Ticket) -> None: ...
 

@@ -15,17 +15,11 @@ import torch
 import torch.distributed as dist
 
 from hetero.device import CudaDevice, Device, Ticket, map_slab
-from hetero.device.comm import Addends, Comm, Node
+from hetero.device.comm import Addends, Comm, Node, relay_of
 from hetero.memory.layout import Layout
 from hetero.parallel.board import SAID_BYTES, check_calls
-from hetero.parallel.gathers import (
-    CommTicket,
-    DeviceGathers,
-    Gathers,
-    HostGathers,
-    all_gather,
-    connected,
-)
+from hetero.parallel.gathers import DeviceGathers, Gathers, HostGathers, all_gather, connected
+from hetero.parallel.groups import Grouped, Straight
 from hetero.parallel.neighbours import Neighbours
 from hetero.parallel.news import News
 from hetero.parallel.node import open_node
@@ -42,6 +36,7 @@ class Gloo:
     Args:
         n_shares: see `Comm.n_shares`; a divisor of the process group's size.
         timeout_seconds: after which a rank that does not answer is lost.
+        sum_group: as `Config.sum_group`.
         one_sided: whether ranks of one machine may read each other's shares.
     """
 
@@ -49,6 +44,7 @@ class Gloo:
         self,
         n_shares: int,
         timeout_seconds: float,
+        sum_group: int = 1,
         *,
         one_sided: bool = True,
     ) -> None:
@@ -57,6 +53,8 @@ class Gloo:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.n_shares, self.n_copies = n_shares, self.size // n_shares
         self.n_local = min(self.size, local_ranks() or self.size)
+        self.sum_group = sum_group
+        self.relay = relay_of(self.rank, self.size, n_shares, sum_group)
         self._timeout = timeout_seconds
         self._groups: list[dist.ProcessGroup] = []
         self._bytes, control, aside, swaps, news = (self._open(range(self.size)) for _ in range(5))
@@ -69,7 +67,12 @@ class Gloo:
             aside, Waits(self._news, timeout_seconds, patience_seconds=timeout_seconds)
         )
         self._swaps = Meetings(swaps, self._waits)
-        self._outbox = self._inbox = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._ways: Straight | Grouped = (
+            Straight(swaps, n_shares, self._waits)
+            if self.relay is None
+            else Grouped(self.relay, self._open, self._waits)
+        )
+        self._outbox = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._sent_bytes = 0
         self._device: Device | None = None  # that copies into the outbox
         self._unlock: Callable[[], None] | None = None
@@ -121,7 +124,6 @@ class Gloo:
             self._let_go()
             slab = map_slab(n_bytes)  # pages of its own: they may be page-locked
             self._outbox = slab.carve(0, n_bytes)
-            self._inbox = torch.empty(self.n_copies * n_bytes, dtype=torch.uint8, device="cpu")
             self._unlock = None if self._device is None else self._device.lock(self._outbox, slab)
         self._sent_bytes = n_bytes
         return self._outbox[:n_bytes]
@@ -136,11 +138,12 @@ class Gloo:
 
     def exchange(self, what: str) -> Addends:
         self._swaps.meet(f"{what}: {self._sent_bytes} bytes")
-        sent = self._outbox[: self._sent_bytes].view(self.n_shares, -1)
-        found = self._inbox[: self.n_copies * self._sent_bytes].view(self.size, -1)
-        for_each = [sent[rank % self.n_shares] for rank in range(self.size)]
-        work = dist.all_to_all(list(found), for_each, group=self._swaps.group, async_op=True)
-        return GlooAddends(self._waits, CommTicket(work, what, (found, sent)), list(found))
+        return self._ways.begin(self._outbox[: self._sent_bytes], what)
+
+    def pass_on(self, sums: torch.Tensor, what: str) -> Addends:
+        assert isinstance(self._ways, Grouped)
+        self._swaps.meet(f"sums of groups, {what}: {sums.numel()} bytes")
+        return self._ways.pass_on(sums, what)
 
     def give_up_exchange(self, why: str) -> None:
         self._swaps.say(why)
@@ -221,19 +224,6 @@ class Meetings:
         rows = torch.empty(size * mine.numel(), dtype=torch.uint8, device="cpu")
         self.waits.until(all_gather(rows, mine, self.group), what)
         return [each.numpy().tobytes() for each in rows.view(size, -1)]
-
-
-class GlooAddends:
-    """What an exchange of gloo's brings."""
-
-    def __init__(self, waits: Waits, ticket: CommTicket, parts: list[torch.Tensor]) -> None:
-        self._waits = waits
-        self._ticket = ticket
-        self._parts = parts
-
-    def wait(self) -> list[torch.Tensor]:
-        self._ticket.finish(self._waits)
-        return self._parts
 
 
 def local_ranks() -> int:

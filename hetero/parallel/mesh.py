@@ -18,18 +18,25 @@ AXES = (REPLICATE, SHARD)
 
 
 def open_comm(
-    mesh: Any, timeout_seconds: float, *, one_sided: bool = True, averages: bool = False
+    mesh: Any,
+    timeout_seconds: float,
+    sum_group: int = 1,
+    *,
+    one_sided: bool = True,
+    averages: bool = False,
 ) -> Comm:
     """Return the ranks with which this one shares its homes; collective if they are several.
 
     Args:
         mesh: as `Config.mesh`.
         timeout_seconds: after which a rank that does not answer is lost.
+        sum_group: as `Config.sum_group`.
         one_sided: whether ranks of one machine may read each other's shares.
         averages: whether the caller averages gradients of ranks that each keep a whole model.
 
     Raises ConfigError for a mesh that is not of the process group's size, or without such a group;
-    and without a mesh in a group of several ranks, which would each train alone.
+    without a mesh in a group of several ranks, which would each train alone; and for groups of
+    ranks that do not fit the mesh.
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
     if mesh is None:
@@ -47,6 +54,7 @@ def open_comm(
                 advice="share the model with mesh='world'; HeteroAccelerator averages whole models"
                 " that each rank keeps",
             )
+        check_group(sum_group, 1, 1)
         return ALONE_COMM
     if not world:
         raise ConfigError(
@@ -62,8 +70,10 @@ def open_comm(
                 advice="share the model with mesh='world', or let HeteroAccelerator prepare it,"
                 " which averages",
             )
+        check_group(sum_group, 1, 1)
         return ALONE_COMM
-    return Gloo(sizes[SHARD], timeout_seconds, one_sided=one_sided)
+    check_group(sum_group, sizes[SHARD], sizes[REPLICATE])
+    return Gloo(sizes[SHARD], timeout_seconds, sum_group, one_sided=one_sided)
 
 
 def launched() -> int:
@@ -87,6 +97,18 @@ def sizes_of(mesh: Any, world: int) -> dict[str, int]:
             advice=f"use mesh='world', or sizes whose product is {world}",
         )
     return sizes
+
+
+def check_group(sum_group: int, n_shares: int, n_copies: int) -> None:
+    """Refuse groups that do not fit: each is an equal part of a copy, or some copies."""
+    size = n_shares * n_copies
+    fits = [n for n in range(1, size + 1) if size % n == 0 and not (n % n_shares and n_shares % n)]
+    if sum_group not in fits:
+        raise ConfigError(
+            f"sum_group={sum_group} with {n_copies} x {n_shares} ranks that share a model",
+            advice=f"use one of {', '.join(map(str, fits))}: groups of ranks are equal, and each is"
+            " an equal part of a copy of the model, or some copies",
+        )
 
 
 def check_axes(mesh: Mapping[str, Any]) -> None:

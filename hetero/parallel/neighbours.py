@@ -30,6 +30,7 @@ class Neighbours(OneSided):
         self.rank = far.rank
         self.size = self.n_local = far.size
         self.n_shares, self.n_copies = far.n_shares, far.n_copies
+        self.sum_group = far.sum_group
         self.node = node
         self._far = far
         self._unlocks: list[Callable[[], None]] = []

@@ -20,6 +20,8 @@ class Cluster(NamedTuple):
     n_copies: int
     n_local: int
     """Ranks on one machine."""
+    sum_group: int = 1
+    """Ranks in a row that add up gradients first, machines or parts of one."""
 
     @property
     def size(self) -> int:
@@ -38,7 +40,8 @@ class Cluster(NamedTuple):
 def on_machines(profile: MachineProfile, n_shares: int, n_copies: int) -> Cluster:
     """Return ranks as they are on machines of a profile; without [net.inter] there is only one."""
     inter, size = profile.net and profile.net.inter, n_shares * n_copies
-    return Cluster(n_shares, n_copies, min(size, inter.devices_per_node) if inter else size)
+    n_local = min(size, inter.devices_per_node) if inter else size
+    return Cluster(n_shares, n_copies, n_local)
 
 
 def gather_seconds(profile: MachineProfile, ranks: Cluster, n_bytes: int) -> float:
@@ -56,8 +59,22 @@ def gather_seconds(profile: MachineProfile, ranks: Cluster, n_bytes: int) -> flo
 
 def exchange_seconds(profile: MachineProfile, ranks: Cluster, n_bytes: int) -> float:
     """Return the time on the network in which every rank sends ``n_bytes`` of addends to those that
-    keep them, in every copy; 0 on one machine, where they are read in memory."""
-    away = (ranks.size - ranks.n_local) / ranks.n_shares
+    keep them, in every copy; 0 on one machine, where they are read in memory.
+
+    Ranks in groups send them within the group, whose members divide all shares.
+    """
+    group = ranks.sum_group
+    if group == 1:
+        away = (ranks.size - ranks.n_local) / ranks.n_shares
+        return far_seconds(profile, n_bytes * away, ranks.n_machines)
+    away = max(0, group - ranks.n_local) / min(group, ranks.n_shares)
+    return far_seconds(profile, n_bytes * away, -(-group // ranks.n_local))
+
+
+def pass_on_seconds(profile: MachineProfile, ranks: Cluster, n_bytes: int) -> float:
+    """Return the time on the network in which every rank sends a group's sums of a share, of
+    ``n_bytes``, to each rank of another machine to which it sends any: one of each group there."""
+    away = (ranks.size - max(ranks.n_local, ranks.sum_group)) / ranks.sum_group
     return far_seconds(profile, n_bytes * away, ranks.n_machines)
 
 

@@ -304,6 +304,8 @@ def benchmark(console: Console, result: Result) -> None:
         wanted = f"{case.op} {case.reach:g}"
         table.add_row(escape(case.name), f"{case.value:g}", escape(case.unit), wanted, verdict)
     console.print(table)
+    for text in result.detail.get("wrong", ()):
+        console.print(text, markup=False, highlight=False)
 
 
 def bench_list(console: Console, rows: Iterable[tuple[str, str]]) -> None:

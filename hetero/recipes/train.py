@@ -50,6 +50,7 @@ DECIDING = (  # options that change the numbers
 )
 COMPUTING = (  # settings that do
     *("precision", "keep_fp32", "frozen", "keep_exact", "micro_batch", "tile", "fused_loss"),
+    "sum_group",
 )
 
 Stop = Callable[[], "int | None"]
@@ -313,6 +314,7 @@ def check_run(folder: Path, here: Mapping[str, Any]) -> None:
     there = extra.get("run") if isinstance(extra, dict) else None
     if not isinstance(there, dict):
         raise ConfigError(f"{folder} is no run of hetero train", advice="name the run's folder")
+    there = {"sum_group": 1, **there}  # older runs have no such key
     other = [f"{k} was {there.get(k)} and is {v}" for k, v in here.items() if there.get(k) != v]
     if other:
         raise ConfigError(

@@ -7,19 +7,25 @@ sums take the times of a network, which each of these two has to itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from hetero.device import Device, Slab, Ticket
-from hetero.device.comm import ALONE_COMM, Comm
+from hetero.device.comm import ALONE_COMM, Comm, Relay, relay_of
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError
-from hetero.parallel.mesh import REPLICATE, SHARD, check_axes
+from hetero.parallel.mesh import REPLICATE, SHARD, check_axes, check_group
 from hetero.plan.machine import MachineProfile
-from hetero.plan.network import Cluster, exchange_seconds, gather_seconds, on_machines
+from hetero.plan.network import (
+    Cluster,
+    exchange_seconds,
+    gather_seconds,
+    on_machines,
+    pass_on_seconds,
+)
 from hetero.types import Kind, Lane
 
 
@@ -56,12 +62,16 @@ class Mirror:
     rank = 0
 
     def __init__(self, ranks: Cluster, device: DryDevice, profile: MachineProfile) -> None:
-        self.n_shares, self.n_copies, self.n_local = ranks
+        self.n_shares, self.n_copies, self.n_local, self.sum_group = ranks
         self.size = ranks.size
+        self.relay: Relay | None = None  # of one machine, where every rank reads all addends
+        if ranks.n_machines > 1:
+            self.relay = relay_of(0, self.size, self.n_shares, self.sum_group)
         self.node = MirrorNode(device) if ranks.is_near else None
         self._device = device
         self._gather_seconds = partial(gather_seconds, profile, ranks)
         self._exchange_seconds = partial(exchange_seconds, profile, ranks)
+        self._pass_on_seconds = partial(pass_on_seconds, profile, ranks)
         self._memory_seconds = profile.host.memory_seconds
         self._sent_bytes = 0
 
@@ -80,7 +90,10 @@ class Mirror:
     def lock_outboxes(self, device: Device) -> None: ...
 
     def exchange(self, what: str) -> MirrorAddends:
-        return MirrorAddends(self, self._sent_bytes)
+        return MirrorAddends(partial(self._arrive, self._sent_bytes))
+
+    def pass_on(self, sums: torch.Tensor, what: str) -> MirrorAddends:
+        return MirrorAddends(partial(self._arrive_sums, sums.numel()))
 
     def give_up_exchange(self, why: str) -> None: ...
 
@@ -99,29 +112,43 @@ class Mirror:
 
     def close(self) -> None: ...
 
-    def sum_up(self, n_bytes: int) -> list[torch.Tensor]:
+    def _arrive(self, n_bytes: int) -> list[torch.Tensor]:
         """Let the time pass in which addends of ``n_bytes`` for all shares arrive, and every rank
-        of this machine reads all those of its share, and writes their sum."""
-        part_bytes = n_bytes // self.n_shares
+        of this machine reads all those that it adds up, and writes their sums."""
+        n_parts, n_ranks = 1, self.size
+        if self.relay is not None:
+            n_parts, n_ranks = len(self.relay.shares), self.sum_group
+        part_bytes = n_bytes // self.n_shares * n_parts
         self._device.compute(self._exchange_seconds(n_bytes))
-        self._device.compute(self._memory_seconds((self.size + 1) * self.n_local * part_bytes))
-        return [self.outbox(part_bytes)] * self.size
+        self._device.compute(self._memory_seconds((n_ranks + 1) * self.n_local * part_bytes))
+        return [self.outbox(part_bytes)] * n_ranks
+
+    def _arrive_sums(self, n_bytes: int) -> list[torch.Tensor]:
+        """Let the time pass in which sums of groups go on, and every rank of this machine reads
+        those of its share, and writes their sum. Of ``n_bytes`` are those that one rank sends."""
+        assert self.relay is not None
+        part_bytes, n_groups = n_bytes // len(self.relay.shares), len(self.relay.keepers)
+        self._device.compute(self._pass_on_seconds(part_bytes))
+        self._device.compute(self._memory_seconds((n_groups + 1) * self.n_local * part_bytes))
+        return [self.outbox(part_bytes)] * n_groups
 
 
 class MirrorAddends:
-    """An exchange with ranks that send what this one does."""
+    """What comes from ranks that send what this one does."""
 
-    def __init__(self, comm: Mirror, n_bytes: int) -> None:
-        self._comm = comm
-        self._n_bytes = n_bytes
+    def __init__(self, arrive: Callable[[], list[torch.Tensor]]) -> None:
+        self._arrive = arrive
 
     def wait(self) -> list[torch.Tensor]:
-        return self._comm.sum_up(self._n_bytes)
+        return self._arrive()
 
 
-def mirrored(mesh: Any, device: DryDevice, profile: MachineProfile) -> Comm:
-    """Return the ranks of the setting `mesh`; ConfigError if it does not say how many."""
+def mirrored(mesh: Any, device: DryDevice, profile: MachineProfile, sum_group: int = 1) -> Comm:
+    """Return the ranks of the setting `mesh`; ConfigError if it does not say how many, or if they
+    do not form groups."""
     ranks = ranks_of(mesh, profile)
+    check_group(sum_group, ranks.n_shares, ranks.n_copies)
+    ranks = ranks._replace(sum_group=sum_group)
     return ALONE_COMM if ranks.size == 1 else Mirror(ranks, device, profile)
 
 

@@ -20,7 +20,7 @@ import hetero
 from hetero.api import prepare_tuned
 from hetero.config import Config
 from hetero.errors import DivergenceError
-from hetero.testing.ranks import Died, outcomes
+from hetero.testing.ranks import Died, outcomes, threads_of_a_rank
 from hetero.train.engine.tuning import Tuning
 
 STEPS = 4
@@ -260,6 +260,7 @@ def found(plan: Divergence) -> Found:
     if any(told):
         text = next(end.text for end in ends if isinstance(end, Died))
         return Found(False, f"ranks went on after one was told: {text}")
-    right = by_torch(plan)
+    with threads_of_a_rank():
+        right = by_torch(plan)
     same = [all(map(torch.equal, right, weights)) for weights in ends]
     return Found(False, "" if all(same) else f"ranks with the right bits: {same}")

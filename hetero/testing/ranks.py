@@ -9,7 +9,8 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,8 @@ from hetero.errors import RankLost
 from hetero.parallel import farewell
 
 SECONDS = 120.0
+N_THREADS = 1
+"""Of torch, in each rank."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,17 @@ def outcomes(n_ranks: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         ]
 
 
+@contextmanager
+def threads_of_a_rank() -> Iterator[None]:
+    """Compute inside as a forked rank does: another number of threads may give other bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(N_THREADS)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -73,7 +87,7 @@ def _fork(
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank))
-        torch.set_num_threads(1)
+        torch.set_num_threads(N_THREADS)
         dist.init_process_group(
             "gloo",
             init_method=f"tcp://127.0.0.1:{port}",

@@ -8,7 +8,12 @@ import pytest
 
 from hetero.plan.hardware import find
 from hetero.plan.machine import Figure, InterNet, MachineProfile, Net
-from hetero.plan.network import exchange_seconds, gather_seconds, on_machines
+from hetero.plan.network import (
+    exchange_seconds,
+    gather_seconds,
+    on_machines,
+    pass_on_seconds,
+)
 
 NEAR, FAR, LATE = 100e9, 10e9, 1e-3
 
@@ -84,6 +89,27 @@ def test_addends_go_to_the_owners_in_every_copy() -> None:
         ranks = on_machines(machine, n_shares, n_copies)
         expected = n_bytes * 12 / n_shares / FAR + 3 * LATE
         assert exchange_seconds(machine, ranks, n_bytes) == pytest.approx(expected)
+
+
+def test_groups_of_a_machine_send_one_sum_of_each_share() -> None:
+    machine, n_bytes = cluster(4), 10**10
+
+    for n_shares, n_copies in ((16, 1), (4, 4)):
+        ranks = on_machines(machine, n_shares, n_copies)._replace(sum_group=4)
+        assert exchange_seconds(machine, ranks, n_bytes) == 0.0
+        # each rank sends three of the other machines' ranks a sum, as a part of a machine's four
+        assert pass_on_seconds(machine, ranks, n_bytes) == pytest.approx(
+            n_bytes * 3 / FAR + 3 * LATE
+        )
+
+
+def test_groups_of_two_machines_send_addends_between_them() -> None:
+    machine, n_bytes = cluster(4), 10**10
+    ranks = on_machines(machine, 16, 1)._replace(sum_group=8)
+
+    # four members are on the other machine, each of which adds up an eighth
+    assert exchange_seconds(machine, ranks, n_bytes) == pytest.approx(n_bytes * 4 / 8 / FAR + LATE)
+    assert pass_on_seconds(machine, ranks, n_bytes) == pytest.approx(n_bytes / FAR + 3 * LATE)
 
 
 def test_addends_of_one_machine_need_no_network() -> None:

@@ -110,19 +110,23 @@ class Found:
 
 
 def by_torch(run: Run, n_ranks: int) -> Found:
-    """One process of plain torch, with the micro-batches of all ranks."""
+    """One process of plain torch, with the micro-batches of all ranks, group by group."""
     model, optimizer = built(run)
     params = [param for param in model.parameters() if param.requires_grad]
-    norms = []
+    norms, in_group = [], run.settings.get("sum_group", 1)
     for step in range(run.steps):
         for micro in range(step * run.passes, (step + 1) * run.passes):
-            for rank in range(n_ranks):
-                loss = loss_of(model, run, micro, rank)
-                grads = torch.autograd.grad(loss, params, allow_unused=True)
-                for param, grad in zip(params, grads, strict=True):
-                    if grad is not None:
-                        grad = grad * (1 / n_ranks)
-                        param.grad = grad if param.grad is None else param.grad.add_(grad)
+            for first in range(0, n_ranks, in_group):
+                sums: dict[nn.Parameter, torch.Tensor] = {}
+                for rank in range(first, first + in_group):
+                    loss = loss_of(model, run, micro, rank)
+                    grads = torch.autograd.grad(loss, params, allow_unused=True)
+                    for param, grad in zip(params, grads, strict=True):
+                        if grad is not None:
+                            grad = grad * (1 / n_ranks)
+                            sums[param] = sums[param].add_(grad) if param in sums else grad
+                for param, grad in sums.items():
+                    param.grad = grad if param.grad is None else param.grad.add_(grad)
         if run.clip is not None:
             norms.append(float(nn.utils.clip_grad_norm_(params, run.clip)))
         optimizer.step()

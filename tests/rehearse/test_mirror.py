@@ -72,6 +72,32 @@ def test_sums_wait_for_the_network_and_for_the_memory_of_a_machine() -> None:
     assert [part.numel() for part in found] == [10**6] * 8
 
 
+def test_groups_wait_for_their_own_memory_and_for_sums_of_others() -> None:
+    dry, machine = device(), cluster(4)
+    comm = mirrored({"dp_shard": 8}, dry, machine, sum_group=4)
+    comm.outbox(8 * 10**6)
+
+    found = comm.exchange("bucket").wait()
+
+    # four ranks each read four addends of two shares, and write two sums
+    assert dry.now() == pytest.approx(machine.host.memory_seconds(5 * 4 * 2 * 10**6))
+    assert [part.numel() for part in found] == [2 * 10**6] * 4
+
+    before = dry.now()
+    found = comm.pass_on(bytes_of(dry, 2 * 2 * 10**6), "bucket").wait()
+
+    # one sum goes to the other machine; four ranks each read two and write one
+    wire, summed = 2 * 10**6 / FAR, machine.host.memory_seconds(3 * 4 * 2 * 10**6)
+    assert dry.now() - before == pytest.approx(wire + summed)
+    assert [part.numel() for part in found] == [2 * 10**6] * 2
+
+
+def test_groups_on_one_machine_read_all_addends() -> None:
+    assert mirrored({"dp_shard": 4}, device(), cluster(4), sum_group=2).relay is None
+    with pytest.raises(ConfigError, match="sum_group=3"):
+        mirrored({"dp_shard": 4}, device(), cluster(4), sum_group=3)
+
+
 @pytest.mark.parametrize("make", [device, SimDevice])
 def test_what_passes_on_a_thread_of_its_own_is_no_wait_of_compute(make: Any) -> None:
     place: Device = make()

@@ -24,6 +24,7 @@ from hetero.memory.layout import (
     dense_stride,
 )
 from hetero.train.engine.check import pageable, pages, tables
+from hetero.train.gradients.crossing import exchange_bytes
 from hetero.train.model.units import Unit, assign, find_units
 from hetero.train.update.masters import WORKING, low_dtype, named_by, working_dtypes
 from hetero.train.update.rules import Group, Rule
@@ -52,6 +53,8 @@ class Blueprint:
     """Of an element, by bucket."""
     stages_bytes: int
     """Of HOST, for copies of memory that is not page-locked."""
+    crossing_bytes: int
+    """Of HOST, for gradients on their way between ranks."""
     widest: int = field(init=False)
     """The unit that pins most frames."""
     least_bytes: int = field(init=False)
@@ -175,7 +178,8 @@ def draw(
     each = (costs(b.dtype, shapes(b), b.trainable) for b in layout.buckets)
     largest = max((bucket.home_bytes for bucket in layout.buckets), default=0)
     stages = device.stages_bytes(largest, config.pinned)
-    return Blueprint(tuple(units), layout, needs, tuple(each), stages)
+    crossing = exchange_bytes(layout, config.sum_group)
+    return Blueprint(tuple(units), layout, needs, tuple(each), stages, crossing)
 
 
 def check_tables(model: nn.Module, config: Config) -> None:

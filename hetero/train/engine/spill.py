@@ -10,7 +10,6 @@ from hetero.io import ALIGN
 from hetero.memory.layout import Bucket
 from hetero.plan.placement import HomePart, place
 from hetero.train.engine.blueprint import Blueprint
-from hetero.train.gradients.crossing import exchange_bytes
 from hetero.train.gradients.ring import ring_bytes
 from hetero.types import Kind, format_bytes
 
@@ -93,8 +92,7 @@ def draw_way(plan: Blueprint, host_bytes: int, extent_numel: int | None = None) 
 
 def passing_bytes(plan: Blueprint) -> int:
     """Return the most HOST bytes of transfers between device and homes."""
-    between_ranks = exchange_bytes(plan.layout)
-    return ring_bytes(plan.grad_sizes) + widening(plan) + plan.stages_bytes + between_ranks
+    return ring_bytes(plan.grad_sizes) + widening(plan) + plan.stages_bytes + plan.crossing_bytes
 
 
 def parts_of(plan: Blueprint) -> Iterator[HomePart]:

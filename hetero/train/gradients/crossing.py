@@ -21,36 +21,27 @@ import torch
 
 from hetero.cores import Cores
 from hetero.device import Device, Ticket
-from hetero.device.comm import Addends, Comm, standing_for
+from hetero.device.comm import Addends, Comm, Relay, relay_of, standing_for
 from hetero.errors import DivergenceError
 from hetero.jobs import Job, Worker
 from hetero.memory.extent import PinUse, overlap
 from hetero.memory.home import Home
 from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.memory.link import Link
+from hetero.train.gradients.rank_sums import Sum, add_up, inside, sum_dtype
 from hetero.train.model.host_work import host_work
 from hetero.types import Kind, Lane
 
-SUM_NUMEL = 2**18
 PARTS = 16  # exchanges of a bucket: buffers are then small compared with the states
 LEAST_PART, MOST_PART = 2**12, 2**20  # elements of each share in one of them: a call takes longer
 _offset_of, _end_of = attrgetter("offset"), attrgetter("end")
 
 
-class Sum(NamedTuple):
-    """A run of this rank's share to which the same ranks add."""
+class UnderWay(NamedTuple):
+    """A part of every share, exchanged."""
 
-    run: slice
-    last: int
-    """Position of the last gradient in it."""
-    ranks: tuple[int, ...]
-    adds: bool
-    """Whether it adds to what an earlier pass left at home."""
-
-    def precedes(self, other: Sum) -> bool:
-        """Whether the other one is of the next gradient, and of the same ranks."""
-        same = (self.ranks, self.adds) == (other.ranks, other.adds)
-        return same and other.last == self.last + 1
+    part: slice
+    addends: Addends
 
 
 @dataclass(frozen=True)
@@ -64,15 +55,29 @@ class Load:
     """Marked after the compute that made them."""
     sums: Sequence[Sum]
     """Of this rank's share, in the order of elements."""
+    group_sums: Sequence[Sequence[Sum]]
+    """With a relay: those of this rank's group, for each of `Relay.shares`."""
     home: Home
     unscale: float
 
 
-def exchange_bytes(layout: Layout) -> int:
+def exchange_bytes(layout: Layout, sum_group: int) -> int:
     """Return the HOST memory in which addends leave, and in which others' arrive or the next ones
-    leave meanwhile."""
+    leave meanwhile; and in which sums of groups do."""
     shares = [b for b in layout.buckets if b.trainable and b.n_shares > 1]
-    return max(((1 + b.n_copies) * outbox_bytes(b) for b in shares), default=0)
+    return max((crossing_bytes(bucket, sum_group) for bucket in shares), default=0)
+
+
+def crossing_bytes(bucket: Bucket, sum_group: int) -> int:
+    """Return the most bytes that one bucket takes on its way."""
+    n_ranks, out = bucket.n_shares * bucket.n_copies, outbox_bytes(bucket)
+    straight = out + bucket.n_copies * out
+    relay = relay_of(0, n_ranks, bucket.n_shares, sum_group)
+    if relay is None:
+        return straight
+    arrived = sum_group * len(relay.shares) * out // bucket.n_shares
+    across = (len(relay.shares) + len(relay.keepers)) * part_numel(bucket)
+    return max(straight, out + arrived + across * sum_dtype(bucket).itemsize)
 
 
 def outbox_bytes(bucket: Bucket) -> int:
@@ -147,6 +152,7 @@ class Crossings:
         if is_aside and not device.is_cuda:  # two teams of torch's threads hinder each other
             self._cores = cores.one
         self._last: Job | None = None
+        self._group_sums = torch.empty(0, device="cpu")  # on their way to the ranks of their shares
         comm.lock_outboxes(device)
 
     def begin(self, crossing: Crossing) -> None:
@@ -208,19 +214,39 @@ class Crossings:
             self._pass(load)
             return
         size, step = bucket.share_numel, part_numel(bucket)
-        under_way: tuple[slice, Addends] | None = None
+        under_way: UnderWay | None = None
+        passed: UnderWay | None = None
         for start in range(0, size, step):
-            found = None if under_way is None else (under_way[0], self._join(under_way[1]))
+            arrived = None if under_way is None else (under_way.part, self._join(under_way.addends))
             part = slice(start, min(start + step, size))
             landed = self._go_down(load, part)
-            if found is not None:
-                self._sum(load, *found)
+            if arrived is not None:
+                passed = self._take(load, *arrived, passed)
             for ticket in landed:
                 self._link.sync(ticket, kind=Kind.GRAD, bucket=bucket.id)
-            what = f"gradients of bucket {bucket.id} from {start}"
-            under_way = part, self._comm.exchange(what)
+            under_way = UnderWay(part, self._comm.exchange(what(bucket, part)))
         if under_way is not None:
-            self._sum(load, under_way[0], self._join(under_way[1]))
+            passed = self._take(load, under_way.part, self._join(under_way.addends), passed)
+        if passed is not None:
+            self._sum_groups(load, passed)
+
+    def _take(
+        self,
+        load: Load,
+        part: slice,
+        parts: Sequence[torch.Tensor],
+        passed: UnderWay | None,
+    ) -> UnderWay | None:
+        """Sum what has come for a part; with a relay that of this group, which goes on, after the
+        groups' sums of the part before were taken."""
+        relay = self._comm.relay
+        if relay is None:
+            self._sum(load, part, parts)
+            return None
+        if passed is not None:
+            self._sum_groups(load, passed)
+        sums = self._sum_own_group(load, part, parts, relay)
+        return UnderWay(part, self._comm.pass_on(sums, what(load.bucket, part)))
 
     def _pass(self, load: Load) -> None:
         """Let the time of a crossing pass, as of one large copy: of a thousand ranks there would be
@@ -236,8 +262,11 @@ class Crossings:
             why="gradient",
         )
         self._comm.outbox(bucket.n_shares * bucket.share_numel * bucket.dtype.itemsize)
-        parts = self._join(self._comm.exchange(f"gradients of bucket {bucket.id}"))
-        self._sum(load, slice(0, bucket.share_numel), parts)
+        part = slice(0, bucket.share_numel)
+        parts = self._join(self._comm.exchange(what(bucket, part)))
+        passed = self._take(load, part, parts, None)
+        if passed is not None:
+            self._sum_groups(load, passed)
         link.sync(ticket, kind=Kind.GRAD, bucket=bucket.id)
 
     def _join(self, addends: Addends) -> list[torch.Tensor]:
@@ -249,13 +278,14 @@ class Crossings:
         bucket, mine, numel = load.bucket, load.addends, part.stop - part.start
         box = self._comm.outbox(bucket.n_shares * numel * bucket.dtype.itemsize).view(bucket.dtype)
         landed: list[Ticket] = []
+        relay = self._comm.relay
         for share in range(bucket.n_shares):
             first = bucket.share(share).start + part.start
             for segment in segments_in(bucket, first, first + numel):
                 run = overlap(slice(first, first + numel), slice(segment.offset, segment.end))
                 if segment.position not in mine or run.start >= run.stop:
                     continue
-                at = share * numel - first
+                at = (share if relay is None else relay.place(share)) * numel - first
                 target = box[at + run.start : at + run.stop].view(torch.uint8)
                 source = row(mine[segment.position])[segment.inside(run)].view(torch.uint8)
                 landed.append(
@@ -272,53 +302,81 @@ class Crossings:
     def _sum(self, load: Load, part: slice, parts: Sequence[torch.Tensor]) -> None:
         """Sum a part of this rank's share, of which each rank has sent its addends."""
         bucket, numel = load.bucket, part.stop - part.start
-        n_bytes = (self._comm.size - 1) * numel * bucket.dtype.itemsize
-        self._link.count(Lane.REDUCE, n_bytes, kind=Kind.GRAD, bucket=bucket.id, why="gradient")
-        first = bucket.share(self._comm.rank).start + part.start
-        has_bytes = self._device.has_bytes  # a plan has no numbers
-        values = [each.view(bucket.dtype) for each in parts] if has_bytes else []
+        self._count(bucket, (self._comm.size - 1) * numel * bucket.dtype.itemsize)
+        factors = self._factors(load)
+        self._sum_home(load, part, self._of(parts, bucket.dtype), factors, self._comm.sum_group)
+
+    def _sum_own_group(
+        self, load: Load, part: slice, parts: Sequence[torch.Tensor], relay: Relay
+    ) -> torch.Tensor:
+        """Return the bytes of this group's sums of a part of each of `Relay.shares`."""
+        bucket, numel = load.bucket, part.stop - part.start
+        n_arrived = (len(relay.members) - 1) * len(relay.shares) * numel
+        self._count(bucket, n_arrived * bucket.dtype.itemsize)
+        if not self._device.has_bytes:
+            n_bytes = len(relay.shares) * numel * sum_dtype(bucket).itemsize
+            return self._device.arena(n_bytes).carve(0, n_bytes)
+        found = self._room(len(relay.shares) * numel, sum_dtype(bucket)).view(-1, numel)
+        values = [each.view(bucket.dtype).view(-1, numel) for each in parts]
+        factors = self._factors(load)
         with self._cores():
-            for each in load.sums:
-                run = overlap(each.run, slice(first, first + numel))
-                if run.start < run.stop:
-                    self._sum_run(load, each._replace(run=run), values, first)
+            for number, sums in enumerate(load.group_sums):
+                first = bucket.share(relay.shares[number]).start + part.start
+                arrived = [each[number] for each in values]
+                for each in inside(sums, slice(first, first + numel)):
+                    total = found[number, each.run.start - first : each.run.stop - first]
+                    add_up(total, each, arrived, first, factors, relay.sum_group)
+        return found.view(-1).view(torch.uint8)
 
-    def _sum_run(self, load: Load, each: Sum, values: Sequence[torch.Tensor], start: int) -> None:
-        """Add a run; ``values`` of each rank are from element ``start`` of the bucket on."""
-        use = PinUse.WRITE if each.adds else PinUse.FRESH
-        factors = [f for f in (load.unscale, 1 / self._comm.size) if f != 1.0]
-        for run in load.home.runs(each.run.start, each.run.stop, use):
-            total = load.home.part(run)
-            if values:
-                add_up(total, each._replace(run=run), values, start, factors)
+    def _room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for sums of this group; those before were sent."""
+        n_bytes = numel * dtype.itemsize
+        if self._group_sums.nbytes < n_bytes:
+            self._group_sums = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
+        return self._group_sums[:n_bytes].view(dtype)
+
+    def _sum_groups(self, load: Load, passed: UnderWay) -> None:
+        """Add what all groups have for a part of this rank's share, in the order of groups."""
+        parts, part, bucket = self._join(passed.addends), passed.part, load.bucket
+        dtype = sum_dtype(bucket)
+        self._count(bucket, (len(parts) - 1) * (part.stop - part.start) * dtype.itemsize)
+        self._sum_home(load, part, self._of(parts, dtype), [], 1)
+
+    def _sum_home(
+        self,
+        load: Load,
+        part: slice,
+        values: Sequence[torch.Tensor],
+        factors: Sequence[float],
+        sum_group: int,
+    ) -> None:
+        """Add a part of this rank's share at home; a sum's ranks are numbers of ``values``."""
+        first = load.bucket.share(self._comm.rank).start + part.start
+        with self._cores():
+            for each in inside(load.sums, slice(first, first + part.stop - part.start)):
+                use = PinUse.WRITE if each.adds else PinUse.FRESH
+                for run in load.home.runs(each.run.start, each.run.stop, use):
+                    total = load.home.part(run)
+                    if values:
+                        one = each._replace(run=run)
+                        add_up(total, one, values, first, factors, sum_group)
+
+    def _factors(self, load: Load) -> list[float]:
+        return [f for f in (load.unscale, 1 / self._comm.size) if f != 1.0]
+
+    def _of(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return parts as values; none in a plan, which has no numbers."""
+        return [each.view(dtype) for each in parts] if self._device.has_bytes else []
+
+    def _count(self, bucket: Bucket, n_bytes: int) -> None:
+        self._link.count(Lane.REDUCE, n_bytes, kind=Kind.GRAD, bucket=bucket.id, why="gradient")
 
 
-def add_up(
-    total: torch.Tensor,
-    each: Sum,
-    values: Sequence[torch.Tensor],
-    start: int,
-    factors: Sequence[float],
-) -> None:
-    """Add the addends of a run, in the order of ranks; see [Note: order of ranks]."""
-    first = each.run.start
-    for number, rank in enumerate(each.ranks):
-        for at in range(first, each.run.stop, SUM_NUMEL):  # an addend stays in the cache
-            end = min(at + SUM_NUMEL, each.run.stop)
-            here, addend = total[at - first : end - first], values[rank][at - start : end - start]
-            if number == 0 and not each.adds:
-                scaled(here.copy_(addend), factors)
-            else:
-                here.add_(scaled(addend.to(here.dtype, copy=True), factors))
+def what(bucket: Bucket, part: slice) -> str:
+    return f"gradients of bucket {bucket.id} from {part.start}"
 
 
 def segments_in(bucket: Bucket, start: int, end: int) -> Sequence[Segment]:
     """Return the segments that have elements in a part of a bucket."""
     first = bisect_right(bucket.segments, start, key=_end_of)
     return bucket.segments[first : bisect_left(bucket.segments, end, key=_offset_of)]
-
-
-def scaled(values: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
-    for factor in factors:
-        values.mul_(factor)
-    return values

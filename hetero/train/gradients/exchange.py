@@ -1,11 +1,5 @@
 """Addends of all ranks, exchanged bucket by bucket and summed in the order of ranks (floor 2).
 
-[Note: order of ranks]  Collectives move bytes; every sum is made here. For micro-step i and rank r
-of N, a gradient is ((a(0,0)/N + a(0,1)/N) + ...) + a(k-1,N-1)/N, micro-step first: each product by
-the number 1/N and each sum is rounded by itself, in fp32 for a weight with a master, else in the
-parameter's dtype, and the first addend is a copy. So N ranks give the bits of one rank with N
-micro-batches, whatever carries the bytes.
-
 Every backward pass exchanges every trainable bucket once, in one order on all ranks: a bucket
 leaves when this rank's gradients of it are complete, or when the pass is over. The ranks tell each
 other which gradients they have; one that no rank has stays None, and a bucket without any is left
@@ -18,6 +12,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -29,16 +24,12 @@ from hetero.memory.extent import overlap
 from hetero.memory.home import Home
 from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.link import Link
-from hetero.train.gradients.crossing import Crossing, Crossings, Load, Sources, Sum
+from hetero.train.gradients.crossing import Crossing, Crossings, Load, Sources
+from hetero.train.gradients.rank_sums import Sum
 from hetero.train.gradients.ring import GradRing
 
 Open = Callable[[Segment], bool]
 """Prepares a gradient for a sum; returns whether it adds to an earlier one."""
-
-
-def sum_dtype(bucket: Bucket) -> torch.dtype:
-    """Return the dtype in which a bucket's gradients add up."""
-    return torch.float32 if bucket.has_master else bucket.dtype
 
 
 class Exchange:
@@ -68,6 +59,7 @@ class Exchange:
         self.unscale = 1.0
         self._layout = layout
         self._comm = comm
+        self._has_bytes = device.has_bytes
         self._link = link
         self._ring = ring
         self._home = home
@@ -188,7 +180,8 @@ class Exchange:
     def _load(self, bucket: Bucket, present: Iterable[Segment], there: Sequence[bytes]) -> Load:
         try:
             ranks = having(there)
-            sums = [self._sum_of(s, bucket, ranks[s.position]) for s in present]
+            adding = [Adding(s, ranks[s.position], self._opens(s)) for s in present]
+            sums, group_sums = self._sums_of(bucket, adding)
         except BaseException as error:
             self._begin_change(bucket)
             self._torn.add(bucket.id)
@@ -197,7 +190,7 @@ class Exchange:
         self._begin_change(bucket)
         return Load(
             *(bucket, self._addends[bucket.id], self._ring.mark()),
-            *(merged([each for each in sums if each is not None]), self._home(bucket)),
+            *(sums, group_sums, self._home(bucket)),
             unscale=self.unscale,
         )
 
@@ -215,11 +208,22 @@ class Exchange:
         self._crossings.begin(crossing)
         self._ring.hold(Sources(crossing), list(load.addends.values()))
 
-    def _sum_of(self, segment: Segment, bucket: Bucket, ranks: tuple[int, ...]) -> Sum | None:
-        """Return the sum of a gradient's part in this rank's share; None if there is none."""
-        adds = self._opens(segment)
-        run = overlap(slice(segment.offset, segment.end), bucket.share(self._comm.rank))
-        return Sum(run, segment.position, ranks, adds) if run.start < run.stop else None
+    def _sums_of(
+        self, bucket: Bucket, adding: Sequence[Adding]
+    ) -> tuple[list[Sum], list[list[Sum]]]:
+        """Return the sums of this rank's share, and with a relay those that go to other ranks."""
+        share, relay = bucket.share(self._comm.rank), self._comm.relay
+        if relay is None:
+            return sums_in(share, adding), []
+        groups = [each._replace(ranks=relay.groups(each.ranks)) for each in adding]
+        if not self._has_bytes:  # of a thousand ranks there are too many
+            return sums_in(share, groups), []
+        mine = [
+            Adding(each.segment, numbers, adds=False)
+            for each in adding
+            if (numbers := relay.numbers(each.ranks))
+        ]
+        return sums_in(share, groups), [sums_in(bucket.share(s), mine) for s in relay.shares]
 
     def _close_done(self) -> None:
         """Close the gradients whose sums are at home."""
@@ -236,6 +240,25 @@ class Exchange:
     def _close(self, present: Iterable[Segment]) -> None:
         for segment in present:
             self._closed(segment)
+
+
+class Adding(NamedTuple):
+    """A gradient, and who adds to it."""
+
+    segment: Segment
+    ranks: tuple[int, ...]
+    adds: bool
+    """Whether an earlier pass left a sum at home."""
+
+
+def sums_in(share: slice, adding: Iterable[Adding]) -> list[Sum]:
+    """Return the sums of the parts of gradients that are in a share."""
+    found = []
+    for segment, ranks, adds in adding:
+        run = overlap(slice(segment.offset, segment.end), share)
+        if run.start < run.stop:
+            found.append(Sum(run, segment.position, ranks, adds))
+    return merged(found)
 
 
 def present_in(bucket: Bucket, there: Sequence[bytes]) -> list[Segment]:

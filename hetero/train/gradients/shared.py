@@ -75,7 +75,7 @@ class SharedGradStore(GradStore):
         self._kept: dict[int, None] = {}  # parameters whose ``p.grad`` is of this rank alone
         self._addends: dict[int, tuple[GradSlot, torch.Tensor]] = {}  # of no_sync, to ones at home
         self._summed: dict[int, GradSlot] = {}  # gradients whose sums are being made
-        n_bytes = exchange_bytes(self._layout)
+        n_bytes = exchange_bytes(self._layout, comm.sum_group)
         self.homes.store.reserve(Kind.GRAD, n_bytes, "gradients on their way between ranks")
         self._exchange = Exchange(
             self._layout,

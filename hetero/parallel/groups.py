@@ -1,0 +1,89 @@
+"""Exchanges of gloo's, straight to the ranks that keep shares or by way of groups (floor 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hetero.device.comm import Addends, Relay
+from hetero.parallel.gathers import CommTicket
+from hetero.parallel.waits import Waits
+
+Open = Callable[[Sequence[int]], dist.ProcessGroup]
+
+
+class Straight:
+    """Every rank sends every other one its part.
+
+    Args:
+        group: of all ranks.
+        n_shares: rank r has the part of share r % n_shares.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, n_shares: int, waits: Waits) -> None:
+        self._swap = Swap(group, waits)
+        self._size = dist.get_world_size(group)
+        self._n_shares = n_shares
+
+    def begin(self, sent: torch.Tensor, what: str) -> Addends:
+        parts = sent.view(self._n_shares, -1)
+        return self._swap.begin([parts[r % self._n_shares] for r in range(self._size)], what)
+
+
+class Grouped:
+    """Ranks send addends within groups, and sums between them; see `Relay`.
+
+    Args:
+        open: opens a group of ranks; collective.
+    """
+
+    def __init__(self, relay: Relay, open: Open, waits: Waits) -> None:
+        self._relay = relay
+        n_groups, in_group = relay.size // relay.sum_group, relay.sum_group
+        inside = [open(range(at * in_group, (at + 1) * in_group)) for at in range(n_groups)]
+        across = [open(range(at, relay.size, in_group)) for at in range(in_group)]
+        self._inside = Swap(inside[relay.rank // in_group], waits)
+        self._across = Swap(across[relay.rank % in_group], waits)
+
+    def begin(self, sent: torch.Tensor, what: str) -> Addends:
+        relay = self._relay
+        parts = sent.view(relay.n_shares // len(relay.shares), -1)
+        return self._inside.begin([parts[rank % len(parts)] for rank in relay.members], what)
+
+    def pass_on(self, sums: torch.Tensor, what: str) -> Addends:
+        relay = self._relay
+        parts = sums.view(len(relay.shares), -1)
+        numbers = (relay.number(rank % relay.n_shares) for rank in relay.keepers)
+        return self._across.begin([parts[number] for number in numbers], what)
+
+
+class Swap:
+    """Parts that the ranks of a group send each other, all of one size."""
+
+    def __init__(self, group: dist.ProcessGroup, waits: Waits) -> None:
+        self._group = group
+        self._waits = waits
+        self._inbox = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def begin(self, parts: list[torch.Tensor], what: str) -> Addends:
+        n_bytes = sum(part.numel() for part in parts)
+        if self._inbox.numel() < n_bytes:
+            self._inbox = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
+        found = list(self._inbox[:n_bytes].view(len(parts), -1))
+        work = dist.all_to_all(found, parts, group=self._group, async_op=True)
+        return Swapped(self._waits, CommTicket(work, what, (*found, *parts)), found)
+
+
+class Swapped:
+    """What a swap brings."""
+
+    def __init__(self, waits: Waits, ticket: CommTicket, parts: list[torch.Tensor]) -> None:
+        self._waits = waits
+        self._ticket = ticket
+        self._parts = parts
+
+    def wait(self) -> list[torch.Tensor]:
+        self._ticket.finish(self._waits)
+        return self._parts
