@@ -77,20 +77,28 @@ def test_a_rank_of_copies_takes_what_was_planned() -> None:
 
 
 @pytest.mark.campaign(seconds=8)
-@pytest.mark.parametrize("mesh", [{"dp_shard": 3}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "sum_group"),
+    [({"dp_shard": 3}, 1), ({"dp_replicate": 2, "dp_shard": 2}, 1), ({"dp_shard": 4}, 2)],
+    ids=str,
+)
 def test_a_rank_that_gathers_from_other_machines_takes_what_was_planned(
-    mesh: dict[str, int], tmp_path: Path
+    mesh: dict[str, int], sum_group: int, tmp_path: Path
 ) -> None:
     """Each of the planned machines has one device."""
     far = InterNet(bytes_per_second=Figure(1e9, "est"), devices_per_node=1)
     path = tmp_path / "cluster.toml"
     path.write_text(dump(replace(find(PROFILE), net=Net(inter=far))))
 
-    assert_planned(math.prod(mesh.values()), "clipped", mesh, profile=str(path))
+    n_ranks = math.prod(mesh.values())
+    assert_planned(n_ranks, "clipped", mesh, profile=str(path), sum_group=sum_group)
 
 
-def assert_planned(n_ranks: int, name: str, mesh: dict[str, int], profile: str = PROFILE) -> None:
-    settings = {"device": "cpu:sim", "chunk_bytes": 1024, "mesh": mesh, **SETTINGS[name]}
+def assert_planned(
+    n_ranks: int, name: str, mesh: dict[str, int], profile: str = PROFILE, **own: Any
+) -> None:
+    base = {"device": "cpu:sim", "chunk_bytes": 1024, "mesh": mesh}
+    settings = {**base, **SETTINGS[name], **own}
     found = hetero.plan(
         *(WithTargets(), TOKENS),
         **{**settings, "profile": profile, "estimates": False},
