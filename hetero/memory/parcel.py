@@ -208,6 +208,12 @@ class ParcelStore:
                 self._ledger.credit(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes)
         self._free = [chunk for chunk in self._free if not chunk.stays]
 
+    def room_bytes(self) -> int:
+        """Return the bytes that parcels may still take, in whole chunks."""
+        tiers = [Tier.HOST, Tier.NVME][: 1 + self._pool.spills]
+        n_new = sum(max(0, self._room(tier)) // self._chunk_bytes for tier in tiers)
+        return (len(self._free) + n_new) * self._chunk_bytes
+
     def refusal(self) -> OutOfMemory | None:
         """Return the error for chunks beyond a budget since the last call, if any."""
         found = next((self._short(tier) for tier, n in self._most_beyond.items() if n), None)

@@ -7,6 +7,7 @@ that hides them. This model of time ranks choices, it does not predict a step.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,23 +111,27 @@ def choose(
     up: Seconds,
     working_bytes: int = 0,
     end_bytes: int = 0,
+    below_bytes: float = math.inf,
 ) -> list[Policy] | None:
     """Return a policy for each unit, in the order of forward; None if nothing fits.
 
     Units give way in the order of cost per byte freed, earlier ones first: backward needs late
     units first. The last one keeps: it is needed at once. ``down`` and ``up`` return the seconds in
-    which the link moves bytes.
+    which the link moves bytes; no more than ``below_bytes`` go down.
     """
 
     def fits(policies: list[Policy]) -> bool:
         return peak_bytes(uses, policies, working_bytes, end_bytes=end_bytes) <= room_bytes
+
+    def fits_below(policies: list[Policy]) -> bool:
+        return excess_bytes(uses, policies, below_bytes) == 0 and fits(policies)
 
     def total_seconds(policies: list[Policy]) -> float:
         pairs = zip(uses, policies, strict=True)
         return sum(cost_seconds(use, policy, down, up) for use, policy in pairs)
 
     # 1. units give way one by one, each in its cheapest way; no step raises the peak
-    ways = _ways(uses, down, up)
+    ways = _ways(uses, down, up, below_bytes)
 
     def given(n: int) -> list[Policy]:
         chosen = dict(ways[:n])
@@ -143,7 +148,14 @@ def choose(
 
     n = _first(n_before, lambda n: fits(smallest(n)))
     others = [smallest(0), _with(uses, [OFFLOAD] * n_before), smallest(n or 0)]
-    return min(filter(fits, others), key=total_seconds, default=None)
+    return min(filter(fits_below, others), key=total_seconds, default=None)
+
+
+def excess_bytes(uses: Sequence[Use], policies: Sequence[Policy], below_bytes: float) -> int:
+    """Return the bytes that units send down beyond those for which there is room."""
+    pairs = zip(uses, policies, strict=True)
+    down = sum(use.left_bytes(policy) for use, policy in pairs if policy.offload)
+    return int(max(0, down - below_bytes))
 
 
 def _first(most: int, fits: Callable[[int], bool]) -> int | None:
@@ -158,8 +170,11 @@ def _with(uses: Sequence[Use], policies: Sequence[Policy]) -> list[Policy]:
     return may + [KEEP] * bool(uses)
 
 
-def _ways(uses: Sequence[Use], down: Seconds, up: Seconds) -> list[tuple[int, Policy]]:
-    """Return (unit, policy) in the order in which units give way."""
+def _ways(
+    uses: Sequence[Use], down: Seconds, up: Seconds, below_bytes: float
+) -> list[tuple[int, Policy]]:
+    """Return (unit, policy) in the order in which units give way; together they send no more than
+    ``below_bytes`` down."""
     options = []
     for at, use in enumerate(uses[:-1]):
         for policy in (RECOMPUTE, OFFLOAD):
@@ -168,7 +183,10 @@ def _ways(uses: Sequence[Use], down: Seconds, up: Seconds) -> list[tuple[int, Po
                 options.append((cost_seconds(use, policy, down, up) / freed, at, policy))
     ways: dict[int, Policy] = {}
     for _, at, policy in sorted(options, key=lambda option: option[:2]):
-        ways.setdefault(at, policy)
+        n_bytes = uses[at].left_bytes(policy) if policy.offload else 0
+        if at not in ways and n_bytes <= below_bytes:
+            ways[at] = policy
+            below_bytes -= n_bytes
     return list(ways.items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from hetero.plan.activations import (
     Use,
     choose,
     cost_seconds,
+    excess_bytes,
     peak_bytes,
     peaks,
 )
@@ -150,3 +152,27 @@ def test_choosing_is_linear_in_the_units() -> None:
         return lines_of(lambda: choose(uses, room, down=SLOW, up=SLOW))
 
     assert chosen(400) < 1.6 * 8 * chosen(50)  # by halves: three times more for eight times as many
+
+
+# -- room below ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_below", [0, 1, 2, 5])
+def test_no_more_units_offload_than_there_is_room_for_below(n_below: int) -> None:
+    uses = [block()] * 6
+    below = n_below * SAVED + SAVED // 2
+
+    policies = choose(uses, 3 * SAVED, down=FAST, up=FAST, below_bytes=below)
+
+    assert policies is not None
+    assert policies.count(OFFLOAD) <= n_below
+    assert excess_bytes(uses, policies, below) == 0
+    assert peak_bytes(uses, policies) <= 3 * SAVED
+
+
+def test_what_may_not_be_computed_again_does_not_fit_without_room_below() -> None:
+    uses = [Use(SAVED, INPUT, 1.0, again=False)] * 6
+
+    assert choose(uses, 3 * SAVED, down=FAST, up=FAST) is not None
+    assert choose(uses, 3 * SAVED, down=FAST, up=FAST, below_bytes=SAVED) is None
+    assert excess_bytes(uses, [OFFLOAD] * 5 + [KEEP], SAVED) == 4 * SAVED

@@ -17,9 +17,10 @@ import hetero
 from benchmarks.activations import held, peak_of
 from hetero.api import engine_of, status
 from hetero.device import SimDevice
-from hetero.errors import BudgetError
+from hetero.errors import BudgetError, StateError
 from hetero.events import What
 from hetero.memory.manager import ChunkManager
+from hetero.memory.parcel import ParcelStore
 from hetero.plan.activations import KEEP, RECOMPUTE
 from hetero.train.activations.forecast import tensors_of
 from hetero.train.activations.meter import LiveBytes, meters_of
@@ -371,6 +372,19 @@ def test_growth_that_inputs_do_not_show_is_seen_in_what_a_unit_left() -> None:
     assert forecast.scale == 2.0
 
 
+def test_what_stayed_for_lack_of_room_below_is_not_expected_again() -> None:
+    _, engine = settled(rows=128, hbm=500 * 1024, activations="offload")
+    residence, footprint = engine.residence, engine.residence.runtime.saved.footprint
+    forecast, policies = residence.fitting.forecast, residence.activations.policies
+    two = 2 * max(row.left_bytes for row in forecast.rows.values())
+    expected = forecast.peak_bytes(forecast.units(), policies) - forecast.beside_bytes
+
+    footprint.stayed_bytes = two + 10**6  # two units are up in any case
+    forecast.close(expected + 10**6 + 5000, 0, policies, overlaps=True)
+
+    assert forecast.beside_bytes == 5000
+
+
 def test_a_choice_that_was_measured_not_to_fit_is_not_made_again() -> None:
     _, engine = settled(rows=128, hbm=500 * 1024)
     fitting, policies = engine.residence.fitting, engine.residence.activations.policies
@@ -403,6 +417,87 @@ def test_auto_trains_wherever_computing_everything_again_would() -> None:
         else:
             too_small = middle
     assert trains(smallest, "auto")
+
+
+class Random(Block):
+    """Draws numbers that no snapshot of ours repeats, so that it cannot be computed again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        source = torch.Generator()
+        source.seed()
+        return super().forward(x + torch.rand(x.shape, generator=source))
+
+
+def in_little_ram(model: nn.Module, hbm: int, spare: int = 200_000) -> tuple[Any, Any]:
+    """Prepare a model where RAM has room for its states, and for what one block saves."""
+    return prepared(model, hbm=hbm, host=4 * sum(p.nbytes for p in model.parameters()) + spare)
+
+
+@pytest.mark.parametrize("hbm", [700_000, 1_000_000, 1_500_000])
+def test_auto_computes_again_what_neither_tier_can_hold(hbm: int) -> None:
+    plain = deep(blocks=12)
+    model, optimizer = in_little_ram(copy.deepcopy(plain), hbm)
+
+    policies = engine_of(model).residence.activations.policies
+    reference, found = adamw(plain), []
+    for number in range(6):
+        theirs = step(plain, reference, number, 128)
+        assert torch.equal(step(model, optimizer, number, 128), theirs)
+        found.append(dict(policies))
+    same(values(plain), values(model), "weights")
+
+    assert any(policy.recompute for policy in policies.values())
+    assert found[3] == found[4] == found[5]
+    assert status(model).tiers["HBM"]["peak"] <= hbm
+
+
+@pytest.mark.parametrize("spare", [50_000, 200_000, 500_000, 1_000_000])
+def test_no_more_is_sent_down_than_ram_holds(spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = in_little_ram(deep(blocks=12), 1_500_000, spare)
+    flush, refused = ParcelStore.flush, []
+
+    def tried(store: ParcelStore, *args: Any) -> Any:
+        try:
+            return flush(store, *args)
+        except BudgetError:
+            refused.append(number)
+            raise
+
+    monkeypatch.setattr(ParcelStore, "flush", tried)
+    for number in range(6):
+        step(model, optimizer, number, 128)
+
+    assert set(refused) <= {0, 1}  # before policies were chosen
+
+
+def test_a_unit_that_gives_other_bits_is_told_of_before_its_gradient_is_used() -> None:
+    model, optimizer = in_little_ram(deep(Random, blocks=12), 1_000_000)
+    before = values(model)
+
+    with pytest.raises(StateError, match=r"a Random, cannot be computed again") as caught:
+        step(model, optimizer, 0, 128)
+    assert "host=" in str(caught.value) and "activations=" not in str(caught.value)
+    same(before, values(model), "weights")
+    with pytest.raises(BudgetError) as short:  # what it saves is kept from now on
+        step(model, optimizer, 1, 128)
+    assert "activations=" not in str(short.value)
+    same(before, values(model), "weights")
+
+
+def test_a_unit_that_cannot_be_computed_again_keeps_what_it_saves() -> None:
+    model, optimizer = in_little_ram(deep(Writing, blocks=12), 1_000_000)
+    before = values(model)
+
+    with pytest.raises(StateError, match=r"a Writing, .* writes to its inputs"):
+        step(model, optimizer, 0, 128)
+    for number in range(1, 12):  # each of the others shows it, too
+        with pytest.raises((BudgetError, StateError)) as caught:
+            step(model, optimizer, number, 128)
+        if isinstance(caught.value, BudgetError):
+            break
+    else:
+        pytest.fail("no step kept what its units save")
+    same(before, values(model), "weights")
 
 
 @pytest.mark.campaign(seconds=9)

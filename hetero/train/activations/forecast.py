@@ -44,6 +44,7 @@ class OpenUnit(NamedTuple):
     """If its compute is measured."""
 
 
+COMPUTING = 2  # units' bytes that backward takes on top of what forward left
 MEASURED = 3  # forwards of a unit whose compute is measured: in the first ones, copies hold it up
 
 
@@ -158,6 +159,16 @@ class Forecast:
         known = [r for r in alike if r.input_bytes]
         return int(max((r.saved_bytes * input_bytes / r.input_bytes for r in known), default=0))
 
+    def knows_kind(self, unit: int) -> bool:
+        """Whether a unit of this one's kind showed what it saves."""
+        return any(not row.policy.recompute for row in self._of_kind(unit, self.rows))
+
+    def unseen_bytes(self, held_bytes: int) -> int:
+        """Return the bytes expected at the end of the first forward, if ``held_bytes`` are there
+        now and all units to come leave as much as the one that left most; with room to compute."""
+        most = max((row.saved_bytes for row in self.rows.values()), default=0)
+        return held_bytes + (len(self._names) - len(self.rows) + COMPUTING) * most
+
     def _of_kind(self, unit: int, others: Iterable[int]) -> list[UnitLeft]:
         kind = self._kinds[unit]
         return [self.rows[other] for other in others if self._kinds[other] == kind]
@@ -244,9 +255,15 @@ class Forecast:
             self.between_bytes = self._footprint.between_bytes
         self.scale, self.beside_bytes, self.end_bytes = 1.0, 0, 0
         expected = self.peak_bytes(units, policies, overlaps=overlaps)
-        self.beside_bytes = max(0, peak - expected)
+        self.beside_bytes = max(0, peak - expected - self._stayed_bytes())
         self.end_bytes = max(0, end - self._held_bytes)
         return units
+
+    def _stayed_bytes(self) -> int:
+        """Return the bytes that stayed up for lack of room below, on top of those of the two units
+        that are on the device at once in any case."""
+        offloaded = (row.left_bytes for row in self.rows.values() if row.policy.offload)
+        return max(0, self._footprint.stayed_bytes - 2 * max(offloaded, default=0))
 
     def units(self) -> list[int]:
         """Return the units of the last forward, in its order."""

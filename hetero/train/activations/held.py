@@ -70,6 +70,7 @@ class GraphFootprint:
 
     __slots__ = (
         *("_uses", "between_bytes", "largest_bytes", "live_bytes", "output_bytes", "peak_bytes"),
+        "stayed_bytes",
     )
 
     def __init__(self) -> None:
@@ -80,6 +81,8 @@ class GraphFootprint:
         self.output_bytes = 0
         self.between_bytes = 0
         """Saved outside units, and offloaded; they stay on the device if no unit offloads."""
+        self.stayed_bytes = 0
+        """To be offloaded; they stay on the device, because there is no room below."""
 
     @property
     def bound_bytes(self) -> int:
@@ -113,4 +116,4 @@ class GraphFootprint:
     def restart(self) -> None:
         """Begin a new measurement; held storages stay counted."""
         self.peak_bytes = self.live_bytes
-        self.largest_bytes = self.output_bytes = self.between_bytes = 0
+        self.largest_bytes = self.output_bytes = self.between_bytes = self.stayed_bytes = 0

@@ -186,6 +186,7 @@ class Offload:
             if self.required:
                 raise
             # there is no room below: the storages stay on the device
+            self.footprint.stayed_bytes += sum(one.storage.nbytes for one in candidates)
         if not self.overlaps:
             self.store.transfers.finish()
 
@@ -220,6 +221,11 @@ class Offload:
         self._groups[group.number] = weakref.ref(group)
         self._n_groups += 1
         self.footprint.between_bytes += sum(o.storage.nbytes for o in candidates if not o.inside)
+
+    def room_bytes(self) -> int:
+        """Return the bytes that may still go down."""
+        self._discard_orphans()
+        return self.store.room_bytes()
 
     # -- up --------------------------------------------------------------------------------------
 

@@ -27,6 +27,10 @@ from hetero.train.activations.saved import SavedTensors, inside_foreign_hooks
 from hetero.train.activations.slices import Checked, Sliced, batch_of, check_unit, find_cut
 from hetero.train.model.units import Unit
 
+IN_NEED = (
+    "raise hbm= or host=, which have no room to keep what units save, or lower the batch; the next"
+    " step keeps what this unit saves"
+)
 CHOICES = {"auto": KEEP, "keep": KEEP, "recompute": RECOMPUTE, "offload": OFFLOAD}
 
 
@@ -115,6 +119,7 @@ class ActivationPolicies:
         self.forwards: Forwards = Unwatched()
         self.proofs = {unit: Proof() for unit in named}
         """By unit: whether it may be recomputed."""
+        self._unproven: set[int] = set()  # units to be recomputed all the same
         self._tries = False
         self._trials: set[ProofTrial] = set()  # waiting for backward
         self.learned = False
@@ -177,6 +182,16 @@ class ActivationPolicies:
         """Whether a unit is being recomputed for a proof."""
         digests = self._saved.digests
         return digests is not None and not digests.keeps
+
+    def room_below(self) -> int:
+        """Return the bytes that may still go down."""
+        return self._offload.room_bytes()
+
+    def recompute_unproven(self, unit: int) -> None:
+        """Recompute a unit whose proof is open, which backward then makes; StateError if it fails.
+        There is no room to keep what it saves."""
+        self.policies[unit] = RECOMPUTE
+        self._unproven.add(unit)
 
     def is_open(self, unit: int) -> bool:
         """Whether a unit still needs a proof."""
@@ -254,9 +269,12 @@ class ActivationPolicies:
         )
         proof, policy = self.proofs[index], self._used[index]
         path = proof.take(forward.path())
-        conclude = partial(self._conclude, proof, path)
+        conclude = partial(self._conclude, index, path)
         if policy.recompute and (proof.holds or not self.may_change):
             return forward.recomputed(args, kwargs, None if proof.holds else conclude)
+        if policy.recompute and index in self._unproven and proof.is_open and forward.is_whole:
+            forward.advice = IN_NEED
+            return forward.recomputed(args, kwargs, conclude)
         if policy.recompute:  # chosen for another path than this
             self._used[index], self._offload.active = OFFLOAD, True
             self.learned = True
@@ -268,8 +286,9 @@ class ActivationPolicies:
             )
         return self._access(index, call, args, kwargs)
 
-    def _conclude(self, proof: Proof, path: int, reason: str | None) -> None:
-        proof.conclude(path, reason)
+    def _conclude(self, unit: int, path: int, reason: str | None) -> None:
+        self.proofs[unit].conclude(path, reason)
+        self._unproven.discard(unit)
         self.learned = True
 
     def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -58,6 +58,8 @@ class Forward:
         saved: SavedTensors | None,
     ) -> None:
         self.name = name
+        self.advice = ADVICE
+        """In place of repeating the call, if it cannot be."""
         self._module = module
         self._call = call
         self._saved = saved
@@ -135,6 +137,8 @@ class Forward:
         with early:  # a proof digests the outputs, too
             found = checkpoint(run, *self.distinct, use_reentrant=False, preserve_rng_state=False)
         if self.written:
+            if conclude is not None:
+                conclude(self.written)
             raise self.refusal(f"{self.written}: what it was given is gone")
         self._forget_tensors()
         return found
@@ -223,7 +227,7 @@ class Forward:
     def refusal(self, what: str) -> StateError:
         kind = type(self._module).__name__
         return StateError(
-            f"unit {self.name!r}, a {kind}, cannot be computed again: it {what}", advice=ADVICE
+            f"unit {self.name!r}, a {kind}, cannot be computed again: it {what}", advice=self.advice
         )
 
 

@@ -28,6 +28,7 @@ from hetero.types import format_bytes
 
 CUDA_SHARE = 0.95  # of free HBM, when no budget is given
 CPU_FRAMES = 4  # 1/4 of RAM is for frames, when no budget is given for them
+SETTING = "activations='auto', "
 CUDA_RESIDENT = 1.5  # a model is kept on the device when its states fit this many times
 
 
@@ -82,6 +83,7 @@ class Budget:
         known: str = "",
         held_bytes: int = 0,
         is_whole: bool = True,
+        is_auto: bool = False,
     ) -> OutOfMemory:
         """Return the error for activations that take too much.
 
@@ -90,6 +92,7 @@ class Budget:
             known: which unit saves most.
             held_bytes: of frames that cannot be given up.
             is_whole: whether a whole step was measured, or its beginning.
+            is_auto: whether units were free to give way already.
         """
         plan, hbm = self.plan, self.hbm or 0
         frames = max(plan.least_bytes, held_bytes)
@@ -100,7 +103,7 @@ class Budget:
             f" {plan.widest_name!r} needs {format_bytes(frames)} of frames beside them"
             f"{'; ' * bool(known)}{known}",
             advice=f"raise hbm= to {'' if is_whole else 'at least '}{total} bytes, lower the batch,"
-            " or use activations='auto', micro_batch= or fused_loss=",
+            f" or use {'' if is_auto else SETTING}micro_batch= or fused_loss=",
             tier="HBM",
             needed_bytes=total,
         )

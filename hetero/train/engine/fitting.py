@@ -17,7 +17,17 @@ from typing import Any, NamedTuple, Protocol
 
 from hetero.errors import OutOfMemory
 from hetero.events import EventLog, What
-from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Policy, Use, choose, peak_bytes
+from hetero.plan.activations import (
+    KEEP,
+    LEAST,
+    OFFLOAD,
+    RECOMPUTE,
+    Policy,
+    Use,
+    choose,
+    excess_bytes,
+    peak_bytes,
+)
 from hetero.plan.division import Division, divide
 from hetero.plan.weighing import Copies
 from hetero.train.activations.forecast import Forecast, tensors_of
@@ -69,6 +79,13 @@ class Choice(Protocol):
 
     def used(self, unit: int) -> Policy:
         """Return the policy of a unit's last forward."""
+
+    def room_below(self) -> int:
+        """Return the bytes that may still go down."""
+
+    def recompute_unproven(self, unit: int) -> None:
+        """Recompute a unit of which it is not known whether that gives the same bits: backward
+        looks, before a gradient is used, and raises StateError if it does not."""
 
 
 class Tight(NamedTuple):
@@ -168,10 +185,16 @@ class Fitting:
     def _first_sight(self, unit: int) -> None:
         """Offload all of a unit that was never seen, which shows what it saves.
 
-        Transfers overlap with compute only once a fitting choice is known: it takes more memory.
+        Transfers overlap with compute only once a fitting choice is known: it takes more memory. If
+        neither tier will have room for what units save, they are recomputed from here on.
         """
-        if self._choice.may_change:
-            self._choice.policies[unit] = OFFLOAD
+        if not self._choice.may_change:
+            return
+        self._choice.policies[unit] = OFFLOAD
+        held, stayed = self._footprint.live_bytes, self._footprint.stayed_bytes
+        fits = self.forecast.unseen_bytes(held) <= (1 - MARGIN) * self.room.hbm.room_bytes
+        if stayed and not fits and self._choice.is_open(unit) and self.forecast.knows_kind(unit):
+            self._choice.recompute_unproven(unit)
 
     # -- room ------------------------------------------------------------------------------------
 
@@ -228,7 +251,8 @@ class Fitting:
 
     def _least(self, units: Sequence[int], policies: dict[int, Policy]) -> dict[int, Policy]:
         """Return ``policies``, or those of a step that ran and took no more than they would."""
-        ran = min(self._tight, key=lambda tight: tight.peak_bytes, default=None)
+        now = self._choice.policies
+        ran = min(self._tight, key=lambda t: (t.peak_bytes, t.policies != now), default=None)
         if ran is None or self.forecast.peak_bytes(units, policies) < ran.peak_bytes:
             return policies
         return ran.policies
@@ -252,6 +276,7 @@ class Fitting:
             up=self._copies.up,
             working_bytes=self.forecast.working_bytes(goes_down=goes_down),
             end_bytes=self.forecast.behind_bytes(goes_down=goes_down),
+            below_bytes=self._choice.room_below(),
         )
 
     def _note(self, why: str) -> None:
@@ -263,7 +288,10 @@ class Fitting:
             [use.may(policy) for use in uses[:-1]] + [KEEP] * bool(uses)
             for policy in (LEAST, RECOMPUTE, OFFLOAD, KEEP)
         ]
-        return sorted(options, key=lambda option: peak_bytes(uses, option))
+        below = self._choice.room_below()
+        return sorted(
+            options, key=lambda each: peak_bytes(uses, each) + excess_bytes(uses, each, below)
+        )
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -442,6 +470,7 @@ class Fitting:
             known=self.forecast.largest(),
             held_bytes=held + home_bytes,
             is_whole=is_whole,
+            is_auto=self._choice.may_change,
         )
         self.spoil()
         return error
