@@ -220,7 +220,7 @@ class Backwards(Net):
             self._modules[name] = self._modules.pop(name)
 
 
-def exchanges(rank: int) -> list[str]:
+def exchanges(rank: int, run: Run) -> list[str]:
     model = Backwards()
     plain = OPTIMIZERS["adamw"](model.parameters())
     model, optimizer = hetero.prepare(model, plain, mesh="world", **TIGHT)
@@ -233,8 +233,8 @@ def exchanges(rank: int) -> list[str]:
         return exchange(what)
 
     comm.exchange = heard  # type: ignore[method-assign]
-    for now in range(2):
-        loss_at(model, RUN, now, rank).backward()
+    for now in range(3):
+        loss_at(model, run, now, rank).backward()
         optimizer.step()
     names = {b.id: b.segments[0].spec.name for b in engine_of(model).setup.buckets}
     begun = [what.split() for what in said if what.endswith(" from 0")]
@@ -242,10 +242,16 @@ def exchanges(rank: int) -> list[str]:
 
 
 def test_from_the_second_step_on_gradients_leave_in_the_order_in_which_they_are_complete() -> None:
-    for said in run_ranks(2, exchanges):
+    for said in run_ranks(2, exchanges, RUN):
         second = [name for name in said if name.startswith("1 ")]
         assert second[0] == "1 last.weight" and second[-1] == "1 first.weight"
         assert said[0] != "0 last.weight"
+
+
+def test_a_pass_in_which_the_first_rank_left_out_a_block_says_no_order() -> None:
+    for said in run_ranks(2, exchanges, replace(RUN, skips={(0, 0): 1})):
+        third = [name for name in said if name.startswith("2 ")]
+        assert third[0] == "2 last.weight" and third[-1] == "2 first.weight"
 
 
 # -- an error on all -----------------------------------------------------------------------------

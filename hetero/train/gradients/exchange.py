@@ -28,6 +28,7 @@ from hetero.train.gradients.crossing import Crossing, Crossings, Load, Sources
 from hetero.train.gradients.rank_sums import Sum
 from hetero.train.gradients.ring import GradRing
 
+MOST_ASKED = 8  # passes: some buckets may never get a gradient
 Open = Callable[[Segment], bool]
 """Prepares a gradient for a sum; returns whether it adds to an earlier one."""
 
@@ -68,7 +69,8 @@ class Exchange:
         self._closed = closed
         # as backward comes to them if units were registered as they are called
         self._order = [b for b in reversed(layout.buckets) if b.trainable]
-        self._completed: list[int] | None = []  # buckets of the first pass, until it is over
+        self._completed: list[int] | None = []  # buckets of this pass, until an order is known
+        self._n_asked = 0  # passes of which the order was asked
         self._next = 0
         self._addends: dict[int, dict[int, torch.Tensor]] = {b.id: {} for b in self._order}
         self._exchanged: set[int] = set()  # buckets of this pass
@@ -114,17 +116,28 @@ class Exchange:
 
     def _learn(self) -> None:
         """From the first pass on keep to the order in which the first rank completed buckets: one
-        that comes late holds up all that follow it."""
+        that comes late holds up all that follow it, whose addends stay on the device meanwhile.
+
+        A pass in which that rank left out some says nothing of their place: the next one is asked,
+        a few times. What it never completes goes last.
+        """
         if self._completed is None:
             return
-        completed, self._completed = self._completed, None
-        told = pickle.loads(self._comm.agree(pickle.dumps(completed), "the order of gradients")[0])
+        mine = pickle.dumps(self._completed)
+        told = pickle.loads(self._comm.agree(mine, "the order of gradients")[0])
         places = {bucket: place for place, bucket in reversed(list(enumerate(told)))}
+        self._n_asked += 1
+        if self._n_asked < MOST_ASKED and any(b.id not in places for b in self._order):
+            self._completed = []
+            return
+        self._completed = None
         self._order.sort(key=lambda bucket: places.get(bucket.id, len(told)))
 
     def forget(self) -> list[Segment]:
         """Drop the addends of a pass that failed; return the gradients that lack some."""
         lost = [s for b in self._order for s in b.segments if s.position in self._addends[b.id]]
+        if self._completed is not None:
+            self._completed = []
         for crossing, present in self._crossing:  # that other ranks make, too
             try:
                 crossing.wait()
