@@ -484,20 +484,34 @@ def test_a_unit_that_gives_other_bits_is_told_of_before_its_gradient_is_used() -
     same(before, values(model), "weights")
 
 
-def test_a_unit_that_cannot_be_computed_again_keeps_what_it_saves() -> None:
+def test_a_unit_that_writes_to_its_inputs_is_never_computed_again() -> None:
     model, optimizer = in_little_ram(deep(Writing, blocks=12), 1_000_000)
     before = values(model)
 
-    with pytest.raises(StateError, match=r"a Writing, .* writes to its inputs"):
-        step(model, optimizer, 0, 128)
-    for number in range(1, 12):  # each of the others shows it, too
-        with pytest.raises((BudgetError, StateError)) as caught:
+    for number in range(3):
+        with pytest.raises(BudgetError):
             step(model, optimizer, number, 128)
-        if isinstance(caught.value, BudgetError):
-            break
-    else:
-        pytest.fail("no step kept what its units save")
     same(before, values(model), "weights")
+
+
+class Tapered(nn.Module):
+    """A few blocks that save much, and many units that save little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.large = nn.Sequential(*(Random() for _ in range(3)))
+        self.small = nn.Sequential(*(nn.Linear(D, D) for _ in range(24)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small(self.large(x)[:4])
+
+
+def test_units_that_will_save_little_leave_room_to_keep_what_others_saved() -> None:
+    model, optimizer = in_little_ram(Tapered(), 1_000_000)
+
+    for number in range(3):
+        assert step(model, optimizer, number, 128).isfinite()
 
 
 @pytest.mark.campaign(seconds=9)

@@ -165,9 +165,15 @@ class Forecast:
 
     def unseen_bytes(self, held_bytes: int) -> int:
         """Return the bytes expected at the end of the first forward, if ``held_bytes`` are there
-        now and all units to come leave as much as the one that left most; with room to compute."""
-        most = max((row.saved_bytes for row in self.rows.values()), default=0)
-        return held_bytes + (len(self._names) - len(self.rows) + COMPUTING) * most
+        now and units to come leave what others of their kind left, those of unknown kinds nothing;
+        with room to compute."""
+        left: dict[UnitKind, int] = {}
+        for unit, row in self.rows.items():
+            kind = self._kinds[unit]
+            left[kind] = max(left.get(kind, 0), row.saved_bytes)
+        unseen = (kind for unit, kind in enumerate(self._kinds) if unit not in self.rows)
+        coming = sum(left.get(kind, 0) for kind in unseen)
+        return held_bytes + coming + COMPUTING * max(left.values(), default=0)
 
     def _of_kind(self, unit: int, others: Iterable[int]) -> list[UnitLeft]:
         kind = self._kinds[unit]

@@ -18,13 +18,15 @@ from torch import nn
 from hetero.internals import in_backward, is_faking
 from hetero.interrupts import theirs
 from hetero.plan.activations import KEEP, OFFLOAD, RECOMPUTE, Policy
-from hetero.train.activations.caches import has_rows
+from hetero.train.activations.caches import has_rows, is_cache
 from hetero.train.activations.offload import Offload
 from hetero.train.activations.proof import Proof
 from hetero.train.activations.reach import Reach
 from hetero.train.activations.recompute import BeforeNode, Call, Forward, ProofTrial
 from hetero.train.activations.saved import SavedTensors, inside_foreign_hooks
 from hetero.train.activations.slices import Checked, Sliced, batch_of, check_unit, find_cut
+from hetero.train.activations.structure import leaves_of
+from hetero.train.model.graph import versions
 from hetero.train.model.units import Unit
 
 IN_NEED = (
@@ -120,6 +122,7 @@ class ActivationPolicies:
         self.proofs = {unit: Proof() for unit in named}
         """By unit: whether it may be recomputed."""
         self._unproven: set[int] = set()  # units to be recomputed all the same
+        self._impure: set[type] = set()  # of units that were seen not to be repeatable
         self._tries = False
         self._trials: set[ProofTrial] = set()  # waiting for backward
         self.learned = False
@@ -189,9 +192,13 @@ class ActivationPolicies:
 
     def recompute_unproven(self, unit: int) -> None:
         """Recompute a unit whose proof is open, which backward then makes; StateError if it fails.
-        There is no room to keep what it saves."""
-        self.policies[unit] = RECOMPUTE
-        self._unproven.add(unit)
+        There is no room to keep what it saves.
+
+        Not one of a type that wrote to what it was given, or failed before: it cannot be repeated.
+        """
+        if self.is_open(unit) and type(self._units[unit].module) not in self._impure:
+            self.policies[unit] = RECOMPUTE
+            self._unproven.add(unit)
 
     def is_open(self, unit: int) -> bool:
         """Whether a unit still needs a proof."""
@@ -249,6 +256,8 @@ class ActivationPolicies:
             tries = self.tries and self.may_change and self.proofs[index].is_open
             if policy.recompute or tries:
                 return self._run_proven(index, module, call, args, kwargs)
+            if self.may_change and self.proofs[index].is_open:
+                return self._run_watched(index, module, call, args, kwargs)
             return self._access(index, call, args, kwargs)
         finally:
             self._offload.active, self._offload.inside = self.offloads, False
@@ -286,8 +295,21 @@ class ActivationPolicies:
             )
         return self._access(index, call, args, kwargs)
 
+    def _run_watched(
+        self, index: int, module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a unit's forward, and note whether it writes to its inputs or parameters."""
+        held = [*leaves_of((args, kwargs), is_cache), *module.parameters()]
+        before = versions(held)
+        found = self._access(index, call, args, kwargs)
+        if versions(held) != before:
+            self._impure.add(type(module))
+        return found
+
     def _conclude(self, unit: int, path: int, reason: str | None) -> None:
         self.proofs[unit].conclude(path, reason)
+        if reason:
+            self._impure.add(type(self._units[unit].module))
         self._unproven.discard(unit)
         self.learned = True
 

@@ -84,8 +84,9 @@ class Choice(Protocol):
         """Return the bytes that may still go down."""
 
     def recompute_unproven(self, unit: int) -> None:
-        """Recompute a unit of which it is not known whether that gives the same bits: backward
-        looks, before a gradient is used, and raises StateError if it does not."""
+        """Recompute a unit of which it is not known whether that gives the same bits, unless it is
+        known that it cannot be: backward looks, before a gradient is used, and raises StateError if
+        it does not."""
 
 
 class Tight(NamedTuple):
@@ -193,7 +194,7 @@ class Fitting:
         self._choice.policies[unit] = OFFLOAD
         held, stayed = self._footprint.live_bytes, self._footprint.stayed_bytes
         fits = self.forecast.unseen_bytes(held) <= (1 - MARGIN) * self.room.hbm.room_bytes
-        if stayed and not fits and self._choice.is_open(unit) and self.forecast.knows_kind(unit):
+        if stayed and not fits and self.forecast.knows_kind(unit):
             self._choice.recompute_unproven(unit)
 
     # -- room ------------------------------------------------------------------------------------
