@@ -40,22 +40,38 @@ def open_comm(
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
     if mesh is None:
-        if not world and launched() > 1:
-            raise ConfigError(
-                f"this process was launched as one of {launched()} ranks, and there is no process"
-                " group: each would train alone",
-                advice="call torch.distributed.init_process_group() and set mesh='world'; commands"
-                " of hetero run on one rank; where ranks are to train apart, unset WORLD_SIZE",
-            )
-        if world > 1:
-            raise ConfigError(
-                f"this process is one of {world} ranks, and mesh= is not set: each would train"
-                " alone",
-                advice="share the model with mesh='world'; HeteroAccelerator averages whole models"
-                " that each rank keeps",
-            )
-        check_group(sum_group, 1, 1)
+        check_alone(world)
+        n_shares = n_copies = 1
+    else:
+        n_shares, n_copies = shares_of(mesh, world, averages)
+    check_group(sum_group, n_shares, n_copies)
+    if n_shares == 1:
         return ALONE_COMM
+    return Gloo(n_shares, timeout_seconds, sum_group, one_sided=one_sided)
+
+
+def check_alone(world: int) -> None:
+    """Refuse a rank of several that names no mesh: each would train alone, in silence."""
+    if not world and launched() > 1:
+        raise ConfigError(
+            f"this process was launched as one of {launched()} ranks, and there is no process"
+            " group: each would train alone",
+            advice="call torch.distributed.init_process_group() and set mesh='world'; commands"
+            " of hetero run on one rank; where ranks are to train apart, unset WORLD_SIZE",
+        )
+    if world > 1:
+        raise ConfigError(
+            f"this process is one of {world} ranks, and mesh= is not set: each would train alone",
+            advice="share the model with mesh='world'; HeteroAccelerator averages whole models"
+            " that each rank keeps",
+        )
+
+
+def shares_of(mesh: Any, world: int, averages: bool) -> tuple[int, int]:
+    """Return the shares that homes are cut in, and the copies of the model that add up gradients.
+
+    Ranks that each keep a whole model are alone to us: others average for them, or it is refused.
+    """
     if not world:
         raise ConfigError(
             f"mesh={mesh!r} without a process group",
@@ -63,17 +79,15 @@ def open_comm(
             " torch.distributed.init_process_group() before hetero.prepare",
         )
     sizes = sizes_of(mesh, world)
-    if sizes[SHARD] == 1:
-        if world > 1 and not averages:
-            raise ConfigError(
-                f"mesh={mesh!r}: nothing would average the gradients of {world} whole models",
-                advice="share the model with mesh='world', or let HeteroAccelerator prepare it,"
-                " which averages",
-            )
-        check_group(sum_group, 1, 1)
-        return ALONE_COMM
-    check_group(sum_group, sizes[SHARD], sizes[REPLICATE])
-    return Gloo(sizes[SHARD], timeout_seconds, sum_group, one_sided=one_sided)
+    if sizes[SHARD] > 1:
+        return sizes[SHARD], sizes[REPLICATE]
+    if world > 1 and not averages:
+        raise ConfigError(
+            f"mesh={mesh!r}: nothing would average the gradients of {world} whole models",
+            advice="share the model with mesh='world', or let HeteroAccelerator prepare it,"
+            " which averages",
+        )
+    return 1, 1
 
 
 def launched() -> int:

@@ -40,8 +40,7 @@ class Cluster(NamedTuple):
 def on_machines(profile: MachineProfile, n_shares: int, n_copies: int) -> Cluster:
     """Return ranks as they are on machines of a profile; without [net.inter] there is only one."""
     inter, size = profile.net and profile.net.inter, n_shares * n_copies
-    n_local = min(size, inter.devices_per_node) if inter else size
-    return Cluster(n_shares, n_copies, n_local)
+    return Cluster(n_shares, n_copies, min(size, inter.devices_per_node) if inter else size)
 
 
 def gather_seconds(profile: MachineProfile, ranks: Cluster, n_bytes: int) -> float:
