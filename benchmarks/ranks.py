@@ -21,9 +21,10 @@ from hetero.api import engine_of, prepare, prepare_tuned, release, status
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import save_checkpoint
 from hetero.config import Config
+from hetero.cores import torch_threads
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.testing import rank_divergence, rank_faults
-from hetero.testing.ranks import run_ranks, threads_of_a_rank
+from hetero.testing.ranks import N_THREADS, run_ranks
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Lane
 
@@ -56,7 +57,7 @@ def equal(device: str | None = None) -> Figures:
         for chunk_bytes in (1024, 8192):
             settings.append({"chunk_bytes": chunk_bytes, "hbm": int(hbm * 2**20)})
     for n_ranks in (1, 2, 3, 4):
-        with threads_of_a_rank():
+        with torch_threads(N_THREADS):
             expected = micro_batches(n_ranks)
         same = 0
         for given in settings:

@@ -16,6 +16,17 @@ from contextlib import contextmanager
 import torch
 
 
+@contextmanager
+def torch_threads(n_threads: int) -> Iterator[None]:
+    """Let torch's operations use ``n_threads`` threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Cores:
     """Turns at torch's threads, for updates on ``n_threads`` other than the launcher."""
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
+from hetero.cores import torch_threads
 from hetero.device import open_device
 from hetero.errors import ConfigError, StorageError
 from hetero.mounts import mount_of
@@ -61,7 +62,6 @@ from hetero.recipes.probes import (
     link,
     matmuls,
     overlaps,
-    torch_threads,
     updates,
 )
 from hetero.recipes.readings import RUN, Readings, Samples, Watch, label, rounded, take_readings

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from hetero.config import host_limit
+from hetero.cores import torch_threads
 from hetero.device import COPY_LANES, OPPOSITE, Device, Move, Slab, release_slab
 from hetero.jobs import Worker
 from hetero.plan.machine import Dtype
@@ -194,17 +195,6 @@ def arrays(n_bytes: int, place: torch.device) -> tuple[torch.Tensor, torch.Tenso
 def thread_counts(cores: int) -> list[int]:
     """Return powers of two below the number of cores, and that number."""
     return [*(2**i for i in range(cores.bit_length()) if 2**i < cores), cores]
-
-
-@contextmanager
-def torch_threads(n_threads: int) -> Iterator[None]:
-    """Let torch's operations use ``n_threads`` threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(n_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # -- matmuls -------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from torch import nn
 import hetero
 from hetero.api import prepare_tuned
 from hetero.config import Config
+from hetero.cores import torch_threads
 from hetero.errors import DivergenceError
-from hetero.testing.ranks import Died, outcomes, threads_of_a_rank
+from hetero.testing.ranks import N_THREADS, Died, outcomes
 from hetero.train.engine.tuning import Tuning
 
 STEPS = 4
@@ -260,7 +261,7 @@ def found(plan: Divergence) -> Found:
     if any(told):
         text = next(end.text for end in ends if isinstance(end, Died))
         return Found(False, f"ranks went on after one was told: {text}")
-    with threads_of_a_rank():
+    with torch_threads(N_THREADS):
         right = by_torch(plan)
     same = [all(map(torch.equal, right, weights)) for weights in ends]
     return Found(False, "" if all(same) else f"ranks with the right bits: {same}")

@@ -9,8 +9,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +23,7 @@ from hetero.parallel import farewell
 
 SECONDS = 120.0
 N_THREADS = 1
-"""Of torch, in each rank."""
+"""Of torch, in each rank: other numbers may give other bits."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,6 @@ def outcomes(n_ranks: int, body: Callable[..., Any], *args: Any) -> list[Any]:
             _outcome(Path(folder) / f"{rank}.pickle", ends[pid])
             for rank, pid in enumerate(children)
         ]
-
-
-@contextmanager
-def threads_of_a_rank() -> Iterator[None]:
-    """Compute inside as a forked rank does: another number of threads may give other bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(N_THREADS)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def free_port() -> int:

@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from hetero.cli import main
+from hetero.cores import torch_threads
 from hetero.device import CpuDevice
 from hetero.errors import ConfigError, RankLost
 from hetero.parallel import circles
@@ -156,7 +157,7 @@ def test_a_rank_that_torchrun_left_one_thread_measures_with_all_cores(
 ) -> None:
     monkeypatch.setattr(calibrate, "usable_cores", lambda: 3)
     monkeypatch.setattr(calibrate.psutil, "cpu_count", lambda logical: 4)
-    with probes.torch_threads(1):
+    with torch_threads(1):
         with calibrate.threads_alone(1):
             assert torch.get_num_threads() == 1  # without a launcher it was the user's choice
         with calibrate.threads_alone(2):

@@ -8,8 +8,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config, HostLimit
+from hetero.cores import torch_threads
 from hetero.device import CpuDevice, SimDevice
 from hetero.errors import BudgetError
 from hetero.jobs import Worker
@@ -80,16 +80,6 @@ class Joined(nn.Module):
 
     def forward(self, x: Tensor, both: bool) -> Tensor:
         return (self.a + self.b if both else self.a) * x
-
-
-@contextmanager
-def torch_threads(n: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_sum_takes_one_of_torchs_threads_and_its_norm_as_many_as_the_launcher_has(
