@@ -217,6 +217,14 @@ WRAPPERS = (  # through which transforms of functorch take their arguments
 )
 
 
+OPT_CALLED = "_opt_called"  # which schedulers of learning rates look for
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedulers that an optimizer has stepped."""
+    setattr(optimizer, OPT_CALLED, True)
+
+
 def install(replacements: tuple[Replacement, ...]) -> Callable[[], None]:
     """Install replacements; returns a call that uninstalls them."""
     for each in replacements:

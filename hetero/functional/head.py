@@ -75,7 +75,7 @@ class LateLogits(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares no signature
+    def __torch_dispatch__(  # type: ignore[override]  # mypy: torch's own takes no class
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map(_looked_at, (tuple(args), kwargs or {}))

@@ -15,7 +15,7 @@ arXiv:2204.02311, section 5):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -89,7 +89,8 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(place, enabled=False) if casts else nullcontext():
-        losses: torch.Tensor = _Head.apply(  # type: ignore[no-untyped-call]  # torch has none
+        apply: Callable[..., torch.Tensor] = _Head.apply
+        losses = apply(
             hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), terms
         )
     return losses.view(labels.shape) if reduction == "none" else losses

@@ -38,7 +38,12 @@ def install(extension: ModuleType, cuda: Cuda) -> None:
     name_lanes(extension)
     label_copies(extension)
     watch_kernel(extension)
-    formulas.Ops.sqrt = exact_sqrt  # type: ignore[method-assign]
+    put(formulas.Ops, "sqrt", exact_sqrt)
+
+
+def put(owner: type, name: str, method: Callable[..., Any]) -> None:
+    """Replace a method for as long as this process lives."""
+    setattr(owner, name, method)
 
 
 def as_cuda(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +63,7 @@ def name_lanes(extension: ModuleType) -> None:
         for lane, stream in self._lanes.streams.items():
             extension.name_stream(stream.cuda_stream, f"{lane.value} lane")
 
-    CudaDevice.__init__ = named  # type: ignore[method-assign]
+    put(CudaDevice, "__init__", named)
 
 
 def record_streams(extension: ModuleType) -> None:

@@ -91,7 +91,7 @@ def by_late_copies(rank: int, run: Run) -> Found:
     def late(self: Gloo, sums: torch.Tensor, what: str) -> Addends:
         return Late(lambda: begin(self, sums, what))
 
-    Gloo.pass_on = late  # type: ignore[method-assign]
+    pytest.MonkeyPatch().setattr(Gloo, "pass_on", late)  # this process is a fork
     return by_copies(rank, run, "gathered")
 
 
@@ -184,7 +184,7 @@ class Counting(Swap):
 
 
 def left(rank: int, sum_group: int) -> int:
-    groups.Swap = Counting  # type: ignore[misc]
+    pytest.MonkeyPatch().setattr(groups, "Swap", Counting)  # this process is a fork
     Counting.left = 0
     by_ranks(rank, replace(grouped(sum_group, 1, 4), one_sided=False))
     return Counting.left

@@ -20,7 +20,7 @@ whole; with the rest cut, a sample must have the same output in company and alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -126,9 +126,8 @@ class Sliced:
         tensors = self.tensors
         # the graph keeps arguments as saved tensors, which hooks see; this object does not
         self._leaves = [None if isinstance(x, torch.Tensor) else _Plain(x) for x in self._leaves]
-        inputs = (self, len(self.params), *self.params, *tensors)
-        found = _Slices.apply(*inputs)  # type: ignore[no-untyped-call]  # torch has no types for it
-        outputs = iter(found)
+        apply: Callable[..., Iterable[Any]] = _Slices.apply
+        outputs = iter(apply(self, len(self.params), *self.params, *tensors))
         return self._outputs.build(next(outputs) if c is None else c.value for c in self._constants)
 
     @property

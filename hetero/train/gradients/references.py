@@ -52,7 +52,7 @@ class _Counting(torch.Tensor):
     uses = 0
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares no signature
+    def __torch_dispatch__(  # type: ignore[override]  # mypy: torch's own takes no class
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func is _aten.add_.Tensor:

@@ -166,7 +166,7 @@ class PreparedParameter(nn.Parameter):
             memo[id(self)] = self.hetero_runtime.fault(_copied, (self,), {})
         return memo[id(self)]
 
-    def __repr__(self) -> str:  # type: ignore[override]  # torch has one keyword more
+    def __repr__(self) -> str:  # type: ignore[override]  # mypy refuses torch's own form, too
         return str(self.hetero_runtime.fault(_shown, (self,), {}))
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
@@ -222,7 +222,7 @@ class UnboundParameter(PreparedParameter):
         return owner.fault(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares no signature
+    def __torch_dispatch__(  # type: ignore[override]  # mypy: torch's own takes no class
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Never called. Its presence keeps torch.compile from tracing the class and guarding the

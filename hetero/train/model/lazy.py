@@ -53,7 +53,7 @@ class Lazy(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch names its keyword
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # as in faults
         return repr(self.slot.read())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -86,7 +86,7 @@ class Lazy(torch.Tensor):
         return NotImplemented
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares no signature
+    def __torch_dispatch__(  # type: ignore[override]  # mypy: torch's own takes no class
         cls,
         func: Any,
         types: Sequence[type],

@@ -15,6 +15,7 @@ from torch import nn
 
 from hetero.device import ALONE, use_count
 from hetero.errors import ConfigError, StateError
+from hetero.internals import note_step
 from hetero.interrupts import theirs
 from hetero.train.gradients.clip import clip_grad_norm_
 from hetero.train.model.binding import without_faults
@@ -137,7 +138,7 @@ class Optimizer(torch.optim.Optimizer):
                 loss = theirs(closure)
         with torch.no_grad():  # not around the method: Ctrl-C might keep it from being left
             self._engine.step(self)
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+        note_step(self.inner)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
