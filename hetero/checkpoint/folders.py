@@ -129,12 +129,15 @@ class Joined:
     def __init__(self, root: Folder, step: int, tmp: str) -> None:
         self.root = root
         self.final = final_name(step)
-        if not root.has(tmp):
+        try:
+            self.folder = root.folder(tmp)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
             raise CheckpointError(
                 f"{root.where(tmp)} is not there, which the first rank has made",
                 advice="save into a directory that the machines of all ranks see",
-            )
-        self.folder = root.folder(tmp)
+            ) from error
 
     def discard(self) -> None:
         self.folder.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from hetero import errors
@@ -43,18 +43,31 @@ ONE_RANK = OneRank()
 
 def together(agree: Agree, what: str, act: Callable[[], bytes]) -> list[bytes]:
     """Return what ``act`` returned on each rank. If it raised on one, all raise: that rank its own
-    error, the others one of its class that names the rank."""
+    error, the others one of its class that names the rank.
+
+    If a rank has left meanwhile, an error of this rank's own matters more, unless it missed what
+    the other one may have taken away.
+    """
     try:
         row = DONE + act()
     except BaseException as error:
-        with suppress(RankLost):  # this rank's own error matters more
+        try:
             agree(FAILED + _told(error), what)
+        except RankLost as lost:
+            if _has_missed(error):
+                raise lost from error
         raise
     rows = agree(row, what)
     for rank, each in enumerate(rows):
         if each[:1] == FAILED:
             raise _failure(rank, what, each[1:])
     return [each[1:] for each in rows]
+
+
+def _has_missed(error: BaseException) -> bool:
+    """Whether an error is of a file that is not there."""
+    causes = (error, error.__cause__)
+    return any(isinstance(each, OSError) and each.errno == errno.ENOENT for each in causes)
 
 
 def _told(error: BaseException) -> bytes:

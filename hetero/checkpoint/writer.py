@@ -228,8 +228,8 @@ def begun(
         return b""
 
     what = f"a save of step {step}"
-    first, *_ = together(ranks.agree, what, claim)
     try:
+        first, *_ = together(ranks.agree, what, claim)
         together(ranks.agree, what, lambda: open_shard(first.decode()))
     except BaseException:  # of any rank
         for shard in shards:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from torch import nn
 
 import hetero
 from hetero import CheckpointError, DivergenceError
-from hetero.api import prepare_tuned
+from hetero.api import engine_of, prepare_tuned
+from hetero.checkpoint.folders import Joined
+from hetero.checkpoint.shard import ShardWriter
 from hetero.checkpoint.verify import verify
 from hetero.config import Config
-from hetero.errors import CheckpointCorrupt, DiskFull
+from hetero.errors import CheckpointCorrupt, DiskFull, RankLost
 from hetero.testing.faults import FaultPlan
 from hetero.testing.ranks import outcomes, run_ranks
 from hetero.train.engine.tuning import Tuning
@@ -266,3 +269,46 @@ def test_damage_that_one_rank_finds_is_refused_by_all(tmp_path: Path) -> None:
 
     assert all(refused for _, refused in found)
     assert sum("failed on rank" in text for text, _ in found) == 1
+
+
+def saves_while_the_first_fails(rank: int, folder: Path, at: int) -> None:
+    """Rank 0 fails in a call, and takes the directory away before rank 1 comes to it."""
+    model, plain = built(WHOLE)
+    _, optimizer = hetero.prepare(model, plain, mesh="world", **TIGHT)
+    comm: Any = engine_of(model).setup.comm
+    agree, calls = comm.agree, 0
+
+    def heard(row: bytes, what: str) -> Any:
+        nonlocal calls
+        calls += what.startswith("a save of step")
+        if (rank, calls) == (0, at):
+            raise ValueError("planted")
+        return agree(row, what)
+
+    comm.agree = heard
+    if rank:
+        for place in (Joined, ShardWriter):
+            delay(place)
+    hetero.save_checkpoint(folder, model, optimizer)
+
+
+def delay(place: type) -> None:
+    begin = place.__init__
+
+    def late(self: Any, *args: Any, **named: Any) -> None:
+        time.sleep(0.5)
+        begin(self, *args, **named)
+
+    pytest.MonkeyPatch().setattr(place, "__init__", late)  # this process is a fork
+
+
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_a_rank_whose_directory_the_first_took_away_says_that_it_left(
+    at: int, tmp_path: Path
+) -> None:
+    first, second = outcomes(2, saves_while_the_first_fails, tmp_path, at)
+
+    assert isinstance(first.error, ValueError), first.text
+    assert isinstance(second.error, RankLost), second.text
+    assert "rank 0 left" in str(second.error)
+    assert not list(tmp_path.iterdir())
