@@ -12,6 +12,7 @@ from torch import nn
 
 from hetero.config import Config, Settings
 from hetero.device import open_device
+from hetero.device.comm import ALONE_COMM, Comm
 from hetero.errors import StateError
 from hetero.interrupts import theirs
 from hetero.parallel.mesh import open_comm
@@ -101,6 +102,14 @@ def engine_of(model: nn.Module) -> Engine:
             "the model is not prepared", advice="call hetero.prepare(model, ...) first"
         )
     return engine
+
+
+def comm_of(model: nn.Module) -> Comm:
+    """Return what joins the ranks that share a prepared model, or one inside of ``model``."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = (module.__dict__[MARK] for module in modules if MARK in module.__dict__)
+    comms = (engine.setup.comm for engine in found)
+    return next((comm for comm in comms if comm.size > 1), ALONE_COMM)
 
 
 def backward(loss: torch.Tensor) -> None:

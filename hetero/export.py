@@ -6,6 +6,8 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hetero.api import comm_of
+from hetero.checkpoint.together import ONE_RANK, Ranks, together
 from hetero.config import parse_bytes
 from hetero.errors import ConfigError
 from hetero.exchange import StagedFiles
@@ -41,36 +45,104 @@ def export(model: nn.Module, directory: str | Path, *, max_shard_bytes: int | st
             ``model.safetensors.index.json``.
         max_shard_bytes: bytes of tensors a file, or "5GB"; a larger tensor has a file of its own.
 
-    Returns the directory. Use it by one process at a time, and from the thread that trains.
+    Returns the directory. Use it from the thread that trains. If several ranks share the model, all
+    of them call this with the same directory: the first one writes, the others return when it has.
+    For any other model, one process at a time may use a directory.
 
     Raises:
         ConfigError: part of the state is not a plain tensor (it is named), or a config is invalid.
-        StorageError: the drive is full or failed; nothing of the new export is left.
+        StorageError: the drive is full or failed; nothing of the new export is left. Other ranks
+            raise a CheckpointError that names the rank.
     """
     limit_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
-    return write(model, Path(directory), limit_bytes, IO())
+    comm = comm_of(model)
+    return write(model, Path(directory), limit_bytes, IO(), comm, gathers=comm.node is None)
 
 
-def write(model: nn.Module, directory: Path, limit_bytes: int, io: IO) -> Path:
-    """Carry out `export` through a given door to files."""
+def write(
+    model: nn.Module,
+    directory: Path,
+    limit_bytes: int,
+    io: IO,
+    ranks: Ranks = ONE_RANK,
+    *,
+    gathers: bool = False,
+) -> Path:
+    """Carry out `export` through a given door to files.
+
+    Args:
+        ranks: those that share the model; they meet after each file.
+        gathers: whether each of several has to read what the first one writes.
+    """
     # 1. refuse before any file is touched
     items = items_of(model)
     notes = configs_of(model, items)
     parts = cut(items, limit_bytes)
     if SINGLE not in parts:
         notes[INDEX] = index_of(parts, sum(p.numel() for p in model.parameters()))
-    with StagedFiles(directory, io) as files:
+    reads = gathers and ranks.size > 1
+    with ExitStack() as undo:
+        opened: list[StagedFiles | Unwritten] = []
+
+        def begin() -> bytes:
+            files = StagedFiles(directory, io) if ranks.rank == 0 else Unwritten(reads)
+            opened.append(undo.enter_context(files))
+            files.check_room(sum(item.n_bytes for item in items))
+            return b""
+
+        together(ranks.agree, "an export", begin)
         # 2. write the new files, hidden from loaders
-        files.check_room(sum(item.n_bytes for item in items))
+        (files,) = opened
         for name, part in parts.items():
-            head = header((item.row for item in part), notes={"format": "pt"})
-            n_bytes = len(head) + sum(item.n_bytes for item in part)
-            files.write(name, n_bytes, chain([head], bytes_of(part)))
-        for name, data in notes.items():
-            files.write(name, len(data), [data])
+            write_part = partial(fill, files, name, part, reads)
+            together(ranks.agree, f"{name} of an export", write_part)
         # 3. switch
-        files.commit(list(parts), list(notes))
+        together(ranks.agree, "the end of an export", partial(finish, files, notes, parts))
     return directory
+
+
+class Unwritten:
+    """The files of an export, on a rank that does not write them."""
+
+    def __init__(self, reads: bool) -> None:
+        self._reads = reads
+
+    def check_room(self, n_bytes: int) -> None: ...
+
+    def write(self, name: str, n_bytes: int, pieces: Iterable[Any]) -> None:
+        for _ in pieces if self._reads else ():
+            pass
+
+    def commit(self, files: Sequence[str], notes: Sequence[str]) -> None: ...
+
+    def __enter__(self) -> Unwritten:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def fill(files: StagedFiles | Unwritten, name: str, part: Sequence[Item], reads: bool) -> bytes:
+    """Write one file; with ``reads``, read all of its tensors even if that fails, as others do."""
+    head = header((item.row for item in part), notes={"format": "pt"})
+    n_bytes = len(head) + sum(item.n_bytes for item in part)
+    pieces = bytes_of(part)
+    try:
+        files.write(name, n_bytes, chain([head], pieces))
+    except Exception:
+        for _ in pieces if reads else ():
+            pass
+        raise
+    return b""
+
+
+def finish(
+    files: StagedFiles | Unwritten, notes: Mapping[str, bytes], parts: Mapping[str, Any]
+) -> bytes:
+    """Write what goes with the tensors, and let loaders see all of it."""
+    for name, data in notes.items():
+        files.write(name, len(data), [data])
+    files.commit(list(parts), list(notes))
+    return b""
 
 
 # -- tensors and shards --------------------------------------------------------------------------
@@ -196,6 +268,12 @@ def materialised(name: str, tensor: torch.Tensor) -> torch.Tensor:
             advice="gather or dequantize it first",
         )
     return value
+
+
+def trained_values(model: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the trained tensors of a state dict, as plain ones."""
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    return {name: materialised(name, value) for name, value in own.items() if name in trained}
 
 
 def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

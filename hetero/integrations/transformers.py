@@ -28,11 +28,11 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from hetero.api import engine_of, status
+from hetero.api import comm_of, engine_of, status
 from hetero.checkpoint.save import save_checkpoint
 from hetero.config import Config, Settings
 from hetero.errors import CheckpointMismatch, ConfigError, HeteroError, StateError
-from hetero.export import export, is_plain, materialised
+from hetero.export import export, is_plain, trained_values
 from hetero.integrations.accelerate import (
     SETTINGS,
     HeteroAccelerator,
@@ -183,26 +183,39 @@ class HeteroTrainer(Stock):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
+    def save_model(self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Save as Trainer does, which lets one rank write; those that share its model take part."""
+        if comm_of(self.model).size > 1 and not self.args.should_save:
+            take_part(self.model, self._hetero_folder(output_dir))
+        super().save_model(output_dir, *args, **kwargs)
+
+    def _hetero_folder(self: Any, output_dir: str | None) -> Path:
+        return Path(self.args.output_dir if output_dir is None else output_dir)
+
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save as Trainer does; if homes are on disk, save from exported files."""
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        folder = self._hetero_folder(output_dir)
         reads = state_dict is None and self.args.should_save
         with plain_state(self.model, folder) if reads else nullcontext() as plain:
             super()._save(output_dir, state_dict if plain is None else plain)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         """See [Note: checkpoints]."""
-        if not self.args.should_save:
+        writes, comm = self.args.should_save, comm_of(self.model)
+        if not writes and comm.size == 1:
             return  # another rank has the same model and states
         folder = Path(output_dir)
-        shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of an earlier run
+        if writes:
+            shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of an earlier run
         if has_adapters(self.model):
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        (folder / STATES).unlink(missing_ok=True)
+        if writes:
+            (folder / STATES).unlink(missing_ok=True)
         optimizer = engine_of(self.model).optimizer
         save_checkpoint(folder / FOLDER, self.model, optimizer, step=self.state.global_step)
-        torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULE)
+        if writes:
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULE)
 
     def _load_from_checkpoint(
         self: Any, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -297,8 +310,7 @@ def plain_state(model: nn.Module, folder: Path) -> Iterator[dict[str, torch.Tens
         yield None
         return
     if has_adapters(model):  # only these are written
-        trained = {name for name, param in model.named_parameters() if param.requires_grad}
-        yield {k: materialised(k, v) if k in trained else v for k, v in own.items()}
+        yield {**own, **trained_values(model, own)}
         return
     staged = folder / STAGED
     try:
@@ -312,6 +324,17 @@ def plain_state(model: nn.Module, folder: Path) -> Iterator[dict[str, torch.Tens
         yield {name: mapped[tied.get(name, name)] for name in own}
     finally:
         shutil.rmtree(staged, ignore_errors=True)
+
+
+def take_part(model: nn.Module, folder: Path) -> None:
+    """Read what `plain_state` reads, on a rank that shares the model of the one that writes."""
+    own = model.state_dict()
+    if all(is_plain(value) for value in own.values()):
+        return
+    if has_adapters(model):
+        trained_values(model, own)
+    else:
+        export(model, folder / STAGED)
 
 
 @contextmanager

@@ -184,6 +184,6 @@ def check_calls(calls: Sequence[tuple[int, str]]) -> None:
     rows = "; ".join(f"rank {r}: call {n}, {what}" for r, (n, what) in enumerate(calls))
     raise DivergenceError(
         f"ranks that share a model go different ways ({rows})",
-        advice="all ranks must step, clip, save, load and write weights alike: call the same lines"
-        " on every rank",
+        advice="all ranks must step, clip, save, load, export and write weights alike: call the"
+        " same lines on every rank",
     )

@@ -17,9 +17,10 @@ from transformers import (
     LlamaConfig,
 )
 
+from hetero.api import comm_of
 from hetero.config import Config
 from hetero.errors import ConfigError
-from hetero.export import export
+from hetero.export import export, trained_values
 from hetero.integrations.pretrained import from_pretrained
 from hetero.recipes.options import TrainOptions, installed
 from hetero.recipes.sequences import Shuffled, Tokens, answered, packed, together
@@ -189,9 +190,15 @@ def check_vocabulary(found: Sequence[Tokens], model: Any) -> None:
 
 
 def write(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model in Hugging Face's format, adapters alone in PEFT's, and the tokenizer."""
+    """Write a model in Hugging Face's format, adapters alone in PEFT's, and the tokenizer; ranks
+    that share it read it together, and the first one writes."""
+    writes = comm_of(model).rank == 0
     if hasattr(model, "peft_config"):
-        model.save_pretrained(folder)
+        own = model.state_dict()
+        values = {**own, **trained_values(model, own)}
+        if writes:
+            model.save_pretrained(folder, state_dict=values)
     else:
         export(model, folder)
-    tokenizer.save_pretrained(folder)
+    if writes:
+        tokenizer.save_pretrained(folder)

@@ -82,7 +82,7 @@ def train_on(
     if ranks.size > 1 and config.mesh is None:
         config = dataclasses.replace(config, mesh="world")
     if ranks.rank:
-        options = dataclasses.replace(options, record="none", track=(), out=None)
+        options = dataclasses.replace(options, record="none", track=())
         watch = unseen
     # 1. data, model and optimizer, as in plain PyTorch
     folder = Path(ranks.first(lambda: str(folder_of(options)), "the run's folder"))

@@ -1,0 +1,128 @@
+"""A Trainer whose ranks share one model makes the steps of one that accumulates; and what ranks
+write of a model for other loaders."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import hetero
+from hetero import CheckpointError
+from hetero.api import comm_of
+from hetero.errors import DiskFull
+from hetero.export import write
+from hetero.integrations.transformers import trainer as trainer_of
+from hetero.testing.faults import FaultPlan
+from hetero.testing.ranks import outcomes, run_ranks
+from tests.integrations.trainers import SETTINGS, arguments, llama, tokens
+from tests.ranks.models import Values
+from tests.ranks.peers import SIZES, Body, OnARank, adamw, batch
+from tests.ranks.test_accelerate import started
+
+STEPS = 4
+
+
+def trained(cls: type, folder: Path, resume: bool = False, **given: Any) -> Any:
+    """Return a Trainer after some steps, of which the second is saved."""
+    own = {"hetero": given.pop("hetero")} if "hetero" in given else {}
+    args = arguments(
+        folder,
+        max_steps=STEPS,
+        save_strategy="steps",
+        save_steps=2,
+        max_grad_norm=0.5,
+        **{"logging_steps": 2, **given},
+    )
+    made = cls(model=llama(), args=args, train_dataset=tokens(24, seed=1), **own)
+    made.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    return made
+
+
+def on_ranks(rank: int, folder: Path, resume: bool) -> tuple[Values, int]:
+    started()
+    cls = trainer_of(transformers.Trainer)
+    found = trained(cls, folder, resume, hetero={**SETTINGS, "mesh": "world"})
+    weights = {k: v.clone() for k, v in found.model.state_dict().items()}
+    return weights, comm_of(found.model).size
+
+
+@pytest.mark.parametrize("resume", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_trainer_on_ranks_makes_the_steps_of_one_that_accumulates(
+    resume: bool, tmp_path: Path
+) -> None:
+    expected = trained(transformers.Trainer, tmp_path / "one", gradient_accumulation_steps=2)
+    for goes_on in (False, True) if resume else (False,):
+        for weights, size in run_ranks(2, on_ranks, tmp_path / "ranks", goes_on):
+            assert size == 2
+            for name, value in expected.model.state_dict().items():
+                assert torch.equal(weights[name], value), name
+    one, ranks = (tmp_path / name / "checkpoint-4" for name in ("one", "ranks"))
+    assert (
+        one.joinpath("model.safetensors").read_bytes() == (ranks / "model.safetensors").read_bytes()
+    )
+
+
+# -- export ----------------------------------------------------------------------------------------
+
+
+def model_on(rank: int, one_sided: bool) -> Any:
+    torch.manual_seed(0)
+    model = Body(*SIZES)
+    model, optimizer = OnARank(rank, 12_000, one_sided=one_sided).prepared(
+        model, adamw(model.parameters())
+    )
+    for step in range(2):
+        model(batch(step, rank)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def exports(rank: int, folder: Path, one_sided: bool) -> Values:
+    model = model_on(rank, one_sided)
+    hetero.export(model, folder, max_shard_bytes=1500)
+    model(batch(9, rank)).pow(2).mean().backward()  # calls of ranks are in step
+    there = [load_file(path) for path in folder.glob("*.safetensors")]
+    assert len(there) > 3
+    whole = {name: value for part in there for name, value in part.items()}
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole[name], value), name
+    return whole
+
+
+@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
+def test_ranks_export_one_model(one_sided: bool, tmp_path: Path) -> None:
+    first, second = run_ranks(2, exports, tmp_path, one_sided)
+    assert first.keys() == second.keys() and (tmp_path / "model.safetensors.index.json").exists()
+
+
+def fails_to_export(rank: int, folder: Path, one_sided: bool, at: int) -> None:
+    model = model_on(rank, one_sided)
+    io = FaultPlan()
+    if rank == 0:
+        io.fail_at("write", at, errno.ENOSPC)
+    comm = comm_of(model)
+    try:
+        write(model, folder, 1500, io, comm, gathers=comm.node is None)
+    finally:
+        model(batch(9, rank)).pow(2).mean().backward()
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
+def test_an_export_that_the_first_rank_cannot_write_fails_on_all(
+    one_sided: bool, at: int, tmp_path: Path
+) -> None:
+    first, second = outcomes(2, fails_to_export, tmp_path, one_sided, at)
+    assert isinstance(first.error, DiskFull), first.text
+    assert isinstance(second.error, CheckpointError) and "rank 0" in str(second.error)
+    assert not list(tmp_path.iterdir())
