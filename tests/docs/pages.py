@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-FRONT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "hetero/README.md", "examples/README.md")
+FRONT = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "hetero/README.md",
+    "examples/README.md",
+)
 PAGES = (*FRONT, *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")))
 SIGNATURES = "docs/reference/api.md"  # its snippets are stubs
 RANKS = ("docs/ranks.md", "docs/tensor-parallel.md")  # whose snippets need several processes
