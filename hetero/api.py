@@ -50,7 +50,7 @@ def prepare(
         model: any ``nn.Module`` of plain dense parameters.
         optimizer: over the model's parameters, of any class that steps them one at a time. Without
             one the model is for inference.
-        config: a `Config`, a mapping, or the path of a TOML file; ``settings`` override it.
+        config: a `Config`, a mapping, or the path of a TOML or YAML file; ``settings`` go on top.
         settings: fields of `Config`, as ``hbm="20GiB"``.
 
     Returns:

@@ -159,7 +159,7 @@ def plan(
         optimizer: over the module's parameters; None: AdamW.
         loss: makes a scalar of the model's output; None: its ``loss``, its first scalar, or the sum
             of its first tensor.
-        config: a `Config`, a mapping, or a TOML file; ``settings`` go on top.
+        config: a `Config`, a mapping, or a TOML or YAML file; ``settings`` go on top.
         estimates: whether to estimate other settings.
         settings: as for `hetero.prepare`; ``profile`` names the machine (`hetero calibrate`).
             ``mesh={"dp_shard": N}`` plans one of N ranks on it.
