@@ -281,7 +281,7 @@ def fail_at_each(disk: Path, op: str, what: str, times: int | None, indices: lis
     return run.outcomes
 
 
-@pytest.mark.campaign(seconds=6)
+@pytest.mark.campaign(seconds=3)
 @in_every_way
 def test_a_transfer_that_fails_leaves_the_weights_before_or_after_the_step(
     disk: Path, op: str, what: str, times: int | None

@@ -71,7 +71,7 @@ def trained(n_ranks: int, *args: Any) -> list[Found]:
 MESHES = [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("before", "after"), MESHES)

@@ -109,7 +109,7 @@ def test_groups_give_other_bits_than_ranks_in_a_row() -> None:
     assert any(not torch.equal(value, other.weights[k]) for k, value in one.weights.items())
 
 
-@pytest.mark.campaign(seconds=15)
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 @pytest.mark.parametrize("passes", [1, 2])

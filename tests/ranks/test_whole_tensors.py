@@ -33,7 +33,7 @@ from tests.ranks.test_disk import LARGE, on_disk
 TIGHT: dict[str, Any] = {"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024}
 
 
-@pytest.mark.campaign(seconds=15)
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("optimizer", list(WHOLE))
@@ -48,7 +48,7 @@ def test_whole_tensors_are_stepped_by_all_ranks(
         assert_same(each, expected)
 
 
-@pytest.mark.campaign(seconds=15)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", list(WHOLE))
@@ -105,7 +105,7 @@ def half(rank: int, n_ranks: int, optimizer: str, folder: Path, first: int) -> F
     return state
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor", "8bit"])
 def test_their_states_are_saved_and_loaded(

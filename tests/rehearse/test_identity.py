@@ -182,7 +182,7 @@ def test_at_any_budget(hbm: int) -> None:
     assert_the_same(play)
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("name", ZOO)
 def test_a_model_of_the_zoo_is_rehearsed_as_it_runs(name: str) -> None:
     case = BY_NAME[name]

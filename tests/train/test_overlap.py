@@ -53,7 +53,7 @@ TUNINGS: dict[str, Callable[[], Tuning]] = {
 }
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("how", TUNINGS)
 @pytest.mark.parametrize("name", ["tied", "checkpoint", "layer_drop", "accumulated"])
 def test_when_and_where_updates_run_changes_no_bit(name: str, how: str) -> None:
