@@ -207,6 +207,7 @@ STORIES = [
 ]
 
 
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tell", STORIES)
 def test_every_crash_leaves_the_old_checkpoint_or_the_new_one(

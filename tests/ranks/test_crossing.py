@@ -186,6 +186,7 @@ def test_a_child_of_a_rank_does_not_speak_for_it() -> None:
     assert "it was killed" in str(first.error) and "helper" not in str(first.error)
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(("device", "one_sided"), PLACES)
 def test_slow_sums_change_no_bit(device: str, one_sided: bool) -> None:
     run = Run(passes=2, settings={"device": device, "hbm": ROOM[device]}, one_sided=one_sided)

@@ -58,6 +58,7 @@ def test_a_rank_takes_its_part_of_the_disk(tmp_path: Path) -> None:
         assert used["param"] <= 1.1 * 4 * share
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("room", list(ROOM))
 def test_masters_and_codes_lie_on_disk_in_shares(room: str, tmp_path: Path) -> None:
     settings = {**on_disk(tmp_path, room), "precision": "bf16", "frozen": "int8"}
