@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # bash tests/run.sh [pytest arguments]: the gate. Lint, types, and all tests but the slow ones; of
 # campaigns as many cases as fit their seconds, drawn with the commit as the seed (tests/draw.py).
+# Its bar is 8 minutes on two cores that are quiet: 16 CPU minutes with types and lint.
 # bash tests/run.sh --all [pytest arguments]: every test and every case; without arguments, also the
 # oldest versions of what integrations are for, and ten mutants that tests must kill.
 # Both in a .venv of this checkout; seconds of each test are in runs/times.tsv then (tests/times.py).

@@ -63,6 +63,7 @@ def test_every_share_of_every_rank_is_added_up_once_a_group(
         assert set().union(*(relay.shares for relay in group)) == set(range(n_shares))
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("n_copies", "n_shares"), [(1, 4), (2, 2)])
 @pytest.mark.usefixtures("short_parts")

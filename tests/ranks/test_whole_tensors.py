@@ -71,6 +71,7 @@ def test_a_block_that_a_rank_skips_is_stepped_all_the_same(one_sided: bool) -> N
         assert_same(each, expected)
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("room", ["states", "all"])
 def test_shares_on_disk_are_put_together(room: str, tmp_path: Path) -> None:
     settings = on_disk(tmp_path, room)
