@@ -39,7 +39,7 @@ LEFT = [
 ]
 
 
-@pytest.mark.campaign(seconds=5)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize(("case", "policy"), LEFT)
 def test_a_model_trains_bitwise_whatever_is_left_for_backward(case: Case, policy: str) -> None:
     budget = measure(case, adamw, 512)

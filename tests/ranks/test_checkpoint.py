@@ -203,6 +203,7 @@ def of_images(rank: int, n_ranks: int, folder: Path, load: bool, one_sided: bool
     return state
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
 def test_strided_coded_and_plain_tensors_are_saved_in_shares(

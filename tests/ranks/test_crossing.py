@@ -92,6 +92,7 @@ def fails(rank: int, device: str, one_sided: bool, at: int, tries: int) -> Any:
     return ends, time.monotonic() - began
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("tries", [1, 2])
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize(("device", "one_sided"), PLACES)

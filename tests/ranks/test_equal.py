@@ -14,7 +14,7 @@ TIGHT = {"device": "cpu:sim", "hbm": 50_000, "chunk_bytes": 1024}
 ROOMY = {"device": "cpu:sim", "hbm": 400_000, "chunk_bytes": 4096}
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("settings", [TIGHT, ROOMY, {"device": "cpu"}], ids=["few", "all", "cpu"])
 @pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize("clip", [None, 0.5])

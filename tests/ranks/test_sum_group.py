@@ -191,6 +191,7 @@ def left(rank: int, sum_group: int) -> int:
     return Counting.left
 
 
+@pytest.mark.campaign(seconds=4)
 def test_what_leaves_a_group_is_one_sum_of_it() -> None:
     straight, passed_on = run_ranks(4, left, 1), run_ranks(4, left, 2)
     assert [2 * n for n in passed_on] == straight

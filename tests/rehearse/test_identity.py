@@ -156,6 +156,7 @@ WAYS = [  # by default every way in fp32, and those that move most in bf16
 ]
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(("precision", "activations"), WAYS)
 def test_the_runtime_moves_what_a_rehearsal_moved(precision: str, activations: str) -> None:
     model = WithTargets(checkpoint_blocks=False)
