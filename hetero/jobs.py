@@ -278,7 +278,7 @@ class Worker:
             )
             thread.start()
             self._threads.append(thread)
-        # A thread inside torch while the interpreter ends would abort the process.
+            _STARTED.add(thread)
         atexit.register(self._at_exit)
         if hasattr(os, "register_at_fork") and not self._watches_forks:
             # A child has no threads: a slice under way would never be done there.
@@ -343,6 +343,19 @@ def _if_alive(worker: weakref.ref[Worker], act: Callable[[Worker], None]) -> Cal
             act(found)
 
     return call
+
+
+_STARTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Wait for threads of workers that are gone, which finish what is under way.
+
+    A thread inside torch while the interpreter ends would abort the process.
+    """
+    for thread in list(_STARTED):
+        interrupts.join(thread)
 
 
 def _loop(queue: _Queue) -> None:

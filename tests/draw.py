@@ -1,6 +1,8 @@
 """Which cases of a campaign are run: as many as fit its seconds, in an order that a seed shuffles.
 
-The seed is the commit, so that over many commits all cases are run. How long a case takes is the
+The seed is the commit, so that over many commits all cases are run. What is left of the seconds is
+the chance of one case more: a campaign whose cases are longer than its seconds is run by some
+commits only, and over many commits each campaign takes its seconds. How long a case takes is the
 mean of its campaign in `case_seconds.tsv`, which is committed: every process of a run, and every
 repetition of it, draws the same cases. `python -m tests.draw [FILE]` brings it up to date from the
 seconds that a run left (`bash tests/run.sh --all` runs all cases).
@@ -19,7 +21,7 @@ from tests.times import LAST, Row, read
 
 ROOT = Path(__file__).parent.parent
 KNOWN = ROOT / "tests/case_seconds.tsv"
-UNKNOWN_SECONDS = 1.0
+UNKNOWN_SECONDS = 4.0
 """CPU seconds that are expected of a case of a campaign that was not measured yet."""
 
 
@@ -39,13 +41,14 @@ def commit() -> str:
 
 
 def drawn(tests: Collection[str], seconds: float, case_seconds: float, seed: str) -> set[str]:
-    """Return the cases of one campaign that a seed draws: as many as fit ``seconds``, at least one.
+    """Return the cases of one campaign that a seed draws: as many as fit ``seconds``, on average.
 
     ``case_seconds`` are expected of a case.
     """
     order = sorted(tests)
-    random.Random(f"{seed} {campaign_of(order[0])}").shuffle(order)
-    return set(order[: max(1, int(seconds / max(case_seconds, 0.001)))])
+    dice = random.Random(f"{seed} {campaign_of(order[0])}")
+    dice.shuffle(order)
+    return set(order[: int(seconds / max(case_seconds, 0.001) + dice.random())])
 
 
 def expected(path: Path = KNOWN) -> dict[str, float]:

@@ -19,12 +19,19 @@ def test_a_seed_draws_the_same_cases_in_every_process_whatever_the_order() -> No
 
 
 @pytest.mark.parametrize(
-    ("case_seconds", "n"), [(1.0, 6), (4.0, 1), (2.5, 2), (100.0, 1), (0.01, 20), (0.0, 20)]
+    ("case_seconds", "least", "most"),
+    [(1.0, 6, 6), (4.0, 1, 2), (6.0, 1, 1), (100.0, 0, 1), (0.01, 20, 20), (0.0, 20, 20)],
 )
-def test_what_is_drawn_fits_the_seconds_and_is_one_case_at_least(
-    case_seconds: float, n: int
+def test_what_is_drawn_fits_the_seconds_within_a_case(
+    case_seconds: float, least: int, most: int
 ) -> None:
-    assert len(drawn(CASES, 6, case_seconds, "a seed")) == n
+    found = {len(drawn(CASES, 6, case_seconds, str(seed))) for seed in range(200)}
+    assert found == {least, most}
+
+
+def test_over_many_seeds_a_campaign_takes_its_seconds() -> None:
+    n_cases = sum(len(drawn(CASES, 6, 24.0, str(seed))) for seed in range(1000))
+    assert 0.2 < n_cases / 1000 < 0.3
 
 
 def test_over_many_seeds_all_cases_are_drawn() -> None:

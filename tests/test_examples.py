@@ -84,7 +84,7 @@ WITH_TRANSFORMERS = {
 }
 
 
-@pytest.mark.campaign(seconds=6)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("name", WITH_TRANSFORMERS)
 def test_an_example_with_transformers_learns_inside_its_budget(name: str, run: Run) -> None:
     for needed in ("transformers", *WITH_TRANSFORMERS[name]):

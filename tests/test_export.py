@@ -583,6 +583,7 @@ def test_after_any_one_failure_the_old_export_or_the_new_one_is_whole(
             assert error is not None and not any(n.startswith(NEW) for n in names(here)), k
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize(("old", "new"), FAULTS)
 def test_killed_anywhere_a_directory_loads_as_one_whole_export_or_not_at_all(

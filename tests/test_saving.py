@@ -142,7 +142,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 WHAT = [("adamw", "fp32"), ("adafactor", "fp32"), ("adamw", "bf16")]
 
 
-@pytest.mark.campaign(seconds=6)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("rule", "precision"), WHAT)
 @pytest.mark.parametrize("where", WHERE)
@@ -212,7 +212,7 @@ def write_data(model: nn.Module, optimizer: Any) -> None:
         param.data.zero_()
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("write", [write_aliases, write_states, write_data])
 @pytest.mark.parametrize("where", ["resident", "paged", "disk"])
 def test_what_a_user_writes_behind_a_save_is_not_in_it(
@@ -491,7 +491,7 @@ def test_a_model_that_was_loaded_in_part_gives_nothing_out_until_a_whole_load(
     hetero.release(model, optimizer)
 
 
-@pytest.mark.campaign(seconds=5)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("op", ["create", "reserve", "write", "sync", "rename", "sync_folder"])
 def test_a_save_that_fails_says_so_and_training_and_the_next_save_go_on(

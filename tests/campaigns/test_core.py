@@ -15,7 +15,7 @@ CASES = [
 ]
 
 
-@pytest.mark.campaign(seconds=16)
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_program_gives_the_bits_of_plain_torch_or_a_typed_error(case: Case) -> None:
     if case.refusal is None:

@@ -29,7 +29,7 @@ def afresh() -> Iterator[None]:
         state._reset_state()
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_program_gives_the_numbers_of_the_stock_software(case: Case) -> None:
     if case.refusal is None:

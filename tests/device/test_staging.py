@@ -151,7 +151,7 @@ def asynchronous_pageable() -> list[str]:
     return [what for what in fake.copies() if "asynchronous" in what and "pageable" in what]
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("pinned", [8 * 4096, 100 * KIB])
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def reads_between_steps(run: Run) -> None:
             params[4].mul_(1.5)
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(
     "train",
     [six_steps, sums, sums_after_single_gradients, a_larger_batch, reads_between_steps],

@@ -48,6 +48,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> DeviceLibrary:
     return found
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize(
     "train", [six_steps, sums, a_larger_batch, reads_between_steps], ids=lambda f: f.__name__
 )

@@ -28,7 +28,7 @@ from tests.equivalence.zoo import BY_NAME, Case
 from tests.train import test_codes, test_precision
 
 
-@pytest.mark.campaign(seconds=10)
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs_in_order_and_bitwise(name: str, watched: None) -> None:
     fake.start(seed=zlib.crc32(name.encode()))
@@ -55,7 +55,7 @@ MASTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.campaign(seconds=5)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("name", MASTERS)
 def test_masters_train_in_order_and_bitwise(name: str, micro: int, watched: None) -> None:

@@ -72,7 +72,7 @@ def not_paranoid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETERO_PARANOID", "0")
 
 
-@pytest.mark.campaign(seconds=6)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("homes_on_hbm", [False, True])
 @pytest.mark.parametrize("name", ROWS)
 def test_a_steady_step_waits_only_where_it_is_said(

@@ -34,7 +34,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize(("case", "way"), ROWS)
 def test_a_model_trains_in_order_and_bitwise(case: Case, way: str, watched: None) -> None:
     fake.start(seed=zlib.crc32(f"{case.name} {way}".encode()))

@@ -39,7 +39,7 @@ LEFT = [
 ]
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize(("case", "policy"), LEFT)
 def test_a_model_trains_bitwise_whatever_is_left_for_backward(case: Case, policy: str) -> None:
     budget = measure(case, adamw, 512)
@@ -229,7 +229,7 @@ class Checkpointed(nn.Module):
         return x
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("reentrant", [None, False, True])

@@ -62,7 +62,7 @@ SCENES = [
 ]
 
 
-@pytest.mark.campaign(seconds=6)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("scene", SCENES, ids=[name for name, *_ in SCENES])
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -96,7 +96,7 @@ def test_a_run_cut_at_every_chunk_border_steps_bitwise(
     assert compare(case, make, hbm=budget.of(0.3), chunk_bytes=256).mode == "paged"
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("flavour", OTHERS)
 def test_every_other_rule_steps_bitwise_while_paged(flavour: str) -> None:
     make = over(OTHERS[flavour])

@@ -261,7 +261,7 @@ CROSSED = [(RICH, make, place) for make in (sgd, adamw) for place in PLACES]
 CROSSED += [(case, *row) for case in MAIN for row in ((sgd, "sim1"), (adamw, "cpu"))]
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize(
     ("case", "make", "place"), CROSSED, ids=[f"{c.name}-{m.__name__}-{p}" for c, m, p in CROSSED]
 )
@@ -272,7 +272,7 @@ def test_a_model_on_disk_trains_bitwise_at_the_least_host(
     compare_on_disk(case, make, disk, "cpu" if seed is None else SimDevice(seed=seed, checked=True))
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("number", range(len(OTHERS)), ids=[case.name for case in OTHERS])
 def test_what_models_and_loops_do_is_the_same_on_disk(number: int, disk: Path) -> None:
     """Optimizers and devices take turns."""
@@ -409,7 +409,7 @@ def directories(disk: Path, count: int) -> list[Path]:
     return found
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_numbers_do_not_depend_on_where_anything_is(seed: int, disk: Path) -> None:
     setting, plan = drawn(seed), FaultPlan()
@@ -537,7 +537,7 @@ def maker(case: Any) -> MakeOptimizer:
     return make
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("rule", ONE_OF_EACH, ids=str)
 def test_every_optimizer_steps_bitwise_on_disk(rule: Any, disk: Path) -> None:
     make, hbm = maker(rule), budget_of(THREE, sgd).of(0.5)
@@ -761,7 +761,7 @@ def saved(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("through", [saved, copy.deepcopy], ids=["torch.save", "deepcopy"])
 def test_copies_of_state_dicts_are_plain_tensors_that_stay_as_they_are(
     beside: Beside, through: Callable[[Any], Any]

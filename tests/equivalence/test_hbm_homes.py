@@ -19,7 +19,7 @@ from tests.equivalence.harness import adamw, compare, measure
 from tests.equivalence.zoo import BY_NAME, CASES, Case
 
 
-@pytest.mark.campaign(seconds=20)
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_zoo_trains_as_plain_torch_with_some_homes_on_hbm(case: Case) -> None:
     hbm = measure(case, adamw, 256, devices=("cpu", "cpu:sim")).of(2.2)

@@ -109,7 +109,7 @@ def one_step(model: nn.Module, optimizer: Any, step: int, place: str = "cpu") ->
     return loss.detach()
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("where", ["cpu", "cpu:sim", "resident"])
 def test_slices_add_up_bitwise_as_micro_batches_do_in_plain_torch(size: int, where: str) -> None:

@@ -354,7 +354,7 @@ every_case = pytest.mark.parametrize("number", range(len(CASES)), ids=[str(c) fo
 PIECES = [1, 256, 1024]  # elements; the first cuts at every chunk border
 
 
-@pytest.mark.campaign(seconds=6)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("numel", PIECES)
 @every_case
 def test_every_flag_set_steps_bitwise_cut_at_chunk_borders(
@@ -365,13 +365,13 @@ def test_every_flag_set_steps_bitwise_cut_at_chunk_borders(
     compare(CASES[number], way, seed=number)
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("case", RICHEST, ids=str)
 def test_steps_that_nobody_looks_at_are_the_same(case: Case) -> None:
     compare(case, Way(micro=2, clip=Clip(), look=False))
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("way", [Way(), Way(micro=3), *(Way(clip=clip) for clip in CLIPS)], ids=str)
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_micro_steps_alone_and_clips_alone_change_no_bit(case: Case, way: Way) -> None:
@@ -397,7 +397,7 @@ def test_capturable_is_refused_on_a_cpu_in_torchs_words(kind: Kind) -> None:
 # -- state dicts ---------------------------------------------------------------------------------
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("into", ["hetero", "torch"])
 @pytest.mark.parametrize("case", RICHEST, ids=str)
 def test_a_state_dict_goes_on_bitwise_on_the_other_side(case: Case, into: str) -> None:
@@ -486,7 +486,7 @@ def train_beside(reference: Reference, ours: Any, *, steps: int, follow: bool) -
         assert evicted(ours[0]) >= 3
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("case", ARITHMETIC, ids=str)
 def test_bf16_masters_stay_close_to_those_torch_steps(case: Case) -> None:
     """Both start from the same gradients; torch fuses here and there what the formulas round.
@@ -525,7 +525,7 @@ def test_rules_that_hetero_does_not_know_step_fp32_masters_bitwise(case: Case) -
     check_whole_on_masters(case)
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_whole_tensor_rules_step_fp32_masters_bitwise(case: Case) -> None:
     check_whole_on_masters(case)
@@ -574,7 +574,7 @@ def outcome(case: Case, **settings: Any) -> tuple[list[Tensor], dict[str, Any], 
 RICH = [sorted(RULES[kind], key=lambda c: len(c.flags))[-2:] for kind in ELEMENTWISE]
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("number", range(len(RICH)), ids=[str(pair[1]) for pair in RICH])
 def test_bf16_bits_do_not_depend_on_placement(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of the placements each: every placement meets a third of the optimizers."""

@@ -13,7 +13,7 @@ from tests.equivalence.harness import adamw, compare, measure, sgd, smallest
 from tests.equivalence.zoo import CASES, Case
 
 
-@pytest.mark.campaign(seconds=5)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_a_model_trains_bitwise_at_its_smallest_budget(case: Case) -> None:
     budget = measure(case, sgd, 256)
@@ -29,7 +29,7 @@ def test_a_model_trains_bitwise_at_its_smallest_budget(case: Case) -> None:
     assert seen.fetches > seen.chunks // 16  # views that are kept keep their frames
 
 
-@pytest.mark.campaign(seconds=5)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_a_model_trains_bitwise_on_deferred_copies(case: Case) -> None:
     budget = measure(case, adamw, 512, devices=("cpu:sim",))

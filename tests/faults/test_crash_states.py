@@ -207,6 +207,7 @@ STORIES = [
 ]
 
 
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tell", STORIES)
 def test_every_crash_leaves_the_old_checkpoint_or_the_new_one(
@@ -222,7 +223,7 @@ def test_every_crash_leaves_the_old_checkpoint_or_the_new_one(
 FAILING = ("write", "sync", "sync_folder", "rename", "create", "reserve", "unlink")
 
 
-@pytest.mark.campaign(seconds=6)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.filterwarnings("ignore:an older checkpoint was not removed")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("op", FAILING)

@@ -77,6 +77,7 @@ def run(side: str, wall: str, weights: Path, disk: Path, cage: Cage) -> subproce
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.campaign(seconds=4)  # four processes, of which one fills the wall
 @pytest.mark.parametrize("name", ["small", pytest.param("large", marks=pytest.mark.slow)])
 def test_states_that_the_kernel_does_not_allow_train_to_plain_torchs_bits(
     disk: Path, name: str

@@ -377,6 +377,7 @@ def run(disk: Path, mode: str, number: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.campaign(seconds=4)
 def test_trainers_that_are_killed_at_any_moment_lose_nothing_that_was_acknowledged(
     disk: Path,
 ) -> None:

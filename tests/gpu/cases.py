@@ -91,7 +91,7 @@ def test_copies_wait_for_what_they_are_behind(seed: int, gpu: Gpu) -> None:
     assert torch.equal(slab_out.block, slab.block)
 
 
-@pytest.mark.campaign(seconds=5)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c.name not in STEPS_ITSELF], ids=lambda c: c.name
 )

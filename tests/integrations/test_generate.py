@@ -73,6 +73,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("make", [llama, t5])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_generated_is_what_the_plain_model_generates(way: str, make: Any) -> None:

@@ -136,6 +136,7 @@ HOWS = {
 }
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("how", HOWS)
 def test_a_module_gives_the_same_numbers(how: str, tmp_path: Path) -> None:
     expected = fitted(trainer(tmp_path, **HOWS[how]), how)

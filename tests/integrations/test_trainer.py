@@ -63,6 +63,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_gives_the_same_numbers(name: str, tmp_path: Path) -> None:
     of_model, changes = RUNS[name]
@@ -136,6 +137,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[type, Any]:
     return runs
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("saved_by", [Trainer, HeteroTrainer])
 @pytest.mark.parametrize("checkpoint", RESUMES)
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(

@@ -167,6 +167,7 @@ def trained(cls: type, folder: Path, name: str, checkpoint: Path | None = None) 
     return run
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_train_are_saved_resumed_and_merged_alike(name: str, tmp_path: Path) -> None:
     ours = hetero.trainer(Trainer)

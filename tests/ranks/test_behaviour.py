@@ -99,6 +99,7 @@ ACTS = (
 )
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 def test_what_one_rank_does_alone_changes_no_bit(act: Act) -> None:
     expected = by_torch(RUN, 2)

@@ -7,14 +7,14 @@ import pytest
 from hetero.testing import rank_divergence, rank_faults
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("number", range(rank_faults.N_KINDS))
 def test_a_fault_of_one_rank_ends_all_and_spares_the_last_checkpoint(number: int) -> None:
     fault = rank_faults.drawn(number)
     assert rank_faults.outcome_of(fault).wrong == "", fault
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("number", range(rank_divergence.N_KINDS))
 def test_ranks_that_diverge_are_all_told_or_all_right(number: int) -> None:
     plan = rank_divergence.drawn(number)

@@ -74,7 +74,7 @@ def trained(n_ranks: int, *args: Any) -> list[Found]:
 MESHES = [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("before", "after"), MESHES)
@@ -206,6 +206,7 @@ def of_images(rank: int, n_ranks: int, folder: Path, load: bool, one_sided: bool
     return state
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
 def test_strided_coded_and_plain_tensors_are_saved_in_shares(

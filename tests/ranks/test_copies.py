@@ -45,7 +45,7 @@ def by_copies(rank: int, run: Run, way: str) -> Found:
     return by_ranks(rank, replace(run, one_sided=way != "gathered"))
 
 
-@pytest.mark.campaign(seconds=12)
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", ["adamw", "fused", "lamb", "adafactor"])
 @pytest.mark.parametrize("passes", [1, 2])
@@ -63,7 +63,7 @@ def test_copies_of_shares_are_micro_batches(
         assert each.status.evictions >= 3
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("precision", "frozen"), [("bf16", "int8"), ("fp16", "nf4")])
 def test_working_weights_and_codes_are_copied(precision: str, frozen: str, way: str) -> None:
@@ -85,7 +85,7 @@ def test_a_block_that_some_ranks_skip_gets_the_gradients_there_are() -> None:
             assert_same(each, expected)
 
 
-@pytest.mark.campaign(seconds=12)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("room", ["states", "all"])
 def test_shares_of_copies_lie_on_disk(room: str, way: str, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def half(rank: int, mesh: Any, folder: Path, first: int, batches: int, way: str)
     return state
 
 
-@pytest.mark.campaign(seconds=10)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("way", ["read", "apart"])
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -92,6 +92,7 @@ def fails(rank: int, device: str, one_sided: bool, at: int, tries: int) -> Any:
     return ends, time.monotonic() - began
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("tries", [1, 2])
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize(("device", "one_sided"), PLACES)
@@ -186,6 +187,7 @@ def test_a_child_of_a_rank_does_not_speak_for_it() -> None:
     assert "it was killed" in str(first.error) and "helper" not in str(first.error)
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(("device", "one_sided"), PLACES)
 def test_slow_sums_change_no_bit(device: str, one_sided: bool) -> None:
     run = Run(passes=2, settings={"device": device, "hbm": ROOM[device]}, one_sided=one_sided)

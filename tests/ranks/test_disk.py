@@ -14,7 +14,7 @@ from hetero.testing.ranks import outcomes, run_ranks
 from tests.ranks.models import Run, assert_same, built, by_one_rank, by_ranks, by_torch, loss_of
 
 LARGE = Run(steps=3, width=128, n_blocks=14)
-HBM = {"device": "cpu:sim", "hbm": 4_000_000, "chunk_bytes": 4096}
+HBM = {"device": "cpu:sim", "hbm": 4_000_000, "chunk_bytes": 16384}
 ROOM = {"states": 7_000_000, "all": 3_600_000}
 """HOST of a rank of two: states and gradients do not fit, or weights neither."""
 
@@ -31,7 +31,7 @@ def check_tiers(status: Any, room: str) -> None:
     assert (disk["param"] > 0) == (room == "all")
 
 
-@pytest.mark.campaign(seconds=12)
+@pytest.mark.campaign(seconds=8)
 @pytest.mark.parametrize("room", list(ROOM))
 @pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize("optimizer", ["adamw", "fused", "sgd"])
@@ -58,6 +58,7 @@ def test_a_rank_takes_its_part_of_the_disk(tmp_path: Path) -> None:
         assert used["param"] <= 1.1 * 4 * share
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("room", list(ROOM))
 def test_masters_and_codes_lie_on_disk_in_shares(room: str, tmp_path: Path) -> None:
     settings = {**on_disk(tmp_path, room), "precision": "bf16", "frozen": "int8"}
@@ -91,7 +92,7 @@ def half(rank: int, run: Run, folder: Path, first: int) -> list[float]:
     return losses
 
 
-@pytest.mark.campaign(seconds=15)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize(
     ("before", "after"), [("states", None), (None, "all"), ("all", "states")], ids=str
 )

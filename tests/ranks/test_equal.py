@@ -14,7 +14,7 @@ TIGHT = {"device": "cpu:sim", "hbm": 50_000, "chunk_bytes": 1024}
 ROOMY = {"device": "cpu:sim", "hbm": 400_000, "chunk_bytes": 4096}
 
 
-@pytest.mark.campaign(seconds=12)
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("settings", [TIGHT, ROOMY, {"device": "cpu"}], ids=["few", "all", "cpu"])
 @pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -37,7 +37,7 @@ def test_ranks_are_micro_batches(
         assert found.status.evictions >= 3 or settings is not TIGHT
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("frozen", ["keep", "int8", "nf4"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("n_ranks", [2, 4])

@@ -110,7 +110,7 @@ LEAVINGS = {
 }
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", list(LEAVINGS))
 def test_all_others_read_which_rank_left_and_why(case: str, way: str) -> None:
@@ -122,7 +122,7 @@ def test_all_others_read_which_rank_left_and_why(case: str, way: str) -> None:
             assert_lost(end, leaving)
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", ["last rank", "killed"])
 def test_a_rank_that_comes_late_reads_the_first_cause(case: str, way: str) -> None:
@@ -308,7 +308,7 @@ finally:
 """
 
 
-@pytest.mark.campaign(seconds=16)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(
     ("end", "way", "told"),
     [("error", "gathered", DAMAGED), ("uneven", "read", AT_ITS_END)],

@@ -132,7 +132,7 @@ def fails_and_goes_on(rank: int, run: Run, at: int, retains: bool) -> Found:
     return state
 
 
-@pytest.mark.campaign(seconds=5)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("retains", [True, False], ids=["same-graph", "new-forward"])
 @pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize("at", [0, 3])

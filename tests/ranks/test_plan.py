@@ -65,7 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.campaign(seconds=6)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("name", list(SETTINGS))
 @pytest.mark.parametrize("n_ranks", [2, 3, 4])
 def test_a_rank_takes_what_was_planned(n_ranks: int, name: str) -> None:
@@ -76,7 +76,7 @@ def test_a_rank_of_copies_takes_what_was_planned() -> None:
     assert_planned(4, "clipped", {"dp_replicate": 2, "dp_shard": 2})
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(
     ("mesh", "sum_group"),
     [({"dp_shard": 3}, 1), ({"dp_replicate": 2, "dp_shard": 2}, 1), ({"dp_shard": 4}, 2)],

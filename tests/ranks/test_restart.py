@@ -59,7 +59,7 @@ def launched(folder: Path, how: str) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.campaign(seconds=60)
+@pytest.mark.campaign(seconds=2)
 def test_torchrun_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
     whole = launched(tmp_path / "whole", "live")
     again = launched(tmp_path / "again", "kill")

@@ -63,6 +63,7 @@ def test_every_share_of_every_rank_is_added_up_once_a_group(
         assert set().union(*(relay.shares for relay in group)) == set(range(n_shares))
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("n_copies", "n_shares"), [(1, 4), (2, 2)])
 @pytest.mark.usefixtures("short_parts")
@@ -109,7 +110,7 @@ def test_groups_give_other_bits_than_ranks_in_a_row() -> None:
     assert any(not torch.equal(value, other.weights[k]) for k, value in one.weights.items())
 
 
-@pytest.mark.campaign(seconds=15)
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 @pytest.mark.parametrize("passes", [1, 2])
@@ -190,6 +191,7 @@ def left(rank: int, sum_group: int) -> int:
     return Counting.left
 
 
+@pytest.mark.campaign(seconds=4)
 def test_what_leaves_a_group_is_one_sum_of_it() -> None:
     straight, passed_on = run_ranks(4, left, 1), run_ranks(4, left, 2)
     assert [2 * n for n in passed_on] == straight

@@ -33,7 +33,7 @@ from tests.ranks.test_disk import LARGE, on_disk
 TIGHT: dict[str, Any] = {"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024}
 
 
-@pytest.mark.campaign(seconds=15)
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("optimizer", list(WHOLE))
@@ -48,7 +48,7 @@ def test_whole_tensors_are_stepped_by_all_ranks(
         assert_same(each, expected)
 
 
-@pytest.mark.campaign(seconds=15)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", list(WHOLE))
@@ -71,6 +71,7 @@ def test_a_block_that_a_rank_skips_is_stepped_all_the_same(one_sided: bool) -> N
         assert_same(each, expected)
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("room", ["states", "all"])
 def test_shares_on_disk_are_put_together(room: str, tmp_path: Path) -> None:
     settings = on_disk(tmp_path, room)
@@ -105,7 +106,7 @@ def half(rank: int, n_ranks: int, optimizer: str, folder: Path, first: int) -> F
     return state
 
 
-@pytest.mark.campaign(seconds=8)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor", "8bit"])
 def test_their_states_are_saved_and_loaded(

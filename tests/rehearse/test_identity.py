@@ -156,6 +156,7 @@ WAYS = [  # by default every way in fp32, and those that move most in bf16
 ]
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(("precision", "activations"), WAYS)
 def test_the_runtime_moves_what_a_rehearsal_moved(precision: str, activations: str) -> None:
     model = WithTargets(checkpoint_blocks=False)
@@ -182,7 +183,7 @@ def test_at_any_budget(hbm: int) -> None:
     assert_the_same(play)
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("name", ZOO)
 def test_a_model_of_the_zoo_is_rehearsed_as_it_runs(name: str) -> None:
     case = BY_NAME[name]

@@ -117,7 +117,7 @@ def as_planned(draw: Draw, plan: Plan, disk: Path) -> Draw:
     return replace(draw, settings={**draw.settings, **needed, **there})
 
 
-@pytest.mark.campaign(seconds=6)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("number", range(DRAWS))
 def test_what_is_planned_to_fit_runs(number: int, disk: Path) -> None:
     plan = planned(number)

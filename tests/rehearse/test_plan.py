@@ -66,6 +66,7 @@ def test_a_machine_with_a_gpu_is_planned_without_one() -> None:
     assert found.step_seconds != planned().step_seconds
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(
     "batch",
     [TOKENS, (TOKENS,), [TOKENS], {"tokens": TOKENS}, {"tokens": TOKENS.to("meta")}],

@@ -14,7 +14,7 @@ from hetero.types import Tier
 SHARES = (1 / 12, 1 / 6, 1 / 3, 2 / 3, 1.0)
 
 
-@pytest.mark.campaign(seconds=20)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.tokens}-{shape.hbm}")
 def test_the_automatic_choice_is_near_the_best_of_others(shape: Shape) -> None:
     scene = scene_for(shape)

@@ -331,6 +331,7 @@ class Keeps(Stack):
         return self.last
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -226,7 +226,7 @@ def test_whoever_looks_sees_what_computes_and_changes_nothing(codec: str) -> Non
         assert name not in names or torch.equal(after[name].clone(), value)
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("codec", CODES)
 @pytest.mark.parametrize("hbm", [50_000, 400_000])
 @pytest.mark.parametrize(

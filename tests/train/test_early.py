@@ -85,7 +85,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # -- the numbers of plain torch ------------------------------------------------------------------
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("make", [adamw, sgd])
 @pytest.mark.parametrize("name", sorted(set(BY_NAME) - {*WRITERS, *LATE, "create_graph"}))
 def test_updates_that_begin_in_backward_change_no_bit(

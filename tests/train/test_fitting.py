@@ -514,7 +514,7 @@ def test_units_that_will_save_little_leave_room_to_keep_what_others_saved() -> N
         assert step(model, optimizer, number, 128).isfinite()
 
 
-@pytest.mark.campaign(seconds=9)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("hbm", [165_000, 180_000, 195_000])
 def test_where_a_first_step_ran_those_run_that_follow(hbm: int) -> None:
     """So little that no choice is expected to fit with margins: what ran is kept to."""

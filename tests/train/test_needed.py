@@ -131,7 +131,7 @@ def followed(model: Model, hbm: int, **settings: Any) -> list[int]:
     return named
 
 
-@pytest.mark.campaign(seconds=6)
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("activations", POLICIES)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -240,7 +240,7 @@ def trains_alike(
     assert hetero.status(model).steps == (8 if refused is retries else 7)
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("refused", [skips, retries, adds_up])
 @pytest.mark.parametrize("activations", POLICIES)
 @pytest.mark.parametrize("device", DEVICES)

@@ -70,7 +70,7 @@ BUDGETS = ["512KiB", "8MiB", None]
 SEEDS = [None, *range(6)]  # of a simulated device; None: "cpu"
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("hbm", BUDGETS)
 def test_all_that_the_blocks_save_goes_down_once_and_comes_back_once(
@@ -124,7 +124,7 @@ def test_without_a_disk_a_full_host_is_a_budget_error_that_says_how_much() -> No
     assert refused.value.needed_bytes > 1900 * 1024
 
 
-@pytest.mark.campaign(seconds=2)
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("seed", range(6))
 def test_what_was_fetched_ahead_and_is_not_needed_is_let_go_behind_its_copy(seed: int) -> None:
     """Backward stops in the last blocks, where the load of one before them is under way."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -53,7 +55,7 @@ TUNINGS: dict[str, Callable[[], Tuning]] = {
 }
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("how", TUNINGS)
 @pytest.mark.parametrize("name", ["tied", "checkpoint", "layer_drop", "accumulated"])
 def test_when_and_where_updates_run_changes_no_bit(name: str, how: str) -> None:
@@ -393,3 +395,25 @@ def test_early_updates_go_on_in_the_order_of_the_next_forward() -> None:
     assert len(before) >= 3 and after != before
     assert [job for job in after if job in forward] == forward
     same(values(plain), values(model), "after updates in another order")
+
+
+DROPS_ITS_WORKER = """
+import gc, threading, torch
+from hetero.jobs import Worker
+
+begun, worker = threading.Event(), Worker(1)
+values = torch.rand(4_000_000)
+
+def is_inside_torch(*_):
+    begun.set()
+    values.sort()
+
+worker.submit(worker.job([is_inside_torch], 1))
+begun.wait()
+del worker
+gc.collect()
+"""
+
+
+def test_a_program_ends_after_the_update_of_a_model_that_is_gone() -> None:
+    subprocess.run([sys.executable, "-c", DROPS_ITS_WORKER], check=True)
