@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining import _backward as halves
 
 import hetero
 from hetero.api import engine_of, status
@@ -122,3 +124,45 @@ def test_policies_are_chosen_for_all_forwards_that_wait(name: str) -> None:
 
     same(values(plain), values(model), "weights")
     assert (now.fetches, now.misses) == (planned(model), 0)
+
+
+def test_the_question_for_a_graph_node_fetches_nothing() -> None:
+    plain = stack()
+    model, _ = prepared(copy.deepcopy(plain), "cpu:sim", 2 * UNIT_BYTES + 2**16)
+    counts = engine_of(model).residence.manager.counts
+    before = copy.copy(counts)
+
+    for param in model.parameters():
+        assert get_gradient_edge(param).node.variable is param
+    assert counts == before
+
+    first = next(model.parameters())
+    assert torch.equal(first.view_as(first), next(plain.parameters()))
+    assert counts != before
+
+
+def zero_bubble(model: nn.Module, batches: list[torch.Tensor]) -> None:
+    """Make the backward of each forward in two halves, as torch's zero-bubble schedules do: of the
+    inputs at once, of the weights after all."""
+    waiting = []
+    for batch in batches:
+        x = batch.requires_grad_()
+        loss = model(x).square().mean()
+        waiting.append(halves.stage_backward_input([loss], None, [x], model.parameters())[1])
+    for groups in waiting:
+        halves.stage_backward_weight(model.parameters(), groups)
+
+
+def test_halves_of_backwards_have_the_bits_of_plain_torch() -> None:
+    plain = stack()
+    hbm = activations(zero_bubble, "cpu:sim") + UNITS // 2 * UNIT_BYTES
+    model, optimizer = prepared(copy.deepcopy(plain), "cpu:sim", hbm)
+    theirs = adamw(plain)
+    for number in range(4):
+        step(plain, theirs, zero_bubble, number)
+        step(model, optimizer, zero_bubble, number)
+    now = status(model)
+
+    same(values(plain), values(model), "weights")
+    assert now.evictions > UNITS
+    assert now.hits + now.misses == 3 * FORWARDS * UNITS
