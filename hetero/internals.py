@@ -7,6 +7,7 @@ model is prepared, counts its users, and puts torch's own back.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -84,6 +85,15 @@ DISPATCHERS = (
     *("torch._ops", "torch.utils._python_dispatch", "torch._dynamo.eval_frame", "torch._compile"),
 )
 """Modules whose frames stand between an operation and its caller."""
+
+
+NODE_ASKERS = frozenset({"torch.autograd.graph", "torch.distributed.pipelining._backward"})
+"""Modules that make a view of a leaf for its graph node alone, and drop it."""
+
+
+def asks_for_node() -> bool:
+    """Whether the function that called the caller of this one makes a view for its graph node."""
+    return sys._getframe(2).f_globals.get("__name__") in NODE_ASKERS
 
 
 keeps_graph: Callable[[], bool] = _FOUND["torch._C._autograd._get_current_graph_task_keep_graph"]

@@ -112,16 +112,20 @@ def choose(
     working_bytes: int = 0,
     end_bytes: int = 0,
     below_bytes: float = math.inf,
+    earlier: int = 0,
 ) -> list[Policy] | None:
     """Return a policy for each unit, in the order of forward; None if nothing fits.
 
     Units give way in the order of cost per byte freed, earlier ones first: backward needs late
     units first. The last one keeps: it is needed at once. ``down`` and ``up`` return the seconds in
-    which the link moves bytes; no more than ``below_bytes`` go down.
+    which the link moves bytes; no more than ``below_bytes`` go down. So many ``earlier`` forwards
+    of a step wait for their backwards when the last one begins.
     """
+    below_bytes /= earlier + 1
 
     def fits(policies: list[Policy]) -> bool:
-        return peak_bytes(uses, policies, working_bytes, end_bytes=end_bytes) <= room_bytes
+        peak = peak_bytes(uses, policies, working_bytes, end_bytes=end_bytes)
+        return peak + earlier * staying_bytes(uses, policies) <= room_bytes
 
     def fits_below(policies: list[Policy]) -> bool:
         return excess_bytes(uses, policies, below_bytes) == 0 and fits(policies)
@@ -149,6 +153,22 @@ def choose(
     n = _first(n_before, lambda n: fits(smallest(n)))
     others = [smallest(0), _with(uses, [OFFLOAD] * n_before), smallest(n or 0)]
     return min(filter(fits_below, others), key=total_seconds, default=None)
+
+
+def staying_bytes(uses: Sequence[Use], policies: Sequence[Policy]) -> int:
+    """Return the bytes that stay on the device from forward to backward."""
+    pairs = zip(uses, policies, strict=True)
+    return sum(use.left_bytes(policy) for use, policy in pairs if not policy.offload)
+
+
+def taken_bytes(
+    uses: Sequence[Use], policies: Sequence[Policy], below_bytes: float, earlier: int
+) -> int:
+    """Return the peak of a forward after ``earlier`` ones that wait for their backwards, if no more
+    than ``below_bytes`` of all of them go down."""
+    excess = excess_bytes(uses, policies, below_bytes / (earlier + 1))
+    stays = earlier * staying_bytes(uses, policies)
+    return peak_bytes(uses, policies) + stays + (earlier + 1) * excess
 
 
 def excess_bytes(uses: Sequence[Use], policies: Sequence[Policy], below_bytes: float) -> int:

@@ -3,12 +3,20 @@
 Belady's rule with look-ahead: fetches go out in the order of next use, as early as frames permit,
 and may only displace buckets that are needed later than their own. Addresses are laid out with the
 runtime's frame map (handed in as ``space``).
+
+[Note: standing inside a step]  A step that visits units again and again (micro-batches) is a cycle:
+the bucket that was used last is needed last. A fetch at the earliest moment can displace only that
+one, so every bucket would cross the link in every round. A fetch at the last moment, when its
+access is next, displaces what Belady would: a part of the buckets stands, and the rest streams
+through two frames. Hence a fetch goes out early only if its frames are free, or if they hold what
+the last moment would displace as well, because it is needed after all that is used until then.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -21,6 +29,10 @@ SETTLE = 8  # steps tried until residency at the border repeats
 NOBODY = -1  # owner of frames that stay unused
 
 FARTHEST = 512  # accesses to look ahead
+
+URGENT = (FARTHEST, 4, 2, 1)  # a fetch is urgent so many accesses before the one that needs it
+
+WORTH = 1 / 8  # more may be fetched for the sake of earlier fetches: copies and compute vary
 
 
 class PlannedPlace(Protocol):
@@ -53,13 +65,46 @@ def next_use(places: Sequence[int], after: int) -> float:
 
 class Lap(NamedTuple):
     """A simulated step: its ops, the buckets that end away from where they began, the number of its
-    fetches, its misses, and the frames filled."""
+    fetches, its misses, and the frames filled: by all fetches, and by misses."""
 
     ops: tuple[tuple[Op, ...], ...]
     moved: tuple[int, ...]
     cost: int
     misses: int = 0
     granules: int = 0
+    missed: int = 0
+
+    @property
+    def weight(self) -> int:
+        """Frames filled; those of a miss twice, since compute waits for them."""
+        return self.granules + self.missed
+
+
+class LatestUse:
+    """The latest next use of all accesses in a window, which moves ahead."""
+
+    def __init__(self, trace: Trace, uses: Mapping[int, Sequence[int]]) -> None:
+        self._next = [
+            max((next_use(uses[bucket], at) for bucket in access.buckets), default=0.0)
+            for at, access in enumerate(trace.accesses)
+        ]
+        self._window = (0, 0)
+        self._falling: deque[int] = deque()  # accesses after which none has a later next use
+
+    def among(self, first: int, end: int) -> float:
+        """Return the latest next use of the accesses from ``first`` to before ``end``; 0 without
+        any."""
+        if first < self._window[0] or end < self._window[1]:
+            self._window = (first, first)
+            self._falling.clear()
+        for at in range(max(first, self._window[1]), end):
+            while self._falling and self._next[self._falling[-1]] <= self._next[at]:
+                self._falling.pop()
+            self._falling.append(at)
+        while self._falling and self._falling[0] < first:
+            self._falling.popleft()
+        self._window = (first, max(first, end))
+        return self._next[self._falling[0]] if self._falling else 0.0
 
 
 class Planner:
@@ -93,10 +138,21 @@ class Planner:
         self._high = False
         self._cyclic = may_stand(trace, shapes)
         self._standing: tuple[int, ...] = ()
+        self._urgent = FARTHEST
+        self._latest = LatestUse(trace, self.uses)
 
     def build(self) -> Schedule:
-        best = self._standing_lap() if self._cyclic else self._settled(())
+        best = self._standing_lap() if self._cyclic else self._timely_lap()
         return Schedule(self.trace, leaving(best.ops, best.moved), self.limit)
+
+    def _timely_lap(self) -> Lap:
+        """Return the step whose fetches are urgent earliest, of those that fetch little more than
+        the least: see [Note: standing inside a step]."""
+        laps: list[Lap] = []
+        for self._urgent in URGENT:
+            laps.append(self._settled(()))
+        most = (1 + WORTH) * min(lap.weight for lap in laps)
+        return next(lap for lap in laps if lap.weight <= most)
 
     def _standing_lap(self) -> Lap:
         """Return the cheapest step with a set of standing buckets."""
@@ -148,6 +204,7 @@ class Planner:
             sum(len(row) for row in ops) - len(survivors) + again,
             sum(op.demand for op in fetched),
             sum(self.shapes[b].granules for b in (*(op.bucket for op in fetched), *moved)),
+            sum(self.shapes[op.bucket].granules for op in fetched if op.demand),
         )
 
     def _step(self, survivors: Mapping[int, int]) -> tuple[tuple[Op, ...], ...]:
@@ -221,7 +278,7 @@ class Planner:
 
     def _fetch(self, bucket: int, point: int, pinned: Sequence[int], *, deadline: int) -> Op | None:
         granules = self.shapes[bucket].granules
-        place = self.space.place(granules, self._leaving(pinned, deadline), high=self._high)
+        place = self.space.place(granules, self._leaving(point, pinned, deadline), high=self._high)
         if place is None:
             return None
         for owner in place.evict:
@@ -230,10 +287,14 @@ class Planner:
         self._high = not self._high
         return Op(bucket, place.start, place.evict)
 
-    def _leaving(self, pinned: Sequence[int], deadline: int) -> Iterator[tuple[object, int]]:
-        """Yield buckets needed later than a deadline, last first."""
+    def _leaving(
+        self, point: int, pinned: Sequence[int], deadline: int
+    ) -> Iterator[tuple[object, int]]:
+        """Yield buckets needed later than a deadline, last first; before it is urgent, only those
+        that will be needed last when it is."""
+        latest = self._latest.among(max(point, 0), deadline - self._urgent)
         for use, bucket in reversed(self._order):
-            if use <= deadline:
+            if use <= deadline or use < latest:
                 return
             if bucket not in pinned:
                 yield use, bucket

@@ -95,6 +95,40 @@ def test_a_choice_fits_and_is_made_where_one_for_all_fits(
         assert peak_bytes(uses, [policy] * (len(uses) - 1) + [KEEP]) > room
 
 
+@given(
+    st.lists(sizes, min_size=1, max_size=4),
+    st.integers(0, 9000),
+    st.floats(1, 1e4),
+    st.integers(0, 3),
+)
+def test_what_earlier_forwards_left_under_the_same_choice_fits_too(
+    uses: list[Use], room: int, speed: float, earlier: int
+) -> None:
+    found = choose(uses, room, down=rate(speed), up=rate(speed), earlier=earlier)
+
+    if found is not None:
+        stays = [use.left_bytes(p) for use, p in zip(uses, found, strict=True) if not p.offload]
+        assert peak_bytes(uses, found) + earlier * sum(stays) <= room
+
+
+def test_units_give_way_where_several_forwards_wait() -> None:
+    uses = [block()] * 4
+
+    assert choose(uses, 8 * SAVED, down=SLOW, up=SLOW) == [KEEP] * 4
+    assert choose(uses, 8 * SAVED, down=SLOW, up=SLOW, earlier=1) == [KEEP] * 4
+    assert RECOMPUTE in (choose(uses, 8 * SAVED, down=SLOW, up=SLOW, earlier=2) or [])
+
+
+def test_what_several_forwards_send_down_has_room_below() -> None:
+    uses = [block()] * 4
+    below = 3 * SAVED
+    one = choose(uses, 2 * SAVED, down=FAST, up=FAST, below_bytes=below) or []
+    two = choose(uses, 4 * SAVED, down=FAST, up=FAST, below_bytes=below, earlier=1) or []
+
+    assert one.count(OFFLOAD) == 3
+    assert two.count(OFFLOAD) == 1
+
+
 policies = st.sampled_from([KEEP, RECOMPUTE, OFFLOAD, LEAST])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hetero.memory.frame import FrameMap
-from hetero.plan.planner import Planner, next_use
+from hetero.plan.planner import LatestUse, Planner, next_use
 from hetero.plan.schedule import Schedule, ScheduleVerdict, Shape, verify
 from hetero.plan.standing import StreamedBuckets, standing, window
 from hetero.plan.trace import Access, Trace
@@ -336,6 +337,92 @@ def test_uses_agree_with_the_trace(model: tuple[Trace, dict[int, Shape]]) -> Non
 
     for bucket, places in trace.uses().items():
         assert places == [i for i, a in enumerate(trace.accesses) if bucket in a.buckets]
+
+
+# -- micro-batches ---------------------------------------------------------------------------------
+
+
+def fewest_fetches(trace: Trace, n_frames: int) -> int:
+    """Return the fewest fetches of any schedule that has the bucket of each access and of the next
+    one in frames, for buckets of one size that the update rewrites: all choices are tried."""
+    order = [access.buckets[0] for access in trace.accesses]
+    ways: dict[frozenset[int], int] = {frozenset(): 0}
+    for pair in zip(order, [*order[1:], order[-1]], strict=True):
+        after: dict[frozenset[int], int] = {}
+        for held, fetched in ways.items():
+            there = held | {*pair}
+            spare = max(0, len(there) - n_frames)
+            for gone in itertools.combinations(there - {*pair}, spare):
+                kept = there - {*gone}
+                cost = fetched + len(there) - len(held)
+                after[kept] = min(cost, after.get(kept, cost))
+        ways = after
+    return min(ways.values())
+
+
+def forwards_first(n_buckets: int, rounds: int) -> Trace:
+    """Return the accesses of that many forwards, and of their backwards after them."""
+    there, back = [*range(n_buckets)], [*reversed(range(n_buckets))]
+    return chain(*((bucket,) for bucket in (*there * rounds, *back * rounds)))
+
+
+def accumulated(n_buckets: int, rounds: int) -> Trace:
+    """Return the accesses of that many forwards, each with its backward."""
+    return chain(*((bucket,) for bucket in [*range(n_buckets), *range(n_buckets)[::-1]] * rounds))
+
+
+@MANY
+@given(traces(many=False), st.integers(2, 5))
+def test_on_any_trace_of_equal_buckets_little_more_is_fetched_than_the_fewest(
+    model: tuple[Trace, dict[int, Shape]], n_frames: int
+) -> None:
+    trace, shapes = model
+    shapes = {b: Shape(4, rewritten=True) for b in shapes}
+    verdict = build(trace, shapes, 4 * n_frames)[1]
+
+    assert verdict.demand_misses == 0
+    assert verdict.fetches <= 1.125 * fewest_fetches(trace, n_frames)
+
+
+@pytest.mark.parametrize("n_frames", [2, 3, 4, 6])
+@pytest.mark.parametrize("steps_of", [forwards_first, accumulated, cyclic])
+def test_buckets_stand_inside_a_step_that_visits_them_again_and_again(
+    steps_of: Callable[[int, int], Trace], n_frames: int
+) -> None:
+    trace = steps_of(6, 5)
+    verdict = build(trace, equal(6), 4 * n_frames)[1]
+
+    assert verdict.demand_misses == 0
+    assert verdict.fetches <= 1.125 * fewest_fetches(trace, n_frames)
+
+
+def test_forwards_first_fetches_a_third_of_what_streaming_would() -> None:
+    _, verdict = build(forwards_first(8, 8), equal(8), 6 * 4)
+
+    assert verdict == ScheduleVerdict(demand_misses=0, fetches=46, peak_granules=24)
+
+
+def test_a_fetch_does_not_wait_where_waiting_would_displace_the_same() -> None:
+    """Accumulation turns round at both ends: what was used last is needed first."""
+    trace = accumulated(6, 3)
+    schedule, verdict = build(trace, equal(6), 4 * 4)
+    ahead = [
+        next_use(trace.uses()[op.bucket], point) - point
+        for point, row in enumerate(schedule.ops, start=-1)
+        for op in row
+    ]
+
+    assert verdict.fetches == fewest_fetches(trace, 4)
+    assert sum(ahead) / len(ahead) > 2.5
+
+
+def test_the_latest_use_of_a_window_is_found_wherever_it_moves() -> None:
+    trace = forwards_first(4, 2)
+    uses = trace.uses()
+    latest = LatestUse(trace, uses)
+    for first, end in [(0, 3), (0, 5), (2, 5), (4, 9), (9, 9), (9, 12), (3, 6), (3, 2), (5, 7)]:
+        after = [next_use(uses[b], at) for at in range(first, end) for b in trace[0][at].buckets]
+        assert latest.among(first, end) == max(after, default=0.0)
 
 
 # -- what stands -----------------------------------------------------------------------------------

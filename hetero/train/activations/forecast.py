@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hetero.device import Device, Ticket
-from hetero.plan.activations import Policy, Use, peaks
+from hetero.plan.activations import Policy, Use, peaks, staying_bytes
 from hetero.train.activations.caches import is_cache
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.activations.structure import leaves_of
@@ -28,7 +28,7 @@ class UnitLeft:
     saved_bytes: int
     """All bytes that autograd saves; guessed from others of its kind if never kept."""
     held_bytes: int
-    """Held by graphs when it began."""
+    """Held by graphs when it began, at most, in this step or the last one."""
     seconds: float | None
     """Of its compute; None until it is measured."""
 
@@ -80,7 +80,11 @@ class Forecast:
         self.scale = 1.0
         """Bytes that this forward leaves, relative to the last one."""
         self.beside_bytes = 0
-        """On the device at the peak, on top of those that units left."""
+        """On the device at the peak, on top of those that units left, in all forwards."""
+        self.earlier = 0
+        """Forwards of a step that wait for their backwards when its last one begins."""
+        self.outside_bytes = 0
+        """Held by graphs of those, on top of the bytes that units left."""
         self.end_bytes = 0
         """On the device after the last unit's forward, on top of those held by graphs."""
         self.between_bytes = 0
@@ -93,10 +97,12 @@ class Forecast:
         self._order: list[int] = []  # units of the last forward
         self._places: dict[int, int] = {}  # the first of each unit in this order
         self._ahead: dict[float, list[int]] = {}  # by scale: the peak from each place on
+        self._staying: dict[float, int] = {}  # by scale: left on the device by a whole forward
         self._now: list[int] = []  # units of this forward, so far
         self._n_measured: Counter[int] = Counter()  # forwards, by unit
         self._stamps: dict[int, tuple[Ticket, Ticket]] = {}  # of this step's measured units
         self._held_bytes = 0  # by graphs, when the last unit's forward ended
+        self._began: dict[int, int] = {}  # by unit: held by graphs when it began, in this step
 
     # -- a forward -------------------------------------------------------------------------------
 
@@ -107,7 +113,8 @@ class Forecast:
             places = zip(reversed(self._order), reversed(range(len(self._order))), strict=True)
             self._places = dict(places)
         self._now, self.open, self.scale = [], None, 1.0
-        self._ahead.clear()
+        self.chosen()
+        self._footprint.forward_begins()
 
     def grows(self, unit: int, input_bytes: int) -> bool:
         """Whether this forward leaves more than the last one, by a known unit's inputs."""
@@ -148,7 +155,9 @@ class Forecast:
                 seconds *= n_bytes / row.input_bytes
             if row.policy == policy and row.left_bytes:
                 self.scale = left / row.left_bytes
-        self.rows[unit] = UnitLeft(policy, n_bytes, left, saved, seen.held_bytes, seconds)
+        began = self._began[unit] = max(seen.held_bytes, self._began.get(unit, 0))
+        held = began if row is None else max(began, row.held_bytes)
+        self.rows[unit] = UnitLeft(policy, n_bytes, left, saved, held, seconds)
         self._now.append(unit)
         self._held_bytes = self._footprint.live_bytes
 
@@ -204,6 +213,21 @@ class Forecast:
         """
         return self._scaled(self.beside_bytes, goes_down=goes_down)
 
+    def standing_bytes(self, units: Sequence[int], policies: Mapping[int, Policy]) -> int:
+        """Return the bytes that graphs of earlier forwards are expected to hold at the peak."""
+        uses, chosen = [self.use(unit) for unit in units], [policies[unit] for unit in units]
+        return self.outside + self.earlier * staying_bytes(uses, chosen)
+
+    @property
+    def outside(self) -> int:
+        """The bytes of `outside_bytes` in a forward of the present scale."""
+        return int(max(1.0, self.scale) * self.outside_bytes)
+
+    @property
+    def to_come(self) -> int:
+        """How many of `earlier` forwards are this one, or come after it."""
+        return max(0, self.earlier - self._footprint.waiting)
+
     def behind_bytes(self, *, goes_down: bool) -> int:
         """Return the bytes expected after the last unit's forward on top of those units left."""
         return self._scaled(self.end_bytes, goes_down=goes_down)
@@ -221,18 +245,23 @@ class Forecast:
     def peak_ahead(self, unit: int, policies: Mapping[int, Policy]) -> int:
         """Return `peak_bytes` of the units from this one on, while policies do not change.
 
-        Units ask in turn, so it is computed for all at once.
+        Units ask in turn, so it is computed for all at once. What forwards up to the last one will
+        leave is added.
         """
         at = self._places.get(unit)
         if at is None:
             return self.peak_bytes([unit], policies)
         if self.scale not in self._ahead:
+            uses = [self.use(unit) for unit in self._order]
+            chosen = [policies[unit] for unit in self._order]
             self._ahead[self.scale] = self._peaks(self._order, policies)
-        return self._ahead[self.scale][at]
+            self._staying[self.scale] = staying_bytes(uses, chosen)
+        return self._ahead[self.scale][at] + self.to_come * self._staying[self.scale]
 
     def chosen(self) -> None:
         """Policies have changed."""
         self._ahead.clear()
+        self._staying.clear()
 
     def _peaks(
         self, units: Sequence[int], policies: Mapping[int, Policy], *, overlaps: bool = True
@@ -256,11 +285,17 @@ class Forecast:
             seconds = self._device.seconds_between(began, ended)
             row.seconds = seconds if row.seconds is None else min(row.seconds, seconds)
         self._stamps.clear()
+        for unit, held in self._began.items():
+            self.rows[unit].held_bytes = held
+        self._began.clear()
         units = self.units()
         if any(policy.offload for policy in policies.values()):
             self.between_bytes = self._footprint.between_bytes
-        self.scale, self.beside_bytes, self.end_bytes = 1.0, 0, 0
-        expected = self.peak_bytes(units, policies, overlaps=overlaps)
+        self.scale, self.beside_bytes, self.end_bytes, self.outside_bytes = 1.0, 0, 0, 0
+        # what earlier forwards hold stands until their backwards: it is no work of a unit
+        self.earlier, standing = self._footprint.earlier, self._footprint.earlier_bytes
+        self.outside_bytes = max(0, standing - self.standing_bytes(units, policies))
+        expected = standing + self.peak_bytes(units, policies, overlaps=overlaps)
         self.beside_bytes = max(0, peak - expected - self._stayed_bytes())
         self.end_bytes = max(0, end - self._held_bytes)
         return units

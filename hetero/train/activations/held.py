@@ -69,8 +69,8 @@ class GraphFootprint:
     """Bytes that autograd graphs hold, by distinct storage, and their peak."""
 
     __slots__ = (
-        *("_uses", "between_bytes", "largest_bytes", "live_bytes", "output_bytes", "peak_bytes"),
-        "stayed_bytes",
+        *("_levels", "_uses", "between_bytes", "earlier", "earlier_bytes", "largest_bytes"),
+        *("live_bytes", "output_bytes", "peak_bytes", "stayed_bytes"),
     )
 
     def __init__(self) -> None:
@@ -83,6 +83,11 @@ class GraphFootprint:
         """Saved outside units, and offloaded; they stay on the device if no unit offloads."""
         self.stayed_bytes = 0
         """To be offloaded; they stay on the device, because there is no room below."""
+        self.earlier_bytes = 0
+        """Held when a forward of the whole model began, at most: by those before it."""
+        self.earlier = 0
+        """The number of those: they wait for their backwards."""
+        self._levels: list[int] = []  # bytes held when each of them began, ascending
 
     @property
     def bound_bytes(self) -> int:
@@ -105,6 +110,20 @@ class GraphFootprint:
         self.largest_bytes = max(self.largest_bytes, n_bytes)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
+    def forward_begins(self) -> None:
+        """Note what earlier forwards of the whole model left to their backwards. A forward counts
+        as long as more is held than when it began."""
+        while self._levels and self._levels[-1] >= self.live_bytes:
+            self._levels.pop()
+        self._levels.append(self.live_bytes)
+        if self.waiting and self.live_bytes >= self.earlier_bytes:
+            self.earlier, self.earlier_bytes = self.waiting, self.live_bytes
+
+    @property
+    def waiting(self) -> int:
+        """The number of forwards that waited for their backwards when this one began."""
+        return max(0, len(self._levels) - 1)
+
     def drop(self, key: int) -> None:
         """Drop one hold on a storage."""
         row = self._uses[key]
@@ -117,3 +136,5 @@ class GraphFootprint:
         """Begin a new measurement; held storages stay counted."""
         self.peak_bytes = self.live_bytes
         self.largest_bytes = self.output_bytes = self.between_bytes = self.stayed_bytes = 0
+        self.earlier = self.earlier_bytes = 0
+        self._levels.clear()

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from hetero.errors import OutOfMemory
@@ -25,8 +24,7 @@ from hetero.plan.activations import (
     Policy,
     Use,
     choose,
-    excess_bytes,
-    peak_bytes,
+    taken_bytes,
 )
 from hetero.plan.division import Division, divide
 from hetero.plan.weighing import Copies
@@ -206,7 +204,8 @@ class Fitting:
         if need + ring.limit_bytes <= room.n_bytes:
             return
         if need > room.hbm.room_bytes and self._choice.may_change:
-            fits = self._choose(self.forecast.ahead(unit), room.hbm.room_bytes - held)
+            ahead, to_come = self.forecast.ahead(unit), self.forecast.to_come
+            fits = self._choose(ahead, room.hbm.room_bytes - held, earlier=to_come)
             self._choice.overlaps = self._choice.overlaps and fits
             need = self._need(unit)
         before = room.frames.limit
@@ -229,11 +228,14 @@ class Fitting:
         inputs = max(largest.input_bytes, round(scale * self._inputs[-1]))
         return min(need, largest.peak_bytes * inputs // largest.input_bytes)
 
-    def _choose(self, units: Sequence[int], room_bytes: int) -> bool:
-        """Choose policies that fit; if none do, those that take least, and return False."""
+    def _choose(self, units: Sequence[int], room_bytes: int, *, earlier: int = 0) -> bool:
+        """Choose policies that fit; if none do, those that take least, and return False.
+
+        ``earlier``: forwards that will wait for their backwards too, under these policies.
+        """
         uses = [self.forecast.use(unit) for unit in units]
-        found = self._cheapest(uses, room_bytes)
-        for option in [found] if found is not None else self._smallest(uses):
+        found = self._cheapest(uses, room_bytes, earlier)
+        for option in [found] if found is not None else self._smallest(uses, earlier):
             policies = {**self._choice.policies, **dict(zip(units, option, strict=True))}
             if not any(policies == tight.policies for tight in self._tight):
                 break
@@ -254,21 +256,26 @@ class Fitting:
         """Return ``policies``, or those of a step that ran and took no more than they would."""
         now = self._choice.policies
         ran = min(self._tight, key=lambda t: (t.peak_bytes, t.policies != now), default=None)
-        if ran is None or self.forecast.peak_bytes(units, policies) < ran.peak_bytes:
+        if ran is None or self._step_bytes(units, policies) < ran.peak_bytes:
             return policies
         return ran.policies
 
-    def _cheapest(self, uses: Sequence[Use], room_bytes: int) -> list[Policy] | None:
+    def _step_bytes(self, units: Sequence[int], policies: Mapping[int, Policy]) -> int:
+        """Return the peak expected of a step, with the forwards that wait for their backwards."""
+        standing = self.forecast.standing_bytes(units, policies)
+        return standing + self.forecast.peak_bytes(units, policies)
+
+    def _cheapest(self, uses: Sequence[Use], room_bytes: int, earlier: int) -> list[Policy] | None:
         """Return the policies that cost least time of those that fit; None if none do."""
-        found = self._found(uses, room_bytes, goes_down=False)
+        found = self._found(uses, room_bytes, earlier, goes_down=False)
         if found is None or any(policy.offload for policy in found):
             # something is offloaded in any case, hence also tensors saved between units
-            less = self._found(uses, room_bytes, goes_down=True)
+            less = self._found(uses, room_bytes, earlier, goes_down=True)
             found = less if less and any(policy.offload for policy in less) else found
         return found
 
     def _found(
-        self, uses: Sequence[Use], room_bytes: int, *, goes_down: bool
+        self, uses: Sequence[Use], room_bytes: int, earlier: int, *, goes_down: bool
     ) -> list[Policy] | None:
         return choose(
             uses,
@@ -278,21 +285,20 @@ class Fitting:
             working_bytes=self.forecast.working_bytes(goes_down=goes_down),
             end_bytes=self.forecast.behind_bytes(goes_down=goes_down),
             below_bytes=self._choice.room_below(),
+            earlier=earlier,
         )
 
     def _note(self, why: str) -> None:
         self._log.now(What.DECISION, tier=Tier.HBM, category=Kind.ACTIVATION, why=why)
 
-    def _smallest(self, uses: Sequence[Use]) -> list[list[Policy]]:
+    def _smallest(self, uses: Sequence[Use], earlier: int) -> list[list[Policy]]:
         """Return each policy applied to all units, the one that should take least first."""
         options = [
             [use.may(policy) for use in uses[:-1]] + [KEEP] * bool(uses)
             for policy in (LEAST, RECOMPUTE, OFFLOAD, KEEP)
         ]
         below = self._choice.room_below()
-        return sorted(
-            options, key=lambda each: peak_bytes(uses, each) + excess_bytes(uses, each, below)
-        )
+        return sorted(options, key=lambda each: taken_bytes(uses, each, below, earlier))
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -411,23 +417,27 @@ class Fitting:
         if self._may_stay:
             rooms.insert(0, most - plan.home_bytes - ring)
         uses = [self.forecast.use(unit) for unit in units]
-        best = self._tradeoff.room_bytes(units, partial(self._cheapest, uses))
+        earlier, outside = self.forecast.earlier, self.forecast.outside
+        best = self._tradeoff.room_bytes(
+            units, lambda room: self._cheapest(uses, room - outside, earlier)
+        )
         if best is not None:
             rooms.insert(0, best)
         before, had_room = dict(self._choice.policies), self._has_room
         if max(self._peaks) > self.room.hbm.room_bytes:
             self._tight = [tight for tight in self._tight if tight.policies != before]
             self._tight.append(Tight(before, max(self._peaks)))
-        self._has_room = any(self._choose(units, room) for room in rooms)
+        fits = (self._choose(units, room - outside, earlier=earlier) for room in rooms)
+        self._has_room = any(fits)
         if not self._has_room:
-            self._choose(units, self.room.hbm.room_bytes)
+            self._choose(units, self.room.hbm.room_bytes - outside, earlier=earlier)
         if self._has_room != had_room:  # transfers overlap now, or no longer do
             self._largest = Seen()
         if self._choice.policies == before:
             return
         # untried policies run with as few frames as they may need, and are measured so
         largest = max((self.forecast.use(unit).saved_bytes for unit in units), default=0)
-        expected = self.forecast.peak_bytes(units, self._choice.policies)
+        expected = self._step_bytes(units, self._choice.policies)
         self._peaks.clear()
         self._peaks.append(min(expected + largest, self.room.hbm.room_bytes))
         self._is_guess = True

@@ -1,8 +1,9 @@
 """The fault table: the effects of access to an unbound parameter (floor 2).
 
-Metadata never fetches. ``grad`` reaches the gradient and never the weight. Detaching the parameter
-from its home is refused. Any other access pins the bytes and runs again; by then the class is that
-of a bound parameter, whose ``__torch_function__`` is switched off.
+Metadata never fetches, nor does autograd's question for a graph node. ``grad`` reaches the gradient
+and never the weight. Detaching the parameter from its home is refused. Any other access pins the
+bytes and runs again; by then the class is that of a bound parameter, whose ``__torch_function__``
+is switched off.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hetero.internals import (
     SCRIPT_CALL,
     WRAPPERS,
     Replacement,
+    asks_for_node,
     break_graphs_at,
     functorch_level,
     is_faking,
@@ -216,6 +218,9 @@ class UnboundParameter(PreparedParameter):
                 return func(owner.geometry(args[0]), *args[1:], **kwargs)
             if func == _set_data:
                 return owner.assign(args[0], args[1])
+            if func == T.view_as and asks_for_node():
+                with without_faults():
+                    return func(*args)
             if func == T.type and len(args) == 1 and not kwargs:
                 with without_faults():
                     return args[0].type()
