@@ -14,7 +14,7 @@ from hetero.config import Config, Settings
 from hetero.device import open_device
 from hetero.errors import StateError
 from hetero.interrupts import theirs
-from hetero.parallel.mesh import open_comm
+from hetero.parallel.mesh import open_comm, parts_of
 from hetero.train.engine.alike import (
     check_alike,
     check_places,
@@ -72,7 +72,8 @@ def prepare_tuned(
     tuning: Tuning | None,
 ) -> Any:
     """Carry out `prepare` with choices that change no result (tests and benchmarks)."""
-    check_model(model, weights=config.weights is not None)
+    parts = parts_of(model)
+    check_model(model, weights=config.weights is not None, parts=parts)
     inner = check_pair(model, optimizer)
     device = open_device(config.device)
     tuning = tuning or Tuning()
@@ -80,15 +81,16 @@ def prepare_tuned(
         *(config.mesh, config.timeout_seconds, config.sum_group),
         one_sided=tuning.one_sided,
         averages=tuning.averages,
+        tensor_ranks=parts.ranks,
     )
-    blueprint = draw(model, inner, config, device, comm.n_shares, comm.n_copies)
-    check_codes(model, blueprint.layout)
+    blueprint = draw(model, inner, config, device, comm.n_shares, comm.n_copies, parts)
+    check_codes(model, blueprint.layout, parts)
     if comm.size > 1:
         check_places(comm, device)
         check_alike(comm, blueprint, inner, config)
-        share_values(comm, values_of(model))
+        share_values(comm, values_of(model, parts))
     with torch.inference_mode(False):  # the engine's tensors outlive the caller's mode
-        engine = assemble(model, inner, config, device, blueprint, tuning, comm)
+        engine = assemble(model, inner, config, device, blueprint, tuning, comm, parts)
     return model if inner is None else (model, engine.optimizer)
 
 

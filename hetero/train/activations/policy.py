@@ -119,7 +119,9 @@ class ActivationPolicies:
         self.policies = Policies(dict.fromkeys(named, CHOICES[choice]))
         self.watch: Watch = Unwatched()
         self.forwards: Forwards = Unwatched()
-        self.proofs = {unit: Proof() for unit in named}
+        # A rank that chose to repeat a unit would repeat its collectives alone.
+        is_tried = not (self.may_change and saved.parts.kinds)
+        self.proofs = {unit: Proof(is_tried=is_tried) for unit in named}
         """By unit: whether it may be recomputed."""
         self._unproven: set[int] = set()  # units to be recomputed all the same
         self._impure: set[type] = set()  # of units that were seen not to be repeatable

@@ -247,6 +247,8 @@ class HomeSteps(NoSteps):
             super().come_home()
 
     def adopt(self, param: torch.Tensor, state: dict[str, Any], group: Group) -> dict[str, Any]:
+        local = self.setup.parts.local
+        state = {k: local(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
         return self.stepper.drafts.states.adopt(self.setup.segment(param), state, own=True)
 
 

@@ -28,7 +28,7 @@ from hetero.internals import (
     tracing_state,
     tree_iter,
 )
-from hetero.train.model.binding import without_faults
+from hetero.train.model.binding import read_data, without_faults
 
 FUNCTORCH = (
     "functorch transforms (torch.func.grad, vmap, ...) do not see paged parameters",
@@ -139,17 +139,17 @@ def metadata_functions() -> frozenset[Any]:
 METADATA = metadata_functions()
 GEOMETRY = frozenset({T.stride, T.is_contiguous})
 _DATA = getattr_static(T, "data")
-_get_data, _set_data = _DATA.__get__, _DATA.__set__
+_set_data = _DATA.__set__
 
 
-def _refuse_to_leave(param: PreparedParameter, *_: Any, **__: Any) -> NoReturn:
+def _refuse_to_leave(param: Prepared, *_: Any, **__: Any) -> NoReturn:
     raise StateError(
         f"this would take parameter {param.hetero_runtime.name(param)!r} off its home",
         advice="call hetero.release(model, optimizer) first",
     )
 
 
-class PreparedParameter(nn.Parameter):
+class Prepared:
     """A parameter of a prepared model, bound or not, with the operations it refuses."""
 
     hetero_runtime: Faults
@@ -163,11 +163,11 @@ class PreparedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = self.hetero_runtime.fault(_copied, (self,), {})
+            memo[id(self)] = self.hetero_runtime.fault(self.hetero_copied, (self,), {})
         return memo[id(self)]
 
-    def __repr__(self) -> str:  # type: ignore[override]  # mypy refuses torch's own form, too
-        return str(self.hetero_runtime.fault(_shown, (self,), {}))
+    def __repr__(self) -> str:
+        return str(self.hetero_runtime.fault(self.hetero_shown, (self,), {}))
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and args[0] is self and not kwargs:
@@ -176,8 +176,21 @@ class PreparedParameter(nn.Parameter):
 
     resize_ = resize_as_ = share_memory_ = _refuse_to_leave
 
+    @staticmethod
+    def hetero_shown(param: Any) -> str:
+        """Return torch's repr of a bound parameter."""
+        with without_faults():
+            return repr(nn.Parameter(read_data(param), param.requires_grad))
 
-class BoundParameter(PreparedParameter):
+    @staticmethod
+    def hetero_copied(param: Any) -> nn.Parameter:
+        """Return a plain parameter, in RAM, with a bound one's value."""
+        with without_faults(), torch.no_grad():
+            value = read_data(param).to("cpu", copy=True)
+            return nn.Parameter(value, param.requires_grad)
+
+
+class Bound(Prepared):
     """A parameter whose ``data`` lies in a pinned frame."""
 
     __torch_function__ = no_torch_function
@@ -191,10 +204,11 @@ class BoundParameter(PreparedParameter):
         self.hetero_runtime.assign(self, value)
 
 
-class UnboundParameter(PreparedParameter):
+class Unbound(Prepared):
     """A parameter whose bytes are fetched when needed."""
 
     hetero_paged = True
+    hetero_metadata: frozenset[Any] = METADATA
 
     def as_subclass(self, cls: Any) -> Any:  # the C++ method asks no __torch_function__
         return self.hetero_runtime.fault(T.as_subclass, (self, cls), {})
@@ -207,7 +221,7 @@ class UnboundParameter(PreparedParameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in METADATA:
+        if func in cls.hetero_metadata:
             with without_faults():
                 return func(*args, **kwargs) if kwargs else func(*args)
         kwargs, owner = kwargs or {}, cls.hetero_runtime
@@ -220,6 +234,14 @@ class UnboundParameter(PreparedParameter):
                 with without_faults():
                     return args[0].type()
         return owner.fault(func, args, kwargs)
+
+
+class BoundParameter(Bound, nn.Parameter):
+    """A plain tensor in a pinned frame."""
+
+
+class UnboundParameter(Unbound, nn.Parameter):
+    """A plain tensor whose bytes are elsewhere."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # mypy: torch's own takes no class
@@ -240,24 +262,6 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
         hetero_runtime = owner
 
     return PagedParameter, PinnedParameter
-
-
-def _shown(param: nn.Parameter) -> str:
-    """Return torch's repr of a bound parameter."""
-    with without_faults():
-        return repr(nn.Parameter(_get_data(param), param.requires_grad))
-
-
-def _copied(param: nn.Parameter) -> nn.Parameter:
-    """Return a plain parameter, in RAM, with a bound one's value."""
-    with without_faults(), torch.no_grad():
-        value = _get_data(param).to("cpu", copy=True)
-        return nn.Parameter(value, param.requires_grad)
-
-
-def read_data(param: nn.Parameter) -> torch.Tensor:
-    data: torch.Tensor = _get_data(param)
-    return data
 
 
 def refuse_transforms() -> None:
