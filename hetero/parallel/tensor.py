@@ -250,7 +250,9 @@ class DTensors:
         ]
         if len(totals) == 1:
             return totals[0]
-        return torch.linalg.vector_norm(torch.stack(totals), ord) if totals else torch.zeros(())
+        if not totals:
+            return torch.zeros((), device="cpu")
+        return torch.linalg.vector_norm(torch.stack(totals), ord)
 
 
 def settled(tensor: DTensor) -> DTensor:

@@ -58,7 +58,7 @@ def clip_parts_(
             f"the total norm of order {norm_type} of the gradients is {float(total)}, so they"
             " cannot be clipped"
         )
-    nn.utils.clip_grads_with_norm_(found, max_norm, total)
+    nn.utils.clip_grads_with_norm_(found, max_norm, total, foreach=False)  # a list may not mix
     return total
 
 
