@@ -10,10 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from hetero.device.comm import ALONE_COMM, Comm
+from hetero.device.comm import ALONE_COMM, Alone, Comm
 from hetero.errors import ConfigError
 from hetero.internals import is_traceable_wrapper_subclass
-from hetero.parallel.gloo import Gloo
+from hetero.parallel.gloo import Gloo, local_ranks
 from hetero.train.model.parts import Parts, WholeTensors
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
@@ -65,9 +65,13 @@ def open_comm(
     else:
         n_shares, n_copies = shares_of(mesh, world, averages, tensor_ranks)
     check_group(sum_group, n_shares, n_copies)
+    n_tensor = len(tensor_ranks)
     if n_shares == 1:
-        return ALONE_COMM
-    return Gloo(n_shares, timeout_seconds, sum_group, one_sided=one_sided)
+        return Alone(min(n_tensor, local_ranks() or n_tensor)) if n_tensor else ALONE_COMM
+    ranks = None
+    if n_tensor:  # those that have the same part of each tensor
+        ranks = range(dist.get_rank() % n_tensor, world, n_tensor)
+    return Gloo(n_shares, timeout_seconds, sum_group, one_sided=one_sided, ranks=ranks)
 
 
 def check_alone(world: int) -> None:

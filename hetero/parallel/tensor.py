@@ -6,7 +6,7 @@ The DTensor stays the user's object, on the user's mesh; its local tensor is bou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -49,6 +49,15 @@ class UnboundDTensor(PreparedDTensor, Unbound, DTensor):
     __slots__ = ()
     hetero_metadata = METADATA | GEOMETRY
 
+    @property
+    def data(self) -> torch.Tensor:
+        found: torch.Tensor = self.hetero_runtime.fault(bound_data, (self,), {})
+        return found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        refuse_data(self)
+
     def to_local(self, **kwargs: Any) -> torch.Tensor:
         found: torch.Tensor = self.hetero_runtime.fault(DTensor.to_local, (self,), kwargs)
         return found
@@ -78,6 +87,23 @@ class BoundDTensor(PreparedDTensor, Bound, DTensor):
 
     __slots__ = ()
 
+    @property
+    def data(self) -> torch.Tensor:
+        return self.hetero_runtime.alias(self)  # type: ignore[arg-type]  # it is a parameter
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        refuse_data(self)
+
+
+def refuse_data(param: Any) -> NoReturn:
+    """Refuse an assignment of which torch changes the shell alone: the old bytes would compute."""
+    raise StateError(
+        f"{param.hetero_runtime.name(param)!r} is a DTensor, whose own numbers torch keeps when"
+        " p.data is assigned",
+        advice="copy: p.copy_(value) under torch.no_grad(), or p.data.copy_(value)",
+    )
+
 
 def dtensor_classes(owner: Faults) -> tuple[type, type]:
     """Return the classes of ``owner``'s unbound and bound DTensors."""
@@ -104,6 +130,11 @@ def spec_for(spec: Any, dtype: torch.dtype) -> Any:
     if meta.dtype is dtype:
         return spec
     return type(spec)(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=dtype))
+
+
+def bound_data(param: DTensor) -> torch.Tensor:
+    """Return a bound parameter's ``data``, which is then known to be exposed."""
+    return param.data
 
 
 def data_of(param: DTensor) -> DTensor:

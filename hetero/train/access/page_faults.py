@@ -105,7 +105,6 @@ class PageFaults:
         """Carry out ``param.data = value`` by copying; a change of geometry is refused."""
         bucket, segment = self._pages.home(param)
         spec, place, binding = segment.spec, self._place, self._pages.binding
-        value = self._parts.value(param, value)
         if tuple(value.shape) != spec.shape or value.dtype != spec.dtype or value.device != place:
             raise StateError(
                 f"parameter {spec.name!r} is {spec.dtype} {list(spec.shape)} on {place}; data of"

@@ -148,7 +148,8 @@ def check_places(comm: Comm, device: Device) -> None:
             f"ranks that share a model compute on {', '.join(names)}",
             advice="pass the same kind of device= on every rank",
         )
-    if device.is_cuda and len(set(names)) < comm.n_local <= min(numbers):
+    n_here = min(comm.n_local, comm.size)
+    if device.is_cuda and len(set(names)) < n_here <= min(numbers):
         raise ConfigError(
             f"ranks compute on {', '.join(names)}, and there are {min(numbers)} devices",
             advice="call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before"
