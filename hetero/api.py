@@ -27,6 +27,7 @@ from hetero.train.engine.budget import Budget
 from hetero.train.engine.check import check_codes, check_model, check_pair
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.hbm_homes import total_bytes
+from hetero.train.engine.parted import check_parted
 from hetero.train.engine.tuning import Tuning
 from hetero.train.model.empty import empty_parameters
 from hetero.train.model.graph import leaves_of
@@ -75,6 +76,7 @@ def prepare_tuned(
     parts = parts_of(model)
     check_model(model, weights=config.weights is not None, parts=parts)
     inner = check_pair(model, optimizer)
+    check_parted(model, inner, config, parts)
     device = open_device(config.device)
     tuning = tuning or Tuning()
     comm = open_comm(

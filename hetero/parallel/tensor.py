@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 
 from hetero.errors import ConfigError, StateError
 from hetero.internals import version_of
@@ -26,6 +26,9 @@ from hetero.train.model.faults import (
     paged_classes,
 )
 from hetero.train.model.parts import Parted, WholeTensors
+
+LINEAR = ("sum", "avg")
+"""Ways to come from addends to a gradient under which several passes add up, addend by addend."""
 
 
 class PreparedDTensor:
@@ -240,10 +243,16 @@ class DTensors:
             grad = like(now if isinstance(now, DTensor) else param, grad)
         binding.set_grad(param, grad)
 
-    def fit(self, param: nn.Parameter) -> bool:
+    def fit(self, param: nn.Parameter, name: str) -> bool:
         grad = binding.get_grad(param)
         if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
             return False
+        for placement in grad.placements:
+            if isinstance(placement, Partial) and placement.reduce_op not in LINEAR:
+                raise StateError(
+                    f"the gradient of {name!r} is {placement}, which is no sum over ranks",
+                    advice="redistribute what the loss is computed from, as Shard or Replicate",
+                )
         if grad._local_tensor.shape == param._local_tensor.shape:
             return False
         was_whole = all(placement.is_replicate() for placement in grad.placements)

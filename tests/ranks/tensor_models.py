@@ -24,7 +24,7 @@ from tests.ranks.models import OPTIMIZERS
 
 WORDS, WIDTH = 20, 16
 TIGHT = {"device": "cpu:sim", "hbm": 26_000, "chunk_bytes": 1024}
-Train = Callable[[nn.Module, torch.optim.Optimizer, "TensorRun"], "Trained"]
+Clip = Callable[[Iterable[nn.Parameter], float], torch.Tensor]
 
 
 class Block(nn.Module):
@@ -135,7 +135,7 @@ class Trained:
 
 def by_torch(run: TensorRun) -> Trained:
     model, optimizer = built(run)
-    return trained(model, optimizer, run, torch_clip)
+    return train(model, optimizer, run, torch_clip)
 
 
 def by_hetero(run: TensorRun, **settings: Any) -> Trained:
@@ -146,35 +146,94 @@ def by_hetero(run: TensorRun, **settings: Any) -> Trained:
     def clip(_: Iterable[nn.Parameter], most: float) -> torch.Tensor:
         return optimizer.clip_grad_norm_(most)
 
-    found = trained(model, optimizer, run, clip)
+    found = train(model, optimizer, run, clip)
     found.status = hetero.status(model)
     _, plain = hetero.release(model, optimizer)
     after = found_in(model, plain)
-    if run.settings.get("precision", "fp32") == "fp32":
-        assert not differing(found.weights, after.weights)
+    assert not differing(found.weights, after.weights)
     assert not any(differing(state, after.states[n]) for n, state in found.states.items())
     return found
 
 
-def trained(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    run: TensorRun,
-    clip: Callable[[Iterable[nn.Parameter], float], torch.Tensor],
-) -> Trained:
+def micro_batches_by_torch(run: TensorRun) -> Trained:
+    """Train on the ranks of one tensor, with the micro-batches of all that have other ones."""
+    model, optimizer = built(run)
+    norms = []
+    for step in range(run.steps):
+        for micro in range(step * run.passes, (step + 1) * run.passes):
+            for dp in range(run.dp):
+                with around(run):
+                    (loss_of(model, run, micro, dp) * (1 / run.dp)).backward()
+        if run.clip is not None:
+            norms.append(float(torch_clip(model.parameters(), run.clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = found_in(model, optimizer)
+    found.norms = norms
+    return found
+
+
+def masters_by_torch(run: TensorRun) -> Trained:
+    """Train fp32 masters with gradients of a bf16 model, which shows them rounded."""
+    masters, optimizer = built(run)
+    model, _ = built(run)
+    model.to(torch.bfloat16)
     losses, norms = [], []
     for step in range(run.steps):
+        with torch.no_grad():
+            for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+                inside(param).copy_(rounded(inside(master)))
         for micro in range(step * run.passes, (step + 1) * run.passes):
             with around(run):
                 loss = loss_of(model, run, micro)
                 loss.backward()
             losses.append(float(whole(loss.detach())))
+            for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+                assert param.grad is not None
+                grad = param.grad.float()
+                master.grad = grad if master.grad is None else master.grad + grad
+                param.grad = None
         if run.clip is not None:
+            norms.append(float(torch_clip(masters.parameters(), run.clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, norms, weights_of(masters), {})
+
+
+def rounded(master: torch.Tensor) -> torch.Tensor:
+    """Return the working weight of a master: nearest, ties away from zero."""
+    bits = master.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    high = ((bits + 0x8000) >> 16) & 0xFFFF
+    return torch.where(high >= 0x8000, high - 0x10000, high).to(torch.int16).view(torch.bfloat16)
+
+
+def inside(tensor: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found.detach()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run: TensorRun,
+    clip: Clip | None = None,
+    *,
+    dp: int = 0,
+) -> Trained:
+    losses, norms = [], []
+    for step in range(run.steps):
+        for micro in range(step * run.passes, (step + 1) * run.passes):
+            with around(run):
+                loss = loss_of(model, run, micro, dp)
+                loss.backward()
+            losses.append(float(whole(loss.detach())))
+        if run.clip is not None and clip is not None:
             norms.append(float(clip(model.parameters(), run.clip)))
         optimizer.step()
         optimizer.zero_grad()
     found = found_in(model, optimizer)
-    return Trained(losses, norms, found.weights, found.states)
+    found.losses, found.norms = losses, norms
+    return found
 
 
 def torch_clip(params: Iterable[nn.Parameter], most: float) -> torch.Tensor:
@@ -192,12 +251,15 @@ def torch_clip(params: Iterable[nn.Parameter], most: float) -> torch.Tensor:
 
 
 def found_in(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-    weights = {name: whole(value).clone() for name, value in model.state_dict().items()}
     states = {
         number: {k: whole(v).clone() for k, v in state.items() if isinstance(v, torch.Tensor)}
         for number, state in optimizer.state_dict()["state"].items()
     }
-    return Trained([], [], weights, states)
+    return Trained([], [], weights_of(model), states)
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(value).clone() for name, value in model.state_dict().items()}
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:

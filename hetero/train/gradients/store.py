@@ -175,7 +175,7 @@ class GradStore:
         """Cut a gradient to the parameter's own part, if every rank has the whole of it."""
         if not isinstance(self.parts.grad(param), LazyGrad):  # else it was, and has grown
             self._cut.discard(index)
-            if self.parts.fit(param):
+            if self.parts.fit(param, self._layout.home[index][1].spec.name):
                 self._cut.add(index)
 
     def was_cut(self, param: nn.Parameter) -> bool:

@@ -77,9 +77,9 @@ class Parts(Protocol):
     def show_grad(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Set ``param.grad``: ``grad`` is wrapped as the present one is, or as the parameter."""
 
-    def fit(self, param: nn.Parameter) -> bool:
+    def fit(self, param: nn.Parameter, name: str) -> bool:
         """Cut ``param.grad`` to the parameter's own part if it is another; returns whether it was
-        whole on every rank. May be collective."""
+        whole on every rank. May be collective. StateError for one that is no sum of addends."""
 
     def is_pending(self, param: nn.Parameter) -> bool:
         """Whether ``param.grad`` is an addend, of which ranks have one each."""
@@ -129,7 +129,7 @@ class WholeTensors:
         _, pinned = paged_classes(owner)
         return lambda _: pinned
 
-    def fit(self, param: nn.Parameter) -> bool:
+    def fit(self, param: nn.Parameter, name: str) -> bool:
         return False
 
     def is_pending(self, param: nn.Parameter) -> bool:
