@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hetero.device import CudaDevice, Device, Ticket, map_slab
 from hetero.device.comm import Addends, Comm, Node, relay_of
+from hetero.errors import ConfigError
 from hetero.memory.layout import Layout
 from hetero.parallel.board import SAID_BYTES, check_calls
 from hetero.parallel.gathers import DeviceGathers, Gathers, HostGathers, all_gather, connected
@@ -95,6 +97,11 @@ class Gloo:
             return
         copies = [range(at, at + self.n_shares) for at in range(0, self.size, self.n_shares)]
         at = self.rank // self.n_shares
+        if isinstance(device, CudaDevice) and self._is_part:
+            raise ConfigError(
+                "CUDA devices of several machines would gather shares of tensors that ranks divide",
+                advice='let the ranks of a copy be on one machine, with "tp" between machines',
+            )
         if isinstance(device, CudaDevice):
             on_device = connected(copies, self._timeout)[at]
             self._groups.append(on_device)
@@ -230,18 +237,14 @@ class Meetings:
         return [each.numpy().tobytes() for each in rows.view(size, -1)]
 
 
-def new_group(ranks: Sequence[int], timeout_seconds: float, *, apart: bool) -> dist.ProcessGroup:
-    """Open a group of gloo; ``apart``: its members alone do, and others open theirs."""
+def new_group(ranks: Sequence[int], timeout_seconds: float, *, apart: bool) -> Any:
+    """Open a group of gloo; ``apart``: its members alone do. Others get torch's mark of that."""
+    if apart and dist.get_rank() not in ranks:
+        return dist.GroupMember.NON_GROUP_MEMBER
     allowed = timedelta(seconds=timeout_seconds)
-    mine = dist.get_rank() in ranks
-    group: dist.ProcessGroup = (
-        dist.new_group(list(ranks), timeout=allowed, backend="gloo", use_local_synchronization=True)
-        if apart and mine
-        else dist.GroupMember.NON_GROUP_MEMBER
-        if apart
-        else dist.new_group(list(ranks), timeout=allowed, backend="gloo")
+    return dist.new_group(
+        list(ranks), timeout=allowed, backend="gloo", use_local_synchronization=apart
     )
-    return group
 
 
 def local_ranks() -> int:

@@ -6,15 +6,18 @@ The DTensor stays the user's object, on the user's mesh; its local tensor is bou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hetero.errors import ConfigError, StateError
 from hetero.internals import version_of
 from hetero.memory.layout import Layout
+from hetero.train.gradients.slot import LazyGrad
 from hetero.train.model import binding
 from hetero.train.model.binding import Binding, PartBinding
 from hetero.train.model.faults import (
@@ -132,7 +135,7 @@ def spec_for(spec: Any, dtype: torch.dtype) -> Any:
     meta = spec.tensor_meta
     if meta.dtype is dtype:
         return spec
-    return type(spec)(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=dtype))
+    return replace(spec, tensor_meta=meta._replace(dtype=dtype))
 
 
 def bound_data(param: DTensor) -> torch.Tensor:
@@ -172,7 +175,7 @@ class DTensors:
 
         return wrap
 
-    def value(self, param: nn.Parameter, given: torch.Tensor) -> torch.Tensor:
+    def value(self, param: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         if not isinstance(param, DTensor):
             return self.local(given)
         if not isinstance(given, DTensor):
@@ -221,7 +224,8 @@ class DTensors:
 
     def plain(self, param: nn.Parameter, value: torch.Tensor) -> None:
         if isinstance(param, DTensor):
-            param.__class__ = DTensor
+            plain: Any = DTensor
+            param.__class__ = plain
             self.point(param, value)
         else:
             binding.plain(param, value)
@@ -263,7 +267,7 @@ class DTensors:
 
     def is_pending(self, param: nn.Parameter) -> bool:
         grad = binding.get_grad(param)
-        return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
+        return isinstance(grad, DTensor) and is_addend(grad)
 
     def summed(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         now = binding.get_grad(param)
@@ -278,21 +282,39 @@ class DTensors:
         by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
         for param in params:
             grad = binding.get_grad(param)
-            if isinstance(grad, DTensor) and whole(param):
-                grad = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim)
-            if grad is not None:
-                mesh = grad.device_mesh if isinstance(grad, DTensor) else None
-                by_mesh.setdefault(mesh, []).append(torch.linalg.vector_norm(grad, ord))
+            if isinstance(grad, DTensor):
+                norm: torch.Tensor = norm_of(grad, ord, is_cut=whole(param))
+                by_mesh.setdefault(grad.device_mesh, []).append(norm)
+            elif grad is not None:
+                by_mesh.setdefault(None, []).append(torch.linalg.vector_norm(grad, ord))
         totals = [
             total.full_tensor() if isinstance(total, DTensor) else total
             for norms in by_mesh.values()
             for total in [torch.linalg.vector_norm(torch.stack(norms), ord)]
         ]
-        if len(totals) == 1:
-            return totals[0]
         if not totals:
             return torch.zeros((), device="cpu")
-        return torch.linalg.vector_norm(torch.stack(totals), ord)
+        total = (
+            totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), ord)
+        )
+        found: torch.Tensor = total
+        return found
+
+
+def norm_of(grad: DTensor, ord: float, *, is_cut: bool) -> DTensor:
+    """Return the norm of a gradient as torch has it, in fp32 for a parameter with a master."""
+    if is_cut or is_addend(grad):
+        local = grad._local_tensor
+        if isinstance(local, LazyGrad) and local.slot.has_master:  # sums are made in fp32
+            grad = like(grad, local.slot.shown().to(local.device))
+        grad = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim)
+    norm = torch.linalg.vector_norm(grad, ord)
+    return like(norm, norm._local_tensor)
+
+
+def is_addend(grad: DTensor) -> bool:
+    """Whether ranks have an addend each of a gradient."""
+    return any(placement.is_partial() for placement in grad.placements)
 
 
 def settled(tensor: DTensor) -> DTensor:

@@ -174,8 +174,12 @@ def micro_batches_by_torch(run: TensorRun) -> Trained:
 
 
 def masters_by_torch(run: TensorRun) -> Trained:
-    """Train fp32 masters with gradients of a bf16 model, which shows them rounded."""
-    masters, optimizer = built(run)
+    """Train fp32 masters with gradients of a bf16 model, which shows them rounded.
+
+    The rule is SGD with momentum, each product and sum rounded by itself.
+    """
+    masters, _ = built(run)
+    moments: dict[int, torch.Tensor] = {}
     model, _ = built(run)
     model.to(torch.bfloat16)
     losses, norms = [], []
@@ -195,8 +199,13 @@ def masters_by_torch(run: TensorRun) -> Trained:
                 param.grad = None
         if run.clip is not None:
             norms.append(float(torch_clip(masters.parameters(), run.clip)))
-        optimizer.step()
-        optimizer.zero_grad()
+        with torch.no_grad():
+            for number, master in enumerate(masters.parameters()):
+                grad = inside(as_placed(master.grad, master))
+                moment = grad if number not in moments else moments[number] * 0.9 + grad
+                moments[number] = moment.clone()
+                inside(master).add_(moment * -0.1)
+                master.grad = None
     return Trained(losses, norms, weights_of(masters), {})
 
 
@@ -205,6 +214,13 @@ def rounded(master: torch.Tensor) -> torch.Tensor:
     bits = master.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     high = ((bits + 0x8000) >> 16) & 0xFFFF
     return torch.where(high >= 0x8000, high - 0x10000, high).to(torch.int16).view(torch.bfloat16)
+
+
+def as_placed(grad: Any, param: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with the placements of its parameter."""
+    placements = getattr(param, "placements", None)
+    found: torch.Tensor = grad if placements is None else grad.redistribute(placements=placements)
+    return found
 
 
 def inside(tensor: torch.Tensor) -> torch.Tensor:

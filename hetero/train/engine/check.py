@@ -317,7 +317,7 @@ def use_count_of(storage: int) -> int:
     return storage_uses(storage) - (ALONE - 1)
 
 
-def check_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+def check_overlaps(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse parameters that share part of a storage; tied ones are one parameter."""
     for rows in spans_of(named).values():
         for (_, end, name), (first, _, other) in itertools.pairwise(rows):

@@ -148,7 +148,7 @@ class PartBinding(Binding):
         super().__init__(params, layout, device, nn.Parameter, nn.Parameter)
         self._insides = insides
         self._class_of = classes
-        self.version_of = version_of  # type: ignore[method-assign]  # as it is declared
+        self.version_of = version_of
 
     def bind(self, replica: Replica) -> None:
         bucket = replica.bucket.id

@@ -42,23 +42,23 @@ TRACING = (
 
 
 class Faults(Protocol):
-    """The runtime, as its parameter classes call it."""
+    """The runtime, as its parameter classes call it; ``param`` is an instance of one."""
 
     def fault(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Pin every unbound parameter among the arguments and call ``func``."""
 
-    def alias(self, param: nn.Parameter) -> torch.Tensor:
+    def alias(self, param: Any) -> torch.Tensor:
         """Return ``param.data`` of a bound parameter, noting that it is exposed."""
 
-    def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
+    def assign(self, param: Any, value: torch.Tensor) -> None:
         """Carry out ``param.data = value``."""
 
-    def geometry(self, param: nn.Parameter) -> torch.Tensor:
+    def geometry(self, param: Any) -> torch.Tensor:
         """Return a meta tensor with the parameter's own shape and strides."""
 
-    def name(self, param: nn.Parameter) -> str:
+    def name(self, param: Any) -> str:
         """Return the parameter's name in its model."""
 
 
@@ -166,7 +166,7 @@ class Prepared:
             memo[id(self)] = self.hetero_runtime.fault(self.hetero_copied, (self,), {})
         return memo[id(self)]
 
-    def __repr__(self) -> str:
+    def __repr__(self, **_: Any) -> str:
         return str(self.hetero_runtime.fault(self.hetero_shown, (self,), {}))
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +232,7 @@ class Unbound(Prepared):
                 return owner.assign(args[0], args[1])
             if func == T.type and len(args) == 1 and not kwargs:
                 with without_faults():
-                    return args[0].type()
+                    return T.type(args[0])
         return owner.fault(func, args, kwargs)
 
 

@@ -43,7 +43,7 @@ class Parts(Protocol):
     def wrapping(self, tensor: torch.Tensor) -> Parted:
         """Return a function that wraps plain tensors as one that is inside, without its bytes."""
 
-    def value(self, param: nn.Parameter, given: torch.Tensor) -> torch.Tensor:
+    def value(self, param: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """Return the plain tensor of a value that is to replace a parameter's; StateError if it is
         none of that parameter."""
 
@@ -117,7 +117,7 @@ class WholeTensors:
     def wrapping(self, tensor: torch.Tensor) -> Parted:
         raise AssertionError("a plain tensor wraps nothing")
 
-    def value(self, param: nn.Parameter, given: torch.Tensor) -> torch.Tensor:
+    def value(self, param: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         return given
 
     def bind_to(
