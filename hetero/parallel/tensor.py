@@ -95,7 +95,7 @@ class BoundDTensor(PreparedDTensor, Bound, DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        return self.hetero_runtime.alias(self)  # type: ignore[arg-type]  # it is a parameter
+        return self.hetero_runtime.alias(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:

@@ -166,8 +166,10 @@ class Prepared:
             memo[id(self)] = self.hetero_runtime.fault(self.hetero_copied, (self,), {})
         return memo[id(self)]
 
-    def __repr__(self, **_: Any) -> str:
+    def _shown(self, **_: Any) -> str:
         return str(self.hetero_runtime.fault(self.hetero_shown, (self,), {}))
+
+    __repr__: Any = _shown  # classes below differ in its signature
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and args[0] is self and not kwargs:
@@ -232,7 +234,8 @@ class Unbound(Prepared):
                 return owner.assign(args[0], args[1])
             if func == T.type and len(args) == 1 and not kwargs:
                 with without_faults():
-                    return T.type(args[0])
+                    param: Any = args[0]
+                    return param.type()
         return owner.fault(func, args, kwargs)
 
 
