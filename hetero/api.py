@@ -15,7 +15,7 @@ from hetero.device import open_device
 from hetero.device.comm import ALONE_COMM, Comm
 from hetero.errors import StateError
 from hetero.interrupts import theirs
-from hetero.parallel.mesh import open_comm
+from hetero.parallel.mesh import open_comm, parts_of
 from hetero.train.engine.alike import (
     check_alike,
     check_places,
@@ -28,6 +28,7 @@ from hetero.train.engine.budget import Budget
 from hetero.train.engine.check import check_codes, check_model, check_pair
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.hbm_homes import total_bytes
+from hetero.train.engine.parted import check_parted
 from hetero.train.engine.tuning import Tuning
 from hetero.train.model.empty import empty_parameters
 from hetero.train.model.graph import leaves_of
@@ -73,23 +74,26 @@ def prepare_tuned(
     tuning: Tuning | None,
 ) -> Any:
     """Carry out `prepare` with choices that change no result (tests and benchmarks)."""
-    check_model(model, weights=config.weights is not None)
+    parts = parts_of(model)
+    check_model(model, weights=config.weights is not None, parts=parts)
     inner = check_pair(model, optimizer)
+    check_parted(model, inner, config, parts)
     device = open_device(config.device)
     tuning = tuning or Tuning()
     comm = open_comm(
         *(config.mesh, config.timeout_seconds, config.sum_group),
         one_sided=tuning.one_sided,
         averages=tuning.averages,
+        tensor_ranks=parts.ranks,
     )
-    blueprint = draw(model, inner, config, device, comm.n_shares, comm.n_copies)
-    check_codes(model, blueprint.layout)
+    blueprint = draw(model, inner, config, device, comm.n_shares, comm.n_copies, parts)
+    check_codes(model, blueprint.layout, parts)
     if comm.size > 1:
         check_places(comm, device)
         check_alike(comm, blueprint, inner, config)
-        share_values(comm, values_of(model))
+        share_values(comm, values_of(model, parts))
     with torch.inference_mode(False):  # the engine's tensors outlive the caller's mode
-        engine = assemble(model, inner, config, device, blueprint, tuning, comm)
+        engine = assemble(model, inner, config, device, blueprint, tuning, comm, parts)
     return model if inner is None else (model, engine.optimizer)
 
 

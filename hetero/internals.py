@@ -83,6 +83,7 @@ ENGINE_CODE: CodeType = _FOUND["torch.autograd.graph._engine_run_backward"].__co
 """Of the frame that calls the engine of autograd."""
 DISPATCHERS = (
     *("torch._ops", "torch.utils._python_dispatch", "torch._dynamo.eval_frame", "torch._compile"),
+    "torch.distributed.tensor._dispatch",
 )
 """Modules whose frames stand between an operation and its caller."""
 

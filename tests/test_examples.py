@@ -114,8 +114,8 @@ def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter(run: Run) -> N
     assert 0.53 < float(said.split(":")[1].split()[0]) < 0.6
 
 
-@pytest.mark.slow  # 15 s of processes that import
-def test_ranks_share_a_model(tmp_path: Path) -> None:
+def launched(script: str, steps: int, folder: Path) -> str:
+    """Return what an example printed on two ranks."""
     launch = [
         sys.executable,
         "-m",
@@ -125,16 +125,31 @@ def test_ranks_share_a_model(tmp_path: Path) -> None:
         "2",
     ]
     done = subprocess.run(
-        [*launch, str(EXAMPLES / "ranks.py"), "6"],
+        [*launch, str(EXAMPLES / script), str(steps)],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FOLDER": str(tmp_path)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FOLDER": str(folder)},
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    kept = [int(n.replace(",", "")) for n in re.findall(r"keeps ([\d,]+) bytes", done.stdout)]
-    (whole,) = {int(n.replace(",", "")) for n in re.findall(r"states are ([\d,]+)", done.stdout)}
+    return done.stdout
+
+
+@pytest.mark.slow  # 15 s of processes that import
+def test_ranks_divide_the_tensors_of_a_model(tmp_path: Path) -> None:
+    out = launched("tensor_parallel.py", 12, tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+    assert losses[-1] < losses[0] - 1.0
+    assert [int(n) > 3 for n in re.findall(r"(\d+) evictions", out)] == [True, True]
+    assert (tmp_path / ".metadata").is_file()
+
+
+@pytest.mark.slow  # 15 s of processes that import
+def test_ranks_share_a_model(tmp_path: Path) -> None:
+    out = launched("ranks.py", 6, tmp_path)
+    kept = [int(n.replace(",", "")) for n in re.findall(r"keeps ([\d,]+) bytes", out)]
+    (whole,) = {int(n.replace(",", "")) for n in re.findall(r"states are ([\d,]+)", out)}
     assert len(kept) == 2 and sum(kept) < 1.03 * whole
     assert (tmp_path / "step-6").is_dir()
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
     assert losses[-1] < losses[0] - 1.0

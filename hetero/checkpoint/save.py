@@ -126,6 +126,7 @@ def save_checkpoint(
     """
     engine = engine_of(model)
     check_pair(engine, optimizer)
+    check_whole(engine)
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"keep_last={keep_last}", advice="keep_last takes a positive number")
     engine.refuse_broken()
@@ -234,6 +235,17 @@ def check_pair(engine: Engine, optimizer: Optimizer | None) -> None:
             if optimizer is not None
             else "the model was prepared with an optimizer, which is not given",
             advice="pass both as hetero.prepare returned them",
+        )
+
+
+def check_whole(engine: Engine) -> None:
+    """Refuse parts of tensors: a manifest names elements of whole ones."""
+    if engine.setup.parts.kinds:
+        raise ConfigError(
+            "parameters are parts of tensors that ranks divide (DTensors), of which"
+            " hetero's checkpoints know nothing yet",
+            advice="save model.state_dict() and optimizer.state_dict() with"
+            " torch.distributed.checkpoint, which loads them at any mesh",
         )
 
 

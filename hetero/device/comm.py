@@ -196,12 +196,19 @@ class Comm(Protocol):
 
 
 class Alone:
-    """The only rank: nothing is exchanged."""
+    """The only rank: nothing is exchanged.
+
+    Args:
+        n_local: ranks on this machine, each with parts of its own of the model's tensors.
+    """
 
     rank = 0
-    size = n_shares = n_copies = n_local = sum_group = 1
+    size = n_shares = n_copies = sum_group = 1
     node = None
     relay: Relay | None = None
+
+    def __init__(self, n_local: int = 1) -> None:
+        self.n_local = n_local
 
     def open_gathers(self, device: Device) -> None: ...
 

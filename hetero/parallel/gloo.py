@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hetero.device import CudaDevice, Device, Ticket, map_slab
 from hetero.device.comm import Addends, Comm, Node, relay_of
+from hetero.errors import ConfigError
 from hetero.memory.layout import Layout
 from hetero.parallel.board import SAID_BYTES, check_calls
 from hetero.parallel.gathers import DeviceGathers, Gathers, HostGathers, all_gather, connected
@@ -34,10 +36,11 @@ class Gloo:
     devices, NCCL does that.
 
     Args:
-        n_shares: see `Comm.n_shares`; a divisor of the process group's size.
+        n_shares: see `Comm.n_shares`; a divisor of the number of ranks.
         timeout_seconds: after which a rank that does not answer is lost.
         sum_group: as `Config.sum_group`.
         one_sided: whether ranks of one machine may read each other's shares.
+        ranks: those of the process group that share the model, if not all of them do.
     """
 
     def __init__(
@@ -47,12 +50,16 @@ class Gloo:
         sum_group: int = 1,
         *,
         one_sided: bool = True,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.node: Node | None = None
         self._one_sided = one_sided
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        world = dist.get_world_size()
+        self._ranks = list(range(world)) if ranks is None else list(ranks)
+        self._is_part = ranks is not None
+        self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.n_shares, self.n_copies = n_shares, self.size // n_shares
-        self.n_local = min(self.size, local_ranks() or self.size)
+        self.n_local = min(world, local_ranks() or world)
         self.sum_group = sum_group
         self.relay = relay_of(self.rank, self.size, n_shares, sum_group)
         self._timeout = timeout_seconds
@@ -78,10 +85,9 @@ class Gloo:
         self._unlock: Callable[[], None] | None = None
 
     def _open(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Open a group; every rank opens the same ones."""
-        allowed = timedelta(seconds=self._timeout)
-        group: dist.ProcessGroup
-        group = dist.new_group(list(ranks), timeout=allowed, backend="gloo")
+        """Open a group; every rank that shares the model opens the same ones."""
+        members = [self._ranks[rank] for rank in ranks]
+        group: dist.ProcessGroup = new_group(members, self._timeout, apart=self._is_part)
         if self.rank in ranks:
             self._groups.append(group)
         return group
@@ -91,6 +97,11 @@ class Gloo:
             return
         copies = [range(at, at + self.n_shares) for at in range(0, self.size, self.n_shares)]
         at = self.rank // self.n_shares
+        if isinstance(device, CudaDevice) and self._is_part:
+            raise ConfigError(
+                "CUDA devices of several machines would gather shares of tensors that ranks divide",
+                advice='let the ranks of a copy be on one machine, with "tp" between machines',
+            )
         if isinstance(device, CudaDevice):
             on_device = connected(copies, self._timeout)[at]
             self._groups.append(on_device)
@@ -116,7 +127,7 @@ class Gloo:
         for share, (start, end) in enumerate(pairwise(cuts)):
             if start < end:
                 part = value[start:end]
-                work = dist.broadcast(part, share, group=self._bytes, async_op=True)
+                work = dist.broadcast(part, self._ranks[share], group=self._bytes, async_op=True)
                 self._waits.until(work, what)
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
@@ -224,6 +235,16 @@ class Meetings:
         rows = torch.empty(size * mine.numel(), dtype=torch.uint8, device="cpu")
         self.waits.until(all_gather(rows, mine, self.group), what)
         return [each.numpy().tobytes() for each in rows.view(size, -1)]
+
+
+def new_group(ranks: Sequence[int], timeout_seconds: float, *, apart: bool) -> Any:
+    """Open a group of gloo; ``apart``: its members alone do. Others get torch's mark of that."""
+    if apart and dist.get_rank() not in ranks:
+        return dist.GroupMember.NON_GROUP_MEMBER
+    allowed = timedelta(seconds=timeout_seconds)
+    return dist.new_group(
+        list(ranks), timeout=allowed, backend="gloo", use_local_synchronization=apart
+    )
 
 
 def local_ranks() -> int:

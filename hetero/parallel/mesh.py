@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
-from hetero.device.comm import ALONE_COMM, Comm
+from hetero.device.comm import ALONE_COMM, Alone, Comm
 from hetero.errors import ConfigError
-from hetero.parallel.gloo import Gloo
+from hetero.internals import is_traceable_wrapper_subclass
+from hetero.parallel.gloo import Gloo, local_ranks
+from hetero.train.model.parts import Parts, WholeTensors
 
-REPLICATE, SHARD = "dp_replicate", "dp_shard"
-AXES = (REPLICATE, SHARD)
+REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
+AXES = (REPLICATE, SHARD, TENSOR)
+"""Outermost first: ranks that differ in the last one alone follow each other."""
+
+
+def parts_of(model: Any) -> Parts:
+    """Return what a model's parameters have inside: DTensors, if any of them is one."""
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    if not any(map(is_traceable_wrapper_subclass, params)):
+        return WholeTensors()
+    # other models do not pay for the import
+    from hetero.parallel.tensor import dtensors_of
+
+    return dtensors_of(model)
 
 
 def open_comm(
@@ -24,6 +39,7 @@ def open_comm(
     *,
     one_sided: bool = True,
     averages: bool = False,
+    tensor_ranks: Sequence[int] = (),
 ) -> Comm:
     """Return the ranks with which this one shares its homes; collective if they are several.
 
@@ -33,21 +49,29 @@ def open_comm(
         sum_group: as `Config.sum_group`.
         one_sided: whether ranks of one machine may read each other's shares.
         averages: whether the caller averages gradients of ranks that each keep a whole model.
+        tensor_ranks: those that have the parts of this rank's parameters, which are DTensors.
 
     Raises ConfigError for a mesh that is not of the process group's size, or without such a group;
     without a mesh in a group of several ranks, which would each train alone; and for groups of
     ranks that do not fit the mesh.
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
-    if mesh is None:
+    if mesh is None and tensor_ranks:
+        check_covered(world, tensor_ranks)
+        n_shares = n_copies = 1
+    elif mesh is None:
         check_alone(world)
         n_shares = n_copies = 1
     else:
-        n_shares, n_copies = shares_of(mesh, world, averages)
+        n_shares, n_copies = shares_of(mesh, world, averages, tensor_ranks)
     check_group(sum_group, n_shares, n_copies)
+    n_tensor = len(tensor_ranks)
     if n_shares == 1:
-        return ALONE_COMM
-    return Gloo(n_shares, timeout_seconds, sum_group, one_sided=one_sided)
+        return Alone(min(n_tensor, local_ranks() or n_tensor)) if n_tensor else ALONE_COMM
+    ranks = None
+    if n_tensor:  # those that have the same part of each tensor
+        ranks = range(dist.get_rank() % n_tensor, world, n_tensor)
+    return Gloo(n_shares, timeout_seconds, sum_group, one_sided=one_sided, ranks=ranks)
 
 
 def check_alone(world: int) -> None:
@@ -67,7 +91,42 @@ def check_alone(world: int) -> None:
         )
 
 
-def shares_of(mesh: Any, world: int, averages: bool) -> tuple[int, int]:
+def check_covered(world: int, tensor_ranks: Sequence[int]) -> None:
+    """Refuse ranks beyond those of the model's own mesh, if no mesh says what they do."""
+    if len(tensor_ranks) != world:
+        n = len(tensor_ranks)
+        raise ConfigError(
+            f"the parameters are DTensors on {n} of {world} ranks, and mesh= is not set: nothing"
+            " would average the gradients of the others",
+            advice=f"set mesh={{'dp_shard': {world // n}, 'tp': {n}}}",
+        )
+
+
+def check_tensor(mesh: Any, size: int, tensor_ranks: Sequence[int]) -> None:
+    """Refuse a mesh whose axis "tp" is not that of the model's parameters."""
+    if size == 1 and not tensor_ranks:
+        return
+    if not tensor_ranks:
+        raise ConfigError(
+            f"mesh={mesh!r}, and no parameter of the model is a DTensor",
+            advice="parallelize the model before hetero.prepare, with torch's parallelize_module"
+            " or transformers' tp_plan",
+        )
+    first = tensor_ranks[0]
+    follow = list(tensor_ranks) == list(range(first, first + len(tensor_ranks)))
+    if len(tensor_ranks) != size or not follow or first % size:
+        n = len(tensor_ranks)
+        raise ConfigError(
+            f"mesh={mesh!r}, and the parameters are DTensors on ranks"
+            f' {", ".join(map(str, tensor_ranks))}: "tp" is of {size}',
+            advice=f"set 'tp': {n} in mesh=, and let the ranks of a tensor follow each other:"
+            " init_device_mesh(device, (..., tp), mesh_dim_names=(..., 'tp'))['tp']",
+        )
+
+
+def shares_of(
+    mesh: Any, world: int, averages: bool, tensor_ranks: Sequence[int]
+) -> tuple[int, int]:
     """Return the shares that homes are cut in, and the copies of the model that add up gradients.
 
     Ranks that each keep a whole model are alone to us: others average for them, or it is refused.
@@ -79,11 +138,13 @@ def shares_of(mesh: Any, world: int, averages: bool) -> tuple[int, int]:
             " torch.distributed.init_process_group() before hetero.prepare",
         )
     sizes = sizes_of(mesh, world)
+    check_tensor(mesh, sizes[TENSOR], tensor_ranks)
     if sizes[SHARD] > 1:
         return sizes[SHARD], sizes[REPLICATE]
-    if world > 1 and not averages:
+    if sizes[REPLICATE] > 1 and not averages:
         raise ConfigError(
-            f"mesh={mesh!r}: nothing would average the gradients of {world} whole models",
+            f"mesh={mesh!r}: nothing would average the gradients of {sizes[REPLICATE]} whole"
+            " models",
             advice="share the model with mesh='world', or let HeteroAccelerator prepare it,"
             " which averages",
         )
@@ -99,7 +160,7 @@ def launched() -> int:
 def sizes_of(mesh: Any, world: int) -> dict[str, int]:
     """Return the size of each axis; ConfigError unless they multiply to the world's."""
     if mesh == "world":
-        return {REPLICATE: 1, SHARD: world}
+        return {REPLICATE: 1, SHARD: world, TENSOR: 1}
     if not isinstance(mesh, Mapping):
         check_order(mesh)
         mesh = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))

@@ -28,7 +28,7 @@ class Neighbours(OneSided):
 
     def __init__(self, far: Comm, node: SharedNode) -> None:
         self.rank = far.rank
-        self.size = self.n_local = far.size
+        self.size, self.n_local = far.size, far.n_local
         self.n_shares, self.n_copies = far.n_shares, far.n_copies
         self.sum_group = far.sum_group
         self.node = node

@@ -14,7 +14,7 @@ from torch import nn
 from hetero.device import Device
 from hetero.errors import StateError
 from hetero.events import EventLog, What
-from hetero.internals import NO_TASK, at_end_of_backward, graph_task, version_of
+from hetero.internals import NO_TASK, at_end_of_backward, graph_task
 from hetero.memory.layout import Layout
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.fetches import Fetches
@@ -22,7 +22,6 @@ from hetero.train.access.pages import ParameterPages
 from hetero.train.activations.held import CHANGED, GraphFootprint
 from hetero.train.activations.saved import SavedView
 from hetero.train.gradients.store import GradStore
-from hetero.train.model.binding import version
 from hetero.types import Kind, Phase, Tier, noop
 
 WHY = {phase: phase.value for phase in Phase}  # `phase.value` costs two calls
@@ -204,6 +203,7 @@ class SavedViews:
         self._by_storage = pages.manager.arena.by_storage
         self._fetches = fetches
         self._backward = backward
+        self._version_of = pages.binding.version_of
 
     def locate(self, tensor: torch.Tensor, cdata: int) -> SavedView | None:
         """Return the position of a tensor in a parameter's frame or placeholder (see saved.py).
@@ -219,12 +219,14 @@ class SavedViews:
         if replica is None:
             index = binding.by_placeholder[cdata]
             spec = self._pages.layout.home[index][1].spec
-            return SavedView(index, 0, spec.shape, spec.stride, version_of(binding.params[index]))
+            return SavedView(
+                index, 0, spec.shape, spec.stride, self._version_of(binding.params[index])
+            )
         if tensor.dtype is not replica.bucket.dtype:
             return None  # a view under another dtype: its storage is a lease
         offset, segments = int(tensor.storage_offset()), replica.bucket.segments
         segment = segments[bisect_right(segments, offset, key=_offset_of) - 1]
-        then = version_of(binding.params[segment.index])
+        then = self._version_of(binding.params[segment.index])
         at = offset - segment.offset
         return SavedView(segment.index, at, tuple(tensor.size()), tensor.stride(), then)
 
@@ -236,7 +238,7 @@ class SavedViews:
                 advice="run backward before releasing the model",
             )
         bucket, segment = self._pages.layout.home[saved.param]
-        now = version(self._pages.binding.params[saved.param])
+        now = self._version_of(self._pages.binding.params[saved.param])
         if now != saved.version:
             what = f"parameter {segment.spec.name!r} of shape {list(segment.spec.shape)}"
             raise RuntimeError(CHANGED.format(what=what, now=now, then=saved.version))

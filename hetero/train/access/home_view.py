@@ -13,6 +13,7 @@ from hetero.memory.layout import Segment
 from hetero.memory.shown import alias
 from hetero.train.access.pages import ParameterPages
 from hetero.train.model.lazy import HomeSlot, shown
+from hetero.train.model.parts import Parts
 
 _HOMEWARD = (torch.Tensor.detach, torch.Tensor.copy_)
 
@@ -24,8 +25,11 @@ class StateDictView:
         before_write: called before a home may be written, now or through a tensor that shows it.
     """
 
-    def __init__(self, pages: ParameterPages, *, before_write: Callable[[], None]) -> None:
+    def __init__(
+        self, pages: ParameterPages, parts: Parts, *, before_write: Callable[[], None]
+    ) -> None:
         self._pages = pages
+        self._parts = parts
         self._before_write = before_write
         self._is_open = False
 
@@ -44,9 +48,13 @@ class StateDictView:
 
     def carry_out(self, func: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
         """Carry out a state dict's ``detach`` or ``copy_``."""
+        param = args[0]
         if func == torch.Tensor.detach:
-            return self._detached(args[0])
-        return self._copied(args[0], args[1])
+            value = self._detached(param)
+            return (
+                value if self._parts.inside(param) is None else self._parts.wrapping(param)(value)
+            )
+        return self._copied(param, self._parts.value(param, args[1]))
 
     def _detached(self, param: nn.Parameter) -> torch.Tensor:
         bucket, segment = self._pages.home(param)

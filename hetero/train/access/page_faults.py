@@ -19,6 +19,7 @@ from hetero.train.access.step_events import StepEvents
 from hetero.train.activations.structure import leaves_of
 from hetero.train.model import faults
 from hetero.train.model.binding import without_faults
+from hetero.train.model.parts import Parts
 from hetero.train.update.masters import Scaling
 
 
@@ -60,8 +61,11 @@ class PageFaults:
         scaling: of the loss, under precision="fp16".
     """
 
-    def __init__(self, runtime: Lender, *, place: torch.device, scaling: Scaling | None) -> None:
+    def __init__(
+        self, runtime: Lender, *, place: torch.device, scaling: Scaling | None, parts: Parts
+    ) -> None:
         self.scaling = scaling
+        self._parts = parts
         self._runtime = runtime
         self._place = place
 
@@ -95,7 +99,7 @@ class PageFaults:
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         """Return ``param.data`` of a bound parameter; writes through it are not counted."""
         self._pages.manager.replicas[self._pages.home(param)[0]].exposed = True
-        return faults.read_data(param)
+        return self._parts.data(param)
 
     def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Carry out ``param.data = value`` by copying; a change of geometry is refused."""

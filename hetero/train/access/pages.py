@@ -12,7 +12,7 @@ from torch import nn
 from hetero.errors import StateError
 from hetero.memory.layout import Layout, Segment
 from hetero.memory.manager import ChunkManager
-from hetero.train.model.binding import Binding, version
+from hetero.train.model.binding import Binding
 from hetero.train.update.masters import Masters
 
 
@@ -74,7 +74,7 @@ class ParameterPages:
 
     def versions(self, indices: Iterable[int]) -> dict[int, int]:
         """Return how often each parameter was written."""
-        return {i: version(self.binding.params[i]) for i in indices}
+        return {i: self.binding.version_of(self.binding.params[i]) for i in indices}
 
     @contextmanager
     def not_stepped(self, before: dict[int, int]) -> Iterator[None]:

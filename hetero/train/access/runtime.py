@@ -34,7 +34,7 @@ from hetero.train.activations.saved import GUARDS as SAVING
 from hetero.train.activations.saved import SavedTensors, inside_foreign_hooks
 from hetero.train.gradients.store import GradStore
 from hetero.train.model import faults
-from hetero.train.model.binding import Binding
+from hetero.train.model.parts import Parts
 from hetero.train.update.masters import Masters, Scaling
 from hetero.types import Phase, noop
 
@@ -48,6 +48,7 @@ class Runtime:
         train, evaluate: cursors of forwards with and without gradients.
         stepped: whether an optimizer's step ends a trace.
         scaling: of the loss, under precision="fp16".
+        parts: what parameters have inside.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Runtime:
         events: StepEvents,
         early: EarlyUpdates | NoEarlyUpdates,
         scaling: Scaling | None,
+        parts: Parts,
     ) -> None:
         self.unguard: Callable[[], object] = noop
         """Removes our guards from torch's functions."""
@@ -74,10 +76,10 @@ class Runtime:
         self.events = events
         self.fetches = Fetches(manager, train=train, evaluate=evaluate, stepped=stepped)
         place = device.torch_device
-        classes = faults.paged_classes(PageFaults(self, place=place, scaling=scaling))
-        binding = Binding(params, layout, place, *classes)
+        owner = PageFaults(self, place=place, scaling=scaling, parts=parts)
+        binding = parts.bind_to(params, layout, place, owner)
         self.pages = ParameterPages(layout, manager=manager, masters=masters, binding=binding)
-        self.state_dicts = StateDictView(self.pages, before_write=events.before_load)
+        self.state_dicts = StateDictView(self.pages, parts, before_write=events.before_load)
         footprint = GraphFootprint()
         self.accesses = AccessLog(
             layout, needs, device=device, log=manager.log, footprint=footprint
@@ -93,7 +95,7 @@ class Runtime:
             ended=events.backward_ended,
         )
         self.views = SavedViews(self.pages, self.fetches, self.backward)
-        self.saved = SavedTensors(self.views, footprint)
+        self.saved = SavedTensors(self.views, footprint, parts)
         self._grads = grads
         self._entered: list[Accessed] = []  # open accesses, which nest
         self._calls: list[Phase] = []  # open calls of the whole model, which nest

@@ -137,6 +137,7 @@ class LiveBytes(TorchDispatchMode):
         grown: called with the live bytes at each new peak; may raise, else returns them recounted.
         ours: whether operations belong to the model; False suspends counting.
         passing: tensors in such storages that are counted elsewhere.
+        wrappers: classes of tensors whose operations are others on what they have inside.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class LiveBytes(TorchDispatchMode):
         grown: Callable[[int], int] | None = None,
         ours: Callable[[], bool] = lambda: True,
         passing: Callable[[], Iterable[torch.Tensor]] = tuple,
+        wrappers: tuple[type, ...] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
         self.live = 0
@@ -153,6 +155,7 @@ class LiveBytes(TorchDispatchMode):
         self._grown = grown
         self._ours = ours
         self._passing = passing
+        self._wrappers = wrappers
         self._seen: dict[int, object] = {t.untyped_storage()._cdata: None for t in known}
 
     @classmethod
@@ -162,6 +165,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._wrappers and any(issubclass(kind, self._wrappers) for kind in types):
+            return NotImplemented  # those that it makes inside are seen
         found = func(*args, **kwargs) if kwargs else func(*args)
         if func.is_view:
             return found
@@ -221,10 +226,11 @@ class TracedMeter(Uninterrupted):
         keeper: Callable[[], Keeper],
         ours: Callable[[], bool],
         passing: Callable[[], Iterable[torch.Tensor]],
+        wrappers: tuple[type, ...] = (),
     ) -> None:
         self._footprint = footprint
         self._keeper = keeper
-        self._mode = LiveBytes(grown=self._look, ours=ours, passing=passing)
+        self._mode = LiveBytes(grown=self._look, ours=ours, passing=passing, wrappers=wrappers)
         self._end = 0
         _meters.add(self)
 
@@ -287,6 +293,7 @@ def make_meter(
     passing: Callable[[], Iterable[torch.Tensor]],
     ours: Callable[[], bool],
     keeper: Callable[[], Keeper],
+    wrappers: tuple[type, ...] = (),
 ) -> Meter:
     """Return the meter of activations for a device.
 
@@ -300,7 +307,7 @@ def make_meter(
             *(device, footprint, others), passing=passing, trains=trains, slack_bytes=slack_bytes
         )
     if traced:
-        return TracedMeter(footprint, keeper=keeper, ours=ours, passing=passing)
+        return TracedMeter(footprint, keeper=keeper, ours=ours, passing=passing, wrappers=wrappers)
     return BoundMeter(footprint, gradient_bytes)
 
 

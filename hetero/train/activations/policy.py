@@ -36,6 +36,18 @@ IN_NEED = (
 CHOICES = {"auto": KEEP, "keep": KEEP, "recompute": RECOMPUTE, "offload": OFFLOAD}
 
 
+def first_policy(unit: Unit, choice: str, saved: SavedTensors) -> Policy:
+    """Return the policy of a unit's first forward.
+
+    A lone layer saves its inputs, and no more. If it is parallel, hooks outside of its forward end
+    what that began (the mask of an embedding whose words ranks divide): it is not repeated alone.
+    """
+    alone = unit.module is not None and not any(True for _ in unit.module.children())
+    if saved.parts.kinds and alone and CHOICES[choice].recompute:
+        return KEEP
+    return CHOICES[choice]
+
+
 class Policies(UserDict[int, Policy]):
     """The policy of every unit; units that offload are counted as policies change."""
 
@@ -116,10 +128,12 @@ class ActivationPolicies:
     ) -> None:
         named = [i for i, unit in enumerate(units) if unit.module is not None]
         self.may_change = choice == "auto" and trains
-        self.policies = Policies(dict.fromkeys(named, CHOICES[choice]))
+        self.policies = Policies({i: first_policy(units[i], choice, saved) for i in named})
         self.watch: Watch = Unwatched()
         self.forwards: Forwards = Unwatched()
-        self.proofs = {unit: Proof() for unit in named}
+        # A rank that chose to repeat a unit would repeat its collectives alone.
+        is_tried = not (self.may_change and saved.parts.kinds)
+        self.proofs = {unit: Proof(is_tried=is_tried) for unit in named}
         """By unit: whether it may be recomputed."""
         self._unproven: set[int] = set()  # units to be recomputed all the same
         self._impure: set[type] = set()  # of units that were seen not to be repeatable

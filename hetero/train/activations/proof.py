@@ -108,9 +108,14 @@ def _sums(flat: torch.Tensor) -> torch.Tensor:
 
 
 class Proof:
-    """The verdicts on one unit."""
+    """The verdicts on one unit.
 
-    def __init__(self) -> None:
+    Args:
+        is_tried: whether the unit may be repeated to find out.
+    """
+
+    def __init__(self, *, is_tried: bool = True) -> None:
+        self._is_tried = is_tried
         self._found: dict[int, str] = {}  # by path: "" if pure, else the reason
         self._path = 0
         self._failures = 0  # of memory
@@ -128,7 +133,7 @@ class Proof:
     @property
     def is_open(self) -> bool:
         """Whether the latest path has no verdict, and may be tried."""
-        return self._path not in self._found and len(self._found) < MOST_PATHS
+        return self._is_tried and self._path not in self._found and len(self._found) < MOST_PATHS
 
     def conclude(self, path: int, reason: str | None) -> None:
         """Record a trial of this path: "" if the bits were the same, else the difference.

@@ -26,6 +26,7 @@ from hetero.train.activations.reach import Reach
 from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.structure import flatten, told_apart
 from hetero.train.model.graph import versions
+from hetero.train.model.parts import Parts, WholeTensors
 
 Call = Callable[..., Any]
 BeforeNode = Callable[[Any, Callable[..., None]], None]
@@ -63,6 +64,7 @@ class Forward:
         self._module = module
         self._call = call
         self._saved = saved
+        self._parts = WholeTensors() if saved is None else saved.parts
         leaves, self._structure = flatten((tuple(args), kwargs))
         self.distinct, self._places = told_apart(leaves)
         self._caches = {
@@ -104,7 +106,7 @@ class Forward:
         with self._watched(digests):
             found = theirs(self._call, *args, **kwargs)
         self._moment.close()
-        _digest_outputs(found, digests)
+        _digest_outputs(found, digests, self._parts)
         if versions(self.distinct) != before[0]:
             self.written = "writes to its inputs in place"
         elif versions(weights) != before[1]:
@@ -184,14 +186,14 @@ class Forward:
 
     def again(self, distinct: Sequence[Any], digests: Digests | None) -> Any:
         """Repeat the call with the arguments ``distinct``."""
-        given = [_apart(value) for value in distinct]
+        given = [_apart(value, self._parts.kinds) for value in distinct]
         leaves = [
             twin(self._caches[at]) if at in self._caches else given[at] for at in self._places
         ]
         args, kwargs = self._structure.build(iter(leaves))
         with self._moment.again(), self._watched(digests):
             found = theirs(self._call, *args, **kwargs)
-        _digest_outputs(found, digests)
+        _digest_outputs(found, digests, self._parts)
         return found
 
     def _verified(
@@ -231,19 +233,19 @@ class Forward:
         )
 
 
-def _apart(value: Any) -> Any:
+def _apart(value: Any, wrappers: tuple[type, ...]) -> Any:
     """Return an input detached from its graph: a hook on it would be there twice."""
-    if type(value) is not torch.Tensor or not value.requires_grad:
+    if type(value) not in (torch.Tensor, *wrappers) or not value.requires_grad:
         return value
     return value.detach().requires_grad_()
 
 
-def _digest_outputs(found: Any, digests: Digests | None) -> None:
+def _digest_outputs(found: Any, digests: Digests | None, parts: Parts) -> None:
     """Digest a call's outputs: state may show there alone."""
     if digests is not None:
         for leaf in flatten(found)[0]:
             if isinstance(leaf, torch.Tensor):
-                digests.saw(leaf)
+                digests.saw(parts.local(leaf))
 
 
 class ProofTrial:

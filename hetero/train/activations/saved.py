@@ -28,6 +28,7 @@ from hetero.train.activations.held import GraphFootprint, Held, Kept
 from hetero.train.activations.offload import Offload
 from hetero.train.activations.proof import Digests
 from hetero.train.model.binding import without_faults
+from hetero.train.model.parts import Parted, Parts, WholeTensors
 
 
 class SavedView(NamedTuple):
@@ -119,6 +120,41 @@ class Pack:
         return Delegated(self.outer[1], self.outer[0](tensor), held, self._owner.again)
 
 
+class PartPack(Pack):
+    """The pack hook of a model with wrappers: of one, what is inside is packed."""
+
+    __slots__ = ()
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        parts = self._owner.parts
+        local = parts.inside(tensor)
+        if local is None or local.layout is not torch.strided:
+            return super().__call__(tensor)
+        with without_faults():
+            storage = local.untyped_storage()
+            cdata = storage._cdata
+            saved = self._views.locate(local, cdata)
+        digests = self._owner.digests
+        if digests is not None:
+            digests.saw(local) if saved is None else digests.saw_view(saved)
+            if not digests.keeps:
+                return None
+        if saved is not None:
+            return Wrapped(saved, parts.wrapping(tensor))
+        offload, n_bytes = self._offload, storage.nbytes()
+        if self.outer is None and offload is not None and offload.wants(local, n_bytes):
+            held = Held(self._footprint, cdata, n_bytes)
+            return Wrapped(offload.keep(local, cdata, held), parts.wrapping(tensor))
+        return self._keep(tensor, cdata, n_bytes)
+
+
+class Wrapped(NamedTuple):
+    """What a wrapper has inside, packed, and how it is wrapped."""
+
+    packed: Any
+    wrap: Parted
+
+
 class NoViews:
     """`Views` of a model whose parameters stay in place."""
 
@@ -133,21 +169,28 @@ class NoViews:
 class SavedTensors:
     """Pushes and pops our pair of hooks around code that differentiates parameters."""
 
-    def __init__(self, views: Views, footprint: GraphFootprint | None = None) -> None:
+    def __init__(
+        self,
+        views: Views,
+        footprint: GraphFootprint | None = None,
+        parts: Parts | None = None,
+    ) -> None:
         self.footprint = footprint or GraphFootprint()
+        self.parts = parts or WholeTensors()
+        self._packs = PartPack if self.parts.kinds else Pack
         self.views = views
         self.digests: Digests | None = None
         """Digests all saved tensors, for a proof."""
         self.again: Again | None = None
         """The unit's running call, if only its inputs stay."""
         self._offload: Offload | None = None
-        self._plain = Pack(self, None)
+        self._plain = self._packs(self, None)
 
     def lower(self, offload: Offload) -> None:
         """Let the saved tensors that ``offload`` wants go down."""
         self._offload = offload
         offload.footprint = self.footprint
-        self._plain = Pack(self, None, offload)
+        self._plain = self._packs(self, None, offload)
 
     @contextmanager
     def watched(self, digests: Digests | None, again: Again | None = None) -> Iterator[None]:
@@ -200,7 +243,7 @@ class SavedTensors:
         pack = top[0]
         if isinstance(pack, Pack) and pack._views is self.views:
             return pack
-        return Pack(self, top)
+        return self._packs(self, top)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, SavedView):
@@ -211,6 +254,8 @@ class SavedTensors:
             return packed.get()
         if isinstance(packed, Delegated):
             return self._delegated(packed)
+        if isinstance(packed, Wrapped):
+            return packed.wrap(self._unpack(packed.packed))
         raise StateError(f"a saved tensor came back as {type(packed).__name__}")
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
@@ -17,7 +18,7 @@ from hetero.device.comm import Comm
 from hetero.errors import ConfigError, DivergenceError
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.gradients.slot import NONE, LazyGrad
-from hetero.train.model.binding import get_grad
+from hetero.train.model.parts import Parts
 from hetero.train.update.rules import Group, bytes_of
 from hetero.version import __version__
 
@@ -94,11 +95,11 @@ def plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) and not value.is_meta else value
 
 
-def gradients_of(params: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+def gradients_of(params: Iterable[tuple[str, nn.Parameter]], parts: Parts) -> dict[str, str]:
     """Return what an update would read of each gradient that is not a sum over ranks as it is."""
     found = {}
     for name, param in params:
-        grad = get_grad(param)
+        grad = parts.grad(param)
         if grad is None:
             found[f"the gradient of {name!r}"] = "none"
         elif not isinstance(grad, LazyGrad):
@@ -147,7 +148,8 @@ def check_places(comm: Comm, device: Device) -> None:
             f"ranks that share a model compute on {', '.join(names)}",
             advice="pass the same kind of device= on every rank",
         )
-    if device.is_cuda and len(set(names)) < comm.n_local <= min(numbers):
+    n_here = min(comm.n_local, comm.size)
+    if device.is_cuda and len(set(names)) < n_here <= min(numbers):
         raise ConfigError(
             f"ranks compute on {', '.join(names)}, and there are {min(numbers)} devices",
             advice="call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before"
@@ -189,6 +191,7 @@ def check_names(told: Sequence[Sequence[str]]) -> None:
             )
 
 
-def values_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return parameters and buffers by name."""
-    return [*model.named_parameters(), *model.named_buffers()]
+def values_of(model: nn.Module, parts: Parts) -> list[tuple[str, torch.Tensor]]:
+    """Return what parameters and buffers have inside, by name."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return [(name, parts.local(tensor)) for name, tensor in named]

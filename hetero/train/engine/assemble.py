@@ -16,6 +16,7 @@ from hetero.train.engine.paged import Paged
 from hetero.train.engine.resident import Mastered, Resident
 from hetero.train.engine.setup import Setup, set_up
 from hetero.train.engine.tuning import Tuning
+from hetero.train.model.parts import Parts, WholeTensors
 
 
 def assemble(
@@ -26,9 +27,13 @@ def assemble(
     blueprint: Blueprint,
     tuning: Tuning | None = None,
     comm: Comm = ALONE_COMM,
+    parts: Parts | None = None,
 ) -> Engine:
     """Move the parameters to their homes and attach everything; undone on any failure."""
-    setup = set_up(model, optimizer, config, device, blueprint, tuning or Tuning(), comm)
+    setup = set_up(
+        *(model, optimizer, config, device, blueprint, tuning or Tuning(), comm),
+        parts or WholeTensors(),
+    )
     interrupts.hold(setup)
     residence: Paged | Resident | None = None
     try:

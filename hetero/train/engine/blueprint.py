@@ -25,6 +25,7 @@ from hetero.memory.layout import (
 )
 from hetero.train.engine.check import pageable, pages, tables
 from hetero.train.gradients.crossing import exchange_bytes
+from hetero.train.model.parts import Parts, WholeTensors
 from hetero.train.model.units import Unit, assign, find_units
 from hetero.train.update.masters import WORKING, low_dtype, named_by, working_dtypes
 from hetero.train.update.rules import Group, Rule
@@ -144,10 +145,11 @@ def draw(
     device: Device | None = None,
     n_shares: int = 1,
     n_copies: int = 1,
+    parts: Parts | None = None,
 ) -> Blueprint:
     """Find the units, lay out the buckets and size the states, for a CPU unless a device is given;
     touches nothing. ``n_copies`` of the homes are cut in ``n_shares`` each, one a rank."""
-    device = device or CpuDevice()
+    device, parts = device or CpuDevice(), parts or WholeTensors()
     owned = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
     units, home = assign(model, find_units(model, config.units))
     check_tables(model, config)
@@ -158,14 +160,15 @@ def draw(
         ParamSpec(
             name=name,
             unit=home[name],
-            shape=tuple(p.shape),
-            stride=dense_stride(name, p.shape, p.stride()),
+            shape=tuple(own.shape),
+            stride=dense_stride(name, own.shape, own.stride()),
             dtype=working[id(p)],
             trainable=id(p) not in codecs and (p.requires_grad or id(p) in owned),
             codec=codecs.get(id(p), EXACT),
             align=max(align, device.align_bytes // working[id(p)].itemsize),
         )
         for name, p in pages(model)
+        for own in [parts.local(p)]
     ]
     names = [unit.name or "model" for unit in units]
     dtype = WORKING.get(config.precision)

@@ -22,6 +22,7 @@ from hetero.memory.codec import is_finite
 from hetero.memory.home import refusal
 from hetero.memory.layout import Layout
 from hetero.train.model.empty import promised
+from hetero.train.model.parts import Parts, WholeTensors
 from hetero.train.model.units import PART, has_params
 from hetero.train.update.optimizer import Optimizer
 from hetero.train.update.trial import check_optimizer
@@ -32,12 +33,13 @@ OF_MODULES = {"_parameters", "_buffers", "_modules"}
 _FLOAT8 = tuple(getattr(torch, n) for n in dir(torch) if n.startswith("float8_"))
 
 
-def check_model(model: object, *, weights: bool = False) -> nn.Module:
+def check_model(model: object, *, weights: bool = False, parts: Parts | None = None) -> nn.Module:
     """Return the model, or raise naming the module or the parameter that cannot be prepared.
 
     A parameter may be empty (on the meta device) if ``weights`` are to come, or if it knows where
     its values are.
     """
+    parts = parts or WholeTensors()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
     for name, module in model.named_modules():
@@ -55,16 +57,16 @@ def check_model(model: object, *, weights: bool = False) -> nn.Module:
     named = list(model.named_parameters())
     for name, param in named:
         if not (param.is_meta and (weights or promised(param))):
-            check_param(name, param)
+            check_param(name, param, parts)
     check_one_device((name, param) for name, param in named if not promised(param))
-    check_overlaps(named)
+    check_overlaps((name, parts.local(param)) for name, param in named)
     for name, param in tables(model):
         if param.is_meta and pageable(param):
             raise ConfigError(
                 f"parameter {name!r} is on the meta device, and its module makes it anew each time",
                 advice="load this model's weights before hetero.prepare",
             )
-    check_aliases(model, named)
+    check_aliases(model, named, parts)
     return model
 
 
@@ -167,8 +169,9 @@ def tables(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if id(p) not in paged]
 
 
-def check_param(name: str, param: nn.Parameter) -> None:
+def check_param(name: str, param: nn.Parameter, parts: Parts) -> None:
     """Refuse parameters whose bytes are not a plain dense tensor, by name and kind."""
+    is_wrapper = parts.inside(param) is not None
     if hasattr(type(param), "hetero_runtime"):  # tied into this model from another one
         raise StateError(
             f"parameter {name!r} belongs to a prepared model",
@@ -189,6 +192,10 @@ def check_param(name: str, param: nn.Parameter) -> None:
         kind = f"sparse ({param.layout})"
     elif param.is_quantized or param.is_nested:
         kind = "quantized" if param.is_quantized else "nested"
+    elif is_wrapper and type(parts.local(param)) is not torch.Tensor:
+        kind = f"a {type(param).__name__} of a {type(parts.local(param)).__name__}"
+    elif is_wrapper:
+        parts.check(name, param)
     elif type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:
         kind = f"a tensor subclass ({type(param).__name__})"
     elif type(param) is not nn.Parameter:
@@ -204,12 +211,12 @@ def check_param(name: str, param: nn.Parameter) -> None:
         )
 
 
-def check_codes(model: nn.Module, layout: Layout) -> None:
+def check_codes(model: nn.Module, layout: Layout, parts: Parts) -> None:
     """Refuse, by name, weights that their codec cannot hold, before any has changed."""
     paged = (param for _, param in pages(model))
     for param, (bucket, segment) in zip(paged, layout.home, strict=True):
         codec = layout.buckets[bucket].codec
-        if not (codec.exact or is_finite(param)):
+        if not (codec.exact or is_finite(parts.local(param))):
             raise refusal(segment, codec)
 
 
@@ -254,15 +261,17 @@ def spans_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[int, list[Span]]
     return found
 
 
-def check_aliases(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+def check_aliases(
+    model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], parts: Parts
+) -> None:
     """Refuse module tensors that share a parameter's memory; warn of other holders of it.
 
     In torch they follow every step; from `prepare` on the parameter's bytes are elsewhere.
     """
-    spans = spans_of(pages(model))
+    spans = spans_of((name, parts.local(param)) for name, param in pages(model))
     known = {id(param) for _, param in named}
     for name, tensor, is_computed in held_by(model):
-        span = None if id(tensor) in known else span_of(name, tensor)
+        span = None if id(tensor) in known else span_of(name, parts.local(tensor))
         if is_computed and span is not None and span[0] in spans:
             spans[span[0]].append(Span(0, 0, name))  # only counted as a holder
             continue
@@ -308,7 +317,7 @@ def use_count_of(storage: int) -> int:
     return storage_uses(storage) - (ALONE - 1)
 
 
-def check_overlaps(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+def check_overlaps(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse parameters that share part of a storage; tied ones are one parameter."""
     for rows in spans_of(named).values():
         for (_, end, name), (first, _, other) in itertools.pairwise(rows):

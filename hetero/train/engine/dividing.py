@@ -76,6 +76,7 @@ class HbmDivision:
             passing=ring.sources,
             ours=lambda: runtime.is_running,
             keeper=self._keeper,
+            wrappers=setup.parts.kinds,
         )
 
     def _keeper(self) -> Keeper:

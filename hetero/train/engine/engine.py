@@ -22,6 +22,7 @@ from hetero.train.engine.setup import Setup
 from hetero.train.engine.snapshot import Saving
 from hetero.train.engine.steps import HomeSteps, NoSteps, TorchSteps, placed
 from hetero.train.model.graph import unless_gone
+from hetero.train.model.parts import Parts
 from hetero.train.model.units import MARK
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.optimizer import Optimizer, silence
@@ -104,6 +105,9 @@ class Engine:
         self.setup.rewrite()
         self.setup.hooks.guard(self.setup.model, self._state_dict_access, self._check_copy)
         self.steps = steps_of(self.setup, self.residence)
+        if self.steps.stepper is None and self.optimizer is not None:  # torch steps parameters
+            for param, state in self.optimizer.known_state.items():
+                state.update({k: self.shown_state(param, v) for k, v in state.items()})
 
     def _refuse_excess(self) -> None:
         """Raise OutOfMemory if offloaded activations passed a budget."""
@@ -152,7 +156,7 @@ class Engine:
         setup = self.setup
         setup.saver.finish()
         self.residence.settle(setup.bucket(param).id)  # a pending write would land after this
-        setup.masters.load(setup.segment(param), low)
+        setup.masters.load(setup.segment(param), setup.parts.value(param, low))
 
     def void_early(self) -> None:
         """Give up a step that will not be made; early updates of it leave a broken model."""
@@ -196,6 +200,24 @@ class Engine:
         """Return a state with torch's keys whose tensors are the homes' or copies."""
         self.setup.saver.finish()
         return self.steps.adopt(param, state, group)
+
+    @property
+    def parts(self) -> Parts:
+        """What parameters have inside."""
+        return self.setup.parts
+
+    def was_cut(self, param: nn.Parameter) -> bool:
+        """Whether every rank had the whole of a gradient, of which its part is left."""
+        trained = self.residence.trained
+        return trained is not None and trained.grads.was_cut(param)
+
+    def shown_state(self, param: torch.Tensor, value: Any) -> Any:
+        """Return a value of a parameter's state as torch keeps it: a part, if it is of one."""
+        parts, own = self.setup.parts, self.setup.parts.inside(param)
+        is_own = isinstance(value, torch.Tensor) and parts.inside(value) is None
+        if own is None or not is_own or value.dim() == 0 or value.shape != own.shape:
+            return value
+        return parts.wrapping(param)(value)
 
     def groups(self) -> dict[int, Group]:
         """Return the group of each parameter that is in one, by its id."""
@@ -270,7 +292,10 @@ class Engine:
         known = {} if self.optimizer is None else self.optimizer.known_state
         place, groups = self.setup.handover.device, self.groups()
         return {
-            p: {k: placed(v, place, groups.get(id(p), {})) for k, v in state.items()}
+            p: {
+                k: self.shown_state(p, placed(v, place, groups.get(id(p), {})))
+                for k, v in state.items()
+            }
             for p, state in known.items()
         }
 

@@ -17,6 +17,7 @@ from hetero.train.engine.source import Promises, Source
 from hetero.train.gradients.slot import LazyGrad
 from hetero.train.model import binding
 from hetero.train.model.lazy import handle
+from hetero.train.model.parts import Parts
 from hetero.train.model.units import PART
 from hetero.train.update.masters import Masters
 from hetero.types import Kind
@@ -27,8 +28,11 @@ TRIM_BYTES = 16 * 2**20  # of freed originals, before the heap is asked to shrin
 class Handover:
     """Where a model's parameters lay before `prepare`, in what dtype, and with what gradients."""
 
-    def __init__(self, model: nn.Module, params: Sequence[nn.Parameter], layout: Layout) -> None:
+    def __init__(
+        self, model: nn.Module, params: Sequence[nn.Parameter], layout: Layout, parts: Parts
+    ) -> None:
         self.model = model
+        self._parts = parts
         self.params = params
         self._was_empty = [p.is_meta for p in params]  # of `empty_init`, or of `from_pretrained`
         self.device = torch.device("cpu") if any(self._was_empty) else params[0].device
@@ -62,12 +66,13 @@ class Handover:
             for segment in bucket.segments:
                 param = self.params[segment.index]
                 grad, param.grad = param.grad, None
-                freed += param.nbytes
+                own = self._parts.local(param)
+                freed += own.nbytes
                 if source is not None and source.keeps(segment.index):
                     source.into(masters, segment)
                 else:
-                    masters.assign(segment, param.detach())
-                binding.point(param, home.view(segment))
+                    masters.assign(segment, own.detach())
+                self._parts.point(param, home.view(segment))
                 self._moved.add(segment.index)
                 if grad is not None:
                     self._grads[segment.index] = grad.to(place)
@@ -88,7 +93,7 @@ class Handover:
             if grad.dtype == param.dtype or take is None:
                 binding.set_grad(param, grad)
             elif self._layout.buckets[bucket].has_master:
-                take(index, grad)
+                take(index, self._parts.value(param, grad))
             else:  # frozen: no step reads it
                 binding.set_grad(param, grad.to(param.dtype))
             del self._grads[index]
@@ -96,7 +101,7 @@ class Handover:
     def fetch(self, store: HomeStore, masters: Masters) -> None:
         """Read from disk the values that `move_out` needs; raises StorageError."""
         for index, (bucket_id, segment) in enumerate(self._layout.home):
-            grad = binding.get_grad(self.params[index])
+            grad = self._parts.grad(self.params[index])
             if isinstance(grad, LazyGrad):
                 grad.slot.keep()
             bucket, home = self._layout.buckets[bucket_id], store.homes.get((PARAM, bucket_id))
@@ -114,7 +119,7 @@ class Handover:
             dtype = self._dtypes[index]
             nan = torch.full((), math.nan, dtype=dtype, device=self.device)
             binding.set_grad(param, None)
-            binding.plain(param, nan.expand(param.shape))
+            self._parts.plain(param, nan.expand(self._parts.local(param).shape))
         self._fetched.clear()
         move_buffers((m for m in self.model.modules() if PART not in m.__dict__), self.device)
 
@@ -130,10 +135,8 @@ class Handover:
             bucket = self._layout.buckets[bucket_id]
             home = store.homes.get((PARAM, bucket_id))
             param, dtype = self.params[index], self._dtypes[index]
-            grad = binding.get_grad(param)
-            if isinstance(grad, LazyGrad):
-                grad = grad.slot.keep()
-            grad = self._grads.pop(index, grad)
+            grad = self._grads.pop(index, None)
+            grad = kept(param, self._parts) if grad is None else grad
             binding.set_grad(param, None)
             if failed and self._was_empty[index]:
                 binding.empty(param, dtype)
@@ -143,8 +146,9 @@ class Handover:
                 elif bucket.has_master:
                     value = masters.value(segment)
                 else:
-                    value = param.detach() if resident else handle(store, home, segment)
-                binding.plain(param, value.to(dtype).to(self.device, copy=True))
+                    own = self._parts.local(param)
+                    value = own.detach() if resident else handle(store, home, segment)
+                self._parts.plain(param, value.to(dtype).to(self.device, copy=True))
             param.grad = None if grad is None else grad.to(self.device, param.dtype)
             if segment.position == len(bucket.segments) - 1:
                 store.drop(PARAM, bucket_id)
@@ -154,6 +158,14 @@ class Handover:
         # parts of another prepared model stay where that one computes
         move_buffers((m for m in self.model.modules() if PART not in m.__dict__), self.device)
         move_tables(self.model, self.device)
+
+
+def kept(param: nn.Parameter, parts: Parts) -> torch.Tensor | None:
+    """Return a parameter's gradient, out of its home."""
+    grad = parts.grad(param)
+    if isinstance(grad, LazyGrad):
+        parts.show_grad(param, grad.slot.keep())
+    return binding.get_grad(param)
 
 
 def move_buffers(modules: Iterable[nn.Module], place: torch.device) -> None:

@@ -35,14 +35,13 @@ from hetero.train.engine.backward_updates import BackwardUpdates
 from hetero.train.engine.broken import Broken
 from hetero.train.engine.dividing import HbmDivision
 from hetero.train.engine.fitting import Fitting
+from hetero.train.engine.handover import kept
 from hetero.train.engine.read_ahead import ReadAhead
 from hetero.train.engine.resident import Mastered, Resident, make_activations
 from hetero.train.engine.rollcall import agreed_division
 from hetero.train.engine.setup import Setup, StepStats
 from hetero.train.engine.trained import Trained
 from hetero.train.engine.tuning import Tuning
-from hetero.train.gradients.slot import LazyGrad
-from hetero.train.model.binding import plain
 from hetero.train.model.graph import ask_unless_gone, unless_gone
 from hetero.train.update.arithmetic import Update
 from hetero.train.update.optimizer import Optimizer
@@ -143,7 +142,7 @@ class Paged:
             self.manager.let_write(bucket.id)
         setup, gathers = self.setup, self.setup.store.is_gathered
         self.trained.grads.check_exchanged()
-        facts = {**settings_of(groups), **gradients_of(setup.named_params())}
+        facts = {**settings_of(groups), **gradients_of(setup.named_params(), setup.parts)}
         divide = self.fitting.divide
         division = agreed_division(setup.comm, divide, setup.log, is_common=gathers, facts=facts)
         self.activations.policies.update(division.policies)
@@ -238,14 +237,13 @@ class Paged:
         self.detach()
         for index, (bucket, segment) in enumerate(setup.blueprint.layout.home):
             home = setup.store.homes[PARAM, bucket]
-            plain(setup.params[index], home.view(segment))
+            setup.parts.plain(setup.params[index], home.view(segment))
         self.hbm.room.charge(division)
         setup.log.now(What.DECISION, tier=Tier.HBM, why="everything fits: the model stays")
         if setup.has_masters:
             return Mastered(setup, self)
         for param in setup.params:  # torch steps the parameters themselves
-            if isinstance(param.grad, LazyGrad):
-                param.grad = param.grad.slot.keep()
+            kept(param, setup.parts)
         return Resident(setup, self)
 
     def _take_stats(self) -> None:
@@ -368,6 +366,7 @@ def make_runtime(
         events=events,
         early=early,
         scaling=trained.scaling,
+        parts=setup.parts,
     )
 
 

@@ -66,7 +66,7 @@ class Resident:
     def __init__(self, setup: Setup, before: Before | None = None) -> None:
         self.setup = setup
         self.before = before
-        self._saved = SavedTensors(NoViews())
+        self._saved = SavedTensors(NoViews(), parts=setup.parts)
         self.activations = make_activations(setup, self._saved, _enters, _leaves)
         if before is not None:
             self.activations.policies.update(before.activations.policies)
@@ -169,7 +169,12 @@ class Mastered(Resident):
             else before.trained
         )
         self.weights = WrittenWeights(
-            setup.params, setup.blueprint.layout, setup.masters, trained.grads, trained.scaling
+            setup.params,
+            setup.blueprint.layout,
+            setup.masters,
+            trained.grads,
+            trained.scaling,
+            setup.parts,
         )
 
     def attach(self) -> None:

@@ -34,6 +34,7 @@ from hetero.train.engine.handover import Handover
 from hetero.train.engine.hbm_homes import bytes_of, total_bytes
 from hetero.train.engine.snapshot import Saver
 from hetero.train.engine.tuning import Tuning
+from hetero.train.model.parts import Parts, WholeTensors
 from hetero.train.update.masters import Masters
 from hetero.types import Kind, Lane, Tier
 
@@ -68,6 +69,7 @@ class Setup:
     masters: Masters
     worker: Worker
     handover: Handover
+    parts: Parts = field(default_factory=WholeTensors)
     hooks: Hooks = field(default_factory=Hooks)
     saver: Saver = field(default_factory=Saver)
     steps: int = 0
@@ -150,6 +152,7 @@ def set_up(
     blueprint: Blueprint,
     tuning: Tuning,
     comm: Comm,
+    parts: Parts,
 ) -> Setup:
     """Divide the memory and open the tiers; nothing of the model is touched."""
     for folder in open_folders(config, device, tuning):  # validate nvme= even if nothing spills
@@ -176,7 +179,8 @@ def set_up(
         offload=make_offload(budget, config, device, ledger, store, log, comm),
         masters=masters,
         worker=worker,
-        handover=Handover(model, params, blueprint.layout),
+        handover=Handover(model, params, blueprint.layout, parts),
+        parts=parts,
     )
 
 

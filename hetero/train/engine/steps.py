@@ -19,6 +19,7 @@ from hetero.train.engine.backward_updates import is_seen
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.resident import Mastered, Resident
 from hetero.train.engine.setup import Setup
+from hetero.train.model.parts import Parts
 from hetero.train.update.arithmetic import Update
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.optimizer import Optimizer
@@ -247,7 +248,16 @@ class HomeSteps(NoSteps):
             super().come_home()
 
     def adopt(self, param: torch.Tensor, state: dict[str, Any], group: Group) -> dict[str, Any]:
+        parts = self.setup.parts
+        if parts.inside(param) is not None:
+            state = {k: own_state(parts, param, v) for k, v in state.items()}
         return self.stepper.drafts.states.adopt(self.setup.segment(param), state, own=True)
+
+
+def own_state(parts: Parts, param: torch.Tensor, value: Any) -> Any:
+    """Return what a state of a parameter that is a part has inside; numbers are as they are."""
+    is_number = not isinstance(value, torch.Tensor) or value.dim() == 0
+    return value if is_number else parts.value(param, value)
 
 
 def placed(value: Any, place: torch.device, group: Group) -> Any:

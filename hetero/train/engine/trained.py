@@ -115,6 +115,7 @@ def make_grads(
         early=early,
         growing=growing,
         check_sums=setup.budget.sums_check(),
+        parts=setup.parts,
     )
 
 

@@ -20,7 +20,8 @@ from hetero.errors import StateError
 from hetero.internals import NO_TASK, at_end_of_backward, graph_task
 from hetero.memory.layout import Bucket, Layout, row
 from hetero.train.gradients.store import GradStore
-from hetero.train.model import binding, faults
+from hetero.train.model import binding
+from hetero.train.model.parts import Parts
 from hetero.train.update.masters import Masters, Scaling
 
 
@@ -38,8 +39,10 @@ class WrittenWeights:
         masters: Masters,
         grads: GradStore,
         scaling: Scaling | None,
+        parts: Parts,
     ) -> None:
         self.scaling = scaling
+        self._parts = parts
         self.index = {id(p): i for i, p in enumerate(params)}
         self._params = params
         self._layout = layout
@@ -51,10 +54,10 @@ class WrittenWeights:
 
     def attach(self) -> None:
         """Give parameters the class that reports writes."""
-        _, pinned = faults.paged_classes(self)
+        pinned = self._parts.pinned(self)
         for param in self._params:
-            param.__class__ = pinned
-        self._versions = [binding.version(p) for p in self._params]
+            param.__class__ = pinned(param)
+        self._versions = [self._parts.version(p) for p in self._params]
 
     def gradient_arrived(self, param: nn.Parameter) -> None:
         """A gradient is complete; it goes home when the backward pass is over."""
@@ -72,24 +75,28 @@ class WrittenWeights:
         """Bring gradients home, and note which weights were written since the last step."""
         self._grads.flush_pending()
         for index, param in enumerate(self._params):
-            if binding.version(param) != self._versions[index]:
+            if self._parts.version(param) != self._versions[index]:
                 self._masters.reset(self._layout.home[index][1])
-                self._versions[index] = binding.version(param)
+                self._versions[index] = self._parts.version(param)
         for index, before in self._shown.items():
             bucket, segment = self._layout.home[index]
             self._masters.reset_changed(self._layout.buckets[bucket], segment.offset, before)
-            before.copy_(row(faults.read_data(self._params[index])))
+            before.copy_(row(self._data(index)))
 
     def updated(self, bucket: Bucket) -> None:
         """A bucket's weights were updated: only later writes are the user's."""
         for segment in bucket.segments:
             index = segment.index
-            self._versions[index] = binding.version(self._params[index])
+            self._versions[index] = self._parts.version(self._params[index])
             if index in self._shown:
                 self._show(index)
 
+    def _data(self, index: int) -> torch.Tensor:
+        """Return what a parameter has inside, as an alias."""
+        return self._parts.local(self._parts.data(self._params[index]))
+
     def _show(self, index: int) -> None:
-        data = faults.read_data(self._params[index])
+        data = self._data(index)
         if use_count(data) <= _BOUND:
             del self._shown[index]
             return
@@ -104,9 +111,9 @@ class WrittenWeights:
     def load(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Make a loaded value a parameter's master."""
         index = self.index[id(param)]
-        self._masters.assign(self._layout.home[index][1], value)
+        self._masters.assign(self._layout.home[index][1], self._parts.value(param, value))
         torch.autograd.graph.increment_version(param)
-        self._versions[index] = binding.version(param)
+        self._versions[index] = self._parts.version(param)
 
     # -- for the class of parameters -------------------------------------------------------------
 
@@ -117,11 +124,10 @@ class WrittenWeights:
 
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         """Return ``param.data``; the next step compares it to find writes."""
-        data = faults.read_data(param)
         index = self.index[id(param)]
         if index not in self._shown:
-            self._shown[index] = row(data).clone()
-        return data
+            self._shown[index] = row(self._data(index)).clone()
+        return self._parts.data(param)
 
     def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Carry out ``param.data = value`` by copying; a change of geometry is refused."""

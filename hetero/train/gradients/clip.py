@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from hetero.train.gradients.slot import Factors, GradSlot, LazyGrad
 from hetero.train.model.binding import get_grads
+from hetero.train.model.parts import Parts
 
 
 def clip_grad_norm_(
@@ -32,6 +33,32 @@ def clip_grad_norm_(
     pending = {u: Factors(u, factor) for u in {slot.factors.unscale for slot in slots}}
     for slot in slots:
         slot.defer(pending[slot.factors.unscale])
+    return total
+
+
+def clip_parts_(
+    params: Iterable[nn.Parameter],
+    parts: Parts,
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+    whole: Callable[[nn.Parameter], bool],
+) -> torch.Tensor:
+    """Do as torch does with each mesh's gradients, which it refuses to mix, under one norm.
+
+    Args:
+        whole: of gradients that were cut to parts: their norm is that of the whole. Collective.
+    """
+    found = [param for param in params if parts.grad(param) is not None]
+    with torch.no_grad():
+        total = parts.total_norm(found, float(norm_type), whole)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {float(total)}, so they"
+            " cannot be clipped"
+        )
+    nn.utils.clip_grads_with_norm_(found, max_norm, total, foreach=False)  # a list may not mix
     return total
 
 

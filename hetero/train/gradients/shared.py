@@ -28,7 +28,6 @@ from hetero.train.gradients.slot import (
     whole_norm,
 )
 from hetero.train.gradients.store import GradStore, assert_dense
-from hetero.train.model.binding import get_grad
 from hetero.train.model.host_work import host_work
 from hetero.types import Kind
 
@@ -144,7 +143,7 @@ class SharedGradStore(GradStore):
             lost += self._exchange.forget()
         self._summed.clear()
         for segment in lost:
-            if get_grad(self.params[segment.index]) is not None:
+            if self.parts.grad(self.params[segment.index]) is not None:
                 self._lose(self._showing(segment))
 
     def _lose(self, slot: GradSlot) -> None:
@@ -155,7 +154,7 @@ class SharedGradStore(GradStore):
             slot.landing = LOST
 
     def check_exchanged(self) -> None:
-        kept = [i for i in self._kept if get_grad(self.params[i]) is not None]
+        kept = [i for i in self._kept if self.parts.grad(self.params[i]) is not None]
         kept += [slot.segment.index for slot, _ in self._kept_addends()]
         if kept:
             name = self._layout.home[kept[0]][1].spec.name
@@ -204,7 +203,7 @@ class SharedGradStore(GradStore):
         index = self._index[id(param)]
         if self._keeps:
             del self._pending[index]
-            if not isinstance(get_grad(param), LazyGrad):
+            if not isinstance(self.parts.grad(param), LazyGrad):
                 self._kept[index] = None
         else:
             self._kept.pop(index, None)
@@ -212,7 +211,7 @@ class SharedGradStore(GradStore):
     def take_plain(self) -> None:
         """Take home gradients set by the user's code; those of no_sync, scaled alike, stay."""
         for index, param in enumerate(self.params):
-            grad = get_grad(param)
+            grad = self.parts.grad(param)
             plain = grad is not None and not isinstance(grad, LazyGrad)
             if plain and index not in self._kept:
                 with host_work():
@@ -282,7 +281,7 @@ class SharedGradStore(GradStore):
 
     def _showing(self, segment: Segment) -> GradSlot:
         """Return the gradient that ``p.grad`` shows, made one at home if it is not."""
-        grad = get_grad(self.params[segment.index])
+        grad = self.parts.grad(self.params[segment.index])
         if isinstance(grad, LazyGrad):
             return grad.slot
         slot = (

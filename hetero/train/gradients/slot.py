@@ -296,7 +296,7 @@ class GradSlot:
         owner, unscale = self.owner, self.factors.unscale
         if self.value is not None or self.factors.clip is not None:
             owner.norm_ord = ord
-            return whole_norm(self._shown(), ord, in_fp32=self.has_master)
+            return whole_norm(self.shown(), ord, in_fp32=self.has_master)
         if self.summed:
             self.land()  # its last job takes the norm
         if self.norm is None or self.norm.ord != ord:
@@ -315,7 +315,7 @@ class GradSlot:
         self.owner.early.check_write(self.segment)
         self.factors = factors
 
-    def _shown(self) -> torch.Tensor:
+    def shown(self) -> torch.Tensor:
         """Return the gradient with its factors applied, in the precision of its norm."""
         if self.value is not None:
             return self.value

@@ -43,8 +43,9 @@ from hetero.train.gradients.slot import (
     whole_norm,
 )
 from hetero.train.gradients.sums import GradSums
-from hetero.train.model.binding import get_grad, get_grads, set_grad
+from hetero.train.model.binding import get_grad, set_grad
 from hetero.train.model.host_work import host_work
+from hetero.train.model.parts import Parts, WholeTensors
 from hetero.types import noop
 
 
@@ -84,6 +85,7 @@ class GradStore:
         early: bool = False,
         growing: Growing = standing,
         check_sums: Callable[[], None] = noop,
+        parts: Parts | None = None,
     ) -> None:
         self.ring = ring
         self.homes = GradHomes(store, layout, device, growing, check_sums)
@@ -92,6 +94,8 @@ class GradStore:
         self.norm_ord: float | None = None  # the norm in use, taken as gradients leave
         self.scaling = LossScaling()
         self.params = params
+        self.parts = parts or WholeTensors()
+        self._cut: set[int] = set()  # gradients of which every rank had the whole
         self._layout = layout
         self._index = {id(p): i for i, p in enumerate(params)}
         self._sums = GradSums(self.homes, ring, worker, cores)
@@ -128,6 +132,8 @@ class GradStore:
                 " through the loss's graph, which must not hide all of it in reentrant checkpoints",
             )
         index = self._index[id(param)]
+        if self.parts.kinds:
+            self._fit(index, param)
         self.early.arrive(*self._layout.home[index])
         self._pending[index] = None
 
@@ -162,8 +168,22 @@ class GradStore:
         return nullcontext()
 
     def _plain_grads(self, indices: Sequence[int]) -> list[torch.Tensor | None]:
-        grads = get_grads([self.params[index] for index in indices])
+        grads = self._grads(indices)
         return [None if isinstance(grad, LazyGrad) else grad for grad in grads]
+
+    def _fit(self, index: int, param: nn.Parameter) -> None:
+        """Cut a gradient to the parameter's own part, if every rank has the whole of it."""
+        if not isinstance(self.parts.grad(param), LazyGrad):  # else it was, and has grown
+            self._cut.discard(index)
+            if self.parts.fit(param, self._layout.home[index][1].spec.name):
+                self._cut.add(index)
+
+    def was_cut(self, param: nn.Parameter) -> bool:
+        """Whether every rank had the whole of a gradient, of which its part is left."""
+        return self._index[id(param)] in self._cut
+
+    def _grads(self, indices: Sequence[int]) -> list[torch.Tensor | None]:
+        return [self.parts.grad(self.params[index]) for index in indices]
 
     def _flush(
         self, index: int, *, held: bool, scaled: bool = True, made: Ticket | None = None
@@ -173,7 +193,7 @@ class GradStore:
         ``made``: marked after the compute that made it.
         """
         param = self.params[index]
-        grad = get_grad(param)
+        grad = self.parts.grad(param)
         if grad is None:
             return
         if isinstance(grad, LazyGrad):
@@ -206,12 +226,12 @@ class GradStore:
         """Make ``p.grad`` a gradient at home."""
         spec = slot.segment.spec
         grad = LazyGrad(slot, spec.shape, spec.stride, spec.dtype, self.place)
-        set_grad(self.params[index], grad)
+        self.parts.show_grad(self.params[index], grad)
 
     def take_plain(self) -> None:
         """Flush gradients set by the user: a scaled backward pass must not add to them."""
         for index, param in enumerate(self.params):
-            grad = get_grad(param)
+            grad = self.parts.grad(param)
             if grad is not None and not isinstance(grad, LazyGrad):
                 self._flush(index, held=True, scaled=False)
 
@@ -328,7 +348,7 @@ class GradStore:
 
     def shown(self, segment: Segment) -> GradSlot | None:
         """Return the gradient that ``p.grad`` shows, if it is the one taken home last."""
-        return self._taken_last(segment.index, get_grad(self.params[segment.index]))
+        return self._taken_last(segment.index, self.parts.grad(self.params[segment.index]))
 
     def _taken_last(self, index: int, grad: torch.Tensor | None) -> GradSlot | None:
         """Return the slot of a gradient if it is a parameter's one that was taken home last."""
@@ -350,7 +370,7 @@ class GradStore:
         The home is kept as long as the slot.
         """
         found = []
-        for index, grad in zip(indices, get_grads([self.params[i] for i in indices]), strict=True):
+        for index, grad in zip(indices, self._grads(indices), strict=True):
             if grad is None:
                 continue
             slot = self._taken_last(index, grad)
@@ -358,9 +378,21 @@ class GradStore:
                 value = grad.slot.keep() if isinstance(grad, LazyGrad) else grad.detach()
                 slot = self._take(index, value, scaled=False)
                 self.ring.finish()
+            if self.parts.is_pending(self.params[index]):
+                slot = self._sum_parts(index, slot)
             slot.land()
             found.append(slot)
         return found
+
+    def _sum_parts(self, index: int, addend: GradSlot) -> GradSlot:
+        """Bring a gradient of which each rank has an addend to what the parameter is."""
+        param = self.params[index]
+        grad = self.parts.summed(param, addend.keep())
+        set_grad(param, None)
+        slot = self._take(index, grad, scaled=False)
+        self._show(index, slot)
+        self.ring.finish()
+        return slot
 
     def adding(self, bucket: Bucket) -> list[Job]:
         """Return the jobs that still write a bucket's gradients home: its update waits for them."""

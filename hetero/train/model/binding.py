@@ -7,7 +7,7 @@ class follows the binding, not residency, so nothing outside an access reads a f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import getattr_static
 
 import torch
@@ -18,7 +18,10 @@ from hetero.internals import version_of, without_torch_function
 from hetero.memory.layout import Layout
 from hetero.memory.replica import Replica
 
-_set_data = getattr_static(torch.Tensor, "data").__set__
+_DATA = getattr_static(torch.Tensor, "data")
+read_data: Callable[[torch.Tensor], torch.Tensor] = _DATA.__get__
+"""Return ``param.data``, bound or not."""
+_set_data = _DATA.__set__
 without_faults = without_torch_function
 
 
@@ -33,6 +36,9 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 class Binding:
     """The parameters of one model, by bucket, each bound or a placeholder."""
+
+    version_of: Callable[[torch.Tensor], int] = staticmethod(version_of)
+    """Return how often a parameter was written."""
 
     def __init__(
         self,
@@ -88,7 +94,7 @@ class Binding:
         """Return positions of the bound parameters written since this was last asked."""
         found, versions = [], self._versions[bucket]
         for position, param in enumerate(self._of_bucket[bucket]):
-            now = version_of(param)
+            now = self.version_of(param)
             if now != versions[position]:
                 found.append(position)
                 versions[position] = now
@@ -99,22 +105,82 @@ class Binding:
 
     def _tampered(self, bucket: int, position: int) -> StateError:
         self.bound[bucket] -= 1
-        for param, empty in zip(
-            self._of_bucket[bucket][:position], self._empty[bucket], strict=False
-        ):
-            _set_data(param, empty)
-            param.__class__ = self._classes[0]
+        self._empty_first(bucket, position)
         name = self.layout.buckets[bucket].segments[position].spec.name
         return StateError(
             f"parameter {name!r} is no longer the object that was prepared (swapped or converted)",
             advice="hetero.release the model before replacing parameters",
         )
 
+    def _empty_first(self, bucket: int, n: int) -> None:
+        """Take the first parameters of a bucket off their replica."""
+        empty = self._empty[bucket]
+        for param, blank in zip(self._of_bucket[bucket][:n], empty, strict=False):
+            _set_data(param, blank)
+            param.__class__ = self._classes[0]
+
     def page_all(self) -> None:
         """Make all plain parameters unbound, for the first time; homes hold their values."""
         for param, empty in zip(self.params, self._placeholders, strict=True):
             _set_data(param, empty)
             param.__class__ = self._classes[0]
+
+
+class PartBinding(Binding):
+    """Parameters that may be wrappers: what is inside is bound (see parts.py).
+
+    Args:
+        insides: the plain tensor of each parameter.
+        classes: the unbound and the bound class of each.
+        version_of: as `Binding.version_of`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        layout: Layout,
+        device: torch.device,
+        *,
+        insides: Sequence[torch.Tensor],
+        classes: Sequence[tuple[type, type]],
+        version_of: Callable[[torch.Tensor], int],
+    ) -> None:
+        super().__init__(params, layout, device, nn.Parameter, nn.Parameter)
+        self._insides = insides
+        self._class_of = classes
+        self.version_of = version_of
+
+    def bind(self, replica: Replica) -> None:
+        bucket = replica.bucket.id
+        self.bound[bucket] += 1
+        if self.bound[bucket] > 1:
+            return
+        versions: list[int] = []
+        for segment, view in zip(replica.bucket.segments, replica.views, strict=True):
+            param, (paged, pinned) = self.params[segment.index], self._class_of[segment.index]
+            if param.__class__ is not paged:
+                raise self._tampered(bucket, len(versions))
+            param.__class__ = pinned
+            _set_data(self._insides[segment.index], view)
+            versions.append(self.version_of(param))
+        self._versions[bucket] = versions
+
+    def unbind(self, bucket: int) -> list[int]:
+        self.bound[bucket] -= 1
+        if self.bound[bucket] > 0:
+            return []
+        written = self.written(bucket)
+        self._empty_first(bucket, self.count(bucket))
+        return written
+
+    def _empty_first(self, bucket: int, n: int) -> None:
+        for segment in self.layout.buckets[bucket].segments[:n]:
+            _set_data(self._insides[segment.index], self._placeholders[segment.index])
+            self.params[segment.index].__class__ = self._class_of[segment.index][0]
+
+    def page_all(self) -> None:
+        for bucket in range(len(self.layout.buckets)):
+            self._empty_first(bucket, self.count(bucket))
 
 
 def point(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -137,6 +203,11 @@ def plain(param: nn.Parameter, value: torch.Tensor) -> None:
     """Make any parameter plain, with ``value`` as its data."""
     param.__class__ = nn.Parameter
     _set_data(param, value)
+
+
+def take_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let a tensor of a wrapper have the data of ``other``."""
+    _set_data(tensor, other)
 
 
 def version(param: torch.Tensor) -> int:

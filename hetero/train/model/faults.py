@@ -30,7 +30,7 @@ from hetero.internals import (
     tracing_state,
     tree_iter,
 )
-from hetero.train.model.binding import without_faults
+from hetero.train.model.binding import read_data, without_faults
 
 FUNCTORCH = (
     "functorch transforms (torch.func.grad, vmap, ...) do not see paged parameters",
@@ -44,23 +44,23 @@ TRACING = (
 
 
 class Faults(Protocol):
-    """The runtime, as its parameter classes call it."""
+    """The runtime, as its parameter classes call it; ``param`` is an instance of one."""
 
     def fault(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Pin every unbound parameter among the arguments and call ``func``."""
 
-    def alias(self, param: nn.Parameter) -> torch.Tensor:
+    def alias(self, param: Any) -> torch.Tensor:
         """Return ``param.data`` of a bound parameter, noting that it is exposed."""
 
-    def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
+    def assign(self, param: Any, value: torch.Tensor) -> None:
         """Carry out ``param.data = value``."""
 
-    def geometry(self, param: nn.Parameter) -> torch.Tensor:
+    def geometry(self, param: Any) -> torch.Tensor:
         """Return a meta tensor with the parameter's own shape and strides."""
 
-    def name(self, param: nn.Parameter) -> str:
+    def name(self, param: Any) -> str:
         """Return the parameter's name in its model."""
 
 
@@ -141,17 +141,17 @@ def metadata_functions() -> frozenset[Any]:
 METADATA = metadata_functions()
 GEOMETRY = frozenset({T.stride, T.is_contiguous})
 _DATA = getattr_static(T, "data")
-_get_data, _set_data = _DATA.__get__, _DATA.__set__
+_set_data = _DATA.__set__
 
 
-def _refuse_to_leave(param: PreparedParameter, *_: Any, **__: Any) -> NoReturn:
+def _refuse_to_leave(param: Prepared, *_: Any, **__: Any) -> NoReturn:
     raise StateError(
         f"this would take parameter {param.hetero_runtime.name(param)!r} off its home",
         advice="call hetero.release(model, optimizer) first",
     )
 
 
-class PreparedParameter(nn.Parameter):
+class Prepared:
     """A parameter of a prepared model, bound or not, with the operations it refuses."""
 
     hetero_runtime: Faults
@@ -165,11 +165,13 @@ class PreparedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = self.hetero_runtime.fault(_copied, (self,), {})
+            memo[id(self)] = self.hetero_runtime.fault(self.hetero_copied, (self,), {})
         return memo[id(self)]
 
-    def __repr__(self) -> str:  # type: ignore[override]  # mypy refuses torch's own form, too
-        return str(self.hetero_runtime.fault(_shown, (self,), {}))
+    def _shown(self, **_: Any) -> str:
+        return str(self.hetero_runtime.fault(self.hetero_shown, (self,), {}))
+
+    __repr__: Any = _shown  # classes below differ in its signature
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and args[0] is self and not kwargs:
@@ -178,8 +180,21 @@ class PreparedParameter(nn.Parameter):
 
     resize_ = resize_as_ = share_memory_ = _refuse_to_leave
 
+    @staticmethod
+    def hetero_shown(param: Any) -> str:
+        """Return torch's repr of a bound parameter."""
+        with without_faults():
+            return repr(nn.Parameter(read_data(param), param.requires_grad))
 
-class BoundParameter(PreparedParameter):
+    @staticmethod
+    def hetero_copied(param: Any) -> nn.Parameter:
+        """Return a plain parameter, in RAM, with a bound one's value."""
+        with without_faults(), torch.no_grad():
+            value = read_data(param).to("cpu", copy=True)
+            return nn.Parameter(value, param.requires_grad)
+
+
+class Bound(Prepared):
     """A parameter whose ``data`` lies in a pinned frame."""
 
     __torch_function__ = no_torch_function
@@ -193,10 +208,11 @@ class BoundParameter(PreparedParameter):
         self.hetero_runtime.assign(self, value)
 
 
-class UnboundParameter(PreparedParameter):
+class Unbound(Prepared):
     """A parameter whose bytes are fetched when needed."""
 
     hetero_paged = True
+    hetero_metadata: frozenset[Any] = METADATA
 
     def as_subclass(self, cls: Any) -> Any:  # the C++ method asks no __torch_function__
         return self.hetero_runtime.fault(T.as_subclass, (self, cls), {})
@@ -209,7 +225,7 @@ class UnboundParameter(PreparedParameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in METADATA:
+        if func in cls.hetero_metadata:
             with without_faults():
                 return func(*args, **kwargs) if kwargs else func(*args)
         kwargs, owner = kwargs or {}, cls.hetero_runtime
@@ -223,8 +239,17 @@ class UnboundParameter(PreparedParameter):
                     return func(*args)
             if func == T.type and len(args) == 1 and not kwargs:
                 with without_faults():
-                    return args[0].type()
+                    param: Any = args[0]
+                    return param.type()
         return owner.fault(func, args, kwargs)
+
+
+class BoundParameter(Bound, nn.Parameter):
+    """A plain tensor in a pinned frame."""
+
+
+class UnboundParameter(Unbound, nn.Parameter):
+    """A plain tensor whose bytes are elsewhere."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # mypy: torch's own takes no class
@@ -245,24 +270,6 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
         hetero_runtime = owner
 
     return PagedParameter, PinnedParameter
-
-
-def _shown(param: nn.Parameter) -> str:
-    """Return torch's repr of a bound parameter."""
-    with without_faults():
-        return repr(nn.Parameter(_get_data(param), param.requires_grad))
-
-
-def _copied(param: nn.Parameter) -> nn.Parameter:
-    """Return a plain parameter, in RAM, with a bound one's value."""
-    with without_faults(), torch.no_grad():
-        value = _get_data(param).to("cpu", copy=True)
-        return nn.Parameter(value, param.requires_grad)
-
-
-def read_data(param: nn.Parameter) -> torch.Tensor:
-    data: torch.Tensor = _get_data(param)
-    return data
 
 
 def refuse_transforms() -> None:

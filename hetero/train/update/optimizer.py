@@ -17,8 +17,9 @@ from hetero.device import ALONE, use_count
 from hetero.errors import ConfigError, StateError
 from hetero.internals import note_step
 from hetero.interrupts import theirs
-from hetero.train.gradients.clip import clip_grad_norm_
+from hetero.train.gradients.clip import clip_grad_norm_, clip_parts_
 from hetero.train.model.binding import without_faults
+from hetero.train.model.parts import Parts
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.rules import Group
 
@@ -52,6 +53,16 @@ class StepEngine(Protocol):
 
     def admit(self, param: torch.Tensor) -> None:
         """Raise ConfigError for a parameter of another model, or one that lacks its master."""
+
+    @property
+    def parts(self) -> Parts:
+        """What parameters have inside."""
+
+    def was_cut(self, param: nn.Parameter) -> bool:
+        """Whether every rank had the whole of a gradient, of which its part is left."""
+
+    def shown_state(self, param: torch.Tensor, value: Any) -> Any:
+        """Return a value of a parameter's state as torch keeps it."""
 
     def finish(self) -> None:
         """Wait until every update is done; raises what one of them raised."""
@@ -154,8 +165,16 @@ class Optimizer(torch.optim.Optimizer):
         The norm is torch's: one norm per whole tensor, then the norm of norms, in the order of
         ``model.parameters()``; one gradient is on the device at a time.
         """
-        params = self._engine.parameters()
-        return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        params, parts = self._engine.parameters(), self._engine.parts
+        if not parts.kinds:
+            return clip_grad_norm_(
+                params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+        return clip_parts_(
+            *(params, parts, max_norm, norm_type),
+            error_if_nonfinite=error_if_nonfinite,
+            whole=self._engine.was_cut,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the prepared model."""
@@ -208,16 +227,18 @@ class Optimizer(torch.optim.Optimizer):
         self._engine.refuse_broken()
         packed = super().state_dict()
         # Dicts of their own, and aliases, which are noticed by the storage's use count.
+        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        shown = self._engine.shown_state
         packed["state"] = {
-            number: {key: _alias(value) for key, value in state.items()}
+            number: {key: shown(params[number], _alias(value)) for key, value in state.items()}
             for number, state in packed["state"].items()
             if state
         }
         masters = self._engine.saved_masters()
         if masters:
-            params = chain.from_iterable(group["params"] for group in self.param_groups)
-            numbered = enumerate(params)
-            packed[MASTERS] = {n: masters[id(p)] for n, p in numbered if id(p) in masters}
+            packed[MASTERS] = {
+                n: shown(p, masters[id(p)]) for n, p in enumerate(params) if id(p) in masters
+            }
         if self._engine.scaler is not None:
             packed[SCALER] = self._engine.scaler.state_dict()
         return packed

@@ -1,0 +1,354 @@
+"""Parameters of tensor parallel models: DTensors, paged by the tensors inside (floor 3).
+
+The DTensor stays the user's object, on the user's mesh; its local tensor is bound to frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from hetero.errors import ConfigError, StateError
+from hetero.internals import version_of
+from hetero.memory.layout import Layout
+from hetero.train.gradients.slot import LazyGrad
+from hetero.train.model import binding
+from hetero.train.model.binding import Binding, PartBinding
+from hetero.train.model.faults import (
+    GEOMETRY,
+    METADATA,
+    Bound,
+    Faults,
+    Unbound,
+    paged_classes,
+)
+from hetero.train.model.parts import Parted, WholeTensors
+
+LINEAR = ("sum", "avg")
+"""Ways to come from addends to a gradient under which several passes add up, addend by addend."""
+
+
+class PreparedDTensor:
+    """What a DTensor of a prepared model does as one, bound or not."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def hetero_shown(param: Any) -> str:
+        return repr(nn.Parameter(data_of(param), param.requires_grad))
+
+    @staticmethod
+    def hetero_copied(param: Any) -> nn.Parameter:
+        value = param._local_tensor.detach().to("cpu", copy=True)
+        return nn.Parameter(like(param, value), param.requires_grad)
+
+
+class UnboundDTensor(PreparedDTensor, Unbound, DTensor):
+    """A DTensor whose bytes are elsewhere. Its own methods ask no ``__torch_function__``."""
+
+    __slots__ = ()
+    hetero_metadata = METADATA | GEOMETRY
+
+    @property
+    def data(self) -> torch.Tensor:
+        found: torch.Tensor = self.hetero_runtime.fault(bound_data, (self,), {})
+        return found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        refuse_data(self)
+
+    def to_local(self, **kwargs: Any) -> torch.Tensor:
+        found: torch.Tensor = self.hetero_runtime.fault(DTensor.to_local, (self,), kwargs)
+        return found
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        found: DTensor = self.hetero_runtime.fault(DTensor.redistribute, (self, *args), kwargs)
+        return found
+
+    def full_tensor(self, **kwargs: Any) -> torch.Tensor:
+        found: torch.Tensor = self.hetero_runtime.fault(DTensor.full_tensor, (self,), kwargs)
+        return found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # mypy: torch's own takes no class
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """An operation of C++ code, which asked no ``__torch_function__``."""
+        return cls.hetero_runtime.fault(func, args, kwargs or {})
+
+
+class BoundDTensor(PreparedDTensor, Bound, DTensor):
+    """A DTensor whose local tensor lies in a pinned frame."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.hetero_runtime.alias(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        refuse_data(self)
+
+
+def refuse_data(param: Any) -> NoReturn:
+    """Refuse an assignment of which torch changes the shell alone: the old bytes would compute."""
+    raise StateError(
+        f"{param.hetero_runtime.name(param)!r} is a DTensor, whose own numbers torch keeps when"
+        " p.data is assigned",
+        advice="copy: p.copy_(value) under torch.no_grad(), or p.data.copy_(value)",
+    )
+
+
+def dtensor_classes(owner: Faults) -> tuple[type, type]:
+    """Return the classes of ``owner``'s unbound and bound DTensors."""
+
+    class PagedDTensor(UnboundDTensor):
+        __slots__ = ()
+        hetero_runtime = owner
+
+    class PinnedDTensor(BoundDTensor):
+        __slots__ = ()
+        hetero_runtime = owner
+
+    return PagedDTensor, PinnedDTensor
+
+
+def like(part: DTensor, local: torch.Tensor) -> DTensor:
+    """Return ``local`` as a DTensor with another one's mesh, placements and global geometry."""
+    return DTensor(local, spec_for(part._spec, local.dtype), requires_grad=False)
+
+
+def spec_for(spec: Any, dtype: torch.dtype) -> Any:
+    """Return a spec for another dtype."""
+    meta = spec.tensor_meta
+    if meta.dtype is dtype:
+        return spec
+    return replace(spec, tensor_meta=meta._replace(dtype=dtype))
+
+
+def bound_data(param: DTensor) -> torch.Tensor:
+    """Return a bound parameter's ``data``, which is then known to be exposed."""
+    return param.data
+
+
+def data_of(param: DTensor) -> DTensor:
+    """Return a parameter's ``data``."""
+    return like(param, param._local_tensor.detach())
+
+
+class DTensors:
+    """The parameters of a model of which some are DTensors: see `hetero.train.model.parts`."""
+
+    kinds: tuple[type, ...] = (DTensor,)
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+
+    def check(self, name: str, param: nn.Parameter) -> None:
+        if isinstance(param, DTensor):
+            check_placements(name, param)
+            check_ranks(name, param, self.ranks)
+
+    def inside(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return tensor._local_tensor if isinstance(tensor, DTensor) else None
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+    def wrapping(self, tensor: torch.Tensor) -> Parted:
+        spec = tensor._spec  # type: ignore[attr-defined]  # of a DTensor
+
+        def wrap(local: torch.Tensor) -> torch.Tensor:
+            return DTensor(local, spec_for(spec, local.dtype), requires_grad=False)
+
+        return wrap
+
+    def value(self, param: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        if not isinstance(param, DTensor):
+            return self.local(given)
+        if not isinstance(given, DTensor):
+            raise StateError(
+                f"a {type(given).__name__} is to become the value of a DTensor",
+                advice="distribute it first: distribute_tensor(value, p.device_mesh, p.placements)",
+            )
+        if given.placements != param.placements:
+            given = given.redistribute(placements=param.placements)
+        return settled(given)._local_tensor
+
+    def data(self, param: nn.Parameter) -> torch.Tensor:
+        return data_of(param) if isinstance(param, DTensor) else binding.read_data(param)
+
+    def version(self, param: torch.Tensor) -> int:
+        # operations count on the wrapper, writes to `to_local()` on what is inside
+        inside = self.inside(param)
+        return version_of(param) + (0 if inside is None else version_of(inside))
+
+    # -- binding ---------------------------------------------------------------------------------
+
+    def bind_to(
+        self, params: Sequence[nn.Parameter], layout: Layout, place: torch.device, owner: Faults
+    ) -> Binding:
+        whole, parted = paged_classes(owner), dtensor_classes(owner)
+        return PartBinding(
+            *(params, layout, place),
+            insides=[self.local(param) for param in params],
+            classes=[parted if isinstance(param, DTensor) else whole for param in params],
+            version_of=self.version,
+        )
+
+    def pinned(self, owner: Faults) -> Callable[[nn.Parameter], type]:
+        (_, whole), (_, parted) = paged_classes(owner), dtensor_classes(owner)
+        return lambda param: parted if isinstance(param, DTensor) else whole
+
+    def point(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        if not isinstance(param, DTensor):
+            binding.point(param, value)
+        elif param.dtype is value.dtype:
+            binding.take_data(param._local_tensor, value)
+        else:  # the wrapper, and what is inside, change their dtype
+            whole = like(param, value.detach())
+            binding.take_data(param, whole)
+            param._local_tensor, param._spec = whole._local_tensor, whole._spec
+
+    def plain(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        if isinstance(param, DTensor):
+            plain: Any = DTensor
+            param.__class__ = plain
+            self.point(param, value)
+        else:
+            binding.plain(param, value)
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        grad = binding.get_grad(param)
+        if not isinstance(grad, DTensor):
+            return grad
+        there = settled(grad)
+        if there is not grad:
+            binding.set_grad(param, there)
+        return there._local_tensor
+
+    def show_grad(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        if isinstance(param, DTensor):
+            now = binding.get_grad(param)
+            grad = like(now if isinstance(now, DTensor) else param, grad)
+        binding.set_grad(param, grad)
+
+    def fit(self, param: nn.Parameter, name: str) -> bool:
+        grad = binding.get_grad(param)
+        if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+            return False
+        for placement in grad.placements:
+            if isinstance(placement, Partial) and placement.reduce_op not in LINEAR:
+                raise StateError(
+                    f"the gradient of {name!r} is {placement}, which is no sum over ranks",
+                    advice="redistribute what the loss is computed from, as Shard or Replicate",
+                )
+        if grad._local_tensor.shape == param._local_tensor.shape:
+            return False
+        was_whole = all(placement.is_replicate() for placement in grad.placements)
+        part = settled(grad.redistribute(placements=param.placements))
+        local = part._local_tensor.clone()  # not a view, which would keep all of it
+        binding.set_grad(param, like(param, local))
+        return was_whole
+
+    def is_pending(self, param: nn.Parameter) -> bool:
+        grad = binding.get_grad(param)
+        return isinstance(grad, DTensor) and is_addend(grad)
+
+    def summed(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        now = binding.get_grad(param)
+        if not isinstance(param, DTensor) or not isinstance(now, DTensor):
+            return grad
+        whole = like(now, grad).redistribute(placements=param.placements)
+        return settled(whole)._local_tensor
+
+    def total_norm(
+        self, params: Sequence[nn.Parameter], ord: float, whole: Callable[[nn.Parameter], bool]
+    ) -> torch.Tensor:
+        by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+        for param in params:
+            grad = binding.get_grad(param)
+            if isinstance(grad, DTensor):
+                norm: torch.Tensor = norm_of(grad, ord, is_cut=whole(param))
+                by_mesh.setdefault(grad.device_mesh, []).append(norm)
+            elif grad is not None:
+                by_mesh.setdefault(None, []).append(torch.linalg.vector_norm(grad, ord))
+        totals = [
+            total.full_tensor() if isinstance(total, DTensor) else total
+            for norms in by_mesh.values()
+            for total in [torch.linalg.vector_norm(torch.stack(norms), ord)]
+        ]
+        if not totals:
+            return torch.zeros((), device="cpu")
+        total = (
+            totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), ord)
+        )
+        found: torch.Tensor = total
+        return found
+
+
+def norm_of(grad: DTensor, ord: float, *, is_cut: bool) -> DTensor:
+    """Return the norm of a gradient as torch has it, in fp32 for a parameter with a master."""
+    if is_cut or is_addend(grad):
+        local = grad._local_tensor
+        if isinstance(local, LazyGrad) and local.slot.has_master:  # sums are made in fp32
+            grad = like(grad, local.slot.shown().to(local.device))
+        grad = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim)
+    norm = torch.linalg.vector_norm(grad, ord)
+    return like(norm, norm._local_tensor)
+
+
+def is_addend(grad: DTensor) -> bool:
+    """Whether ranks have an addend each of a gradient."""
+    return any(placement.is_partial() for placement in grad.placements)
+
+
+def settled(tensor: DTensor) -> DTensor:
+    """Return a DTensor whose collective is over."""
+    local = tensor._local_tensor
+    wait = getattr(local, "wait", None)  # of torch's tensors that stand for a collective's result
+    return tensor if wait is None else like(tensor, wait())
+
+
+def dtensors_of(model: nn.Module) -> DTensors | WholeTensors:
+    """Return the parts of a model whose DTensors are all on the ranks of the first one."""
+    first = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    return WholeTensors() if first is None else DTensors(ranks_of(first))
+
+
+def ranks_of(param: DTensor) -> list[int]:
+    found: list[int] = param.device_mesh.mesh.flatten().tolist()
+    return found
+
+
+def check_placements(name: str, param: DTensor) -> None:
+    """Refuse a DTensor of which this rank has no part of its own."""
+    if any(not isinstance(placement, (Replicate, Shard)) for placement in param.placements):
+        raise ConfigError(
+            f"parameter {name!r} is placed as ({', '.join(map(str, param.placements))})",
+            advice="redistribute it as Shard or Replicate before hetero.prepare",
+        )
+
+
+def check_ranks(name: str, param: DTensor, ranks: Sequence[int]) -> None:
+    """Refuse a DTensor on other ranks than the first one is on."""
+    if ranks_of(param) != list(ranks):
+        raise ConfigError(
+            f"parameter {name!r} is a DTensor on ranks {ranks_of(param)}, another one on"
+            f" {list(ranks)}",
+            advice="parallelize the whole model on one mesh",
+        )

@@ -1,0 +1,144 @@
+"""Parameters that are this rank's parts of larger tensors, as a DTensor is (floor 2).
+
+Such a parameter is a wrapper: it shows the geometry of the larger tensor, and has a plain tensor of
+this rank's own inside. Homes, frames and updates are of the plain tensors; the wrapper stays the
+user's object, with its class, its version and its gradient. What knows of one kind of wrapper is
+given by `prepare`; a model without any has `WholeTensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from hetero.internals import version_of
+from hetero.memory.layout import Layout
+from hetero.train.model import binding
+from hetero.train.model.binding import Binding
+from hetero.train.model.faults import Faults, paged_classes
+
+Parted = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Parts(Protocol):
+    """What a model's parameters have inside, and how it is shown."""
+
+    kinds: tuple[type, ...]
+    """The classes of wrappers; none for a model of plain tensors."""
+    ranks: tuple[int, ...]
+    """The ranks that have the parts of a parameter, this one included."""
+
+    def check(self, name: str, param: nn.Parameter) -> None:
+        """Raise ConfigError, with the name, for a wrapper that cannot be paged."""
+
+    def inside(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the plain tensor in a wrapper; None if it is no wrapper."""
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the plain tensor in a wrapper, or the tensor itself."""
+
+    def wrapping(self, tensor: torch.Tensor) -> Parted:
+        """Return a function that wraps plain tensors as one that is inside, without its bytes."""
+
+    def value(self, param: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Return the plain tensor of a value that is to replace a parameter's; StateError if it is
+        none of that parameter."""
+
+    def data(self, param: nn.Parameter) -> torch.Tensor:
+        """Return ``param.data`` of a bound or plain parameter."""
+
+    def version(self, param: torch.Tensor) -> int:
+        """Return how often a parameter was written, bound or not."""
+
+    # -- binding ---------------------------------------------------------------------------------
+
+    def bind_to(
+        self, params: Sequence[nn.Parameter], layout: Layout, place: torch.device, owner: Faults
+    ) -> Binding:
+        """Return the binding of a model's parameters, whose accesses ``owner`` serves."""
+
+    def pinned(self, owner: Faults) -> Callable[[nn.Parameter], type]:
+        """Return the class of bound ones of each parameter, whose uses ``owner`` hears of."""
+
+    def point(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Let a plain parameter show ``value``, a plain tensor that holds its numbers."""
+
+    def plain(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Make any parameter plain, with ``value`` as its numbers."""
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return the plain tensor of ``param.grad``, without a fault."""
+
+    def show_grad(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        """Set ``param.grad``: ``grad`` is wrapped as the present one is, or as the parameter."""
+
+    def fit(self, param: nn.Parameter, name: str) -> bool:
+        """Cut ``param.grad`` to the parameter's own part if it is another; returns whether it was
+        whole on every rank. May be collective. StateError for one that is no sum of addends."""
+
+    def is_pending(self, param: nn.Parameter) -> bool:
+        """Whether ``param.grad`` is an addend, of which ranks have one each."""
+
+    def summed(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's part of a pending gradient, given its plain tensor. Collective."""
+
+    def total_norm(
+        self, params: Sequence[nn.Parameter], ord: float, whole: Callable[[nn.Parameter], bool]
+    ) -> torch.Tensor:
+        """Return the norm that torch takes of all gradients: each once, however many ranks have
+        parts of it. ``whole``: of gradients that `fit` has cut. Collective."""
+
+
+class WholeTensors:
+    """Every parameter is a plain tensor."""
+
+    kinds: tuple[type, ...] = ()
+    ranks: tuple[int, ...] = ()
+    version = staticmethod(version_of)
+    data = staticmethod(binding.read_data)
+    point = staticmethod(binding.point)
+    plain = staticmethod(binding.plain)
+    grad = staticmethod(binding.get_grad)
+    show_grad = staticmethod(binding.set_grad)
+
+    def check(self, name: str, param: nn.Parameter) -> None: ...
+
+    def inside(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def wrapping(self, tensor: torch.Tensor) -> Parted:
+        raise AssertionError("a plain tensor wraps nothing")
+
+    def value(self, param: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        return given
+
+    def bind_to(
+        self, params: Sequence[nn.Parameter], layout: Layout, place: torch.device, owner: Faults
+    ) -> Binding:
+        return Binding(params, layout, place, *paged_classes(owner))
+
+    def pinned(self, owner: Faults) -> Callable[[nn.Parameter], type]:
+        _, pinned = paged_classes(owner)
+        return lambda _: pinned
+
+    def fit(self, param: nn.Parameter, name: str) -> bool:
+        return False
+
+    def is_pending(self, param: nn.Parameter) -> bool:
+        return False
+
+    def summed(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+    def total_norm(
+        self, params: Sequence[nn.Parameter], ord: float, whole: Callable[[nn.Parameter], bool]
+    ) -> torch.Tensor:
+        raise AssertionError("plain gradients are clipped without")

@@ -1,0 +1,398 @@
+"""DTensors are paged: a tensor parallel model has plain torch's bits on the same ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import hetero
+from hetero.errors import ConfigError, HeteroError, StateError
+from hetero.testing.ranks import run_ranks
+from tests.ranks.models import OPTIMIZERS
+from tests.ranks.tensor_models import (
+    LM,
+    TIGHT,
+    TensorRun,
+    Trained,
+    built,
+    by_hetero,
+    by_torch,
+    difference,
+    differing,
+    loss_of,
+    masters_by_torch,
+    mesh_of,
+    micro_batches_by_torch,
+    train,
+    weights_of,
+    whole,
+)
+
+
+def compared(rank: int, run: TensorRun, settings: Mapping[str, Any]) -> tuple[list[str], Any]:
+    expected = by_torch(run)
+    found = by_hetero(run, **settings)
+    return difference(found, expected), found.status
+
+
+def check(run: TensorRun, n_ranks: int = 2, *, evictions: int = 3, **settings: Any) -> None:
+    for odd, status in run_ranks(n_ranks, compared, run, settings):
+        assert not odd
+        assert status.evictions >= evictions
+
+
+@pytest.mark.campaign(seconds=3)
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("style", ["tp", "sequence", "vocabulary"])
+def test_a_paged_tensor_parallel_model_is_plain_torchs(
+    style: str, passes: int, clip: float | None, optimizer: str
+) -> None:
+    if (style, optimizer) == ("tp", "fused"):
+        optimizer = "sgd"  # torch's fused rules refuse plain parameters next to DTensors
+    check(TensorRun(style, optimizer, passes=passes, clip=clip))
+
+
+ROOMY: dict[str, Any] = {"hbm": 40_000}
+KEPT: dict[str, tuple[dict[str, Any], int]] = {  # settings, evictions
+    "keep": ({**ROOMY, "activations": "keep"}, 3),
+    "recompute": ({"activations": "recompute"}, 3),
+    "offload": ({**ROOMY, "activations": "offload"}, 3),
+    "ram": ({**ROOMY, "device": "cpu"}, 3),
+    "stays": ({"hbm": 400_000}, 0),  # paged at first
+    "resident": ({"hbm": None, "device": "cpu"}, 0),
+}
+
+
+@pytest.mark.campaign(seconds=2)
+@pytest.mark.parametrize("style", ["tp", "sequence", "vocabulary"])
+@pytest.mark.parametrize("settings, evictions", KEPT.values(), ids=KEPT)
+def test_no_place_of_bytes_changes_a_bit(
+    settings: dict[str, Any], evictions: int, style: str
+) -> None:
+    check(TensorRun(style, clip=0.05, passes=2), evictions=evictions, **settings)
+
+
+def test_parts_of_tensors_lie_on_disk(tmp_path: Path) -> None:
+    """Each rank's homes go to files of its own."""
+    run = TensorRun("sequence", clip=0.05, steps=3)
+    check(run, host=400_000, nvme=str(tmp_path))
+
+
+@pytest.mark.campaign(seconds=2)
+@pytest.mark.parametrize("style", ["tp", "sequence", "vocabulary"])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("place", ["pages", "stays"])
+def test_masters_are_those_of_a_plain_loop(style: str, passes: int, place: str) -> None:
+    """Working weights are bf16; gradients add up, and are summed over ranks, in fp32."""
+    run = TensorRun(style, "sgd", passes=passes, clip=0.05)
+    settings = {"precision": "bf16", "hbm": 26_000 if place == "pages" else 400_000}
+    for odd in run_ranks(2, compared_masters, run, settings):
+        assert not odd
+
+
+def compared_masters(rank: int, run: TensorRun, settings: dict[str, Any]) -> list[str]:
+    expected = masters_by_torch(run)
+    model, plain = built(run)
+    model, optimizer = hetero.prepare(model, plain, **{**run.settings, **settings})
+    found = train(model, optimizer, run, lambda _, most: optimizer.clip_grad_norm_(most))
+    hetero.release(model, optimizer)
+    found.weights, found.states = weights_of(model), {}  # masters
+    return difference(found, expected)
+
+
+@pytest.mark.campaign(seconds=2)
+@pytest.mark.parametrize("frozen", ["int8", "nf4"])
+@pytest.mark.parametrize("style", ["tp", "vocabulary"])
+def test_frozen_parts_lie_at_home_in_code(style: str, frozen: str) -> None:
+    """As a plain model trains whose frozen weights are what the codes say."""
+    for odd in run_ranks(2, compared_codes, TensorRun(style, frozen=(1, 2)), frozen):
+        assert not odd
+
+
+def compared_codes(rank: int, run: TensorRun, frozen: str) -> list[str]:
+    model, plain = built(run)
+    model, optimizer = hetero.prepare(
+        model, plain, **{**run.settings, "hbm": 30_000}, frozen=frozen
+    )
+    twin, its_own = built(run)
+    twin.load_state_dict(model.state_dict())
+    found = train(model, optimizer, run)
+    assert hetero.status(model).evictions >= 3
+    return difference(found, train(twin, its_own, run))
+
+
+# -- what users see ------------------------------------------------------------------------------
+
+
+def test_states_go_to_and_from_plain_torch_and_its_checkpoints(tmp_path: Path) -> None:
+    for odd in run_ranks(2, exchange_states, str(tmp_path)):
+        assert not any(odd.values()), odd
+
+
+def exchange_states(rank: int, folder: str) -> dict[str, list[str]]:
+    run = TensorRun("sequence", steps=3)
+    expected = by_torch(run)
+    model, plain = built(run)
+    model, optimizer = hetero.prepare(model, plain, **TIGHT)
+    train(model, optimizer, run)
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    assert isinstance(optimizer.state_dict()["state"][0]["exp_avg"], DTensor)
+    odd = {}
+
+    # 1. torch's checkpoint of it loads into a whole model, and into a prepared one
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    saved = LM().state_dict()
+    dcp.load({"model": saved}, checkpoint_id=folder)
+    odd["whole"] = differing(saved, expected.weights)
+    again, its_own = built(run)
+    again, its_own = hetero.prepare(again, its_own, **TIGHT)
+    with torch.no_grad():
+        for param in again.parameters():
+            param.zero_()
+    blank = again.state_dict()
+    dcp.load({"model": blank}, checkpoint_id=folder)
+    again.load_state_dict(blank)
+    odd["again"] = differing(weights_of(again), expected.weights)
+
+    # 2. states of both go to plain torch, and back
+    twin, its_plain = built(run)
+    twin.load_state_dict(model.state_dict())
+    its_plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    its_own.load_state_dict(its_plain.state_dict())
+    after = train(twin, its_plain, run)
+    odd["prepared"] = difference(train(model, optimizer, run), after)
+    odd["loaded"] = difference(train(again, its_own, run), after)
+    return odd
+
+
+def test_gradients_and_writes_are_as_in_torch() -> None:
+    for odd in run_ranks(2, use_as_torch):
+        assert not odd
+
+
+def use_as_torch(rank: int) -> list[str]:
+    run = TensorRun("sequence", steps=2)
+    (plain, its_own), (model, optimizer) = built(run), built(run)
+    model, optimizer = hetero.prepare(model, optimizer, **TIGHT)
+    odd: list[str] = []
+    for step in range(3):
+        for each in (plain, model):
+            loss_of(each, run, step).backward()
+        for (name, param), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert isinstance(other.grad, DTensor)
+            assert isinstance(param.grad, DTensor)
+            cut = name == "embed.weight"  # of which each rank has the whole in torch
+            if other.grad.placements != (param if cut else param.grad).placements:
+                odd.append(f"{name}: {other.grad.placements}")
+            if not torch.equal(whole(param.grad), whole(other.grad)):
+                odd.append(f"gradient of {name}")
+        norms = [float(nn.utils.clip_grad_norm_(m.parameters(), 0.05)) for m in (plain, model)]
+        odd += ["norms"] if norms[0] != norms[1] else []
+        with torch.no_grad():
+            for each, its in ((plain, its_own), (model, optimizer)):
+                its.step()
+                its.zero_grad()
+                each.head.weight.mul_(0.5)
+                each.embed.weight.data.add_(0.25)
+                each.norm.weight.to_local().add_(0.5)
+                each.blocks[0].up.weight.copy_(each.blocks[1].up.weight)
+    with pytest.raises(StateError, match="torch keeps"):
+        model.head.weight.data = plain.head.weight.detach()
+    twin = copy.deepcopy(model)
+    odd += differing(weights_of(twin), weights_of(plain))
+    return odd + differing(weights_of(model), weights_of(plain))
+
+
+# -- more axes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.campaign(seconds=4)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("passes, clip", [(1, None), (2, 0.05)])
+@pytest.mark.parametrize("style", ["tp", "sequence", "vocabulary"])
+def test_shares_lie_on_top_of_parts(
+    style: str, passes: int, clip: float | None, optimizer: str
+) -> None:
+    """Two ranks have each part; they are one rank with two micro-batches."""
+    run = TensorRun(style, optimizer, dp=2, passes=passes, clip=clip, steps=3)
+    for odd, evictions in run_ranks(4, compared_shares, run):
+        assert not odd
+        assert evictions >= 3
+
+
+def compared_shares(rank: int, run: TensorRun) -> tuple[list[str], int]:
+    expected = micro_batches_by_torch(run)
+    model, plain = built(run)
+    mesh = {"dp_shard": run.dp, "tp": 2}
+    model, optimizer = hetero.prepare(model, plain, **TIGHT, mesh=mesh)
+    found = train(
+        *(model, optimizer, run, lambda _, most: optimizer.clip_grad_norm_(most)), dp=rank // 2
+    )
+    found.losses = []
+    evictions = hetero.status(model).evictions
+    hetero.release(model, optimizer)
+    return difference(found, expected), evictions
+
+
+class Grid(nn.Module):
+    """Layers whose weights are cut along both axes of a mesh."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.mesh = mesh
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(6))
+        for layer in self.layers:
+            cut = distribute_tensor(layer.weight.detach(), mesh, [Shard(1), Shard(0)])
+            layer.weight = nn.Parameter(cut)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole_rows, sharded = [Shard(0), Replicate()], [Replicate(), Shard(0)]
+        y = distribute_tensor(x, self.mesh, [Shard(0), Shard(-1)])
+        for layer in self.layers:
+            weight = layer.weight.redistribute(placements=sharded)
+            y = torch.tanh(nn.functional.linear(y.redistribute(placements=whole_rows), weight))
+        return y.full_tensor()
+
+
+def test_weights_are_cut_along_two_axes_of_a_mesh() -> None:
+    for odd, evictions in run_ranks(4, compared_grids):
+        assert not odd
+        assert evictions >= 3
+
+
+def compared_grids(rank: int) -> tuple[list[str], int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    found: list[Trained] = []
+    status: Any = None
+    for paged in (False, True):
+        model: nn.Module = Grid(mesh)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if paged:
+            settings = {"device": "cpu:sim", "hbm": 17_500, "chunk_bytes": 256}
+            model, optimizer = hetero.prepare(model, optimizer, **settings, mesh={"tp": 4})
+        losses = []
+        for step in range(5):
+            source = torch.Generator().manual_seed(step)
+            loss = model(torch.randn(4, 32, generator=source)).pow(2).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        found.append(Trained(losses, [], weights_of(model), {}))
+        status = hetero.status(model) if paged else None
+    return difference(found[1], found[0]), status.evictions
+
+
+@pytest.mark.slow  # transformers is imported, and loads the model three times on each rank
+def test_a_llama_of_transformers_is_paged_under_its_own_plan(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    for odd, n_parts, evictions in run_ranks(2, compared_llamas, str(tmp_path)):
+        assert not odd
+        assert n_parts > 20
+        assert evictions >= 3
+
+
+def compared_llamas(rank: int, folder: str) -> tuple[list[str], int, int]:
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    def trained(**settings: Any) -> tuple[Trained, nn.Module]:
+        plan = DistributedConfig(tp_size=2)
+        model: Any = LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
+        model = model.float().train()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if settings:
+            model, optimizer = hetero.prepare(model, optimizer, **settings)
+        losses = []
+        for step in range(5):
+            words = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
+            loss = model(input_ids=words, labels=words).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return Trained(losses, [], weights_of(model), {}), model
+
+    expected, plain = trained()
+    found, model = trained(**{**TIGHT, "hbm": 80_000})
+    n_parts = sum(isinstance(param, DTensor) for param in plain.parameters())
+    return difference(found, expected), n_parts, hetero.status(model).evictions
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+def test_what_parts_cannot_have_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, refused, str(tmp_path))
+
+
+def refused(rank: int, folder: str) -> None:
+    run = TensorRun("sequence")
+
+    def prepare(kind: type[HeteroError], match: str, **settings: Any) -> None:
+        with pytest.raises(kind, match=match):
+            model, plain = built(run)
+            hetero.prepare(model, plain, **{**TIGHT, **settings})
+
+    prepare(ConfigError, "fp16", precision="fp16")
+    prepare(ConfigError, "backward", updates="backward")
+    prepare(ConfigError, "fused_loss", fused_loss=True)
+    prepare(ConfigError, "weights=", weights=folder)
+    prepare(ConfigError, "are DTensors on ranks 0, 1", mesh="world")
+    prepare(ConfigError, '"tp" is of 1', mesh={"dp_shard": 2})
+    prepare(ConfigError, "there are 2", mesh={"tp": 4})
+    model, _ = built(run)
+    with pytest.raises(ConfigError, match="LAMB may need whole tensors"):
+        hetero.prepare(model, hetero.optim.LAMB(model.parameters()), **TIGHT)
+    with pytest.raises(ConfigError, match="no parameter of the model is a DTensor"):
+        hetero.prepare(LM(), mesh={"tp": 2}, **TIGHT)
+
+    addends = DTensor.from_local(torch.ones(3, 3), mesh_of(run), [Partial()], run_check=False)
+    layer = nn.Linear(3, 3, bias=False)
+    layer.weight = nn.Parameter(addends)
+    with pytest.raises(ConfigError, match="'weight' is placed as"):
+        hetero.prepare(layer, **TIGHT)
+
+    model, plain = built(run)
+    model, optimizer = hetero.prepare(model, plain, **TIGHT)
+    for each in (hetero.save_checkpoint, hetero.load_checkpoint):
+        with pytest.raises(ConfigError, match="parts of tensors"):
+            each(folder, model, optimizer)
+    with pytest.raises(ConfigError, match="no plain tensor"):
+        hetero.export(model, folder)
+    with pytest.raises(RuntimeError, match="to become the value of a DTensor"):
+        model.load_state_dict(LM().state_dict())
+
+
+def test_parts_on_some_ranks_alone_need_a_mesh() -> None:
+    run_ranks(4, alone_in_pairs)
+
+
+def alone_in_pairs(rank: int) -> None:
+    model, plain = built(TensorRun("tp", dp=2))
+    with pytest.raises(ConfigError, match="on 2 of 4 ranks") as error:
+        hetero.prepare(model, plain, **TIGHT)
+    assert "{'dp_shard': 2, 'tp': 2}" in str(error.value.advice)
