@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import hetero
 from hetero.device import CudaDevice
 from hetero.errors import BudgetError, ConfigError
 from tests.emulator import fake
+from tests.equivalence.blocks import Run
 
 
 def model() -> Any:
@@ -95,3 +96,25 @@ def test_a_card_that_fills_up_meanwhile_leaves_the_model_as_it_was(emulator: Non
 
     assert all(map(torch.equal, net.parameters(), before))
     assert fake.pinned_bytes() == 0
+
+
+def test_frames_that_another_process_has_taken_meanwhile_are_made_later(watched: None) -> None:
+    assert trained(is_taken=False) == trained(is_taken=True)
+
+
+def trained(*, is_taken: bool) -> bytes:
+    """Train with more frames from the first border on, or from the second one."""
+    run: Any = Run(fake.device(), homes_on_hbm=False, hbm=100_000)
+    arena, known = run.engine.residence.manager.arena, fake.load().hbm_limit()
+    had = arena.slab.n_bytes
+    for number in range(5):
+        run.backward(number)
+        if is_taken and number == 0:
+            fake.load().limit_hbm(fake.allocated_bytes() + 1_000)
+        try:
+            run.optimizer.step()
+        finally:
+            fake.load().limit_hbm(known)
+        assert (arena.slab.n_bytes > had) is (not is_taken or number > 0)
+        run.optimizer.zero_grad()
+    return cast(bytes, run.bits())
