@@ -81,6 +81,29 @@ def test_memory_of_other_processes_is_not_given_away(
         hetero.prepare(model(), device=device, hbm="1GiB")
 
 
+@pytest.mark.parametrize("is_expandable", [False, True])
+def test_free_memory_in_pieces_is_told_with_the_allocator_s_way_out(
+    emulator: None, is_expandable: bool
+) -> None:
+    device = fake.device(is_expandable=is_expandable)
+    known = fake.load().hbm_limit()
+    fake.load().limit_hbm(fake.allocated_bytes() + 60_000)  # and 64 GiB are free
+    try:
+        with pytest.raises(BudgetError) as caught:
+            device.arena(100_000)
+    finally:
+        fake.load().limit_hbm(known)
+    assert ("expandable_segments:True" in caught.value.advice) is not is_expandable
+    assert ("in one piece" in str(caught.value).splitlines()[0]) is not is_expandable
+
+
+def test_a_card_that_is_full_is_not_told_to_be_in_pieces(emulator: None) -> None:
+    device = fake.device()
+    with fake.limit(hbm=fake.allocated_bytes() + 60_000), pytest.raises(BudgetError) as caught:
+        device.arena(100_000)
+    assert "expandable" not in caught.value.advice
+
+
 def test_a_card_that_fills_up_meanwhile_leaves_the_model_as_it_was(emulator: None) -> None:
     gc.collect()
     net, device = model(), fake.device()
