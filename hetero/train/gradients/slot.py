@@ -144,7 +144,7 @@ class GradSlot:
         self.factors = NONE
         self.norm: GradNorm | None = None
         self.summed = False
-        """Whether it was summed at home; its norm is then taken there."""
+        """Whether it was summed at home; a job may have taken its norm there."""
         owner.jobs.pop(segment.index, None)
 
     @property
@@ -299,17 +299,23 @@ class GradSlot:
             owner.norm_ord = ord
             return whole_norm(self._shown(), ord, in_fp32=self.has_master)
         if self.summed:
-            self.land()  # its last job takes the norm
+            self.land()  # its last job may have taken the norm
         if self.norm is None or self.norm.ord != ord:
             owner.share_norms(ord)
         if self.norm is None or self.norm.ord != ord:
-            home = self.stored()
-            # a sum's is taken on HOST, wherever it is: its bits must not depend on that
-            single = home.to(self.home.shown_on if self.summed else owner.place)
-            self.norm = GradNorm(ord, whole_norm(single, ord, in_fp32=self.has_master))
+            self.norm = GradNorm(ord, self.home_norm(ord))
             owner.norm_ord = ord
         norm = self.norm.value.to(owner.place)
         return norm if unscale == 1.0 else norm * unscale
+
+    def home_norm(self, ord: float) -> torch.Tensor:
+        """Take the norm of the bytes at home, on the device, as torch does of ``p.grad``: whichever
+        tier they are on, its bits are the same."""
+        owner, home = self.owner, self.stored()
+        if not self.home.on_device:
+            bucket = owner.homes.layout.bucket(self.segment)
+            home = owner.ring.bring_up(home, owner.place, bucket=bucket.id)
+        return whole_norm(home, ord, in_fp32=self.has_master)
 
     def defer(self, factors: Factors) -> None:
         """Leave a multiplication to the update: ``factors`` are those that now pend."""
