@@ -9,6 +9,11 @@ from hetero.device.process import counts, first_line
 from hetero.errors import BudgetError
 from hetero.types import format_bytes
 
+EXPAND = (
+    "or start the program with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which keeps free"
+    " memory in one piece"
+)
+
 
 class UncountedMemory:
     """RAM, which no allocator of a device counts; or HBM that is only described."""
@@ -48,10 +53,13 @@ class CudaMemory:
             block = torch.empty(max(n_bytes, 1), dtype=torch.uint8, device=self._place)
         except torch.OutOfMemoryError as error:
             free = self.free_bytes() + self.reserved_bytes()
+            unused = free - int(torch.cuda.memory_allocated(self._place))
+            pieces = unused >= n_bytes and not self._expands()
             raise BudgetError(
-                f"{format_bytes(n_bytes)} of frames and homes are not free on {self._place}:"
-                f" {first_line(error)}",
-                advice=f"end other processes on the device, or set hbm= below {free} bytes",
+                f"{format_bytes(n_bytes)} of frames and homes are not free"
+                f"{' in one piece' * pieces} on {self._place}: {first_line(error)}",
+                advice=f"end other processes on the device, or set hbm= below {free} bytes"
+                + f"; {EXPAND}" * pieces,
                 tier="HBM",
             ) from error
         taken = torch.cuda.Event()
@@ -60,6 +68,10 @@ class CudaMemory:
             stream.wait_event(taken)
             block.record_stream(stream)
         return block
+
+    def _expands(self) -> bool:
+        """Whether torch's allocator has segments that grow, so that free memory is in one piece."""
+        return any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
 
     def total_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self._place).total_memory)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from hetero.device import Device, Slab, Ticket
-from hetero.errors import OutOfMemory
+from hetero.errors import BudgetError, OutOfMemory
 from hetero.events import EventLog, What
 from hetero.memory.chunk import CopyTable
 from hetero.memory.frame import FrameMap, FramePlace
@@ -218,18 +218,32 @@ class Arena:
         most = self.ceiling - self.n_apart
         self.frames.limit = max(self.frames.limit, min(most, self.frames.end + granules))
 
-    def resize(self, limit: int) -> None:
-        """Change the number of frames; all must be free, and replicas apart stay."""
+    def resize(self, limit: int) -> bool:
+        """Change the number of frames; all must be free, and replicas apart stay. False, with as
+        many as before, if the device has no memory for them; BudgetError, with none until the next
+        call, if it has lost that as well."""
+        frames, ceiling, before = self.frames.limit, self.ceiling, self.slab.n_bytes
         n_bytes = limit * self._layout.chunk_numel
-        if n_bytes != self.slab.n_bytes:  # frames that go become activations' room
+        if n_bytes != before:  # frames that go become activations' room
             self._shells.clear()
             held = {r.cdata: r for r in self.replicas.values()}
             self.by_storage.clear()  # others look into it
             self.by_storage.update(held)
-            self.slab = self._device.arena(0)  # free the old one before allocating
-            self.slab = self._device.arena(n_bytes)
-        self.frames = FrameMap(limit)
-        self.ceiling = limit
+            try:
+                self._make(n_bytes)
+            except BudgetError as error:  # fragmented, or taken by another process
+                self._log.now(What.DECISION, tier=Tier.HBM, why=str(error))
+                self._make(before)
+                self.frames, self.ceiling = FrameMap(frames), ceiling
+                return False
+        self.frames, self.ceiling = FrameMap(limit), limit
+        return True
+
+    def _make(self, n_bytes: int) -> None:
+        """Take the memory of frames in place of that of the present ones."""
+        self.frames, self.ceiling = FrameMap(0), 0
+        self.slab = self._device.arena(0)  # free the old one before allocating
+        self.slab = self._device.arena(n_bytes)
 
     def beyond(self, limit: int) -> list[Replica]:
         """Return the replicas that reach beyond frame ``limit``."""

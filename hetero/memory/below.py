@@ -104,7 +104,8 @@ class LocalBelow:
         if replica.ready is None:
             return
         self._arrive(replica.ready, replica)
-        replica.ready = None
+        # it may leave unread, and copies on other lanes into its frames are not in order after it
+        replica.ready, replica.idle = None, replica.ready
         bucket, codec = replica.bucket, replica.bucket.codec
         if not codec.exact:  # see [Note: decoded in place]
             end = bucket.segments[-1].end
@@ -263,4 +264,3 @@ class SharedBelow(LocalBelow):
         with standing_for(self._comm, self._link.log):
             self._comm.wait(ticket)
         super()._arrive(ticket, replica)
-        replica.idle = ticket  # it wrote the frames on no lane of copies: none is in order after it

@@ -407,14 +407,13 @@ class ChunkManager:
 
     def resize(self, limit: int) -> bool:
         """Change the number of frames, those of held replicas apart included; False, with nothing
-        changed, while replicas in the arena are held."""
+        changed, while replicas in the arena are held, or if the device has no memory for more."""
         replicas = self.replicas.values()
         apart = sum(r.bucket.granules for r in replicas if r.is_apart and not r.may_leave)
         if self.arena.held_inside or limit < apart:
             return False
         self.evict_all()
-        self.arena.resize(limit - apart)
-        return True
+        return self.arena.resize(limit - apart)
 
     def shrink(self, limit: int) -> bool:
         """Give up frames from the end, down to ``limit`` with those apart; False if a replica in

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import hetero
+from hetero.api import engine_of
 from hetero.config import Config, HostLimit
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.budget import available
+from hetero.types import Tier
 from tests.emulator import fake
 
 MIB = 2**20
@@ -64,3 +66,42 @@ def test_streams_order_the_copies_within_one_ram(
     together = train(device(monkeypatch, is_integrated=True))
 
     assert all(map(torch.equal, together, apart))
+
+
+def large() -> Any:
+    """Return a model whose states fit in the RAM, but not 1.5 times in the device's part."""
+    torch.manual_seed(1)
+    return torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(20)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"host": "6MiB"}, {"hbm": "1MiB"}])
+def test_homes_and_frames_divide_one_ram_by_themselves(
+    watched: None, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+) -> None:
+    """By default HBM is all that the device has, which would leave none for homes."""
+    gc.collect()
+    plain, model = fake.on_device(large()), large()
+    steps: Any = torch.optim.AdamW(plain.parameters(), lr=0.1, foreach=False)
+    ours: Any = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    one = fake.device(is_integrated=1, total_memory=8 * MIB)
+    monkeypatch.setattr(fake.cuda(), "mem_get_info", lambda place: (8 * MIB, 8 * MIB))
+    monkeypatch.setattr(one, "host_limit", lambda: HostLimit(8 * MIB - held(model), "a test"))
+    model, ours = hetero.prepare(model, ours, device=one, **settings)
+    for number in range(3):
+        x = torch.randn(4, 128, generator=torch.Generator().manual_seed(number)).to(fake.PLACE)
+        for net, optimizer in ((plain, steps), (model, ours)):
+            net(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ledger = engine_of(model).setup.ledger
+    hbm = ledger.budgets[Tier.HBM]
+    assert hbm is not None and 0 < hbm + ledger.peak(Tier.HOST) <= 8 * MIB
+    assert all(map(torch.equal, model.state_dict().values(), on_cpu(plain)))
+
+
+def held(model: torch.nn.Module) -> int:
+    return sum(param.nbytes for param in model.parameters())
+
+
+def on_cpu(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [param.detach().cpu() for param in model.parameters()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import hetero
 from hetero.device import CudaDevice
 from hetero.errors import BudgetError, ConfigError
 from tests.emulator import fake
+from tests.equivalence.blocks import Run
 
 
 def model() -> Any:
@@ -80,6 +81,29 @@ def test_memory_of_other_processes_is_not_given_away(
         hetero.prepare(model(), device=device, hbm="1GiB")
 
 
+@pytest.mark.parametrize("is_expandable", [False, True])
+def test_free_memory_in_pieces_is_told_with_the_allocator_s_way_out(
+    emulator: None, is_expandable: bool
+) -> None:
+    device = fake.device(is_expandable=is_expandable)
+    known = fake.load().hbm_limit()
+    fake.load().limit_hbm(fake.allocated_bytes() + 60_000)  # and 64 GiB are free
+    try:
+        with pytest.raises(BudgetError) as caught:
+            device.arena(100_000)
+    finally:
+        fake.load().limit_hbm(known)
+    assert ("expandable_segments:True" in caught.value.advice) is not is_expandable
+    assert ("in one piece" in str(caught.value).splitlines()[0]) is not is_expandable
+
+
+def test_a_card_that_is_full_is_not_told_to_be_in_pieces(emulator: None) -> None:
+    device = fake.device()
+    with fake.limit(hbm=fake.allocated_bytes() + 60_000), pytest.raises(BudgetError) as caught:
+        device.arena(100_000)
+    assert "expandable" not in caught.value.advice
+
+
 def test_a_card_that_fills_up_meanwhile_leaves_the_model_as_it_was(emulator: None) -> None:
     gc.collect()
     net, device = model(), fake.device()
@@ -95,3 +119,25 @@ def test_a_card_that_fills_up_meanwhile_leaves_the_model_as_it_was(emulator: Non
 
     assert all(map(torch.equal, net.parameters(), before))
     assert fake.pinned_bytes() == 0
+
+
+def test_frames_that_another_process_has_taken_meanwhile_are_made_later(watched: None) -> None:
+    assert trained(is_taken=False) == trained(is_taken=True)
+
+
+def trained(*, is_taken: bool) -> bytes:
+    """Train with more frames from the first border on, or from the second one."""
+    run: Any = Run(fake.device(), homes_on_hbm=False, hbm=100_000)
+    arena, known = run.engine.residence.manager.arena, fake.load().hbm_limit()
+    had = arena.slab.n_bytes
+    for number in range(5):
+        run.backward(number)
+        if is_taken and number == 0:
+            fake.load().limit_hbm(fake.allocated_bytes() + 1_000)
+        try:
+            run.optimizer.step()
+        finally:
+            fake.load().limit_hbm(known)
+        assert (arena.slab.n_bytes > had) is (not is_taken or number > 0)
+        run.optimizer.zero_grad()
+    return cast(bytes, run.bits())

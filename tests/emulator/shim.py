@@ -33,6 +33,8 @@ class Facts:
     multi_processor_count: int = 132
     total_memory: int = 1 << 36
     is_integrated: int = 0
+    is_expandable: bool = False
+    """Of all the allocator's segments."""
     uuid: str = field(default_factory=lambda: f"GPU-{os.getpid()}")
 
     def become(self, facts: dict[str, Any]) -> None:
@@ -131,6 +133,9 @@ class Cuda:
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
         total = self.facts.total_memory
         return total - self._e.memory()[0], total
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        return [{"device": 0, "is_expandable": self.facts.is_expandable}]
 
     def memory_stats(self, device: object = None) -> dict[str, int]:
         now, peak = self._e.memory()

@@ -41,14 +41,17 @@ ALWAYS = {RING_FULL, LAST_GRADIENTS, UNUSED}
 the last ones: the emulator's copies land as late as they can."""
 OFFLOADING = {OFFLOADED, TURNED, ALONE}
 ADDENDS = Place("gradients/crossing.py", "cross")
+SUM = Place("gradients/ring.py", "bring_up")
 NORM_OF_RANKS = Place("gradients/slot.py", "norm_of")
+TOLD = Place("gradients/shared.py", "share_norms")
 FROM_DISK = Place("memory/below.py", "fetch")
 STAGED = Place("device/staging.py", "_land")
 """On the threads that copy between stages and memory that is not page-locked."""
 RANKS = {ADDENDS}
 """Of ranks that share a model, on the thread that sends gradients."""
 CLIPPING = {NORM, CLIPPED_GRADIENT}
-CLIPPING_RANKS = CLIPPING | {NORM_OF_RANKS}
+CLIPPING_SUMS = CLIPPING | {SUM, STAGE_FULL}
+CLIPPING_RANKS = CLIPPING | {SUM, NORM_OF_RANKS, TOLD}
 PLACES = {*ALWAYS, *OFFLOADING, *CLIPPING_RANKS, *RANKS, FINITE, FROM_DISK, STAGED, STAGE_FULL}
 
 

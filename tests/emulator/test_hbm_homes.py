@@ -15,7 +15,7 @@ from hetero.errors import BudgetError
 from hetero.train.update.kernel import join
 from hetero.types import Lane, Tier
 from tests.emulator import fake
-from tests.equivalence.blocks import EACH, Run
+from tests.equivalence.blocks import EACH, UNITS, Run
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,11 @@ def sums_after_single_gradients(run: Run) -> None:
         run.step(number, parts=1 if number < 3 else 3, clip=1.0)
 
 
+def clipped_sums(run: Run) -> None:
+    for number in range(6):
+        run.step(number, parts=1 if number == 3 else 2, clip=0.5)
+
+
 def a_larger_batch(run: Run) -> None:
     for number in range(6):
         run.step(number, rows=90 if number == 3 else 2, clip=1.0)
@@ -63,7 +68,10 @@ def reads_between_steps(run: Run) -> None:
 @pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(
     "train",
-    [six_steps, sums, sums_after_single_gradients, a_larger_batch, reads_between_steps],
+    [
+        *(six_steps, sums, sums_after_single_gradients, clipped_sums),
+        *(a_larger_batch, reads_between_steps),
+    ],
     ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("activations", ["keep", "auto"])
@@ -84,6 +92,42 @@ def test_a_steady_step_waits_for_no_copy_of_homes_on_hbm(watched: None) -> None:
     assert run.on_hbm
     stats = engine_of(run.model).setup.stats
     assert stats.n_bytes[Lane.D2D] and stats.counts["miss"] == 0
+
+
+def test_clipped_sums_keep_their_homes_on_hbm_and_only_others_come_up_for_their_norm(
+    watched: None,
+) -> None:
+    """A sum's norm is taken on the device, whichever tier it is on."""
+    up: Any
+    down: Any
+    up, down = run_on(None), run_on(False)
+    for run in (up, down):
+        for number in range(5):
+            run.step(number, parts=2, clip=0.5)
+    assert up.on_hbm and up.bits() == down.bits()
+    for run in (up, down):
+        for part in range(2):
+            run.backward(50 + part)
+        link = run.engine.residence.link
+        before = link.n_bytes[Lane.H2D]
+        run.optimizer.clip_grad_norm_(0.5)
+        segments = run.engine.setup.blueprint.layout.home
+        sums = [4 * s.spec.numel for bucket, s in segments if bucket not in run.on_hbm]
+        assert link.n_bytes[Lane.H2D] - before == sum(sums)
+
+
+def test_frames_that_were_filled_and_never_read_are_rewritten_after_that(watched: None) -> None:
+    """Their copy came from HBM, the next one comes from HOST, on another lane."""
+    run: Any = run_on(None)
+    six_steps(run)
+    manager = run.engine.residence.manager
+    manager.evict_all()
+    first = min(run.on_hbm)
+    second = next(bucket for bucket in range(UNITS) if bucket not in run.on_hbm)
+    assert manager.prefetch(first, 0)
+    manager.evict(first)
+    assert manager.prefetch(second, 0)
+    manager.evict(second)
 
 
 def test_a_save_reads_them_while_training_goes_on(tmp_path: Path, watched: None) -> None:

@@ -18,6 +18,7 @@ from tests.emulator.programs import net
 from tests.emulator.stalls import (
     ALWAYS,
     CLIPPING,
+    CLIPPING_SUMS,
     FINITE,
     OFFLOADING,
     PLACES,
@@ -48,6 +49,10 @@ ROWS = {
     "clip in step": Row(ALWAYS | CLIPPING, {"hbm": 300_000, "max_grad_norm": 1.0}),
     "bf16": Row(ALWAYS, {"hbm": 300_000, "precision": "bf16"}),
     "bf16 clip": Row(ALWAYS | CLIPPING, {"hbm": 300_000, "precision": "bf16"}, clips=True),
+    "clip sums": Row(ALWAYS | CLIPPING_SUMS, {"hbm": 300_000}, parts=2, clips=True),
+    "bf16 clip sums": Row(
+        ALWAYS | CLIPPING_SUMS, {"hbm": 300_000, "precision": "bf16"}, parts=2, clips=True
+    ),
     "fp16": Row(ALWAYS | {FINITE}, {"hbm": 300_000, "precision": "fp16"}),
     "updates in backward": Row(ALWAYS, {"hbm": 300_000, "updates": "backward"}),
 }

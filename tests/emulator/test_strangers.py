@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import torch
 from torch import nn
 
 import hetero
+from hetero.api import engine_of
 from tests.emulator import fake
 
 
@@ -41,3 +46,27 @@ def test_other_models_and_tensors_on_the_device_take_nothing_of_a_budget(watched
             optimizer.step()
             optimizer.zero_grad()
         assert hetero.status(model).activation_bytes < 150_000
+
+
+def test_a_model_that_is_collected_in_another_s_step_takes_nothing_of_its_budget(
+    watched: None,
+) -> None:
+    """It was there at the allocator's peak, and is not when that is read."""
+    device = fake.device()
+    models = [net(), net()]
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hetero.prepare(model, optimizer, device=device, hbm=300_000, chunk_bytes=4096)
+    first, left = models[0], weakref.ref(models.pop())
+    x = torch.randn(16, 64).to(fake.PLACE)
+
+    def collect(*_: object) -> None:
+        gc.collect()
+        assert left() is None
+
+    assert left() is not None
+    first[3].register_forward_hook(collect)
+    del model, optimizer
+    first(x).square().mean().backward()
+    residence: Any = engine_of(first).residence
+    assert residence.fitting.meter.seen_bytes() < 100_000

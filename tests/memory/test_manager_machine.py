@@ -23,8 +23,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hetero.device import POISON, SimDevice
-from hetero.errors import BudgetError, StateError, StorageError, TransferError
+from hetero.device import POISON, SimDevice, Slab
+from hetero.errors import BudgetError, OutOfMemory, StateError, StorageError, TransferError
 from hetero.events import EventLog
 from hetero.memory.arena import FEW, SHELLS
 from hetero.memory.home import Home
@@ -978,6 +978,48 @@ def test_shrinking_keeps_every_value() -> None:
         world.visit(bucket)
 
     assert world.manager.counts["evict"] >= 3
+
+
+def failing_arenas(world: World, monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+    """Let the device have no memory for the next arenas."""
+    make, left = world.device.arena, [failures]
+
+    def arena(n_bytes: int) -> Slab:
+        if n_bytes and left[0]:
+            left[0] -= 1
+            raise BudgetError("another process has it")
+        return make(n_bytes)
+
+    monkeypatch.setattr(world.device, "arena", arena)
+
+
+def test_frames_that_the_device_has_no_memory_for_leave_as_many_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(limit=28, ceiling=28)
+    world.scribble(4, 0, 99)
+    failing_arenas(world, monkeypatch, 1)
+    assert not world.manager.resize(90)
+    assert (world.manager.arena.frames.limit, world.manager.arena.ceiling) == (28, 28)
+    world.visit(4)
+    for bucket in BUCKETS:
+        world.visit(bucket)
+
+    assert world.manager.resize(90) and world.manager.arena.frames.limit == 90
+
+
+def test_frames_that_are_lost_with_the_device_s_memory_come_back_at_the_next_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(limit=28, ceiling=28)
+    world.scribble(4, 0, 99)
+    failing_arenas(world, monkeypatch, 2)
+    with pytest.raises(BudgetError, match="another process"):
+        world.manager.resize(90)
+    with pytest.raises(OutOfMemory):
+        world.manager.pin((4,), "F")
+    assert world.manager.resize(28)
+    world.visit(4)
 
 
 def test_nothing_is_resized_while_a_lease_is_held() -> None:

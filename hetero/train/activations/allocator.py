@@ -59,7 +59,11 @@ class AllocatorMeter:
         self._before = 0  # the peak of ours, up to the last reset of the allocator's
         self._most = 0  # the same with strangers
         self._end = 0
+        self._gone = 0  # bytes of other prepared models that went since the last reset
+        self._frames_last = Bytes()
         _counting.add(self)
+        told = weakref.finalize(self, _went, device.torch_device, self._frames_last)
+        told.atexit = False
 
     def prepared(self) -> None:
         self.restart()
@@ -97,8 +101,9 @@ class AllocatorMeter:
         return (meter for meter in self._alike() if meter is not self)
 
     def _frames(self) -> int:
-        """Return the present bytes of other prepared models' frames and buffers."""
-        return sum(meter._others() for meter in self._rivals())
+        """Return the bytes of other prepared models' frames and buffers, at present and as they
+        were when a model went: the peak may be older."""
+        return sum(meter._others() for meter in self._rivals()) + self._gone
 
     def unit_done(self) -> None:
         self._idle = False
@@ -174,6 +179,7 @@ class AllocatorMeter:
         """
         for meter in self._alike():
             meter.fold(ours=meter is self or not self._watches)
+            meter._gone, meter._frames_last.n_bytes = 0, meter._others()
         self._device.memory.reset_peak()
 
     def _recent(self) -> int:
@@ -181,6 +187,22 @@ class AllocatorMeter:
 
 
 _counting: weakref.WeakSet[AllocatorMeter] = weakref.WeakSet()
+
+
+class Bytes:
+    """A number that outlives the meter which counted it."""
+
+    __slots__ = ("n_bytes",)
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+
+
+def _went(place: torch.device, last: Bytes) -> None:
+    """A prepared model goes: its bytes are still in the allocator's peak."""
+    for meter in _counting:
+        if meter._device.torch_device == place:
+            meter._gone += last.n_bytes
 
 
 class LiveOutputs:

@@ -207,9 +207,23 @@ def available(
         # the CPU cannot compute on these homes as they lie: set frames aside in its RAM
         hbm = max(host // CPU_FRAMES, 2 * plan.least_bytes + buffer_bytes)
         return Memory(hbm, max(0, host - hbm))
-    if hbm is not None and config.host is None and device.shares_ram:
-        host = max(0, host - hbm)
-    return Memory(hbm, host)
+    if hbm is None or not device.shares_ram:
+        return Memory(hbm, host)
+    # one RAM: each of its bytes is counted once
+    ram = ram_bytes(model, device.host_limit(), n_local)
+    if config.hbm is None and (
+        config.host is not None or not stays_resident(plan, hbm, is_cuda=device.is_cuda)
+    ):
+        homes = plan.home_bytes + passing_bytes(plan) if config.host is None else host
+        left, least = ram - homes, 2 * plan.least_bytes + buffer_bytes
+        hbm = min(hbm, max(left if left >= least else ram // CPU_FRAMES, least))
+    return Memory(hbm, max(0, ram - hbm) if config.host is None else host)
+
+
+def ram_bytes(model: nn.Module, limit: HostLimit, n_local: int) -> int:
+    """Return as much RAM as this process may take where ``n_local`` ranks divide it."""
+    held = sum(p.nbytes for _, p in pages(model) if p.device.type == "cpu")  # moved, not copied
+    return limit.n_bytes // n_local + held
 
 
 def hbm_bytes(model: nn.Module, config: Config, device: Device) -> int | None:
@@ -261,10 +275,8 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def host_bytes(model: nn.Module, config: Config, limit: HostLimit, n_local: int) -> int:
-    """Return the RAM for homes: the budget, or as much as this process may take where ``n_local``
-    ranks divide it."""
-    held = sum(p.nbytes for _, p in pages(model) if p.device.type == "cpu")  # moved, not copied
-    most = limit.n_bytes // n_local + held
+    """Return the RAM for homes: the budget, or `ram_bytes`."""
+    most = ram_bytes(model, limit, n_local)
     for name, asked in (("host", config.host), ("pinned", config.pinned)):
         if asked is not None and asked > most:
             raise ConfigError(

@@ -42,15 +42,8 @@ class Rehoming:
 
     @property
     def homes(self) -> list[BucketHomes]:
-        """The homes that may move, the most useful on HBM first, as large as gradients are now.
-
-        On CUDA none, while norms of sums are taken: that is done on HOST, wherever a sum is, since
-        its bits must not depend on that, and from HBM each would come down to be read.
-        """
-        sums = self._grads.adds_up
-        if sums and self._grads.norm_ord is not None and self._setup.device.is_cuda:
-            return []
-        return self._lists[sums]
+        """The homes that may move, the most useful on HBM first, as large as gradients are now."""
+        return self._lists[self._grads.adds_up]
 
     @property
     def n_bytes(self) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from hetero.device import Device, Slab, Ticket, release_slab
 from hetero.jobs import Job
+from hetero.memory.layout import row
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.transfers import Landing, Pending, Transfers
@@ -133,6 +134,22 @@ class GradRing:
         self._reads.queue(end, sources, n_bytes=sum(source.nbytes for source in sources))
         self._was_used = True
         self.poll()
+
+    def bring_up(self, home: torch.Tensor, place: torch.device, *, bucket: int) -> torch.Tensor:
+        """Return a gradient on HOST as the device's kernels may read it: a copy up, which has
+        landed, so that a job may write the home."""
+        if not self._device.is_cuda:
+            return home
+        up = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=place)
+        ticket = self._link.move(
+            *(Lane.H2D, row(up).view(torch.uint8), row(home).view(torch.uint8)),
+            kind=Kind.GRAD,
+            after=(self._device.mark(),),
+            bucket=bucket,
+            why="norm",
+        )
+        self._link.sync(ticket, kind=Kind.GRAD, bucket=bucket)
+        return up
 
     @property
     def useful_bytes(self) -> int:

@@ -25,7 +25,6 @@ from hetero.train.gradients.slot import (
     GradSlot,
     GradState,
     LazyGrad,
-    whole_norm,
 )
 from hetero.train.gradients.store import GradStore, assert_dense
 from hetero.train.model.host_work import host_work
@@ -231,7 +230,7 @@ class SharedGradStore(GradStore):
             return
         indices = [slot.segment.index for slot in due]
         mine = {
-            slot.segment.index: whole_norm(slot.stored(), ord, in_fp32=slot.has_master)
+            slot.segment.index: slot.home_norm(ord).cpu()
             for slot in due
             if self._largest(slot.segment) == self._comm.rank % self._comm.n_shares
         }

@@ -20,11 +20,12 @@ from hetero.memory.transfers import Pending
 from hetero.train.gradients.early_reads import EarlyReads
 from hetero.train.gradients.homes import GradHomes
 from hetero.train.gradients.ring import GradRing
-from hetero.train.model.lazy import Lazy, call
+from hetero.train.model.lazy import Lazy
 
 _aten = torch.ops.aten
 _NORM, _ADD, _MUL = _aten.linalg_vector_norm.default, _aten.add_.Tensor, _aten.mul_.Tensor
-_UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+_NORMS = _aten._foreach_norm.Scalar
+_FACTORS = (_aten._foreach_mul_.Scalar, _aten._foreach_mul_.Tensor)
 _DISPATCHERS = (__name__, *DISPATCHERS, "hetero.train.activations.meter")  # a mode's own frames
 
 
@@ -143,7 +144,7 @@ class GradSlot:
         self.factors = NONE
         self.norm: GradNorm | None = None
         self.summed = False
-        """Whether it was summed at home; its norm is then taken there."""
+        """Whether it was summed at home; a job may have taken its norm there."""
         owner.jobs.pop(segment.index, None)
 
     @property
@@ -298,17 +299,23 @@ class GradSlot:
             owner.norm_ord = ord
             return whole_norm(self.shown(), ord, in_fp32=self.has_master)
         if self.summed:
-            self.land()  # its last job takes the norm
+            self.land()  # its last job may have taken the norm
         if self.norm is None or self.norm.ord != ord:
             owner.share_norms(ord)
         if self.norm is None or self.norm.ord != ord:
-            home = self.stored()
-            # a sum's is taken on HOST, wherever it is: its bits must not depend on that
-            single = home.to(self.home.shown_on if self.summed else owner.place)
-            self.norm = GradNorm(ord, whole_norm(single, ord, in_fp32=self.has_master))
+            self.norm = GradNorm(ord, self.home_norm(ord))
             owner.norm_ord = ord
         norm = self.norm.value.to(owner.place)
         return norm if unscale == 1.0 else norm * unscale
+
+    def home_norm(self, ord: float) -> torch.Tensor:
+        """Take the norm of the bytes at home, on the device, as torch does of ``p.grad``: whichever
+        tier they are on, its bits are the same."""
+        owner, home = self.owner, self.stored()
+        if not self.home.on_device:
+            bucket = owner.homes.layout.bucket(self.segment)
+            home = owner.ring.bring_up(home, owner.place, bucket=bucket.id)
+        return whole_norm(home, ord, in_fp32=self.has_master)
 
     def defer(self, factors: Factors) -> None:
         """Leave a multiplication to the update: ``factors`` are those that now pend."""
@@ -330,15 +337,15 @@ class LazyGrad(Lazy):
 
     @classmethod
     def shortcut(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if func is _NORM and _is_whole(args, kwargs):
-            return args[0].slot.norm_of(float(args[1]) if len(args) > 1 else 2.0)
+        if func is _NORM and _is_whole(args[0], args, kwargs):
+            return args[0].slot.norm_of(_order(args))
         if func is _MUL and isinstance(args[0], LazyGrad) and _mul(*args, **kwargs):
             return args[0]
         if func is _ADD and isinstance(args[0], LazyGrad) and _add(*args, **kwargs):
             return args[0]
-        if func is _UNSCALE:  # a list of all gradients: one tensor on the device at a time
-            for grad in args[0]:
-                call(func, ([grad], *args[1:]), kwargs)
+        if func is _NORMS and _is_whole(args[0][0], args, kwargs):  # one at a time
+            return [args[0][0].slot.norm_of(_order(args))]
+        if func in _FACTORS and isinstance(args[0][0], LazyGrad) and _mul(args[0][0], args[1]):
             return None
         return NotImplemented
 
@@ -383,6 +390,10 @@ def _mul(grad: LazyGrad, other: Any) -> bool:
     return True
 
 
-def _is_whole(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _is_whole(grad: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a vector norm is of one whole gradient, in its own precision."""
-    return isinstance(args[0], LazyGrad) and len(args) <= 2 and not kwargs
+    return isinstance(grad, LazyGrad) and len(args) <= 2 and not kwargs
+
+
+def _order(args: Sequence[Any]) -> float:
+    return float(args[1]) if len(args) > 1 else 2.0

@@ -7,9 +7,10 @@ gradient, as in torch.
 
 A first gradient goes down in its own dtype. The worker adds later ones on HOST, in the order in
 which autograd fired, and in fp32 if the parameter has an fp32 master: its bucket's gradients are
-*wide* then. Norms are torch's, of whole tensors: a single gradient's is taken on the device as it
-leaves, a sum's on HOST after the last addition. The factors of a clip and of loss scaling pend
-until the update applies them; a reader before that sees them applied.
+*wide* then. Norms are torch's, of whole tensors, and taken on the device: a single gradient's as it
+leaves, a sum's when it is asked for (by a job after each addition, if the device is the CPU), so
+that none depends on the tier. The factors of a clip and of loss scaling pend until the update
+applies them; a reader before that sees them applied.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class GradStore:
         self.early = EarlyReads(enabled=early)
         self.place = device.torch_device
         self.norm_ord: float | None = None  # the norm in use, taken as gradients leave
+        self._sums_on_host = not device.is_cuda  # are their norms taken there, by jobs
         self.scaling = LossScaling()
         self.params = params
         self.parts = parts or WholeTensors()
@@ -259,7 +261,8 @@ class GradStore:
         if slot.home.on_device:
             self.homes.add_here(slot.home, segment, grad, first=False, unscale=unscale)
             return
-        self._sums.add(slot, grad, first=False, unscale=unscale, norm_ord=self.norm_ord)
+        ord = self.norm_ord if self._sums_on_host else None
+        self._sums.add(slot, grad, first=False, unscale=unscale, norm_ord=ord)
 
     def _take(
         self, index: int, grad: torch.Tensor, *, scaled: bool, made: Ticket | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -97,8 +99,42 @@ class Lazy(torch.Tensor):
         if func is _DETACH:
             it = args[0]
             return type(it)(it.slot, it.shape, it.stride(), it.dtype, it.device)
+        if takes_lists(func) and len(args[0]) > 1:
+            return one_by_one(partial(cls.__torch_dispatch__, func, types), args, kwargs)
         done = cls.shortcut(func, args, kwargs)
         return call(func, args, kwargs) if done is NotImplemented else done
+
+
+@functools.cache
+def takes_lists(func: Any) -> bool:
+    """Whether an operation does the same to each tensor of a list, without the others."""
+    name, overload = func._schema.name.removeprefix("aten::"), func._schema.overload_name
+    if not name.startswith(("_foreach_", "_amp_foreach_")):
+        return False
+    scalars_in_a_tensor = overload == "Tensor" and name.startswith("_foreach_addc")
+    return not scalars_in_a_tensor and overload != "ScalarAndTensor"
+
+
+def one_by_one(
+    run: Callable[[Sequence[Any], Mapping[str, Any]], Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[Any] | None:
+    """Run an operation on lists for one tensor of each after another: the device need not hold all
+    of them at once."""
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    n = len(lists[0])
+    if any(len(each) != n for each in lists):
+        raise RuntimeError(f"lists of {', '.join(str(len(each)) for each in lists)} tensors")
+
+    def nth(value: Any, i: int) -> Any:
+        return value[i : i + 1] if isinstance(value, (list, tuple)) else value
+
+    found = [
+        run([nth(a, i) for a in args], {key: nth(v, i) for key, v in kwargs.items()})
+        for i in range(n)
+    ]
+    return None if found[0] is None or not len(found[0]) else [each[0] for each in found]
 
 
 def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
