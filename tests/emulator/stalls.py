@@ -41,14 +41,17 @@ ALWAYS = {RING_FULL, LAST_GRADIENTS, UNUSED}
 the last ones: the emulator's copies land as late as they can."""
 OFFLOADING = {OFFLOADED, TURNED, ALONE}
 ADDENDS = Place("gradients/crossing.py", "cross")
+SUMMED = Place("gradients/device_sums.py", "add")
 NORM_OF_RANKS = Place("gradients/slot.py", "norm_of")
+SHARE_ON_HBM = Place("memory/share.py", "value")
+"""Of a gradient on HBM of which a norm is taken on HOST."""
 FROM_DISK = Place("memory/below.py", "fetch")
 STAGED = Place("device/staging.py", "_land")
 """On the threads that copy between stages and memory that is not page-locked."""
-RANKS = {ADDENDS}
+RANKS = {ADDENDS, SUMMED}
 """Of ranks that share a model, on the thread that sends gradients."""
 CLIPPING = {NORM, CLIPPED_GRADIENT}
-CLIPPING_RANKS = CLIPPING | {NORM_OF_RANKS}
+CLIPPING_RANKS = CLIPPING | {NORM_OF_RANKS, SHARE_ON_HBM}
 PLACES = {*ALWAYS, *OFFLOADING, *CLIPPING_RANKS, *RANKS, FINITE, FROM_DISK, STAGED, STAGE_FULL}
 
 

@@ -17,6 +17,7 @@ from hetero.errors import DivergenceError, StateError
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.link import Link
 from hetero.train.gradients.crossing import exchange_bytes
+from hetero.train.gradients.device_sums import Workspace
 from hetero.train.gradients.exchange import Exchange
 from hetero.train.gradients.homes import shaped
 from hetero.train.gradients.slot import (
@@ -68,8 +69,9 @@ class SharedGradStore(GradStore):
     leases = False
     takes_graphs = False
 
-    def __init__(self, *args: Any, comm: Comm, link: Link, **named: Any) -> None:
+    def __init__(self, *args: Any, comm: Comm, link: Link, space: Workspace, **named: Any) -> None:
         super().__init__(*args, **named)
+        self.homes.expects_sums = True
         self._comm = comm
         self._keeps = False
         self._kept: dict[int, None] = {}  # parameters whose ``p.grad`` is of this rank alone
@@ -84,6 +86,7 @@ class SharedGradStore(GradStore):
             link=link,
             ring=self.ring,
             cores=named["cores"],
+            space=space,
             home=self.homes.of,
             expected=self._trained,
             opens=self._open,
@@ -169,6 +172,15 @@ class SharedGradStore(GradStore):
         self._kept.clear()
         self._addends.clear()
         super().finish()
+        self.homes.expects_sums = True  # of ranks
+
+    def rehome(self, name: str, bucket: Bucket) -> None:
+        self._exchange.settle(bucket)
+        super().rehome(name, bucket)
+
+    def _land(self, slot: GradSlot) -> None:
+        if not isinstance(slot.landing, Unsummed):
+            super()._land(slot)
 
     def _kept_addends(self) -> list[tuple[GradSlot, torch.Tensor]]:
         """Return addends of no_sync with the gradients to which they go, if they are there still.
