@@ -93,7 +93,8 @@ class SegmentViews:
 
 
 class Home:
-    """One kind of one bucket; its class says where it lies.
+    """One kind of one bucket; its class says where it lies. With ``numel``, it has memory for so
+    many of the bucket's elements alone.
 
     `part` and `view` are its own memory, valid while the elements are pinned; `read` and `write`
     pin by themselves. If ``codec`` is not exact, parts are its items, and views have the right
@@ -120,26 +121,29 @@ class Home:
     is_shared = False
     """Whether they may read this."""
 
-    def __init__(self, slab: Slab, bucket: Bucket, dtype: torch.dtype, codec: Codec) -> None:
+    def __init__(
+        self,
+        slab: Slab,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        codec: Codec,
+        numel: int | None = None,
+    ) -> None:
         self._slab = slab
         self.codec = codec
         self.dtype = dtype
         self._successor: Home | None = None
         self.copies: dict[Segment, Copy] = {}  # see [Note: copies that are shown] in shown.py
-        n_bytes = codec.n_bytes(self._numel(bucket), dtype)
+        n_bytes = codec.n_bytes(numel or bucket.numel, dtype)
         self._flat = slab.carve(0, n_bytes).view(codec.dtype(dtype))
-        self.views = SegmentViews(self._view_of(segment) for segment in bucket.segments)
-
-    def _numel(self, bucket: Bucket) -> int:
-        """Return the elements for which it has addresses."""
-        return bucket.numel
-
-    def _view_of(self, segment: Segment) -> torch.Tensor:
-        spec, dtype = segment.spec, self.dtype
-        if not self.codec.exact:
-            return self._flat.new_full((), float("nan"), dtype=dtype).expand(spec.shape)
-        first = segment.offset * dtype.itemsize
-        return shaped(self._slab, first, spec.shape, spec.stride, spec.numel, dtype)
+        self.views = SegmentViews(
+            shaped(
+                slab, s.offset * dtype.itemsize, s.spec.shape, s.spec.stride, s.spec.numel, dtype
+            )
+            if codec.exact and numel is None
+            else valueless(s.spec.shape, dtype, self.shown_on)
+            for s in bucket.segments
+        )
 
     # -- properties ------------------------------------------------------------------------------
 
@@ -428,6 +432,12 @@ def shaped(
     """Return part of a slab as a tensor of this geometry, with its own storage."""
     piece = slab.carve(offset_bytes, numel * dtype.itemsize).view(dtype)
     return torch.as_strided(piece, tuple(shape), tuple(stride))
+
+
+def valueless(shape: Sequence[int], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+    """Return a tensor that stands for a segment of which there is no tensor."""
+    number = float("nan") if dtype.is_floating_point else 0
+    return torch.full((), number, dtype=dtype, device=place).expand(shape)
 
 
 def refusal(segment: Segment, codec: Codec) -> ConfigError:

@@ -259,11 +259,6 @@ class ChunkManager:
             return False
         return replica is None or (replica.may_leave and not replica.is_news)
 
-    def settle(self, bucket_id: int) -> None:
-        """Wait until nothing uses a home; what was written to its replica stays there."""
-        self.finish_update(bucket_id)
-        self._below.wait_reader(self.copies[bucket_id])
-
     def let_write(self, bucket_id: int) -> None:
         """Wait until no copy reads a home: its update may begin."""
         self._below.wait_reader(self.copies[bucket_id])

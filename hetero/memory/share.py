@@ -45,8 +45,9 @@ class ShareHome(Home):
         codec: Codec,
         comm: Comm,
         sharing: Sharing,
+        numel: int | None = None,
     ) -> None:
-        super().__init__(slab, bucket, dtype, codec)
+        super().__init__(slab, bucket, dtype, codec, numel)
         self._comm = comm
         self.changes: Changes = GatheredChanges(comm, sharing)
         self._n_shares, self._share_numel = bucket.n_shares, bucket.share_numel
@@ -159,15 +160,9 @@ class DeviceShareHome(OnDevice, ShareHome):
         comm: Comm,
         sharing: Sharing,
     ) -> None:
-        super().__init__(slab, bucket, dtype, codec, comm, sharing)
+        super().__init__(slab, bucket, dtype, codec, comm, sharing, bucket.share_numel)
         self._first = self.kept_items.start
         self._begin(device)
-
-    def _numel(self, bucket: Bucket) -> int:
-        return bucket.share_numel
-
-    def _view_of(self, segment: Segment) -> torch.Tensor:
-        return torch.zeros((), dtype=self.dtype, device=self.shown_on).expand(segment.spec.shape)
 
     def part(self, run: slice) -> torch.Tensor:
         return self._flat[run.start - self._first : run.stop - self._first]

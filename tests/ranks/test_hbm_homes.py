@@ -12,6 +12,7 @@ import torch
 import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
+from hetero.errors import DivergenceError, RankLost
 from hetero.plan.hardware import find
 from hetero.plan.machine import Figure, InterNet, Net
 from hetero.rehearse.rehearsal import Scene, rehearse
@@ -28,6 +29,7 @@ from tests.ranks.models import (
     by_torch,
     loss_of,
 )
+from tests.ranks.test_crossing import Planted, planted, slow_sums
 from tests.ranks.test_plan import PROFILE, TIERS, TOKENS, Peaks, WithTargets
 
 pytestmark = pytest.mark.usefixtures("short_parts")
@@ -83,12 +85,13 @@ def on_hbm(model: Any) -> frozenset[int]:
 
 def moves(rank: int, alone: bool) -> tuple[list[frozenset[int]], list[torch.Tensor]]:
     """Let homes of the first rank move down in a backward pass, while their sums are made."""
+    slow_sums(0.003)  # one of the buckets that move is under way still
     model, optimizer, run = prepared()
-    seen = []
+    seen: list[frozenset[int]] = []
 
     def give_way(*_: Any) -> None:
         if seen and rank == 0 and not alone:
-            engine_of(model).residence.hbm.rehoming.give_way(60_000)
+            engine_of(model).residence.hbm.rehoming.give_way(75_000)
 
     model.blocks[1].register_full_backward_hook(give_way)
     for number in range(6):
@@ -153,6 +156,38 @@ def test_what_is_on_hbm_is_read_and_written_and_saved(tmp_path: Path) -> None:
     first, second = run_ranks(2, reads, tmp_path)
 
     assert same(first, second)
+
+
+def fails(rank: int) -> tuple[list[str], Values]:
+    """Train; in one pass a sum on HBM fails on a rank, and the step is made again."""
+    model, optimizer, run = prepared()
+    ends = []
+    for number in range(5):
+        with pytest.MonkeyPatch.context() as patch:
+            if (rank, number) == (1, 3):
+                planted(patch, at=2, act=fail)
+            try:
+                hetero.backward(loss_of(model, run, number, rank))
+                optimizer.step()
+                ends.append("made")
+            except (DivergenceError, RankLost, Planted) as error:
+                ends.append(type(error).__name__)
+        optimizer.zero_grad()
+        if number == 2:
+            assert on_hbm(model)
+    return ends, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def fail() -> None:
+    raise Planted("planted")
+
+
+def test_a_sum_on_hbm_that_fails_on_one_rank_is_told_to_all() -> None:
+    (ends, found), (others, other) = run_ranks(2, fails)
+
+    assert ends == ["made"] * 3 + ["DivergenceError"] + ["made"]
+    assert others == ["made"] * 3 + ["Planted"] + ["made"]
+    assert same(found, other)
 
 
 def traffic(rank: int) -> dict[Lane, int]:

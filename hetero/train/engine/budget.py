@@ -25,12 +25,12 @@ from hetero.train.engine.check import pages, tables
 from hetero.train.engine.hbm_homes import first_homes, movable_homes, total_bytes
 from hetero.train.engine.spill import Spill, draw_spill, draw_way, passing_bytes
 from hetero.train.gradients.crossing import workspace_for
-from hetero.train.gradients.device_sums import Workspace
+from hetero.train.gradients.device_sums import SumSpace
 from hetero.types import format_bytes
 
 CUDA_SHARE = 0.95  # of free HBM, when no budget is given
 CPU_FRAMES = 4  # 1/4 of RAM is for frames, when no budget is given for them
-NO_SUMS = Workspace()
+NO_SUMS = SumSpace()
 SETTING = "activations='auto', "
 CUDA_RESIDENT = 1.5  # a model is kept on the device when its states fit this many times
 
@@ -54,7 +54,7 @@ class Budget:
     """RAM for homes, as measured; None if it was given, or homes lie elsewhere too."""
     slack_bytes: int = 0
     """Of the device, that a given budget leaves to others."""
-    sums: Workspace = NO_SUMS
+    sums: SumSpace = NO_SUMS
     """For sums over ranks at homes on the device; a part of the buffers."""
     division: Division | None = None
     """How HBM is divided since the last border; None before activations were measured."""

@@ -123,8 +123,9 @@ class Rehoming:
         if self._stepper is not None:
             self._stepper.finish()  # its updates' references to states look like a user's
         setup.saver.wait_for(bucket.id)
-        if self._is_shared:  # ranks would have to meet for a write, and need not move alike
-            self._manager.settle(bucket.id)
+        if self._is_shared:  # to write, ranks would have to meet; and they need not move alike
+            self._manager.finish_update(bucket.id)
+            self._manager.let_write(bucket.id)
         else:
             self._manager.flush_and_wait(bucket.id)
         if self._is_held(bucket) or not self._has_room(bucket, tier):

@@ -28,7 +28,7 @@ from hetero.memory.extent import PinUse, overlap
 from hetero.memory.home import Home
 from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.memory.link import Link
-from hetero.train.gradients.device_sums import DeviceSums, Workspace
+from hetero.train.gradients.device_sums import DeviceSums, SumSpace
 from hetero.train.gradients.rank_sums import Sum, add_up, inside, sum_dtype
 from hetero.train.model.host_work import host_work
 from hetero.types import Kind, Lane
@@ -92,14 +92,14 @@ def part_numel(bucket: Bucket) -> int:
     return min(bucket.share_numel, max(LEAST_PART, min(-(-bucket.share_numel // PARTS), MOST_PART)))
 
 
-def workspace_for(buckets: Iterable[Bucket], sum_group: int) -> Workspace:
+def workspace_for(buckets: Iterable[Bucket], sum_group: int) -> SumSpace:
     """Return what sums at homes of some buckets on a device take there."""
     slot = partial = 0
     for bucket in buckets:
         wide, numel = sum_dtype(bucket).itemsize, part_numel(bucket)
         slot = max(slot, numel * (wide if sum_group > 1 else bucket.dtype.itemsize))
         partial = max(partial, numel * wide)
-    return Workspace(*(-(-n_bytes // CARVED) * CARVED for n_bytes in (slot, partial)))
+    return SumSpace(*(-(-n_bytes // CARVED) * CARVED for n_bytes in (slot, partial)))
 
 
 class Crossing:
@@ -154,7 +154,7 @@ class Crossings:
     """Makes crossings, one after the other."""
 
     def __init__(
-        self, comm: Comm, device: Device, link: Link, cores: Cores, space: Workspace
+        self, comm: Comm, device: Device, link: Link, cores: Cores, space: SumSpace
     ) -> None:
         self._comm = comm
         self._device = device

@@ -23,7 +23,7 @@ SLOTS = 2
 Take = Callable[[torch.Tensor], object]
 
 
-class Workspace(NamedTuple):
+class SumSpace(NamedTuple):
     """The bytes of a device that sums there take, next to the homes."""
 
     slot_bytes: int = 0
@@ -39,7 +39,7 @@ class Workspace(NamedTuple):
 class DeviceSums:
     """Adds addends that lie in RAM to homes on a device; its workspace is charged already."""
 
-    def __init__(self, device: Device, link: Link, space: Workspace) -> None:
+    def __init__(self, device: Device, link: Link, space: SumSpace) -> None:
         self._device = device
         self._link = link
         self._space = space

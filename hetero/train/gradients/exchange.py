@@ -25,7 +25,7 @@ from hetero.memory.home import Home
 from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.link import Link
 from hetero.train.gradients.crossing import Crossing, Crossings, Load, Sources
-from hetero.train.gradients.device_sums import Workspace
+from hetero.train.gradients.device_sums import SumSpace
 from hetero.train.gradients.rank_sums import Sum
 from hetero.train.gradients.ring import GradRing
 
@@ -54,7 +54,7 @@ class Exchange:
         link: Link,
         ring: GradRing,
         cores: Cores,
-        space: Workspace,
+        space: SumSpace,
         home: Callable[[Bucket], Home],
         expected: Callable[[Bucket], set[int]],
         opens: Open,

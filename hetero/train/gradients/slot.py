@@ -97,6 +97,19 @@ def whole_norm(grad: torch.Tensor, ord: float, *, in_fp32: bool) -> torch.Tensor
     return norm
 
 
+class Unsummed:
+    """Stands for the end of a gradient's way home while other ranks' addends are missing."""
+
+    done = False
+
+    def __init__(self, why: str, advice: str) -> None:
+        self._why = why
+        self._advice = advice
+
+    def wait(self) -> None:
+        raise StateError(self._why, advice=self._advice)
+
+
 class GradOwner(Protocol):
     early: EarlyReads
     homes: GradHomes
@@ -178,6 +191,11 @@ class GradSlot:
         if self.state is GradState.TAKEN or self.factors != NONE or self.n_flying:
             return False
         return self.landing is None or self.landing.done
+
+    @property
+    def is_unsummed(self) -> bool:
+        """Whether other ranks' addends are missing."""
+        return isinstance(self.landing, Unsummed)
 
     def land_copy(self) -> None:
         """Wait for the copy that writes it home, if there is one."""

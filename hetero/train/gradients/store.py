@@ -381,7 +381,8 @@ class GradStore:
         old = store.homes[name, bucket.id]
         held = [slot for slot in self._slots_in(bucket) if slot.home is old]
         for slot in held:
-            self._land(slot)
+            if not slot.is_unsummed:
+                slot.land()
         if all(slot.state is GradState.TAKEN for slot in held):
             store.drop(name, bucket.id)
             return
@@ -389,10 +390,6 @@ class GradStore:
         for slot in held:
             slot.home = new
         old.leave(new)
-
-    def _land(self, slot: GradSlot) -> None:
-        """Wait until what is at home of a gradient may move."""
-        slot.land()
 
     def release(self, bucket: Bucket) -> None:
         """Free a bucket's gradient home once no gradient is in it."""
