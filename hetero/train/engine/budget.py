@@ -75,6 +75,12 @@ class Budget:
         rest = self.divisible.total_bytes - total_bytes(on_hbm)
         self.divisible = replace(self.divisible, total_bytes=rest)
 
+    def without_sums(self) -> None:
+        """Give up the room for sums over ranks: others read homes where they lie, in RAM."""
+        self.buffer_bytes -= self.sums.n_bytes
+        self.sums = NO_SUMS
+        self.divisible = replace(self.divisible, buffer_bytes=self.buffer_bytes)
+
     @property
     def activation_bytes(self) -> int:
         """Of HBM, for activations and gradients on their way down; 0 before they were measured."""

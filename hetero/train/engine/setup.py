@@ -160,6 +160,8 @@ def set_up(
         may_rise=tuning.may_rise(device) and inner is not None,
     )
     comm = nearest(comm, budget, blueprint)
+    if comm.node is not None:
+        budget.without_sums()
     check_device(device, comm)
     comm.open_gathers(device)
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
